@@ -117,6 +117,8 @@ def _value(node: ast.expr) -> object:
     try:
         return ast.literal_eval(node)
     except ValueError:
+        if isinstance(node, ast.Dict):
+            return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Code":
             return Code(_joined(node.args[0]) if isinstance(node.args[0], ast.JoinedStr) else _value(node.args[0]))
         return _Placeholder("{" + _short(node) + "}")

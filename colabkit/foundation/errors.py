@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 
-from colabkit.foundation.messages import PYTHON, Message, Words
+from colabkit.foundation.messages import PYTHON, Message, Words, has_references
 from colabkit.foundation.reports import printable
 
 
@@ -24,8 +24,8 @@ class OneLineError(BaseException):
         return self.args[0] if self.args and isinstance(self.args[0], Message) else None
 
     def __str__(self) -> str:
-        if self.message is not None:
-            return self.message.render(self.words)
+        if self.args and has_references(self.args[0]):
+            return self.words.render(self.args[0])
         # KeyError would show a single text in quotes.
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 

@@ -56,8 +56,8 @@ class HeadspaceReport(Report):
     loading_samples_per_s: float
 
     def _summary(self) -> str:
-        a_step = f"{format_seconds(self.step_s)} a step of {format_things(self.batch_size, 'image')}"
-        return f"The step alone: {format_rate(self.samples_per_s, 'images')}, {a_step}; no loader can raise this"
+        per_step = f"{format_seconds(self.step_s)} per step of {format_things(self.batch_size, 'image')}"
+        return f"Step alone: {format_rate(self.samples_per_s, 'images')}, {per_step}; no loader can exceed this"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -66,7 +66,7 @@ class HeadspaceReport(Report):
                 format_rate(self.samples_per_s, "images"),
                 f"{format_things(self.steps, 'step')} on {format_things(self.batches, 'batch')}",
             ),
-            ("loader alone", format_rate(self.loading_samples_per_s, "images"), "the batches that were cached"),
+            ("loader alone", format_rate(self.loading_samples_per_s, "images"), "while it loaded these batches"),
         ]
 
 
@@ -114,22 +114,22 @@ def headspace(
     # Use the loader inside a `watch()` wrapper, so that these batches do not count as training.
     loader = getattr(loader, "watched", loader)
     if isinstance(loader, Iterator):
-        found = f"{kind_of(loader)}, which can be iterated once only"
-        raise InvalidOption(cannot(act, found, "a loader that begins anew each time", "Pass the loader itself"))
+        found = f"loader is {kind_of(loader)}, which can be iterated only once"
+        raise InvalidOption(cannot(act, found, "", "Pass the loader itself"))
     check_whole_number(act, "batches", batches, 1)
     duration = check_duration(act, "seconds", seconds)
     parts = state_of(act, state, step, is_saved=True)
     if isinstance(step, Stateful):
         parts["the step"] = step
     if not getattr(step, "is_whole", True):
-        found, needed = "gradients that wait to be applied", "a step between two updates"
-        raise InvalidOption(cannot(act, found, needed, "Call step.flush() first"))
-    with _as_it_was(parts), Ranks() as processes:
+        pending = "the step has accumulated gradients that it has not applied yet"
+        raise InvalidOption(cannot(act, pending, "", "Call step.flush() first"))
+    with _restored(parts), Ranks() as processes:
         began = time.perf_counter()
         cached = _first_batches(loader, batches)
         loading_s = time.perf_counter() - began
         if not cached:
-            raise InvalidOption(cannot(act, "a loader without batches", "one", "Give it samples"))
+            raise InvalidOption(cannot(act, "the loader has no batches", "", "Pass a loader with at least one batch"))
         size = getattr(loader, "batch_size", None)
         sizes = [max(1, samples_in(batch, size if isinstance(size, int) else 1)) for batch in cached]
         endless = cycle(zip(cached, sizes, strict=True))
@@ -193,7 +193,7 @@ def _timed(step: Callable[[Any], object], batch: Any, gpus: list[torch.device]) 
 
 
 @contextmanager
-def _as_it_was(parts: Mapping[str, Stateful]) -> Iterator[None]:
+def _restored(parts: Mapping[str, Stateful]) -> Iterator[None]:
     """Restore states, buffers, gradients, modes and random generators at the end of the block."""
     states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     modules = [part for part in map(plain, parts.values()) if isinstance(part, nn.Module)]

@@ -11,8 +11,10 @@ from typing import Any
 import numpy.typing as npt
 
 from colabkit.foundation import (
+    Code,
     InvalidOption,
     Report,
+    call,
     cannot,
     check_callable,
     check_type,
@@ -51,9 +53,9 @@ class KFoldReport(Report):
         return self.stopped is None
 
     def _summary(self) -> str:
-        found = ", ".join(f"{name} {value:.4g} ± {self.spread[name]:.2g}" for name, value in self.mean.items())
-        ended = f"; stopped by {self.stopped}, the same call goes on" if self.stopped else ""
-        return f"{format_things(len(self.folds), 'fold')}: {found or 'no numbers'}{ended}"
+        means = ", ".join(f"{name} {value:.4g} ± {self.spread[name]:.2g}" for name, value in self.mean.items())
+        stopped = f"; stopped by {self.stopped}, make the same call again to continue" if self.stopped else ""
+        return f"{format_things(len(self.folds), 'fold')}: {means or 'no numbers'}{stopped}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [
@@ -104,9 +106,11 @@ def k_fold(
         >>> round(result.mean["share"], 2)
         0.33
     """
-    act = "train on folds"
-    check_callable(act, "run", run, "Pass k_fold(run, dataset)", optional=False)
-    check_type(act, "dataset", dataset, PackedDataset, "a split of a pack", "Pass open_pack(path)['train']")
+    act = "cross-validate"
+    usage = ("Use ", call("k_fold", Code("run"), Code("dataset")))
+    check_callable(act, "run", run, usage, optional=False)
+    example = ("For example, pass ", call("open_pack", Code("path")), "['train']")
+    check_type(act, "dataset", dataset, PackedDataset, "a split of a pack", example)
     check_whole_number(act, "folds", folds, 2)
     done: list[TrainReport | Mapping[str, float]] = []
     values: list[Mapping[str, float]] = []
@@ -142,6 +146,8 @@ def _numbers(report: Any) -> Mapping[str, float]:
     if isinstance(report, Mapping) and all(is_number(value) for value in report.values()):
         return {str(name): float(value) for name, value in report.items()}
     found = f"run returned {kind_of(report)}"
-    raise InvalidOption(
-        cannot("compare the folds", found, "it has to be the report of train(), or a dict of numbers", "Return one")
-    )
+    if isinstance(report, Mapping):
+        name, value = next((name, value) for name, value in report.items() if not is_number(value))
+        found = f"run returned {name!r} as {kind_of(value)}"
+    expected = "the report of colabkit.train(), or a dict of numbers"
+    raise InvalidOption(cannot("cross-validate", found, expected, "Return one of these"))

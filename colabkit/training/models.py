@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colabkit.foundation import (
+    Code,
     InvalidOption,
     MissingPackage,
+    call,
     cannot,
     check_callable,
     check_number,
@@ -24,6 +26,8 @@ from colabkit.foundation import (
     check_type,
     check_whole_number,
     kind_of,
+    omit,
+    option,
 )
 
 
@@ -53,7 +57,8 @@ def plain(part: Any) -> Any:
 Amp: TypeAlias = Literal["auto", "bf16", "fp16", False]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_MAKE = "make a supervised step"
+_MAKE = "create a supervised step"
+_COMPILE = option("compile", True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,37 +81,39 @@ class StepOptions:
             check_number(_MAKE, "clip", self.clip, above=0, example=1.0)
         if not isinstance(self.compile, bool | str) or self.compile == "":
             expected = "True, False or a mode of torch.compile"
-            raise InvalidOption(cannot(_MAKE, f"compile={self.compile!r}", expected, "Use compile=True"))
+            raise InvalidOption(cannot(_MAKE, option("compile", self.compile), expected, ("Use ", _COMPILE)))
 
 
 def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> None:
     """Raise `InvalidOption` unless model, optimizer, loss and scheduler are valid and belong together."""
-    next_step = "Pass supervised_step(model, optimizer)"
-    check_type(_MAKE, "model", model, nn.Module, "a torch model", next_step)
-    check_type(_MAKE, "optimizer", optimizer, Optimizer, "a torch optimizer", next_step)
-    check_callable(_MAKE, "loss", loss, "Use loss=nn.CrossEntropyLoss()", optional=False)
+    usage = ("Use ", call("supervised_step", Code("model"), Code("optimizer")))
+    check_type(_MAKE, "model", model, nn.Module, "a torch.nn.Module", usage)
+    check_type(_MAKE, "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", usage)
+    loss_example = ("For example, use ", option("loss", Code("nn.CrossEntropyLoss()")))
+    check_callable(_MAKE, "loss", loss, loss_example, optional=False)
     owned = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
-        found, needed = "the optimizer has none of the model's parameters", "which it is to update"
-        raise InvalidOption(cannot(_MAKE, found, needed, "Make the optimizer of model.parameters() of this very model"))
+        mismatch = "the optimizer has none of the model's parameters"
+        raise InvalidOption(cannot(_MAKE, mismatch, "", "Create the optimizer from model.parameters() of this model"))
     # Inspect the class, since a scheduler replaces the instance's `step` with a wrapper.
     if _is_any_needed(list(inspect.signature(type(optimizer).step).parameters.values())[1:]):
-        found = f"optimizer is {kind_of(optimizer)}, whose step() takes a closure"
-        next_step = "Use an optimizer that needs no closure, such as torch.optim.AdamW, or a step of your own"
-        raise InvalidOption(cannot(_MAKE, found, "its step() has to need nothing", next_step))
+        with_closure = f"optimizer is {kind_of(optimizer)}, whose step() requires a closure"
+        next_step = "Use another optimizer, such as torch.optim.AdamW, or write a custom step"
+        raise InvalidOption(cannot(_MAKE, with_closure, "a step() without required arguments", next_step))
     if scheduler is None:
         return
     step = getattr(scheduler, "step", None)
     if not callable(step) or not isinstance(scheduler, Stateful):
-        expected = "one of torch.optim.lr_scheduler, or None"
-        raise InvalidOption(cannot(_MAKE, f"scheduler is {kind_of(scheduler)}", expected, "Make it of the optimizer"))
+        expected = "a scheduler from torch.optim.lr_scheduler, or None"
+        example = ("For example, use ", option("scheduler", Code("StepLR(optimizer, 30)")))
+        raise InvalidOption(cannot(_MAKE, f"scheduler is {kind_of(scheduler)}", expected, example))
     if _is_any_needed(inspect.signature(step).parameters.values()):
-        found = f"scheduler is {kind_of(scheduler)}, whose step() takes a metric"
-        next_step = "Leave it out and call its step(metric) in the function that you pass as validate="
-        raise InvalidOption(cannot(_MAKE, found, "it has to count updates", next_step))
+        with_metric = f"scheduler is {kind_of(scheduler)}, whose step() requires a metric"
+        advice = (omit("scheduler"), " and call scheduler.step(metric) in the function for ", option("validate"))
+        raise InvalidOption(cannot(_MAKE, with_metric, "a step() without required arguments", advice))
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        found, needed = "the scheduler is of another optimizer", "it has to be of this one"
-        raise InvalidOption(cannot(_MAKE, found, needed, "Make it of the optimizer that you pass"))
+        foreign = "the scheduler belongs to another optimizer"
+        raise InvalidOption(cannot(_MAKE, foreign, "", "Create the scheduler with the optimizer that you pass"))
 
 
 def _is_any_needed(parameters: Iterable[inspect.Parameter]) -> bool:
@@ -144,13 +151,13 @@ def precision_on(device: torch.device, amp: Amp, weights: torch.dtype = torch.fl
         weights: Dtype of the model's weights.
     """
     if amp != "auto":
-        return Precision(amp, "as asked for")
+        return Precision(amp, "as requested")
     if weights != torch.float32:
-        return Precision(False, f"its weights are {str(weights).removeprefix('torch.')}")
+        return Precision(False, f"the weights are {str(weights).removeprefix('torch.')}")
     if device.type != "cuda":
-        return Precision(False, "only a CUDA GPU is sure to gain by it")
+        return Precision(False, "mixed precision is automatic only on CUDA GPUs")
     capability = torch.cuda.get_device_capability(device)
-    reason = f"the GPU is of compute capability {capability[0]}.{capability[1]}"
+    reason = f"the GPU has compute capability {capability[0]}.{capability[1]}"
     if capability >= (8, 0):
         return Precision("bf16", reason)
     return Precision("fp16" if capability >= (7, 0) else False, reason)
@@ -159,8 +166,9 @@ def precision_on(device: torch.device, amp: Amp, weights: torch.dtype = torch.fl
 def check_precision(act: str, precision: Precision, device: torch.device) -> None:
     """Raise `InvalidOption` if a device cannot train with a precision."""
     if precision.name == "fp16" and device.type != "cuda":
-        next_step = "Use amp='auto', or move the model to a GPU"
-        raise InvalidOption(cannot(act, f"amp='fp16' and a model on {device}", "a CUDA GPU for fp16", next_step))
+        found = (option("amp", "fp16"), f" with a model on {device}")
+        next_step = ("Use ", option("amp", "auto"), ", or move the model to a GPU")
+        raise InvalidOption(cannot(act, found, "a model on a CUDA GPU", next_step))
 
 
 Forward: TypeAlias = Callable[[Tensor], Any]
@@ -228,15 +236,17 @@ def compiled(module: nn.Module, mode: str | None) -> Forward:
     try:
         run = torch.compile(module, mode=mode)
     except RuntimeError as error:
-        raise InvalidOption(cannot(act, f"compile={mode!r}", "a mode of torch.compile", "Use compile=True")) from error
+        found = (option("compile", mode or True), f" fails with {type(error).__name__}: {str(error).rstrip('.')}")
+        raise InvalidOption(cannot(act, found, "", ("Use ", option("compile", mode is not None)))) from error
 
     def forward(images: Tensor) -> Any:
         try:
             return run(images)
         except Exception as error:
             if _NO_COMPILER.search(str(error)):
-                needed, next_step = "one for torch.compile", "Install it (apt-get install g++), or use compile=False"
-                raise MissingPackage(cannot(act, "no C++ compiler", needed, next_step)) from error
+                missing = "torch.compile found no C++ compiler"
+                next_step = ("Install one (apt-get install g++), or use ", option("compile", False))
+                raise MissingPackage(cannot(act, missing, "", next_step)) from error
             raise
 
     return forward
@@ -270,11 +280,12 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
         >>> model(torch.rand(4, 3, 8, 8)).shape
         torch.Size([4, 10])
     """
-    act = "make a small network"
+    act = "create a small network"
     check_whole_number(act, "classes", classes, 1)
     if len(shape) != 3 or min(shape) < 1:
-        found, needed = f"shape={tuple(shape)}", "height, width and channels of images"
-        raise InvalidOption(cannot(act, found, needed, "Pack images, all brought to one size"))
+        expected = "height, width and channels, each 1 or more"
+        next_step = ("For example, pack images to one size with ", option("size"), " and use their sample_shape")
+        raise InvalidOption(cannot(act, option("shape", tuple(shape)), expected, next_step))
     height, width, channels = shape
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

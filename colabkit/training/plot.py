@@ -58,7 +58,7 @@ def plot_run(
 ) -> Figure:
     """Plot a run; the arguments are fields of `TrainReport`."""
     if not curve and not epochs:
-        raise InvalidOption(cannot("plot the training", "no steps yet", "at least one", "Train first"))
+        raise InvalidOption(cannot("plot the training", "the report has no steps", "", "Train at least one step first"))
     rows: list[list[Callable[[Axes], None]]] = []
     if epochs:
         rows.append([partial(_draw_time, epochs=epochs), partial(_draw_speed, epochs=epochs)])

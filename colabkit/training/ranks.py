@@ -34,6 +34,7 @@ from colabkit.foundation import (
     check_whole_number,
     format_things,
     kind_of,
+    option,
     usable_cpus,
 )
 
@@ -130,23 +131,24 @@ class Ranks:
             raise trouble
         for rank, reason in enumerate(reasons):
             if reason is not None:
-                raise LaunchFailed(cannot(act, f"process {rank}: {reason}", "all to end well", "See its output"))
+                found = f"process {rank} failed with {reason.rstrip('.')}"
+                raise LaunchFailed(cannot(act, found, "", "Read the output of that process"))
         return cast(T, result)
 
-    def agreed(self, step: int, step_s: float, wishes: list[int], at_once: bool = False) -> list[int]:
+    def agreed(self, step: int, step_s: float, requests: list[int], at_once: bool = False) -> list[int]:
         """Return the maximum of each request over all ranks; zeros at steps without communication.
 
         Args:
             step: Number of the step, equal in all ranks.
             step_s: Duration of a step in seconds; the shorter it is, the more steps lie between two exchanges.
-            wishes: Requests of this rank, integers from 0.
+            requests: Requests of this rank, integers from 0.
             at_once: Communicate at this step in any case; equal in all ranks.
         """
         if self.count == 1:
-            return wishes
+            return requests
         if step < self._next_agreement and not at_once:
-            return [0] * len(wishes)
-        sent = torch.tensor([*wishes, int(step_s * 1e6)], dtype=torch.int64, device="cpu")
+            return [0] * len(requests)
+        sent = torch.tensor([*requests, int(step_s * 1e6)], dtype=torch.int64, device="cpu")
         distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
         *agreed, step_us = sent.tolist()
         most = max(1, min(_AGREE_STEPS, int(_AGREE_EVERY_S * 1e6 / max(1, step_us))))
@@ -189,13 +191,15 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
     gpus = torch.cuda.device_count()
     count = (gpus or 2) if processes is None else check_whole_number(act, "processes", processes, 1)
     if not callable(function):
-        raise InvalidOption(cannot(act, kind_of(function), "a function", "Pass it without calling it"))
+        found = f"function is {kind_of(function)}"
+        raise InvalidOption(cannot(act, found, "a function", "Pass the function without calling it"))
     if gpus and count > gpus:
-        expected = f"at most one for each of {format_things(gpus, 'GPU')}"
-        raise InvalidOption(cannot(act, f"processes={count}", expected, "Use fewer"))
+        too_many = (option("processes", count), f" with {format_things(gpus, 'GPU')}")
+        next_step = ("Use ", option("processes", gpus), " or less")
+        raise InvalidOption(cannot(act, too_many, "at most one process per GPU", next_step))
     if distributed.is_available() and distributed.is_initialized():
-        found, expected = "a process that is already part of a group", "one on its own"
-        raise InvalidOption(cannot(act, found, expected, "Call the function itself"))
+        grouped = "this process is already part of a torch.distributed group"
+        raise InvalidOption(cannot(act, grouped, "", "Call the function directly"))
     with ExitStack() as stack:
         payload = stack.enter_context(tempfile.TemporaryFile())
         payload.write(_pickled(act, function, arguments))
@@ -214,10 +218,9 @@ def _pickled(act: str, function: Callable[..., Any], arguments: tuple[Any, ...])
             variables = inspect.getclosurevars(function)
             used = {**variables.globals, **variables.nonlocals}
         used |= {f"argument {number}": value for number, value in enumerate(arguments, 1)}
-        culprit = next((f"{name!r}, {kind_of(value)}" for name, value in used.items() if not _is_picklable(value)), "")
-        found = f"the function uses {culprit or 'an object'} that cannot be copied to another process ({error})"
-        expected, next_step = "only what cloudpickle can copy", "Create it inside the function"
-        raise InvalidOption(cannot(act, found, expected, next_step)) from error
+        culprit = next((f"{name!r}, {kind_of(value)}," for name, value in used.items() if not _is_picklable(value)), "")
+        found = f"the function uses {culprit or 'an object'} that cannot be pickled ({error})"
+        raise InvalidOption(cannot(act, found, "", "Create it inside the function")) from error
 
 
 def _is_picklable(value: Any) -> bool:
@@ -298,8 +301,8 @@ class _Launch:
             raise KeyboardInterrupt
         if self._failure:
             rank, text, trace = self._failure
-            act, next_step = f"train in {self._count} processes", "Call the function itself to debug it"
-            error = LaunchFailed(cannot(act, f"process {rank}: {text}", "all to end well", next_step))
+            act, next_step = f"train in {self._count} processes", "Call the function directly to debug it"
+            error = LaunchFailed(cannot(act, f"process {rank} failed with {text.rstrip('.')}", "", next_step))
             if trace:
                 error.add_note(trace)
             raise error
@@ -314,7 +317,7 @@ class _Launch:
         # A crashed process makes the others fail, so report the crash first.
         for rank, code in ended.items():
             if rank not in self._answers:
-                text = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                text = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 self._failure = rank, text, ""
                 break
         else:
@@ -415,6 +418,6 @@ def _packed_result(result: Any) -> bytes:
         return bytes(cloudpickle.dumps(result))
     # Pickling runs code of the objects, which may raise anything.
     except Exception as error:
-        found = f"{kind_of(result)} ({error})"
-        needed, next_step = "something that can be pickled", "Return numbers, text, or what train() returns"
-        raise InvalidOption(cannot("bring back what the function returned", found, needed, next_step)) from error
+        found = f"{kind_of(result)} cannot be pickled ({error})"
+        next_step = "Return numbers, text, or the report of colabkit.train()"
+        raise InvalidOption(cannot("return the result of the function", found, "", next_step)) from error

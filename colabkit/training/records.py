@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, MetersSnapshot, TrainingDiverged, cannot, kind_of, meters
+from colabkit.foundation import InvalidOption, MetersSnapshot, TrainingDiverged, cannot, kind_of, meters, option
 
 _SPENT = ("wait_s", "copy_s", "compute_s", "other_s")
 
@@ -85,8 +85,8 @@ class EpochProgress:
 
     def record(self, samples: int, values: Mapping[str, float]) -> EpochRecord:
         """Return the record of the epoch, with the samples of all processes and the means over them."""
-        kept = {name: getattr(self, name) for name in ("epoch", "steps", "seconds", "validation", *_SPENT)}
-        return EpochRecord(samples=samples, values=values, **kept)
+        fields = {name: getattr(self, name) for name in ("epoch", "steps", "seconds", "validation", *_SPENT)}
+        return EpochRecord(samples=samples, values=values, **fields)
 
 
 Values: TypeAlias = Mapping[str, object]
@@ -104,7 +104,7 @@ def values_of(result: object) -> Values:
     if result is None:
         return {}
     if is_number(result):
-        return {"loss": _kept(result)}
+        return {"loss": _copied(result)}
     return _checked(result, "the step", "a loss, a dict of numbers, or None")
 
 
@@ -118,19 +118,24 @@ def numbers_of(result: object) -> dict[str, float]:
     return {name: float(cast(Any, value)) for name, value in values.items()}
 
 
-def _checked(result: object, giver: str, needed: str) -> Values:
+def _checked(result: object, function: str, expected: str) -> Values:
     if not isinstance(result, Mapping):
-        found = f"{giver} returned {kind_of(result)}"
-        raise InvalidOption(cannot("train", found, f"it may return {needed}", "Return one of these"))
+        found = f"{function} returned {_described(result)}"
+        raise InvalidOption(cannot("train", found, expected, "Return one of these"))
     for name, value in result.items():
         if not is_number(value):
-            found = f"{giver} returned {name!r} as {kind_of(value)}"
-            next_step = "Return its mean, say" if hasattr(value, "mean") else "Return a number, or leave it out"
-            raise InvalidOption(cannot("train", found, f"it may return {needed}, each a single number", next_step))
-    return {name: _kept(value) for name, value in result.items()}
+            found = f"{function} returned {name!r} as {_described(value)}"
+            next_step = "For example, return its mean" if hasattr(value, "mean") else "Return a number, or remove it"
+            raise InvalidOption(cannot("train", found, f"{expected}, each value a single number", next_step))
+    return {name: _copied(value) for name, value in result.items()}
 
 
-def _kept(value: object) -> object:
+def _described(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return f"{kind_of(value)} of shape {tuple(shape)}" if isinstance(shape, tuple) else kind_of(value)
+
+
+def _copied(value: object) -> object:
     """Return a copy of a tensor, since it is read later and the step may modify it in place; other values unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -244,7 +249,7 @@ class ValueRecorder:
         """
         if self._must_be_finite:
             for name, value in values.items():
-                if not isinstance(value, Tensor) or value.device.type == "cpu":
+                if not isinstance(value, Tensor) or value.is_cpu:
                     _check_finite(step, name, float(cast(Any, value)))
         self._steps.append((step, samples, values))
         # Stacking replaces thousands of small device allocations by one.
@@ -275,7 +280,7 @@ class ValueRecorder:
 
 def _check_finite(step: int, name: str, value: float) -> None:
     if not math.isfinite(value):
-        next_step = "Lower the learning rate or clip gradients, or pass on_nonfinite='continue'"
+        next_step = ("Lower the learning rate, clip gradients, or use ", option("on_nonfinite", "continue"))
         raise TrainingDiverged(cannot("train", f"step {step} returned {name}={value}", "a finite number", next_step))
 
 

@@ -30,6 +30,7 @@ from colabkit.foundation import (
     format_seconds,
     format_share,
     format_things,
+    option,
     user_path,
 )
 from colabkit.training.records import EpochRecord, Validation
@@ -41,10 +42,10 @@ _Record = TypeVar("_Record")
 
 _hints_of = cache(get_type_hints)
 
-_TOLD = 200
+_LISTED = 200
 """Maximum number of epochs, validations and points of a curve in `to_dict()`."""
 
-_TOLD_MACHINES = 240
+_LISTED_MACHINES = 240
 """Size budget for the machine snapshots in `to_dict()`: a snapshot costs 3, plus 1 for each GPU."""
 
 
@@ -69,7 +70,7 @@ class TrainReport(Report):
         best_value: The best value of `monitor`.
         resumed_from: The checkpoint that this call resumed from, or None.
         passed_over: Names of damaged checkpoints that were skipped, with the reason.
-        not_kept: Settings that could not be restored on resuming, so that the run differs from an uninterrupted one.
+        not_kept: Settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
         failed_saves: Steps of checkpoints that could not be written or published, with the reason.
         spent: Counters of the loader in this call, and how the time of its steps was spent.
         facts: Configuration of the loader.
@@ -135,13 +136,14 @@ class TrainReport(Report):
         For long runs, `epochs`, `validations`, `curve` and `hosts` are thinned evenly, keeping the first and the last
         entry. The times of single steps in `spent` are left out.
         """
-        told = super().to_dict()
-        del told["spent"]["recent"]
-        told["epochs"], told["validations"] = _thinned(told["epochs"], _TOLD), _thinned(told["validations"], _TOLD)
-        told["curve"] = {name: _short(_thinned(points, _TOLD)) for name, points in told["curve"].items()}
+        values = super().to_dict()
+        del values["spent"]["recent"]
+        for name in ("epochs", "validations"):
+            values[name] = _thinned(values[name], _LISTED)
+        values["curve"] = {name: _short(_thinned(points, _LISTED)) for name, points in values["curve"].items()}
         gpus = max((len(snapshot.gpus) for snapshot in self.hosts), default=0)
-        told["hosts"] = _short(_thinned(told["hosts"], max(2, _TOLD_MACHINES // (3 + gpus))))
-        return told
+        values["hosts"] = _short(_thinned(values["hosts"], max(2, _LISTED_MACHINES // (3 + gpus))))
+        return values
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report to a JSON file of at most about 300 kB, which `diagnose()` accepts, and return its path.
@@ -159,9 +161,9 @@ class TrainReport(Report):
         """
         act = "save the report"
         target = user_path(path, act).absolute()
-        told = self.to_dict()
-        told["spent"]["recent"] = _short([list(step) for step in self.spent.recent])
-        text = json.dumps(_finite(told), allow_nan=False)
+        values = self.to_dict()
+        values["spent"]["recent"] = _short([list(step) for step in self.spent.recent])
+        text = json.dumps(_finite(values), allow_nan=False)
         with file_changes.translated(act), Partial(target) as partial:
             file_changes.write_file(partial.path, text.encode(), durable=True)
             partial.publish(replace=True)
@@ -169,8 +171,8 @@ class TrainReport(Report):
 
     def _summary(self) -> str:
         count = format_things(self.trained, "epoch", "epochs")
-        in_all = f" ({len(self.epochs)} in all)" if self.trained != len(self.epochs) else ""
-        lines = [f"Trained {count}{in_all}"]
+        total = f" ({len(self.epochs)} in total)" if self.trained != len(self.epochs) else ""
+        lines = [f"Trained {count}{total}"]
         if self.stopped and not self.samples_per_s:
             lines[0] += "; stopped before the first step"
         elif self.samples_per_s:
@@ -184,14 +186,14 @@ class TrainReport(Report):
             saved = f"; checkpoint {str(self.checkpoint)!r}" if self.checkpoint else ", without a checkpoint"
             lines.append(f"Stopped by {self.stopped} after step {self.steps}{saved}")
         for label, text in self._incidents():
-            lines.append(f"{label.capitalize()}{':' if label == 'not kept' else ''} {text}")
+            lines.append(f"{label.capitalize()}{':' if label == 'changed' else ''} {text}")
         return "\n".join(lines)
 
     def _incidents(self) -> list[tuple[str, str]]:
-        """Return pairs of label and text for a resume, skipped checkpoints, lost settings and failed saves."""
+        """Return pairs of label and text for a resume, skipped checkpoints, changed settings and failed saves."""
         found = [("resumed from", repr(str(self.resumed_from)))] if self.resumed_from else []
-        found += [("passed over", f"{name!r}: {reason}") for name, reason in self.passed_over]
-        found += [("not kept", what) for what in self.not_kept]
+        found += [("skipped", f"{name!r}: {reason}") for name, reason in self.passed_over]
+        found += [("changed", text) for text in self.not_kept]
         found += [("not saved", f"at step {step}: {reason}") for step, reason in self.failed_saves]
         return found
 
@@ -208,10 +210,10 @@ class TrainReport(Report):
                     _listed(record.shown),
                 )
             )
-        told = [("stopped", f"by {self.stopped} after step {self.steps}")] if self.stopped else []
-        told += self._incidents()
-        told += [("checkpoint", str(self.checkpoint))] if self.checkpoint else []
-        rows += [(name, "", "", "", text) for name, text in told]
+        incidents = [("stopped", f"by {self.stopped} after step {self.steps}")] if self.stopped else []
+        incidents += self._incidents()
+        incidents += [("checkpoint", str(self.checkpoint))] if self.checkpoint else []
+        rows += [(name, "", "", "", text) for name, text in incidents]
         if self.best and self.best_value is not None:
             rows.append(("best", "", "", f"{self.best_value:.4g}", str(self.best)))
         return rows
@@ -226,10 +228,13 @@ class TrainingInterrupted(OneLineError, KeyboardInterrupt):
 
     def __init__(self, report: TrainReport) -> None:
         self.report = report
-        saved = "nothing is saved. Name a folder by save_to= to keep checkpoints, after which the same call goes on"
+        stopped = f"Training stopped after step {report.steps}"
         if report.checkpoint:
-            saved = f"checkpoint {str(report.checkpoint)!r}; the same call goes on"
-        super().__init__(f"Training stopped after step {report.steps}: {saved}")
+            saved = f"checkpoint {str(report.checkpoint)!r} is saved"
+            super().__init__(f"{stopped}: {saved}. Start the same training again to resume.")
+        else:
+            next_step = ("Name a folder with ", option("save_to"), " to save checkpoints and to resume.")
+            super().__init__((f"{stopped}: nothing is saved. ", *next_step))
 
 
 def _listed(values: Mapping[str, float]) -> str:
@@ -289,53 +294,56 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
     except FileFailed as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
-        needed = "a file that TrainReport.save() wrote"
-        raise SourceMissing(cannot(f"read {str(found)!r}", "no such file", needed, "Check the path")) from error
+        expected = "a file that TrainReport.save() wrote"
+        act = f"read the report {str(found)!r}"
+        raise SourceMissing(cannot(act, "the file does not exist", expected, "Check the path")) from error
     try:
-        told = json.loads(text)
+        values = json.loads(text)
         return SavedRun(
-            _spent_of(told["spent"]),
-            None if told["facts"] is None else _made(LoaderFacts, told["facts"]),
-            tuple(_host_of(host) for host in told["hosts"]),
-            told["precision"],
+            _spent_of(values["spent"]),
+            None if values["facts"] is None else _record(LoaderFacts, values["facts"]),
+            tuple(_host_of(host) for host in values["hosts"]),
+            values["precision"],
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         act = f"read the report {str(found)!r}"
-        needed, next_step = "a file that TrainReport.save() wrote", "Save the report again"
-        raise BadSource(cannot(act, "other contents", needed, next_step)) from error
+        is_json = not isinstance(error, json.JSONDecodeError)
+        cause = "its fields are not those of a saved report" if is_json else "the file is not JSON"
+        expected, next_step = "a file that TrainReport.save() wrote", "Save the report again"
+        raise BadSource(cannot(act, cause, expected, next_step)) from error
 
 
-def _spent_of(told: dict[str, Any]) -> MetersSnapshot:
-    parts = tuple(_made(PartSnapshot, part) for part in told["parts"])
-    recent = tuple(map(_step_of, told["recent"]))
-    first = told.get("first_pass")
-    return _made(
-        MetersSnapshot, told, parts=parts, recent=recent, first_pass=None if first is None else _spent_of(first)
+def _spent_of(values: dict[str, Any]) -> MetersSnapshot:
+    parts = tuple(_record(PartSnapshot, part) for part in values["parts"])
+    recent = tuple(map(_step_of, values["recent"]))
+    first = values.get("first_pass")
+    return _record(
+        MetersSnapshot, values, parts=parts, recent=recent, first_pass=None if first is None else _spent_of(first)
     )
 
 
-def _step_of(told: list[Any]) -> StepTimes:
-    wait_s, copy_s, compute_s, other_s, samples, *rest = told
+def _step_of(values: list[Any]) -> StepTimes:
+    wait_s, copy_s, compute_s, other_s, samples, *rest = values
     return StepTimes(float(wait_s), float(copy_s), float(compute_s), float(other_s), int(samples), *map(bool, rest))
 
 
-def _host_of(told: dict[str, Any]) -> HostSnapshot:
-    gpus = tuple(_made(GpuSnapshot, gpu, slowed_by=tuple(map(str, gpu["slowed_by"]))) for gpu in told["gpus"])
-    return _made(HostSnapshot, told, gpus=gpus)
+def _host_of(values: dict[str, Any]) -> HostSnapshot:
+    gpus = tuple(_record(GpuSnapshot, gpu, slowed_by=tuple(map(str, gpu["slowed_by"]))) for gpu in values["gpus"])
+    return _record(HostSnapshot, values, gpus=gpus)
 
 
-def _made(kind: type[_Record], told: dict[str, Any], **made: Any) -> _Record:
-    """Return a record built from plain values `told` and already converted ones `made`.
+def _record(kind: type[_Record], values: dict[str, Any], **converted: Any) -> _Record:
+    """Return a record built from plain `values` and those that are already `converted`.
 
     Raises:
         TypeError: If a plain value does not have the type of its field.
     """
     # mypy believes that classes are not hashable.
     hints = _hints_of(kind)  # type: ignore[arg-type]
-    for name, value in told.items():
-        if name not in made and not _fits(hints.get(name), value):
+    for name, value in values.items():
+        if name not in converted and not _fits(hints.get(name), value):
             raise TypeError(f"{kind.__name__}.{name} is {value!r}")
-    return kind(**{**told, **made})
+    return kind(**{**values, **converted})
 
 
 def _fits(hint: Any, value: Any) -> bool:

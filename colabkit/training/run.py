@@ -86,7 +86,9 @@ class TrainingRun:
         if tuple(saved["judge"]) == self.judge.rule:
             self.judge.best, self.judge.score = saved["best"], saved.get("score")
         elif saved["best"] is not None:
-            self.saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self.judge.rule)}",)
+            self.saving.not_kept += (
+                f"the best checkpoint was selected by {' '.join(saved['judge'])}, now by {' '.join(self.judge.rule)}",
+            )
         self._begun = None if saved["begun"] is None else EpochProgress(**saved["begun"])
         first = self.processes.is_first
         if self._begun is not None and not first:
@@ -262,8 +264,8 @@ class TrainingRun:
         due = self.saving.folder is not None and self.schedule.is_due(self._steps)
         late = self.schedule.is_late()
         self.stops.reserve_s = RESERVE_S + _RESERVE * (self.saving.save_s + self._step_s) + self._validate_s
-        wishes = [self.stops.look(), int(late), int((due or late) and self.saving.is_busy)]
-        strength, is_late, is_busy = self.processes.agreed(self._steps, self._step_s, wishes, at_once=due)
+        requests = [self.stops.look(), int(late), int((due or late) and self.saving.is_busy)]
+        strength, is_late, is_busy = self.processes.agreed(self._steps, self._step_s, requests, at_once=due)
         if (is_late or due) and not (is_busy or self._is_saved or self._is_last(begun)):
             count()
             self._save()
@@ -284,8 +286,8 @@ class TrainingRun:
             raise
         self._validate_s = max(self._validate_s, time.monotonic() - began)
         if self.loader.received != received:
-            found_text, needed = "a validation that took batches of the training's Loader", "another Loader for it"
-            raise InvalidOption(cannot("validate", found_text, needed, "Make one of held-out samples"))
+            cause, next_step = "validation took batches from the training Loader", "Create one of held-out samples"
+            raise InvalidOption(cannot("validate", cause, "a separate Loader", next_step))
         begun.is_validation_due = False
         begun.validation = found
         self._validations.append(Validation(self._steps, found))

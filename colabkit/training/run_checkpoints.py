@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from colabkit.foundation import InvalidOption, TargetExists, cannot, format_things
+from colabkit.foundation import InvalidOption, TargetExists, cannot, format_things, option
 from colabkit.loading import Loader
 from colabkit.training.checkpoints.files import LoadedCheckpoint
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
+
+_REBUILD = ("Create the same object as before, or save to another folder with ", option("save_to"))
 
 
 class RunCheckpoints:
@@ -31,7 +33,7 @@ class RunCheckpoints:
     Attributes:
         resumed_from: The checkpoint that was loaded.
         passed_over: Names of newer checkpoints that were skipped because they are damaged, with the reason.
-        not_kept: Settings that could not be restored, so that the run differs from an uninterrupted one.
+        not_kept: Settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
     """
 
     def __init__(
@@ -93,20 +95,21 @@ class RunCheckpoints:
             restore_random_state(content["random"][self._processes.rank])
         not_kept = []
         if world_size != self._processes.count:
-            not_kept.append(f"random generators of {format_things(world_size, 'process')}, now {self._processes.count}")
+            processes = format_things(world_size, "process")
+            not_kept.append(f"random generators were saved by {processes}, now {self._processes.count}")
         loaded, now_rates = self._loader.state_dict(), _rates_of(self._state)
         before, now = content["loader"]["global_batch"], loaded["global_batch"]
         if before != now:
-            not_kept.append(f"batches of {format_things(before, 'sample')}, now {now}")
+            not_kept.append(f"batches had {format_things(before, 'sample')}, now {now}")
         not_kept += [
-            f"{name}={now!r} of the Loader: {loaded[name]!r} goes on"
+            f"{name}={now!r} of the Loader is ignored, the checkpoint has {loaded[name]!r}"
             for name, now in order.items()
             if name in ("order", "order_seed", "seed") and loaded[name] != now
         ]
         not_kept += [
-            f"learning rates {_listed(rates[name])} of {name!r}: {_listed(now_rates[name])} of before go on"
-            for name in rates
-            if rates[name] != now_rates[name]
+            f"learning rates {_listed(new)} of {name!r} are ignored, the checkpoint has {_listed(now_rates[name])}"
+            for name, new in rates.items()
+            if new != now_rates[name]
         ]
         self.not_kept = tuple(not_kept)
         self.resumed_from = found.path
@@ -116,26 +119,27 @@ class RunCheckpoints:
 
     def _found(self, checkpoints: CheckpointFolder, resume: bool) -> LoadedCheckpoint | None:
         if not resume and (step := checkpoints.newest_step()) is not None:
-            near = checkpoints.local_folder
-            place = "" if near == self.folder else f" there or in {str(near)!r}"
-            found = f"a checkpoint of step {step}{place}"
-            act = f"start again in {str(self.folder)!r}"
-            raise TargetExists(cannot(act, found, "no checkpoints", "Use resume=True or another folder"))
+            local = checkpoints.local_folder
+            place = "" if local == self.folder else f" there or in {str(local)!r}"
+            found = f"a checkpoint of step {step} exists{place}"
+            expected = ("no checkpoints with ", option("resume", False))
+            next_step = ("Use ", option("resume", True), " or another folder")
+            raise TargetExists(cannot(f"start a new run in {str(self.folder)!r}", found, expected, next_step))
         return checkpoints.newest()
 
     def _load_parts(self, found: LoadedCheckpoint) -> None:
         saved = found.content["state"]
         if set(saved) != set(self._state):
-            names = ", ".join(saved) or "nothing"
-            given = ", ".join(self._state) or "nothing"
-            act = f"resume from {str(found.path)!r}"
-            raise InvalidOption(cannot(act, f"it holds {names}", f"state= of {given}", "Pass the same names as before"))
+            names, given = ", ".join(saved) or "nothing", ", ".join(self._state) or "nothing"
+            whole = f"resume from {str(found.path)!r}"
+            names_differ = f"the checkpoint contains {names}, but this run has {given}"
+            raise InvalidOption(cannot(whole, names_differ, "", ("Pass the same names in ", option("state"))))
         self._loader.load_state_dict(dict(found.content["loader"]))
         for name, part in self._state.items():
             if (kind := found.content["kinds"].get(name)) != _kind_of(part):
                 act = f"resume {name!r} from {str(found.path)!r}"
-                needed = f"an object of the kind that was saved, {kind}"
-                raise InvalidOption(cannot(act, f"a {_kind_of(part)}", needed, "Build it as before or save elsewhere"))
+                kinds_differ = f"it was saved as {kind} and is now {_kind_of(part)}"
+                raise InvalidOption(cannot(act, kinds_differ, "", _REBUILD))
         parts: list[tuple[str, Any, Any]] = [(name, part, saved[name]) for name, part in self._state.items()]
         if self._step is not None and found.content["step"] is not None:
             parts.append(("step", self._step, found.content["step"]))
@@ -147,8 +151,7 @@ class RunCheckpoints:
                 act = f"resume {name!r} from {str(found.path)!r}"
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
-                needed, next_step = "the state of an object like this one", "Build it as before or save elsewhere"
-                raise InvalidOption(cannot(act, reason, needed, next_step)) from error
+                raise InvalidOption(cannot(act, f"its saved state does not fit ({reason})", "", _REBUILD)) from error
 
     def save(
         self,

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
-from colabkit.foundation import InvalidOption, cannot, check_duration, check_whole_number, meters
+from colabkit.foundation import Code, InvalidOption, cannot, check_duration, check_whole_number, meters, option
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import Values, numbers_of
 
@@ -48,7 +48,8 @@ def moment(act: str, name: str, value: Moment) -> float:
         # Datetimes close to `datetime.min` or `datetime.max` have no timestamp.
         left_s = math.nan
     if not left_s > 0:
-        raise InvalidOption(cannot(act, f"{name}={value}", "a moment in the future", f"Use {name}='11h'"))
+        next_step = ("For example, use ", option(name, "11h"))
+        raise InvalidOption(cannot(act, option(name, Code(str(value))), "a time in the future", next_step))
     return time.monotonic() + left_s
 
 
@@ -152,8 +153,10 @@ class Validator:
         # Reports show validation values with the prefix "val_", so accept such names too.
         name = monitor if monitor in values else monitor.removeprefix("val_")
         if self._is_required and name not in values:
-            found = f"monitor={monitor!r} beside {', '.join(map(repr, values)) or 'no values'}"
-            raise InvalidOption(cannot("tell the best checkpoint", found, "one of these", "Correct it and go on"))
+            found = (option("monitor", monitor), " is not among the returned numbers")
+            expected = f"one of {', '.join(map(repr, values))}" if values else "at least one number"
+            next_step = ("Correct ", option("monitor"), " and start the training again")
+            raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
         value = values.get(name, math.nan)
         if not math.isfinite(value):
             return
@@ -269,8 +272,8 @@ class StopRequests:
             self.note(_strength_of("SIGHUP" if number == signal.SIGHUP else "SIGTERM"))
         elif self._pressed_at is None:
             self._pressed_at = time.monotonic()
-            last = " with a last checkpoint" if self._saves else "; nothing is saved"
-            logger.warning("stopping after this step%s; Ctrl-C again stops at once", last)
+            end = " with a final checkpoint" if self._saves else " without saving"
+            logger.warning("stopping after this step%s; press Ctrl-C again to stop immediately", end)
             self.note(_strength_of("Ctrl-C"))
         elif time.monotonic() - self._pressed_at >= BOUNCE_S:
             raise KeyboardInterrupt

@@ -33,6 +33,7 @@ from colabkit.training.models import (
 from colabkit.training.ranks import is_one_of_several
 
 _TAKE = "train on a batch"
+_LOAD = "load the state of a step"
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -215,8 +216,8 @@ class SupervisedStep:
             distributed.all_reduce(sums, group=self._ddp.process_group)
         loss, samples, right, judged = sums.tolist()
         if not samples:
-            found, needed = "no batches", "at least one"
-            raise InvalidOption(cannot("evaluate the model", found, needed, "Pass a loader that can begin anew"))
+            next_step = "Pass a loader with at least one batch that can be iterated repeatedly"
+            raise InvalidOption(cannot("evaluate the model", "the loader returned no batches", "", next_step))
         return {"loss": loss / samples, **({"accuracy": right / judged} if judged else {})}
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,14 +236,15 @@ class SupervisedStep:
             InvalidOption: If the state has a scheduler and this step has none, or vice versa, or their classes differ.
         """
         if (state_dict["scheduler"] is None) != (self._scheduler is None):
-            found = "the state is of a step " + ("without a scheduler" if self._scheduler is not None else "with one")
-            needed = "one with a scheduler" if self._scheduler is not None else "one without"
-            raise InvalidOption(cannot("load the state of a step", found, needed, "Make the step as before"))
+            found = "the state has a scheduler, but the step has none"
+            if self._scheduler is not None:
+                found = "the step has a scheduler, but the state has none"
+            raise InvalidOption(cannot(_LOAD, found, "", "Create the step with the same scheduler as before"))
         # States of earlier versions lack the scheduler's class.
         kind = state_dict.get("scheduler_kind", self._scheduler_kind)
         if kind != self._scheduler_kind:
-            found, needed = f"the state is of a {kind}", f"one of a {self._scheduler_kind}, the scheduler of this step"
-            raise InvalidOption(cannot("load the state of a step", found, needed, "Make the step as before"))
+            kinds = f"the scheduler of the step is {self._scheduler_kind}, but that of the state is {kind}"
+            raise InvalidOption(cannot(_LOAD, kinds, "", "Create the step with the same scheduler as before"))
         self._accumulated = 0
         self.updates = state_dict["updates"]
         self._scaler_state = dict(state_dict["scaler"])
@@ -253,13 +255,13 @@ class SupervisedStep:
 
     def __repr__(self) -> str:
         precision = self._precision
-        told = [f"amp={precision.name!r} ({precision.reason})"]
+        options = [f"amp={precision.name!r} ({precision.reason})"]
         if self._wants_channels_last():
-            told.append("channels_last=True")
+            options.append("channels_last=True")
         if self._accumulate > 1:
-            told.append(f"accumulate={self._accumulate}")
-        told += [f"{name}={value!r}" for name in ("clip", "compile") if (value := getattr(self._options, name))]
-        return f"supervised_step({type(self._model).__name__}, {type(self._optimizer).__name__}, {', '.join(told)})"
+            options.append(f"accumulate={self._accumulate}")
+        options += [f"{name}={value!r}" for name in ("clip", "compile") if (value := getattr(self._options, name))]
+        return f"supervised_step({type(self._model).__name__}, {type(self._optimizer).__name__}, {', '.join(options)})"
 
     @property
     def _scheduler_kind(self) -> str | None:
@@ -336,11 +338,13 @@ class SupervisedStep:
         """Return the error for a tensor that is not on the model's device."""
         # `Module.to` replaces parameters instead of moving them in place if the tensor types are incompatible.
         if next(self._model.parameters()) is not self._parameter:
-            found, needed = "a model whose parameters are no longer those of the optimizer", "the same ones"
-            return InvalidOption(cannot(_TAKE, found, needed, "Move the model before you make optimizer and step"))
+            replaced = "the model's parameters are no longer those of the optimizer"
+            advice = "Move the model to its device before you create the optimizer and the step"
+            return InvalidOption(cannot(_TAKE, replaced, "", advice))
         device = self._parameter.device
-        next_step = f"Pass device={tensor.device.type!r} to model.to(), or device={device.type!r} to the Loader"
-        return InvalidOption(cannot(_TAKE, f"data on {tensor.device}", f"all on {device} as the model is", next_step))
+        found = f"the batch is on {tensor.device}, but the model is on {device}"
+        next_step = f"Call model.to({tensor.device.type!r}), or pass device={device.type!r} to the Loader"
+        return InvalidOption(cannot(_TAKE, found, "the same device", next_step))
 
     def _scored(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
         """Return the model's output and the loss, which is computed in float32."""
@@ -417,11 +421,11 @@ def _pair_of(batch: Any) -> tuple[Tensor, Tensor]:
         return images, labels
     found = f"the batch is {kind_of(batch)}"
     if isinstance(batch, tuple | list):
-        found += f" of {', '.join(type(one).__name__ for one in batch) or 'nothing'}"
+        found += f" of {', '.join(type(one).__name__ for one in batch)}" if batch else " without elements"
     elif isinstance(batch, Mapping):
-        found += f" of {', '.join(map(repr, batch)) or 'nothing'}"
-    next_step = "Pass train() a function of the batch that calls this step with (images, labels)"
-    raise InvalidOption(cannot(_TAKE, found, "it has to be two tensors, images and labels", next_step))
+        found += f" of {', '.join(map(repr, batch))}" if batch else " without elements"
+    next_step = "Train with a function of the batch that calls this step with (images, labels)"
+    raise InvalidOption(cannot(_TAKE, found, "two tensors, images and labels", next_step))
 
 
 def _is_cross_entropy(loss: Any) -> bool:
@@ -436,8 +440,8 @@ def _single(value: Any) -> Tensor:
         return value
     is_tensor = isinstance(value, Tensor)
     found = f"the loss is {f'a tensor of shape {list(value.shape)}' if is_tensor else kind_of(value)}"
-    next_step = "Return its mean" if is_tensor else "Return what torch computes, not its value"
-    raise InvalidOption(cannot(_TAKE, found, "it has to be a single number in a tensor", next_step))
+    next_step = "Return the mean of the losses" if is_tensor else "Return the tensor that torch computes"
+    raise InvalidOption(cannot(_TAKE, found, "a tensor with a single number", next_step))
 
 
 def _right(scores: Tensor, labels: Tensor) -> Tensor:

@@ -13,15 +13,19 @@ from typing import Any, Literal
 from torch import nn
 
 from colabkit.foundation import (
+    Code,
     InvalidOption,
     StepDone,
+    call,
     cannot,
     check_callable,
     check_duration,
     check_one_of,
     check_type,
     check_whole_number,
+    kind_of,
     meters,
+    option,
     sampled,
     user_path,
 )
@@ -39,16 +43,17 @@ from colabkit.training.steps import SupervisedStep
 _ACT = "train"
 
 
-def check_step(act: str, call: str, step: Any, loader: Any, is_any_loader: bool = False) -> None:
+def check_step(act: str, function: str, step: Any, loader: Any, is_any_loader: bool = False) -> None:
     """Raise `InvalidOption` unless `step` is a function and `loader` a `Loader`, or with `is_any_loader` any loader."""
-    next_step = f"Pass {call}(step, loader)"
-    check_callable(act, "step", step, next_step, optional=False)
+    usage = ("Use ", call(function, Code("step"), Code("loader")))
+    check_callable(act, "step", step, usage, optional=False)
     if isinstance(step, nn.Module):
-        needed = "a function of a batch that updates the model"
-        raise InvalidOption(cannot(act, "the step is a model", needed, "Use supervised_step(model, optimizer)"))
+        found, expected = f"step is {kind_of(step)}, a model", "a function of a batch that updates the model"
+        next_step = ("Use ", call("supervised_step", Code("model"), Code("optimizer")))
+        raise InvalidOption(cannot(act, found, expected, next_step))
     if not (is_any_loader and may_be_loader(loader)):
-        needed = "an iterable of batches" if is_any_loader else "a colabkit.Loader"
-        check_type(act, "loader", loader, Loader, needed, next_step)
+        kind = "an iterable of batches" if is_any_loader else "a colabkit.Loader"
+        check_type(act, "loader", loader, Loader, kind, usage)
 
 
 def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, Stateful]:
@@ -59,14 +64,16 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
     """
     if state is None:
         if is_saved and not isinstance(step, Stateful):
-            found, needed = "a step of your own without state=", "which names what it changes"
-            next_step = "Pass state={'model': model, 'optimizer': optimizer}, or state={} if it changes nothing"
-            raise InvalidOption(cannot(act, found, needed, next_step))
+            found = ("step is custom, and ", option("state"), " is missing")
+            objects = option("state", {"model": Code("model"), "optimizer": Code("optimizer")})
+            next_step = ("For example, use ", objects, ", or ", option("state", Code("{}")), " if it changes nothing")
+            raise InvalidOption(cannot(act, found, "the objects that the step changes", next_step))
         return dict(step.parts) if isinstance(step, SupervisedStep) else {}
-    check_type(act, "state", state, Mapping, "a dict of names and objects", "Use state={'model': model}")
+    example = option("state", {"model": Code("model")})
+    check_type(act, "state", state, Mapping, "a dict of names and objects", ("For example, use ", example))
     for name, part in state.items():
-        needed = "an object with state_dict and load_state_dict"
-        check_type(act, f"state[{name!r}]", part, Stateful, needed, "Leave it out")
+        kind = "an object with state_dict() and load_state_dict()"
+        check_type(act, f"state[{name!r}]", part, Stateful, kind, ("Remove it from ", option("state")))
     return dict(state)
 
 
@@ -81,11 +88,12 @@ def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], 
         check_callable(_ACT, "validate", validate, "Pass a Loader, or a function that returns a dict of numbers")
         return lambda _: validate()
     if validate is loader:
-        found = "validate is the training's Loader"
-        raise InvalidOption(cannot(_ACT, found, "another one", "Make one of held-out samples"))
+        same = "validate is the training Loader"
+        raise InvalidOption(cannot(_ACT, same, "a separate Loader", "Create one of held-out samples"))
     if not isinstance(step, SupervisedStep):
-        found, needed = "validate is a Loader beside a step of your own", "a function that returns a dict of numbers"
-        raise InvalidOption(cannot(_ACT, found, needed, "Evaluate the model in a function"))
+        found = "validate is a Loader, which only a supervised_step can evaluate, and step is custom"
+        expected, next_step = "a function that returns a dict of numbers", "Evaluate the model in a function"
+        raise InvalidOption(cannot(_ACT, found, expected, next_step))
 
     def evaluated(number: int) -> dict[str, float]:
         validate.load_state_dict({**validate.state_dict(), "epoch": number, "samples": 0})
@@ -181,7 +189,7 @@ def train(
     check_whole_number(_ACT, "keep_last", keep_last, 1)
     check_one_of(_ACT, "mode", mode, ("min", "max"))
     check_one_of(_ACT, "on_nonfinite", on_nonfinite, ("raise", "continue"))
-    check_callable(_ACT, "on_step", on_step, "Pass a function of a step's record")
+    check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step")
     validate_steps = None
     if validate_every != "epoch":
         validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)
@@ -191,13 +199,14 @@ def train(
     folder = None if save_to is None else user_path(save_to, _ACT).absolute()
     schedule = SaveSchedule(save_every)
     if save_to is None and save_every != "epoch":
-        next_step = "Name the folder of the checkpoints by save_to="
-        raise InvalidOption(cannot(_ACT, f"save_every={save_every!r} without save_to=", "both or none", next_step))
+        found = (option("save_every", save_every), " without ", option("save_to"))
+        next_step = ("Name a folder for the checkpoints with ", option("save_to"))
+        raise InvalidOption(cannot(_ACT, found, "both or neither", next_step))
     ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)
     started = time.monotonic()
     if ends_at is not None and ends_at - started <= RESERVE_S:
-        found = f"deadline={deadline!r} with {RESERVE_S:g} s kept for the last checkpoint"
-        raise InvalidOption(cannot(_ACT, found, "time for a step before it", "Give a later one"))
+        reserve = f" is within the {RESERVE_S:g} s that are reserved for the final checkpoint"
+        raise InvalidOption(cannot(_ACT, (option("deadline", deadline), reserve), "", "Use a later deadline"))
     with ExitStack() as stack:
         processes = stack.enter_context(Ranks())
         judge = Validator(validation, validate_steps, monitor, mode, processes)

@@ -102,7 +102,9 @@ def test_training_goes_on_with_another_number_of_processes(tmp_path, numbers, wh
     rest = trained(numbers, tmp_path, after)
     assert {epoch: sorted(samples) for epoch, samples in by_epoch(first + rest).items()} == EVERY_SAMPLE_ONCE
     assert rest[0]["samples"] == [COUNT, COUNT]
-    not_kept = [] if before == after else [f"random generators of {format_things(before, 'process')}, now {after}"]
+    not_kept = (
+        [] if before == after else [f"random generators were saved by {format_things(before, 'process')}, now {after}"]
+    )
     assert rest[0]["not_kept"] == not_kept
     assert rest[0]["loss"] == pytest.approx(whole[after][0]["loss"], rel=1e-3)
     if before == after:
@@ -153,16 +155,16 @@ def test_a_process_that_fails_is_one_line_that_names_it():
             raise ValueError("planned")
         distributed.barrier()
 
-    with pytest.raises(LaunchFailed, match=r"Cannot train in 2 processes: process 1: ValueError: planned") as caught:
+    with pytest.raises(LaunchFailed, match="in 2 processes: process 1 failed with ValueError: planned") as caught:
         colabkit.notebook_launch(work, 2)
     assert 'raise ValueError("planned")' in caught.value.__notes__[0]
 
 
 @pytest.mark.full
 def test_a_result_that_cannot_come_back_and_a_sudden_end_are_said():
-    with pytest.raises(LaunchFailed, match="process 0: InvalidOption: Cannot bring back what the function returned"):
+    with pytest.raises(LaunchFailed, match="process 0 failed with InvalidOption: Cannot return the result"):
         colabkit.notebook_launch(lambda: (number for number in range(3)), 2)
-    with pytest.raises(LaunchFailed, match=r"process \d: exit code 3"):
+    with pytest.raises(LaunchFailed, match=r"process \d failed with exit code 3"):
         colabkit.notebook_launch(lambda: os._exit(3), 2)
 
 
@@ -211,7 +213,7 @@ def test_what_cannot_be_copied_to_another_process_is_named():
     def work() -> None:
         lock.acquire()
 
-    with pytest.raises(InvalidOption, match=r"the function uses 'lock', a lock that cannot be copied.*inside"):
+    with pytest.raises(InvalidOption, match=r"the function uses 'lock', a lock, that cannot be pickled.*inside"):
         colabkit.notebook_launch(work, 2)
     with pytest.raises(InvalidOption, match=r"the function uses 'argument 1', a generator"):
         colabkit.notebook_launch(print, 2, (number for number in range(3)))

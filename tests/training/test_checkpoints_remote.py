@@ -87,7 +87,10 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
         kept.finish()
         assert [step for step, _ in kept.failures] == [20, 30, 20]  # the best is tried once more, too
         assert "has answered nothing for" in kept.failures[0][1]
-        assert f"It stays at {str(near_of(near_storage) / 'checkpoint-00000020.pt')!r}" in kept.failures[0][1]
+        assert (
+            f"The checkpoint remains at {str(near_of(near_storage) / 'checkpoint-00000020.pt')!r}"
+            in kept.failures[0][1]
+        )
         assert kept.latest == near_of(near_storage) / "checkpoint-00000030.pt"
         assert len(caplog.records) == 1
         mount.go_on()

@@ -36,10 +36,10 @@ def test_every_call_gives_up_a_write_that_hangs_and_the_next_one_succeeds(tmp_pa
             disk = HeldDisk(file_hook, operation)
             for number, call in ((step, kept.save), (step + 1, kept.save)):
                 with pytest.raises(
-                    TimedOut, match=rf"Cannot save the checkpoint of step {number}: '.+' has answered no"
+                    TimedOut, match=rf"Cannot save the checkpoint of step {number}: '.+' has not responded for"
                 ):
                     call(number, content(number), wait=True)
-            with pytest.raises(TimedOut, match=r"Cannot finish .+ has answered nothing for .+, a disk that answers"):
+            with pytest.raises(TimedOut, match=r"Cannot finish .+ has not responded for .+ Check the disk"):
                 kept.finish()
             assert kept.is_free  # nothing waits for it any more
             assert [step for step, _ in kept.failures] == [step, step + 1]
@@ -109,7 +109,7 @@ def test_a_training_goes_on_while_its_disk_hangs_and_says_what_was_not_saved(tmp
     report = train(lambda batch: None, Loader(data, 4), epochs=4, save_to=tmp_path, on_step=note, timeout=TIMEOUT_S)
     assert report.trained == 4
     assert sorted(step for step, _ in report.failed_saves) == [12, 18]
-    assert "has answered nothing for" in repr(report)
+    assert "has not responded for" in repr(report)
     assert steps_at(tmp_path)[-1] == 24
 
 
@@ -136,7 +136,7 @@ def test_a_training_whose_last_checkpoint_hangs_ends_with_an_error(tmp_path, dat
         if done.step == 6:
             disks.append(HeldDisk(file_hook, "create"))
 
-    with pytest.raises(TimedOut, match="has answered nothing for"):
+    with pytest.raises(TimedOut, match="has not responded for"):
         train(lambda batch: None, Loader(data, 4), save_to=tmp_path, on_step=note, timeout="0.5s")
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-checkpoint")]
     assert all(thread.daemon for thread in threads)

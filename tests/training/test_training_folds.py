@@ -89,7 +89,7 @@ def test_folds_end_where_training_was_stopped_and_say_so(data):
 
     report = colabkit.k_fold(slow, data, folds=3)
     assert (len(report.folds), report.stopped, report.is_good) == (1, "deadline", False)
-    assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline, the same call goes on"
+    assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline, make the same call again to continue"
 
 
 def test_a_fold_whose_number_is_not_finite_costs_no_other_fold(data):
@@ -102,5 +102,5 @@ def test_a_fold_whose_number_is_not_finite_costs_no_other_fold(data):
 
 
 def test_what_is_no_function_is_refused_before_the_first_fold(data):
-    with pytest.raises(InvalidOption, match="run=3, a callable"):
+    with pytest.raises(InvalidOption, match="run=3; expected a callable"):
         colabkit.k_fold(3, data)

@@ -196,7 +196,7 @@ def test_the_headline_is_that_of_the_report():
 
 
 def test_nothing_trained_or_nothing_to_draw_with_is_one_line(data, monkeypatch):
-    with pytest.raises(InvalidOption, match="no steps yet"):
+    with pytest.raises(InvalidOption, match="the report has no steps"):
         train(lambda batch: None, Loader(data, 4), epochs=0).plot()
     report = train(lambda batch: 1.0, Loader(data, 4))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -68,16 +68,17 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_a_report(tmp_path, dat
 
 
 def test_ctrl_c_without_a_folder_still_gives_the_report_and_promises_no_checkpoint(data, caplog):
-    with pytest.raises(TrainingInterrupted, match=r"step 2: nothing is saved\. Name a folder by save_to=") as caught:
+    with pytest.raises(TrainingInterrupted, match=r"step 2: nothing is saved\. Name a folder with save_to=") as caught:
         train(pressed(signal.SIGINT, 2), Loader(data, 4))
     assert caught.value.report.checkpoint is None
-    assert caplog.messages == ["stopping after this step; nothing is saved; Ctrl-C again stops at once"]
+    assert caplog.messages == ["stopping after this step without saving; press Ctrl-C again to stop immediately"]
 
 
 def test_ctrl_c_with_a_folder_promises_a_last_checkpoint(tmp_path, data, caplog):
     with pytest.raises(TrainingInterrupted):
         train(pressed(signal.SIGINT, 2), Loader(data, 4), save_to=tmp_path)
-    assert caplog.messages == ["stopping after this step with a last checkpoint; Ctrl-C again stops at once"]
+    expected = "stopping after this step with a final checkpoint; press Ctrl-C again to stop immediately"
+    assert caplog.messages == [expected]
 
 
 def test_a_key_that_bounces_is_pressed_once(tmp_path, data):
@@ -183,7 +184,7 @@ def test_training_in_another_thread_leaves_signals_alone(data):
 
 
 def test_a_deadline_ends_early_enough_with_a_checkpoint(tmp_path, data):
-    with pytest.raises(InvalidOption, match=r"deadline='4s' with 5 s kept for the last checkpoint"):
+    with pytest.raises(InvalidOption, match=r"deadline='4s' is within the 5 s that are reserved for the final"):
         train(lambda batch: None, Loader(data, 4), epochs=9, save_to=tmp_path, deadline="4s")
     report = train(lambda batch: None, Loader(data, 4), epochs=1, save_to=tmp_path, deadline="12h")
     assert (report.stopped, report.steps) == (None, 6)

@@ -145,7 +145,7 @@ def test_a_state_goes_on_where_it_was_taken():
         again(batch)
     assert same(whole, resumed)
     assert again.state_dict() == step.state_dict()
-    with pytest.raises(InvalidOption, match="with one, one without"):
+    with pytest.raises(InvalidOption, match="the state has a scheduler, but the step has none"):
         make_step()[1].load_state_dict(saved["step"])
 
 
@@ -156,7 +156,7 @@ def test_a_state_of_another_kind_of_scheduler_is_refused():
         return supervised_step(model, optimizer, scheduler=kind(optimizer, 9))
 
     saved = run(torch.optim.lr_scheduler.CosineAnnealingLR).state_dict()
-    with pytest.raises(InvalidOption, match="the state is of a CosineAnnealingLR, one of a StepLR"):
+    with pytest.raises(InvalidOption, match="the step is StepLR, but that of the state is CosineAnnealingLR"):
         run(torch.optim.lr_scheduler.StepLR).load_state_dict(saved)
     del saved["scheduler_kind"]  # as in checkpoints of before
     run(torch.optim.lr_scheduler.CosineAnnealingLR).load_state_dict(saved)
@@ -191,7 +191,7 @@ def test_a_batch_is_a_pair_or_a_dict(kind):
         ((torch.zeros(1),) * 3, "a tuple of Tensor, Tensor, Tensor"),
         ([torch.zeros(1), ["a"]], "a list of Tensor, list"),
         ({"a": 1, "b": 2, "c": 3}, "a dict of 'a', 'b', 'c'"),
-        ({}, "a dict of nothing"),
+        ({}, "a dict without elements"),
         (None, "None"),
     ],
 )
@@ -199,7 +199,7 @@ def test_another_batch_is_one_clear_line(batch, found):
     _, step = make_step()
     with pytest.raises(InvalidOption, match="a function of the batch that calls this step") as caught:
         step(batch)
-    assert str(caught.value).startswith(f"Cannot train on a batch: the batch is {found}, it has to be two tensors,")
+    assert str(caught.value).startswith(f"Cannot train on a batch: the batch is {found}; expected two tensors,")
 
 
 def test_a_batch_on_another_device_is_one_clear_line():
@@ -207,7 +207,7 @@ def test_a_batch_on_another_device_is_one_clear_line():
     _, step = make_step()
     for batch in ((images.to("meta"), labels), (images, labels.to("meta"))):
         with pytest.raises(
-            InvalidOption, match=r"data on meta, all on cpu as the model is.* or device='cpu' to the Load"
+            InvalidOption, match=r"the batch is on meta, but the model is on cpu.* device='cpu' to the Load"
         ):
             step(batch)
 
@@ -224,7 +224,7 @@ def test_a_move_of_the_model_is_taken_up_at_the_next_batch(monkeypatch):
     assert asked == [torch.device("cpu")] * 2
     assert step.updates == 3
     model.to("meta")  # which makes new parameters, as a move between CPU and GPU does not
-    with pytest.raises(InvalidOption, match=r"no longer those of the optimizer.*Move the model before"):
+    with pytest.raises(InvalidOption, match=r"no longer those of the optimizer.*Move the model to its device before"):
         step(tuple(tensor.to("meta") for tensor in batches()[0]))
 
 
@@ -256,7 +256,7 @@ def test_evaluate_returns_means_over_samples_and_changes_nothing():
     assert found["accuracy"] == pytest.approx((scores.argmax(1) == labels).float().mean().item())
     assert step.evaluate(uneven) == found
     assert not model.training
-    with pytest.raises(InvalidOption, match="no batches, at least one"):
+    with pytest.raises(InvalidOption, match="the loader returned no batches"):
         step.evaluate([])
 
 
@@ -284,27 +284,30 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": 3}, "model is an int, a torch model"),
-        ({"optimizer": CNN.parameters()}, "optimizer is a generator, a torch optimizer"),
+        ({"model": 3}, "model is an int; expected a torch.nn.Module"),
+        ({"optimizer": CNN.parameters()}, "optimizer is a generator; expected a torch.optim.Optimizer"),
         ({"optimizer": sgd(small_cnn(width=8))}, "none of the model's parameters"),
         (
             {"optimizer": torch.optim.LBFGS(CNN.parameters())},
-            r"an LBFGS, whose step\(\) takes a closure.*that needs no closure",
+            r"an LBFGS, whose step\(\) requires a closure.*Use another optimizer",
         ),
-        ({"loss": nn.CrossEntropyLoss}, r"CrossEntropyLoss, a class, .* Create an instance: loss=CrossEntropyLoss\("),
-        ({"loss": "mse"}, "loss='mse', a callable"),
+        (
+            {"loss": nn.CrossEntropyLoss},
+            r"loss=CrossEntropyLoss is a class; .* Create an instance: loss=CrossEntropyLoss\(",
+        ),
+        ({"loss": "mse"}, "loss='mse'; expected a callable"),
         (
             {"scheduler": PLATEAU(sgd(CNN))},
-            r"whose step\(\) takes a metric.*in the function that you pass as validate=",
+            r"whose step\(\) requires a metric.*in the function for validate=",
         ),
-        ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(CNN), 1)}, "the scheduler is of another optimizer"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(CNN), 1)}, "the scheduler belongs to another optimizer"),
         ({"scheduler": 0.1}, "scheduler is a float"),
-        ({"amp": True}, "amp=True, 'auto', 'bf16', 'fp16' or False"),
+        ({"amp": True}, "amp=True; expected 'auto', 'bf16', 'fp16' or False"),
         ({"amp": 0}, "amp=0"),
         ({"channels_last": 1}, "channels_last=1"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"accumulate": 2.5}, "accumulate=2.5"),
-        ({"clip": 0}, "clip=0, a finite number above 0"),
+        ({"clip": 0}, "clip=0; expected a finite number above 0"),
         ({"clip": True}, "clip=True"),
         ({"clip": float("nan")}, "clip=nan"),
         ({"compile": None}, "compile=None"),
@@ -419,7 +422,7 @@ def test_a_loss_that_is_no_number_passes_and_one_of_many_is_refused():
         (nn.CrossEntropyLoss(reduction="none"), r"a tensor of shape \[8\]"),
         (lambda scores, labels: 0.5, "a float"),
     ):
-        with pytest.raises(InvalidOption, match=f"the loss is {found}, it has to be a single number"):
+        with pytest.raises(InvalidOption, match=f"the loss is {found}; expected a tensor with a single number"):
             make_step(Constant(SCORES), loss)[1](batch)
 
 

@@ -84,8 +84,8 @@ def test_another_batch_size_goes_on_and_says_what_it_cannot_keep(tmp_path, packs
     seen: list[int] = []
     report = train(lambda batch: seen.append(len(batch[1])), Loader(data, 30, shuffle=True), save_to=tmp_path)
     assert sum(seen) == len(data) - 180
-    assert report.not_kept == ("batches of 20 samples, now 30",)
-    assert "Not kept: batches of 20 samples, now 30" in repr(report)
+    assert report.not_kept == ("batches had 20 samples, now 30",)
+    assert "Changed: batches had 20 samples, now 30" in repr(report)
 
 
 def test_shuffled_validations_go_on_after_a_stop_as_if_nothing_had_been(tmp_path, packs):

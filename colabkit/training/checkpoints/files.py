@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from colabkit.foundation import Corrupt, NotMounted, can_hang, cannot, file_changes, mounts
+from colabkit.foundation import Corrupt, NotMounted, call, can_hang, cannot, file_changes, mounts
 from colabkit.storage import MOVED_BLOCK_BYTES, MoveCallback, SlowMount, check_written, write_blocks
 from colabkit.training.checkpoints.seals import (
     DamagedCheckpoint,
@@ -137,7 +137,7 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
 def _named(error: Exception) -> str:
     """Return an error of torch in one line; its own message has several lines and color codes."""
     if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
-        return f"an object of the type {match[1]}"
+        return f"the state has an object of the type {match[1]}"
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
@@ -271,7 +271,7 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
             raise
         raise DamagedCheckpoint(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
     if not isinstance(found, dict) or not is_marked(found.get("made_by")) or not isinstance(found.get("content"), dict):
-        raise DamagedCheckpoint("it is no checkpoint of colabkit")
+        raise DamagedCheckpoint("the file is not a colabkit checkpoint")
     content: dict[str, Any] = found["content"]
     return content
 
@@ -297,8 +297,9 @@ class RemoteFolder:
             NotMounted: If the mount is gone, so that the path would be on the local disk.
         """
         if not can_hang(str(self.folder), mounts()):
-            found = f"the mount that held {str(self.folder)!r} is gone"
-            raise NotMounted(cannot(act, found, "the mount", "Run colabkit.mount() if it is Drive, or mount it again"))
+            found = f"the mount of {str(self.folder)!r} is gone"
+            next_step = ("If it was Google Drive, run ", call("mount"), "; otherwise mount it again")
+            raise NotMounted(cannot(act, found, "", next_step))
         self._mount.stalled_s = self._timeout_s or STALLED_S
         return self._mount.call(act, work, largest_bytes=size, on_wait=on_wait)
 
@@ -322,8 +323,7 @@ class RemoteFolder:
             try:
                 crc = write_blocks(path, _blocks(sealed), moved)
             except DamagedCheckpoint as error:
-                needed = "the bytes that were sealed"
-                raise Corrupt(cannot(act, str(error), needed, "See to the disk it is on")) from error
+                raise Corrupt(cannot(act, str(error), "", "Check the local disk")) from error
             check_written(act, sealed.path.name, path, sealed.size, crc, moved)
             return sealed.size, sealed.digest
 
@@ -336,8 +336,8 @@ class RemoteFolder:
 
         return self.ask(act, work, sealed.size, on_wait)
 
-    def fetch(self, sealed: SealedCheckpoint, near: Path, act: str) -> SealedCheckpoint:
-        """Copy a checkpoint of this folder to the local folder `near`, and return the copy.
+    def fetch(self, sealed: SealedCheckpoint, local: Path, act: str) -> SealedCheckpoint:
+        """Copy a checkpoint of this folder to the local folder `local`, and return the copy.
 
         Raises:
             DamagedCheckpoint: If it does not match its seal.
@@ -350,7 +350,7 @@ class RemoteFolder:
         def work(moved: MoveCallback) -> SealedCheckpoint | DamagedCheckpoint:
             try:
                 sealed.check_size()
-                return put(near, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
+                return put(local, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
             except DamagedCheckpoint as error:
                 return error
 
@@ -375,6 +375,6 @@ def _blocks(sealed: SealedCheckpoint) -> Generator[bytes, None, None]:
             size += len(block)
             yield block
     if size != sealed.size:
-        raise DamagedCheckpoint(f"{size} of {sealed.size} bytes")
+        raise DamagedCheckpoint(f"the file has {size} bytes instead of {sealed.size}")
     if sha256.hexdigest() != sealed.digest:
-        raise DamagedCheckpoint("its bytes are not the sealed ones")
+        raise DamagedCheckpoint("the file does not match its SHA-256")

@@ -170,14 +170,14 @@ class CheckpointFolder:
         """
         act = f"resume from {str(self.folder)!r}"
         with file_changes.translated(act):
-            near = sealed_in(self.local_folder)
-        far = [] if self._remote is None else self._remote.ask(act, lambda _: sealed_in(self.folder))
-        there = {sealed.seal for sealed in far}
+            local = sealed_in(self.local_folder)
+        remote = [] if self._remote is None else self._remote.ask(act, lambda _: sealed_in(self.folder))
+        remote_seals = {sealed.seal for sealed in remote}
         passed_over: list[tuple[Path, str]] = []
-        for sealed in sorted([*near, *far], key=lambda one: (-one.step, one.seal in there)):
+        for sealed in sorted([*local, *remote], key=lambda one: (-one.step, one.seal in remote_seals)):
             try:
                 with file_changes.translated(act):
-                    if self._remote is not None and sealed.seal in there:
+                    if self._remote is not None and sealed.seal in remote_seals:
                         content = load(self._remote.fetch(sealed, self.local_folder, act))
                     else:
                         content = load(sealed)
@@ -186,12 +186,13 @@ class CheckpointFolder:
                 self._damaged.add(sealed.path)
                 continue
             with self._changed, file_changes.translated(act):
-                self._local_sealed, self._remote_sealed = sealed_in(self.local_folder), far
+                self._local_sealed, self._remote_sealed = sealed_in(self.local_folder), remote
                 self._last_step = sealed.step
             return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(passed_over))
         if passed_over:
-            found = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
-            raise Corrupt(cannot(act, found, "one whole checkpoint", "Choose another folder to start again"))
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
+            next_step = "Choose another folder to start a new training"
+            raise Corrupt(cannot(act, f"all checkpoints are damaged ({reasons})", "", next_step))
         return None
 
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
@@ -216,12 +217,12 @@ class CheckpointFolder:
             try:
                 self._await_writer(act)
             except TimedOut as error:
-                self._note_failure(step, str(error), is_told=wait)
+                self._note_failure(step, str(error), is_raised=wait)
                 if wait:
                     raise
                 return
             if self._is_over:
-                raise InvalidOption(cannot(act, "they are closed", "open ones", "Create a new CheckpointFolder"))
+                raise InvalidOption(cannot(act, "the folder is closed", "", "Create a new CheckpointFolder"))
         copied = self._copies.copy(act, content)
         number = None if score is None or not math.isfinite(score) else float(score)
         limit_s = self._timeout_s + copied.size / SLOWEST_BYTES_S
@@ -248,15 +249,15 @@ class CheckpointFolder:
                 self._changed.wait(min(left_s, TICK_S))
                 continue
             job.stop.set()
-            found = f"{str(self.local_folder)!r} has answered nothing for {format_seconds(job.limit_s)}"
-            needed, next_step = "a disk that answers", "Check the disk, or save to another one"
+            found = f"{str(self.local_folder)!r} has not responded for {format_seconds(job.limit_s)}"
+            advice = "Check the disk, or save to another one"
             if not job.is_given_up:
                 job.is_given_up = True
                 # The failure belongs to the job, which another call may have started.
-                own = TimedOut(cannot(f"save the checkpoint of step {job.step}", found, needed, next_step))
+                own = TimedOut(cannot(f"save the checkpoint of step {job.step}", found, "", advice))
                 self._last_error = own
-                self._note_failure(job.step, str(own), is_told=job.is_raised)
-            raise TimedOut(cannot(act, found, needed, next_step))
+                self._note_failure(job.step, str(own), is_raised=job.is_raised)
+            raise TimedOut(cannot(act, found, "", advice))
 
     def _await_publisher(self) -> None:
         """Wait until nothing is being published; the caller holds `_changed`."""
@@ -286,7 +287,7 @@ class CheckpointFolder:
                 job.error = error
                 if not isinstance(error, WriteAborted) and not job.is_given_up:
                     self._last_error = error
-                    self._note_failure(job.step, str(error) or type(error).__name__, is_told=job.is_raised)
+                    self._note_failure(job.step, str(error) or type(error).__name__, is_raised=job.is_raised)
                 self._job = None
                 self._changed.notify_all()
             return
@@ -352,27 +353,28 @@ class CheckpointFolder:
                     return
                 self._tried.add(sealed.digest)
             try:
-                far = self._remote.publish(sealed, step, self._keep_last, self._judge, set(self._damaged), self._go_on)
+                left = self._remote.publish(sealed, step, self._keep_last, self._judge, set(self._damaged), self._go_on)
             except WriteAborted:
                 continue
             except BaseException as error:
                 # A newer checkpoint may have replaced this one before its publication started.
                 if not sealed.path.exists():
                     continue
-                reason = f"{str(error) or type(error).__name__} It stays at {str(sealed.path)!r}."
+                reason = str(error).rstrip(".") or type(error).__name__
+                reason = f"{reason}. The checkpoint remains at {str(sealed.path)!r}."
                 with self._changed:
                     self._note_failure(sealed.step, reason)
                 continue
             with self._changed:
-                self._remote_sealed = far
+                self._remote_sealed = left
                 if sealed.step in self._began:
                     self.save_s = max(self.save_s, time.monotonic() - self._began[sealed.step])
 
     def _next_to_publish(self) -> SealedCheckpoint | None:
-        near = self._counting(self._local_sealed)
-        there = {sealed.digest for sealed in self._remote_sealed}
-        for sealed in (next(iter(near), None), best_of(near, self._judge)):
-            if sealed is not None and sealed.digest not in there | self._tried:
+        local = self._counting(self._local_sealed)
+        published = {sealed.digest for sealed in self._remote_sealed}
+        for sealed in (next(iter(local), None), best_of(local, self._judge)):
+            if sealed is not None and sealed.digest not in published | self._tried:
                 return sealed
         return None
 
@@ -380,11 +382,11 @@ class CheckpointFolder:
         if self._is_over:
             raise WriteAborted
 
-    def _note_failure(self, step: int, reason: str, is_told: bool = False) -> None:
+    def _note_failure(self, step: int, reason: str, is_raised: bool = False) -> None:
         reason = reason.splitlines()[0]
-        if not self._failures and not is_told:
+        if not self._failures and not is_raised:
             logger.warning(
-                "a checkpoint could not be kept; training goes on, and further failures are only counted: %s", reason
+                "could not save a checkpoint; training continues, and the report lists all failures: %s", reason
             )
         self._failures.append((step, reason))
 
@@ -418,15 +420,15 @@ class CheckpointFolder:
         """Stop the threads and discard unsealed checkpoints; raise `TimedOut` for a hung write not reported before."""
         with self._changed:
             self._is_over = True
-            is_told = False
+            is_reported = False
             if self._job is not None:
                 self._job.stop.set()
-                is_told = self._job.is_given_up
+                is_reported = self._job.is_given_up
             self._await_publisher()
             try:
                 self._await_writer("close the checkpoints")
             except TimedOut:
-                if is_told:
+                if is_reported:
                     return
                 raise
             threads = list(self._threads)

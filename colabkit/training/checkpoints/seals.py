@@ -71,7 +71,7 @@ class SealedCheckpoint:
         with readable(self.path):
             found = self.path.stat().st_size
         if found != self.size:
-            raise DamagedCheckpoint(f"{found} of {self.size} bytes")
+            raise DamagedCheckpoint(f"the file has {found} bytes instead of {self.size}")
 
     def check(self) -> None:
         """Raise `DamagedCheckpoint` unless the file has the sealed size and digest."""
@@ -79,7 +79,7 @@ class SealedCheckpoint:
         with readable(self.path):
             digest = file_changes.sha256(self.path)
         if digest != self.digest:
-            raise DamagedCheckpoint("its bytes are not the sealed ones")
+            raise DamagedCheckpoint("the file does not match its SHA-256")
 
     def is_whole(self) -> bool:
         """Return whether the file exists and has the sealed size."""
@@ -131,7 +131,7 @@ def _read(seal: Path, step: int) -> SealedCheckpoint | None:
     try:
         values = json.loads(seal.read_bytes())
         if values["format"] != FORMAT:
-            return SealedCheckpoint(seal, path, step, trouble=f"checkpoint format {values['format']}, not {FORMAT}")
+            return SealedCheckpoint(seal, path, step, trouble=f"its format is {values['format']}, not {FORMAT}")
         name, score = str(values["file"]), values["score"]
         match = _FILE.fullmatch(name)
         if match is None or int(match[1]) != step or values["step"] != step:

@@ -21,7 +21,7 @@ _Key: TypeAlias = tuple[torch.device, int, int, torch.dtype]
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 # Buffers up to this size are allocated without checking the available memory.
-_UNASKED_BYTES = 64 << 20
+_UNCHECKED_BYTES = 64 << 20
 _RESERVE_BYTES = 256 << 20
 # Torch rounds pinned memory up to a power of two, so it may take twice the size.
 _PINNED_TIMES = 2
@@ -139,7 +139,7 @@ class ContentCopier:
         # Free unused buffers before allocating new ones.
         del kept
         needed = sum(extent.size * (_PINNED_TIMES if extent.kind[1] else 1) for extent in wanting)
-        if needed > _UNASKED_BYTES and needed + _RESERVE_BYTES > memory_limits(read_file).available_bytes:
+        if needed > _UNCHECKED_BYTES and needed + _RESERVE_BYTES > memory_limits(read_file).available_bytes:
             self._kept = {}
             return False
         for extent in wanting:
@@ -211,13 +211,15 @@ class _ContentBuilder:
         # Pickling runs code of the objects, which may raise anything.
         except Exception as error:
             kind = type(value)
-            raise unsafe(self._act, f"an object of the type {kind.__module__}.{kind.__qualname__}") from error
+            raise unsafe(
+                self._act, f"the state has an object of the type {kind.__module__}.{kind.__qualname__}"
+            ) from error
 
 
 def unsafe(act: str, found: str) -> InvalidOption:
-    """Return the error for content that cannot be loaded safely; `found` describes the object at fault."""
-    needed = "a state of tensors, numbers, text, lists and dicts, which alone can be loaded safely"
-    return InvalidOption(cannot(act, found, needed, "Keep only these in what is saved"))
+    """Return the error for content that cannot be loaded safely; `found` is the reason."""
+    expected = "only tensors, numbers, text, lists and dicts, which can be loaded safely"
+    return InvalidOption(cannot(act, found, expected, "Convert other objects to these, or remove them from the state"))
 
 
 def _plain_tensors(content: Mapping[str, Any]) -> Iterator[Tensor]:
