@@ -9,13 +9,14 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from colabkit.foundation import InvalidOption, cannot, printable
+from colabkit.foundation import InvalidOption, call, cannot, kind_of, printable
 
 WEB = "web"
 DRIVE_FILE = "Drive file"
 DRIVE_FOLDER = "Drive folder"
 FSSPEC = "fsspec"
 
+_EXPECTED = "a Drive ID or link, an https address or an fsspec URL"
 _SHOWN_CHARS = 300
 # File systems allow 255 bytes.
 _NAME_BYTES = 200
@@ -74,9 +75,8 @@ def address_of(source: str) -> Address:
         InvalidOption: if the text is not an address that can be fetched.
     """
     if not isinstance(source, str) or not source.strip():
-        found = "an empty text as source" if isinstance(source, str) else f"a source of type {type(source).__name__}"
-        needed = "a Drive id or link, an https address or an fsspec URL, as text"
-        raise InvalidOption(cannot("fetch it", found, needed, "Pass the address as a text"))
+        found = "the address is empty" if isinstance(source, str) else f"the address is {kind_of(source)}"
+        raise InvalidOption(cannot("fetch the source", found, _EXPECTED, "Pass the address as a string"))
     text = source.strip()
     if text.partition("/")[0] in _DRIVE_HOSTS:
         text = f"https://{text}"
@@ -90,8 +90,7 @@ def address_of(source: str) -> Address:
     # It may be an address whose scheme is missing, so it can hold secrets too.
     bare = re.split(r"[?#]", text, maxsplit=1)[0].rpartition("@")[2]
     act = f"fetch {_shown(text) if scheme else _limited(printable(bare))!r}"
-    needed = "a Drive id or link, an https address or an fsspec URL"
-    raise InvalidOption(cannot(act, "a path of this machine", needed, "Copy files of a mount with stage()"))
+    raise InvalidOption(cannot(act, "it is a local path", _EXPECTED, ("Copy local files with ", call("stage"))))
 
 
 def _web(text: str) -> Address:
@@ -102,7 +101,7 @@ def _web(text: str) -> Address:
     except ValueError:
         parts = SplitResult("", "", "", "", "")
     if not parts.hostname:
-        raise InvalidOption(cannot(act, "no host in it", "a whole address", "Copy it again from the browser"))
+        raise InvalidOption(cannot(act, "it has no host", "a complete address", "Copy it again from the browser"))
     query = dict(parse_qsl(parts.query))
     if parts.hostname not in _DRIVE_HOSTS or _EXPORT.search(parts.path):
         return Address(WEB, text, _shown(text), safe_name(unquote(parts.path.rpartition("/")[2])))
@@ -111,9 +110,9 @@ def _web(text: str) -> Address:
         is_folder = parts.path.rpartition("/")[2] in _DRIVE_FOLDER_PAGES
         found = [(DRIVE_FOLDER if is_folder else DRIVE_FILE, query["id"])]
     if not found or not re.fullmatch(r"[-\w]+", found[0][1], re.ASCII):
-        needed = "the link of one file or folder"
-        next_step = "Choose Share, then Copy link, in Drive's menu of the file"
-        raise InvalidOption(cannot(act, "a Drive page without the id of a file or folder", needed, next_step))
+        page = "it is a Drive page without the ID of a file or folder"
+        next_step = "In Drive's menu of the file, choose Share, then Copy link"
+        raise InvalidOption(cannot(act, page, "the link of one file or folder", next_step))
     kind, drive_id = found[0]
     return Address(kind, drive_id, f"{kind} {drive_id}", resource_key=query.get("resourcekey", ""))
 

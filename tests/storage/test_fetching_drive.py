@@ -69,9 +69,9 @@ SYMPTOMS = {
 @pytest.mark.parametrize(
     ("page", "cause", "cure"),
     [
-        ("quota", "too many people have downloaded it lately", r"Copy it into your own Drive, .* colabkit\.mount\(\)"),
-        ("private", "does not give it to people without a login", 'share it with "Anyone with the link"'),
-        ("missing", "has no file of this id", "Check the link"),
+        ("quota", "too many people have downloaded it", r"Copy it to your own Drive, run colabkit\.mount\(\)"),
+        ("private", "does not share it with everyone", 'share it with "Anyone with the link"'),
+        ("missing", "has no file with this ID", "Check the link"),
     ],
 )
 def test_a_refusal_is_told_with_its_cure(drive, gdown, tmp_path, page, cause, cure, report_row):
@@ -141,7 +141,7 @@ def test_a_drive_that_hangs_is_left_after_the_time_out(drive, tmp_path, monkeypa
     drive.add("birds.zip", CONTENT, "small", plan)
     began = time.monotonic()
     with pytest.raises(
-        TimedOut, match=r"too little came from Drive in the last try, at least 4\.0 KiB in 1\.5 s"
+        TimedOut, match=r"too little data arrived from Drive; expected at least 4\.0 KiB in 1\.5 s"
     ) as caught:
         get("birds", tmp_path, timeout=1.5)
     assert ("it resumes where it stopped" in str(caught.value)) is goes_on
@@ -247,7 +247,7 @@ def test_pages_without_an_id_other_addresses_and_folders_named_like_an_id_are_no
             address_of(f"https://drive.google.com/{path}")
     monkeypatch.chdir(tmp_path)
     Path(ID).mkdir()
-    with pytest.raises(InvalidOption, match="a path of this machine"):
+    with pytest.raises(InvalidOption, match="it is a local path"):
         address_of(ID)
 
 
@@ -312,9 +312,13 @@ def test_a_full_disk_is_told_as_such(tmp_path, monkeypatch):
     ("module", "error", "told"),
     [
         ("raise ModuleNotFoundError(name='gdown')", MissingPackage, r"Run pip install gdown\."),
-        ("__version__ = '4.7.3'", MissingPackage, r"gdown 4\.7\.3 is too old, .* Run pip install -U gdown\."),
+        (
+            "__version__ = '4.7.3'",
+            MissingPackage,
+            r"gdown 4\.7\.3 is installed; expected gdown 5\.2 .* Run pip install -U gdown\.",
+        ),
         ("raise RuntimeError('broken')", FetchFailed, r"process ended early \(RuntimeError broken\)"),
-        ("import os; os._exit(3)", FetchFailed, "process ended early in the last try"),
+        ("import os; os._exit(3)", FetchFailed, "the last attempt failed: gdown's process ended early"),
     ],
 )
 def test_a_gdown_that_cannot_be_used_is_told(tmp_path, monkeypatch, module, error, told):

@@ -106,15 +106,15 @@ def test_a_folder_that_cannot_be_had_is_refused_with_its_cause(drive, tmp_path):
             get(tmp_path)
         assert list(tmp_path.iterdir()) == []
 
-    refused("has no folder of this id")
+    refused("has no folder with this ID")
     drive.folders[drive_id("birds")] = DriveFolder("Birds", [])
-    refused("no files in it")
+    refused("the folder has no files")
     plant(drive)
     inner = drive.folders[drive_id("inner")]
     inside, inner.inside = inner.inside, [("same.txt", drive_id("two")), ("same.txt", drive_id("three"))]
-    refused(r"two files of the name 'Birds/inner/same\.txt'")
+    refused(r"two files named 'Birds/inner/same\.txt'")
     inner.inside, drive.files[drive_id("two")].page = inside, "quota"
-    with pytest.raises(FetchFailed, match="too many people have downloaded it lately"):
+    with pytest.raises(FetchFailed, match="too many people have downloaded it recently"):
         get(tmp_path)
     assert not (tmp_path / "Birds").exists()
 
@@ -126,7 +126,7 @@ def test_the_limit_of_gdown_5_is_told_with_its_cure(drive, tmp_path):
         drive.add(f"f{number}.txt", b"x")
         inside.append((f"f{number}.txt", drive_id(f"f{number}")))
     drive.folders[drive_id("birds")] = DriveFolder("Birds", inside)
-    with pytest.raises(FetchFailed, match=r"stops at 50 files in a folder, .* pip install -U gdown"):
+    with pytest.raises(FetchFailed, match=r"more than 50 files, .* pip install -U gdown"):
         get(tmp_path)
 
 
@@ -155,5 +155,5 @@ def test_a_listing_that_takes_long_is_progress(drive, tmp_path):
 
 
 def test_a_digest_is_for_files_alone(tmp_path):
-    with pytest.raises(InvalidOption, match="digest= with a folder"):
+    with pytest.raises(InvalidOption, match="the source is a folder, which has no digest="):
         get(tmp_path, digest=f"md5:{'0' * 32}")

@@ -122,7 +122,7 @@ def test_a_file_that_grew_or_shrank_is_changed(image_tree):
     (image_tree / items[0].path).write_bytes(b"x" * (items[0].size + 1))
     (image_tree / items[1].path).write_bytes(b"x" * (items[1].size - 1))
     for item in items[:2]:
-        with pytest.raises(SourceChanged, match=f"the {item.size} listed before"):
+        with pytest.raises(SourceChanged, match=f"the listed {item.size} bytes"):
             read_item(source, item, Retries())
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_vanishes_while_its_folder_is_listed_is_passed_over_and_name
 
     monkeypatch.setattr(folder, "_stats_of", vanish)
     listing = FolderSource(image_tree).list()
-    assert listing.skipped == (("ants/003.png", "it vanished while the folder was listed"),)
+    assert listing.skipped == (("ants/003.png", "removed while the folder was listed"),)
     assert [item.path for item in listing.items] == sorted(files_of(image_tree))
 
 

@@ -120,7 +120,7 @@ PASSED_OVER = {
     ),
     "unknown kind": (entry("s", b"data", b"?"), "member of kind b'?'"),
     "part of a volume": (entry("s", b"data", b"M"), "member of kind b'M'"),
-    "overwritten": (entry("s", b"older") + entry("./s", b""), "a later member has its name"),
+    "overwritten": (entry("s", b"older") + entry("./s", b""), "replaced by a later member with the same path"),
 }
 
 
@@ -191,7 +191,7 @@ def test_a_plain_tar_without_its_end_mark_is_cut_short(tmp_path):
     endless_map = entry("s", kind=tarfile.GNUTYPE_SPARSE, sparse=b"\1") + b"\1" * (512 * 40)
     for data in (entry("x", b"1"), entry("x", b"1") + pax(record("path", "y")), endless_map):
         archive.write_bytes(data)
-        with pytest.raises(BadArchive, match="cut short"):
+        with pytest.raises(BadArchive, match="ends too early"):
             contents(archive)
 
 
@@ -202,7 +202,7 @@ def test_a_plain_tar_without_its_end_mark_is_cut_short(tmp_path):
 def test_what_only_has_the_name_of_a_tar_is_refused(tmp_path, data, ending):
     archive = tmp_path / f"a{ending}"
     archive.write_bytes(data)
-    with pytest.raises(BadArchive, match="Download it again"):
+    with pytest.raises(BadArchive, match="damaged or truncated"):
         contents(archive)
 
 
@@ -220,7 +220,7 @@ def test_a_bomb_is_refused_before_it_has_inflated_far(tmp_path, monkeypatch, com
         path.write_bytes(compress(data))
         limit = items.inflation_limit(path.stat().st_size)
         assert limit < len(data) or what == "declared"
-        with pytest.raises(BadArchive, match="when inflated, at most"):
+        with pytest.raises(BadArchive, match="when decompressed; expected at most"):
             TarSource(path).list()
 
 
@@ -228,7 +228,7 @@ def test_more_members_than_any_data_set_has_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(items, "MOST_MEMBERS", 10)
     assert len(contents(put(tmp_path, ".tar", b"".join(entry(str(n)) for n in range(10)) + END))) == 10
     archive = put(tmp_path, ".tar", b"".join(entry("link", kind=tarfile.SYMTYPE) for _ in range(11)) + END)
-    with pytest.raises(BadArchive, match="more than 10 members"):
+    with pytest.raises(BadArchive, match="too many members; expected at most 10 members"):
         TarSource(archive).list()
 
 
@@ -315,7 +315,7 @@ def test_a_zip_that_no_honest_program_writes_is_refused(tmp_path):
 @pytest.mark.parametrize(("number", "name"), [(9, "Deflate64"), (93, "Zstandard"), (99, "AES"), (77, "method 77")])
 def test_a_zip_packed_by_what_python_lacks_is_refused_with_the_methods_name(tmp_path, number, name):
     (tmp_path / "a.zip").write_bytes(zip_of("cats/1.jpg", method=number))
-    with pytest.raises(BadArchive, match=rf"'cats/1\.jpg' is packed by {name}.*another program"):
+    with pytest.raises(BadArchive, match=rf"'cats/1\.jpg' is compressed with {name}.*another program"):
         ZipSource(tmp_path / "a.zip").list()
 
 

@@ -135,7 +135,7 @@ def test_lists_and_frames_are_tables(tmp_path):
 
 def test_what_cannot_be_meant_is_one_line():
     for source in (None, 3, "", b"bytes", {"path": ["x"]}, np.zeros(3), Path):
-        with pytest.raises(InvalidOption, match=r"^Cannot read .*Pass its path\.$"):
+        with pytest.raises(InvalidOption, match=r"^Cannot read .*Pass the path of the source\.$"):
             open_source(source)
 
 
@@ -155,7 +155,7 @@ def test_what_has_to_be_fetched_names_the_call_and_no_secret():
 
 
 def test_a_path_written_as_address_is_told_to_be_a_path():
-    with pytest.raises(BadSource, match="Leave out"):
+    with pytest.raises(BadSource, match="Remove file:// from the path"):
         open_source("file:///content/birds")
 
 
@@ -188,7 +188,7 @@ def test_samples_travel_with_the_package():
 def test_one_file_has_no_classes(tmp_path):
     (tmp_path / "train.h5").write_bytes(b"pack")
     source = open_source(tmp_path / "train.h5")
-    with pytest.raises(BadSource, match="no image among 1 file,"):
+    with pytest.raises(BadSource, match="no image among 1 file;"):
         label_samples(source.list(), source.name)
 
 

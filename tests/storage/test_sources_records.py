@@ -223,7 +223,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
     for source in (str(tmp_path / "x-{0..3}.tar"), [tmp_path / "x-0.tar", tmp_path / "x-1.tar"]):
         with pytest.raises(SourceMissing, match=r"x-1\.tar"):
             open_records(source)
-    with pytest.raises(SourceMissing, match="no file of this pattern"):
+    with pytest.raises(SourceMissing, match="no file matches this pattern"):
         open_records(tmp_path / "y-*.tfrecord")
 
 

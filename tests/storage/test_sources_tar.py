@@ -151,7 +151,7 @@ def test_an_archive_that_was_replaced_is_listed_anew_after_closing(tmp_path):
     tar_of(archive, {"new": b"22"})
     os.utime(archive, ns=(5, 5))
     assert [item.path for item in source.list().items] == ["new"]
-    with pytest.raises(SourceChanged, match="no member"):
+    with pytest.raises(SourceChanged, match="no such member"):
         source.open(item)
 
 
@@ -193,5 +193,5 @@ def test_a_checksum_that_does_not_hold_is_found_by_listing(tmp_path, ending):
     at = {".tar.gz": -8, ".tar.bz2": 12, ".tar.xz": -30, ".tar.zst": -1}[ending]
     data[at] ^= 0xFF
     archive.write_bytes(data)
-    with pytest.raises(BadArchive, match="Download it again"):
+    with pytest.raises(BadArchive, match="damaged or truncated"):
         TarSource(archive).list()

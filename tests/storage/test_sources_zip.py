@@ -127,7 +127,7 @@ def test_a_flipped_byte_of_the_data_is_refused_and_the_member_named(tmp_path):
 def test_names_that_point_out_of_the_archive_are_refused(tmp_path):
     for name in ("../x", "a/../../x", "/etc/x", "a/..", "..", "//x", "a/b/../c", "."):
         archive = zip_of(tmp_path / "a.zip", ("fine.txt", b"x"), (name, b"x"))
-        with pytest.raises(BadArchive, match="names inside the archive"):
+        with pytest.raises(BadArchive, match="paths inside the archive"):
             ZipSource(archive).list()
 
 
@@ -156,7 +156,7 @@ def declared(archive: Path, **values: int) -> None:
 def test_a_bomb_is_refused_by_the_size_it_declares(tmp_path):
     archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
     declared(archive, size=3 << 30)
-    with pytest.raises(BadArchive, match="when inflated, at most"):
+    with pytest.raises(BadArchive, match="when decompressed; expected at most"):
         ZipSource(archive).list()
 
 
@@ -210,8 +210,8 @@ def test_of_members_with_one_name_the_last_counts_and_the_others_are_named(tmp_p
     archive = zip_of(tmp_path / "a.zip", ("x", b"first"), ("y", b"other"), ("x", b"the last"), ("./y", b"again"))
     assert contents(archive) == {"x": b"the last", "y": b"again"}
     assert ZipSource(archive).list().skipped == (
-        ("x", "a later member has its name"),
-        ("y", "a later member has its name"),
+        ("x", "replaced by a later member with the same path"),
+        ("y", "replaced by a later member with the same path"),
     )
 
 
@@ -224,7 +224,7 @@ def test_names_in_any_script_are_kept(tmp_path):
 def test_a_file_that_only_ends_in_zip_is_refused(tmp_path):
     for data in (b"", b"PK", b"<!doctype html><title>Sign in</title>", b"PK\x03\x04" + bytes(100)):
         (tmp_path / "a.zip").write_bytes(data)
-        with pytest.raises(BadArchive, match="Download it again"):
+        with pytest.raises(BadArchive, match="damaged or truncated"):
             contents(tmp_path / "a.zip")
 
 

@@ -93,10 +93,13 @@ def test_unstage_refuses_what_stage_did_not_make(image_tree, tmp_path):
     forged = make_tree(tmp_path / "forged", 1)
     (forged / STAGE_SEAL).write_text('{"format": 1}')
     before = state_of(image_tree), state_of(forged)
-    with pytest.raises(SourceMissing, match=r"it was not staged, so there is nothing to remove\. Name the path that"):
+    with pytest.raises(SourceMissing, match=r"it has no local copy\. Pass the path returned by colabkit\.stage\(\)"):
         unstage(tmp_path / "nowhere")
     for path in (image_tree, image_tree / "ants" / "000.png", forged, forged / "ants"):
-        with pytest.raises(NotSealed, match=r"it was not staged and is no local copy, so it was left alone\. Name the"):
+        with pytest.raises(
+            NotSealed,
+            match=r"it is not a local copy, so it stays unchanged; expected a path returned by colabkit\.stage\(\)",
+        ):
             unstage(path)
     assert (state_of(image_tree), state_of(forged)) == before
 
@@ -155,7 +158,7 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(image_tree, tmp_path, near_
         plan = report.plan
         assert report.is_dry
         assert (plan.kind, plan.files, plan.read_bytes, plan.staged_bytes) == (kind, 24, read, size)
-        assert (plan.target, plan.why, plan.path.parent) == ("disk", "as asked", near_storage)
+        assert (plan.target, plan.why, plan.path.parent) == ("disk", "as requested", near_storage)
         assert repr(report).startswith("Would stage ")
         assert "at most meanwhile" in report._repr_html_()
     assert copy(archive, extract=False, dry_run=True).plan.kind == "file"
@@ -174,8 +177,8 @@ def test_an_interrupted_run_shows_in_the_plan_and_resumes_at_its_place_whatever_
     spare(64 * GIB, 64 * GIB)
     plan = copy(image_tree, "auto", dry_run=True).plan
     assert plan.present_bytes > 0
-    assert plan.why == "an interrupted run began there"
-    assert "there already" in repr(plan)
+    assert plan.why == "the data of an interrupted run is there"
+    assert "already local" in repr(plan)
     report = copy(image_tree, "auto")
     assert report.target == "disk"
     assert report.resumed_bytes
@@ -198,7 +201,7 @@ def test_a_mount_of_tmpfs_that_is_refused_is_one_error_and_without_the_right_to_
 
 def test_invalid_options_are_refused(image_tree):
     for options in ({"verify": "md5"}, {"verify": None}, {"to": 3}, {"threads": 0}, {"threads": -1}):
-        with pytest.raises(InvalidOption, match="Use "):
+        with pytest.raises(InvalidOption, match="[Uu]se "):
             copy(image_tree, **options)
 
 

@@ -244,7 +244,7 @@ def test_an_interrupted_download_is_given_back_by_unstage(near_storage, monkeypa
         copy("https://example.com/birds.zip")
     assert unstage("https://example.com/birds.zip").freed_bytes > 0
     assert list((near_storage / "downloads").iterdir()) == []
-    with pytest.raises(SourceMissing, match="it was not staged"):
+    with pytest.raises(SourceMissing, match="it has no local copy"):
         unstage("https://example.com/birds.zip")
 
 

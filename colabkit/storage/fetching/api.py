@@ -22,6 +22,7 @@ from colabkit.foundation import (
     format_bytes,
     format_count,
     format_seconds,
+    option,
     partials,
 )
 from colabkit.storage.addresses import DRIVE_FILE, DRIVE_FOLDER, FSSPEC, WEB, address_of
@@ -69,13 +70,14 @@ class FetchReport(Report):
 
     def _summary(self) -> str:
         if self.reused:
-            return f"Already fetched: {str(self.path)!r}; overwrite=True fetches it again"
+            advice = ("use ", option("overwrite", True), " to fetch it again")
+            return self._words.render((f"Already fetched: {str(self.path)!r}; ", *advice))
         rate = f"{format_bytes(self.fetched_bytes / max(self.seconds, 1e-9))}/s"
         retries = "retry" if self.retries == 1 else "retries"
         notes = f", {self.retries} {retries}" if self.retries else ""
-        kept = f", {format_bytes(self.resumed_bytes)} were there already" if self.resumed_bytes else ""
+        reused = f", {format_bytes(self.resumed_bytes)} reused from an earlier call" if self.resumed_bytes else ""
         size = f"{format_bytes(self.fetched_bytes)} in {format_seconds(self.seconds)}"
-        return f"Fetched {str(self.path)!r}: {size} ({rate}{notes}){kept}"
+        return f"Fetched {str(self.path)!r}: {size} ({rate}{notes}){reused}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [

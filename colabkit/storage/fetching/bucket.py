@@ -20,10 +20,11 @@ from colabkit.foundation import (
     cannot,
     file_changes,
     format_seconds,
+    option,
     partials,
 )
 from colabkit.storage.addresses import safe_name
-from colabkit.storage.fetching.transfer import FetchJob, FetchResult, TryFailed, digests_of, sync_file
+from colabkit.storage.fetching.transfer import UNCHANGED, FetchJob, FetchResult, TryFailed, digests_of, sync_file
 from colabkit.storage.sources.bucket import BucketSource, items_of, protocol_of
 from colabkit.storage.sources.engine import BLOCK_BYTES, Reading
 from colabkit.storage.sources.items import Item
@@ -44,7 +45,7 @@ def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
         download = _BucketDownload(job, kept)
         return job.try_until_done(download.attempt, download.can_resume)
     except (SourceMissing, BadSource) as error:
-        raise FetchFailed(str(error)) from None
+        raise FetchFailed(error.message or str(error)) from None
 
 
 class _BucketDownload:
@@ -58,7 +59,7 @@ class _BucketDownload:
             return BucketSource(self.job.address.text, self.job.act, self.job.timeout)
         except FetchFailed as error:
             if isinstance(error.__cause__, OSError):
-                raise TryFailed(error.__cause__.strerror or "", "Run it again") from None
+                raise TryFailed(error.__cause__.strerror or "", "Try again") from None
             raise
 
     def can_resume(self) -> bool:
@@ -71,23 +72,23 @@ class _BucketDownload:
         try:
             return self._fetch(retries)
         except TimedOut:
-            found = f"no answer of {protocol_of(self.job.address)}:// in {format_seconds(self.job.timeout)}, twice"
-            next_step = "Check the network or allow more seconds with timeout=, then run it again"
-            next_step = self.job.advice(next_step, self.can_resume())
-            raise TimedOut(cannot(self.job.act, found, "one in this time", next_step)) from None
+            protocol, timeout = protocol_of(self.job.address), self.job.timeout
+            found = f"{protocol}:// did not answer within {format_seconds(timeout)} in two attempts"
+            next_step = ("Check the network or use ", option("timeout", 2 * timeout), ", then try again")
+            raise TimedOut(cannot(self.job.act, found, "", self.job.advice(next_step, self.can_resume()))) from None
         except SourceChanged:
             raise self._start_over() from None
         except FileFailed as error:
             # Use the cause: it holds the file system's message without secrets, and this job adds its own action.
             cause = error.__cause__
-            found = str(cause.strerror if isinstance(cause, OSError) else error)
-            raise TryFailed(found, "Run it again") from None
+            reason = str(cause.strerror if isinstance(cause, OSError) else error)
+            raise TryFailed(reason, "Try again") from None
         except ColabkitError:
             raise
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            raise TryFailed(error.strerror or "", "Run it again") from None
+            raise TryFailed(error.strerror or "", "Try again") from None
         finally:
             self.job.retries += retries.count
 
@@ -97,7 +98,7 @@ class _BucketDownload:
         except ColabkitError:
             raise
         except OSError as error:
-            raise TryFailed(error.strerror or "", "Run it again") from None
+            raise TryFailed(error.strerror or "", "Try again") from None
 
     def _fetch(self, retries: Retries) -> FetchResult:
         job, kept, bucket = self.job, self.kept, self.bucket
@@ -143,7 +144,7 @@ class _BucketDownload:
 
     def _start_over(self) -> TryFailed:
         self.kept.start_over()
-        return TryFailed("it changed while it was fetched", "Run it again when it is at rest", starts_over=True)
+        return TryFailed("the source changed during the download", UNCHANGED, starts_over=True)
 
 
 def _version_of_all(facts: Mapping[str, Mapping[str, Any]]) -> str:

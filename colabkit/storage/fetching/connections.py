@@ -43,7 +43,7 @@ _COUNT = "[0-9]{1,18}"
 
 
 class RedirectRefused(Exception):
-    """A redirect leads from https to another scheme, or to a scheme other than https and http."""
+    """A redirect leads from https to another scheme, or to a scheme other than https and http; the text names both."""
 
 
 class Deadline:
@@ -132,7 +132,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     ) -> urllib.request.Request | None:
         old, new = urlsplit(req.full_url), urlsplit(urljoin(req.full_url, newurl))
         if new.scheme not in ("http", "https") or (old.scheme == "https" and new.scheme == "http"):
-            raise RedirectRefused
+            raise RedirectRefused(f"from {old.scheme} to {new.scheme[:20] or 'another scheme'}")
         # Drop credentials that the redirect itself contains.
         host = new.netloc.rpartition("@")[2]
         made = super().redirect_request(req, fp, code, msg, headers, urlunsplit(new._replace(netloc=host)))

@@ -175,7 +175,7 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
         facts = {"kind": type(error).__name__, "text": text, "status": guard.status, "errno": number}
         return {"failed": "gdown", **facts, **status}
     if done is None:
-        return {"failed": "gdown", "kind": "nothing", "text": tail.text, "status": guard.status, **status}
+        return {"failed": "gdown", "kind": "", "text": tail.text, "status": guard.status, **status}
     if not plan["is_folder"]:
         return {"done": 1, **status}
     repeated = next((path for number, path in enumerate(done) if path in done[:number]), None)

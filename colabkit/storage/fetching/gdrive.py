@@ -14,6 +14,8 @@ from colabkit.foundation import (
     FetchFailed,
     MissingPackage,
     TargetExists,
+    Text,
+    call,
     cannot,
     file_changes,
     partials,
@@ -25,6 +27,7 @@ from colabkit.storage.fetching import gdown_child
 from colabkit.storage.fetching.connections import HEAD_BYTES, disposition_name, html_title, is_html
 from colabkit.storage.fetching.transfer import (
     MIN_BYTES,
+    UNCHANGED,
     AlreadyThere,
     FetchJob,
     FetchResult,
@@ -33,7 +36,7 @@ from colabkit.storage.fetching.transfer import (
     sync_file,
 )
 
-_AGAIN = "Check the network, then run it again"
+_AGAIN = "Check the network, then try again"
 # Time between two checks for new data.
 _LOOK_S = 0.5
 _PAGE_BYTES = 1 << 16
@@ -41,16 +44,16 @@ _PAGE_BYTES = 1 << 16
 # The record keeps the versions of this many files.
 _KNOWN_FILES = 50
 _TRANSIENT = frozenset({408, 429})
-_CAUSES = (
+_CAUSES: tuple[tuple[tuple[str, ...], str, Text], ...] = (
     (
         ("too many users have viewed or downloaded", "download quota", "quota exceeded"),
-        "too many people have downloaded it lately, and Drive refuses more for up to a day",
-        "Copy it into your own Drive, and read it there through colabkit.mount()",
+        "too many people have downloaded it recently, so Drive blocks further downloads for up to a day",
+        ("Copy it to your own Drive, run ", call("mount"), ", and read the copy there"),
     ),
     (
         ("has more than 50 files",),
-        "this gdown stops at 50 files in a folder",
-        "Run pip install -U gdown, which has no such limit from 6.0 on, and fetch again",
+        "the folder has more than 50 files, the limit of this version of gdown",
+        "Run pip install -U gdown, since version 6.0 has no limit, then try again",
     ),
 )
 _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder information", "failed to retrieve folder")
@@ -147,22 +150,22 @@ class _Child:
             self._looked = now
             self._look()
         if now - self._moved >= self.job.timeout:
-            raise TryFailed("nothing or too little came from Drive", _AGAIN, hung=True)
+            raise TryFailed("too little data arrived from Drive", _AGAIN, hung=True)
 
     def _line(self, line: str) -> None:
         try:
-            said = json.loads(line)
+            message = json.loads(line)
         except ValueError:
             # A warning of the interpreter.
             return
-        if not isinstance(said, dict):
+        if not isinstance(message, dict):
             return
-        if "file" in said:
-            self._found(said["file"])
-        elif "listed" in said:
+        if "file" in message:
+            self._found(message["file"])
+        elif "listed" in message:
             self._moved = time.monotonic()
         else:
-            self._last = said
+            self._last = message
 
     def _found(self, file: dict[str, Any]) -> None:
         """Record the version of the arriving bytes; for a single file, also check whether its target is free."""
@@ -177,43 +180,45 @@ class _Child:
             self.job.begin(self._seen, file["total"])
         self.kept.note(known=dict(list(known.items())[-_KNOWN_FILES:]))
 
-    def _failed(self, said: dict[str, Any]) -> Exception:
+    def _failed(self, result: dict[str, Any]) -> Exception:
         """Translate the child's failure into an error; a failure that may be temporary becomes `TryFailed`."""
-        failed, status = said.get("failed", ""), said.get("status", 0)
-        text = f"{said.get('kind', '')} {said.get('text', '')}"
-        told = self.job.address.scrubbed(text)
+        failed, status = result.get("failed", ""), result.get("status", 0)
+        text = f"{result.get('kind', '')} {result.get('text', '')}"
+        reason = self.job.address.scrubbed(text)
         text = " ".join(text.split()).lower()
-        if failed == "missing" and said["kind"] == "gdown":
-            needed = "the package that reads Drive links"
-            return self._missing("gdown is not installed", needed, "pip install gdown")
+        if failed == "missing" and result["kind"] == "gdown":
+            found = "the package gdown is not installed, which is needed to read Drive links"
+            return MissingPackage(cannot(self.job.act, found, "", "Run pip install gdown"))
         if failed == "old":
-            found = f"gdown {printable(said['version'])[:20]} is too old"
-            return self._missing(found, "5.2 or newer", "pip install -U gdown")
+            version = f"gdown {printable(result['version'])[:20]} is installed"
+            return MissingPackage(cannot(self.job.act, version, "gdown 5.2 or newer", "Run pip install -U gdown"))
         if failed in ("range", "changed"):
             self._drop_parts()
-            found = "Drive did not continue where it stopped" if failed == "range" else "the file changed in Drive"
-            return TryFailed(found, "Run it again", starts_over=True)
+            is_range = failed == "range"
+            restart = "Drive did not resume at the requested byte" if is_range else "the file changed in Drive"
+            return TryFailed(restart, "Try again", starts_over=True)
         if failed == "network":
-            return TryFailed(f"the network failed ({told})", _AGAIN)
-        if said.get("errno"):
-            return OSError(said["errno"], os.strerror(said["errno"]), str(self.kept.data))
+            return TryFailed(f"the network failed ({reason})", _AGAIN)
+        if result.get("errno"):
+            return OSError(result["errno"], os.strerror(result["errno"]), str(self.kept.data))
         if failed != "gdown":
-            return TryFailed(f"gdown's process ended early ({told})" if told else "gdown's process ended early", _AGAIN)
-        for signs, found, next_step in _CAUSES:
+            return TryFailed(f"gdown's process ended early{f' ({reason})' if reason else ''}", _AGAIN)
+        for signs, cause, advice in _CAUSES:
             if any(sign in text for sign in signs):
-                return self._refused(found, next_step)
+                return FetchFailed(cannot(self.job.act, cause, "", advice))
         if status in _TRANSIENT or status >= 500:
-            return TryFailed(f"Drive answered {status}", "Run it again later")
+            return TryFailed(f"Drive answered with status {status}", "Try again later")
         if status == 404:
-            what = "folder" if self.is_folder else "file"
-            next_step = "Check the link; of a folder all of it is needed, not the id alone"
-            return self._refused(f"Drive has no {what} of this id", next_step)
+            missing = f"Drive has no {'folder' if self.is_folder else 'file'} with this ID"
+            check = "Check the link; for a folder, use the whole link instead of the ID"
+            return FetchFailed(cannot(self.job.act, missing, "", check))
         if any(sign in text for sign in _PRIVATE):
-            next_step = 'In Drive, share it with "Anyone with the link", or read it through colabkit.mount()'
-            return self._refused("Drive does not give it to people without a login", next_step)
+            share = ('In Drive, share it with "Anyone with the link", or run ', call("mount"), " and read it there")
+            return FetchFailed(cannot(self.job.act, "Drive does not share it with everyone", "", share))
         if "incomplete" in text:
             return TryFailed("the connection ended too early", _AGAIN)
-        return self._refused(told, "Open the link in a browser to see what Drive says")
+        browse = "Open the link in a browser to see Drive's message"
+        return FetchFailed(cannot(self.job.act, f"gdown failed ({reason})", "", browse))
 
     def _drop_parts(self) -> None:
         """Remove unfinished data; finished files of a folder stay."""
@@ -222,49 +227,44 @@ class _Child:
         for part in self.kept.data.rglob("*.part"):
             file_changes.remove(part)
 
-    def _missing(self, found: str, needed: str, line: str) -> MissingPackage:
-        return MissingPackage(cannot(self.job.act, found, needed, f"Run {line}"))
 
-    def _refused(self, found: str, next_step: str) -> FetchFailed:
-        return FetchFailed(cannot(self.job.act, found, "a file or folder that Drive gives away", next_step))
-
-
-def _whole_file(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any]) -> FetchResult:
+def _whole_file(job: FetchJob, kept: partials.KeptPartial, result: dict[str, Any]) -> FetchResult:
     file = kept.record["known"].get(job.address.text, {"total": None, "disposition": ""})
     name = _name(job, file)
     size = kept.data.stat().st_size
     if file["total"] not in (None, size):
         kept.start_over()
-        raise TryFailed(f"{size} bytes came of {file['total']}", "Run it again", starts_over=True)
+        raise TryFailed(f"{size} of {file['total']} bytes arrived", "Try again", starts_over=True)
     with kept.data.open("rb") as opened:
         page = opened.read(_PAGE_BYTES)
     if is_html(None, page[:HEAD_BYTES], job.name or name):
         kept.start_over()
         title = job.address.scrubbed(html_title(page))
-        found = f"a web page titled {title!r}" if title else "a web page"
-        raise FetchFailed(cannot(job.act, found, "a file", "Open the link in a browser to see what Drive says"))
+        page_name = f"a web page titled {title!r}" if title else "a web page"
+        next_step = "Open the link in a browser to see Drive's message"
+        raise FetchFailed(cannot(job.act, f"Drive sent {page_name}", "a file", next_step))
     sync_file(kept.data)
-    return FetchResult(kept.data, name, f"gdown {said['version']}", "", 1, digests_of(kept.data, job.expected))
+    return FetchResult(kept.data, name, f"gdown {result['version']}", "", 1, digests_of(kept.data, job.expected))
 
 
-def _whole_folder(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any]) -> FetchResult:
-    if said["repeated"]:
-        found = f"two files of the name {job.address.scrubbed(said['repeated'])!r} in one folder"
-        next_step = "Rename one in Drive; gdown would keep one of them alone"
+def _whole_folder(job: FetchJob, kept: partials.KeptPartial, result: dict[str, Any]) -> FetchResult:
+    if result["repeated"]:
+        # Of files with the same name, gdown keeps only one.
+        found = f"a folder has two files named {job.address.scrubbed(result['repeated'])!r}"
+        next_step = "Rename one of them in Drive, then try again"
         kept.start_over()
-        raise FetchFailed(cannot(job.act, found, "one file a name", next_step))
+        raise FetchFailed(cannot(job.act, found, "unique names in each folder", next_step))
     made = _folders_in(kept.data)
     files = [path for path in kept.data.rglob("*") if path.is_file()]
-    if len(made) != 1 or len(files) != said["done"]:
+    if len(made) != 1 or len(files) != result["done"]:
         kept.start_over()
-        raise TryFailed("the folder changed while it was fetched", "Run it again when it is at rest", starts_over=True)
+        raise TryFailed("the folder changed during the download", UNCHANGED, starts_over=True)
     if not files:
-        found = "no files in it, or none that Drive gives away"
-        next_step = 'In Drive, share it with "Anyone with the link"'
-        raise FetchFailed(cannot(job.act, found, "at least one", next_step))
+        share = 'In Drive, add files to it, and share it with "Anyone with the link"'
+        raise FetchFailed(cannot(job.act, "the folder has no files, or none that are shared", "", share))
     for path in files:
         sync_file(path)
-    return FetchResult(made[0], safe_name(made[0].name) or "folder", f"gdown {said['version']}", "", len(files), {})
+    return FetchResult(made[0], safe_name(made[0].name) or "folder", f"gdown {result['version']}", "", len(files), {})
 
 
 def _folders_in(folder: Path) -> list[Path]:

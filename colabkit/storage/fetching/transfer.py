@@ -20,12 +20,15 @@ from colabkit.foundation import (
     InvalidOption,
     ProgressBar,
     TargetExists,
+    Text,
     TimedOut,
     cannot,
     file_changes,
     format_bytes,
     format_seconds,
     near_folder,
+    omit,
+    option,
     partials,
     user_path,
 )
@@ -39,6 +42,9 @@ HUNG_TRIES = 2
 
 MIN_BYTES = 4096
 """Bytes that must arrive within the timeout; a slower server counts as not responding."""
+
+UNCHANGED = "Try again when nothing writes to the source"
+"""The advice after a source changed during the download."""
 
 _BACK_OFF_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -57,7 +63,13 @@ class TryFailed(Exception):
     """
 
     def __init__(
-        self, found: str, next_step: str, *, hung: bool = False, starts_over: bool = False, pause_s: float | None = None
+        self,
+        found: str,
+        next_step: Text,
+        *,
+        hung: bool = False,
+        starts_over: bool = False,
+        pause_s: float | None = None,
     ) -> None:
         super().__init__(found)
         self.found, self.next_step = found, next_step
@@ -148,15 +160,16 @@ class ExpectedDigest:
             return None
         kind, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
         if len(digits) != _DIGITS.get(kind) or not re.fullmatch("[0-9a-fA-F]+", digits):
-            needed = "sha256, sha512, sha1 or md5, a colon, and all its hexadecimal digits"
-            raise InvalidOption(cannot(act, f"digest={text!r}", needed, 'Use digest="sha256:9f86d0..."'))
+            expected = "sha256, sha512, sha1 or md5, a colon and all hexadecimal digits"
+            next_step = ("Use a digest of the form ", option("digest", "sha256:HEX"))
+            raise InvalidOption(cannot(act, option("digest", text), expected, next_step))
         return cls(kind, digits.lower())
 
     def check(self, act: str, result: FetchResult) -> None:
         """Raise `Corrupt` unless the file has this digest."""
         if (found := result.digests[self.kind]) != self.digits:
-            next_step = "Check the digest; if it is right, the source is not"
-            raise Corrupt(cannot(act, f"its {self.kind} is {found}", f"{self.digits}, as asked for", next_step))
+            next_step = "Check the digest; if it is right, use another source"
+            raise Corrupt(cannot(act, f"its {self.kind} is {found}", f"the requested {self.digits}", next_step))
 
 
 def new_digests(expected: ExpectedDigest | None) -> dict[str, Any]:
@@ -249,9 +262,9 @@ class FetchJob:
         self._done += count
         self.fetched_bytes += count
 
-    def advice(self, next_step: str, can_resume: bool) -> str:
+    def advice(self, next_step: Text, can_resume: bool) -> Text:
         """Return a next step, with a note if the next call resumes."""
-        return f"{next_step}: it resumes where it stopped" if can_resume and self.is_kept else next_step
+        return (next_step, "; the download resumes where it stopped") if can_resume and self.is_kept else next_step
 
     def try_until_done(self, attempt: Callable[[], FetchResult], can_resume: Callable[[], bool]) -> FetchResult:
         """Return the result of `attempt`; retry while it raises `TryFailed`, as long as new data keeps arriving.
@@ -270,13 +283,14 @@ class FetchJob:
                 self._hung += failed.hung
                 self._restarts += failed.starts_over
                 if max(self._tries, self._restarts) >= TRIES or self._hung >= HUNG_TRIES:
-                    found = f"{failed.found} in the last try"
+                    found = f"the last attempt failed: {failed.found}"
                     next_step = self.advice(failed.next_step, can_resume())
                     if failed.hung:
-                        needed = f"at least {format_bytes(MIN_BYTES)} in {format_seconds(self.timeout)}"
-                        raise TimedOut(cannot(self.act, found, needed, next_step)) from None
-                    needed = f"one try in {TRIES} that brings something new"
-                    raise FetchFailed(cannot(self.act, found, needed, next_step)) from None
+                        rate = f"at least {format_bytes(MIN_BYTES)} in {format_seconds(self.timeout)}"
+                        raise TimedOut(cannot(self.act, found, rate, next_step)) from None
+                    has_restarted = self._restarts >= TRIES
+                    limit = f"fewer than {TRIES} restarts" if has_restarted else f"new data in one of {TRIES} attempts"
+                    raise FetchFailed(cannot(self.act, found, limit, next_step)) from None
                 self.retries += 1
                 longest = min(_BACK_OFF_S * 2**self._tries, _LONGEST_PAUSE_S)
                 time.sleep(random.uniform(0.5, 1.0) * longest if failed.pause_s is None else failed.pause_s)
@@ -299,28 +313,26 @@ class FetchJob:
         final = self.folder / (self.name or name)
         if not os.path.lexists(final):
             return final
-        needed, next_step = "a free path", "Use overwrite=True or choose another target"
-        found = f"{str(final)!r} already exists"
         if final.is_dir() != is_folder:
-            found = f"{str(final)!r} is {'a folder' if final.is_dir() else 'a file'}"
-            needed = f"a path for a {'folder' if is_folder else 'file'}"
-            raise TargetExists(cannot(self.act, found, needed, "Choose another target"))
+            types = "a file, and the source is a folder" if is_folder else "a folder, and the source is a file"
+            raise TargetExists(cannot(self.act, f"{str(final)!r} is {types}", "a free path", "Choose another target"))
         if self.overwrite:
             return final
         if self.expected is not None:
             digests = digests_of(final, self.expected)
             if digests.get(self.expected.kind) == self.expected.digits:
-                via = "the file that was there"
-                raise AlreadyThere(FetchRecord(str(final), "", state_of(final), 1, digests["sha256"], via))
-            found += " with another digest"
+                raise AlreadyThere(FetchRecord(str(final), "", state_of(final), 1, digests["sha256"], "existing file"))
         elif self.earlier is not None and Path(self.earlier.path) == Path(os.path.realpath(final)):
             if validator is None or (validator and validator == self.earlier.validator):
                 raise AlreadyThere(self.earlier)
             found = f"{str(final)!r} was fetched earlier, and the source has changed or its version is unknown"
-            next_step = "Use overwrite=True to fetch it again"
-        raise TargetExists(cannot(self.act, found, needed, next_step))
+            again = ("Use ", option("overwrite", True), " to fetch it again")
+            raise TargetExists(cannot(self.act, found, "", again))
+        exists = f"{str(final)!r} already exists{' with another digest' if self.expected else ''}"
+        next_step = ("Use ", option("overwrite", True), " to replace it, or choose another target")
+        raise TargetExists(cannot(self.act, exists, "a free path", next_step))
 
     def _check_no_digest(self) -> None:
         if self.expected is not None:
-            found, needed = "digest= with a folder", "a single file"
-            raise InvalidOption(cannot(self.act, found, needed, "Leave digest= out"))
+            found = ("the source is a folder, which has no ", option("digest"))
+            raise InvalidOption(cannot(self.act, found, "a single file", omit("digest")))

@@ -34,6 +34,7 @@ from colabkit.storage.fetching.connections import (
 )
 from colabkit.storage.fetching.transfer import (
     MIN_BYTES,
+    UNCHANGED,
     ExpectedDigest,
     FetchJob,
     FetchResult,
@@ -48,15 +49,15 @@ _BLOCK_BYTES = 1 << 18
 _PAGE_BYTES = 1 << 16
 _TRANSIENT = frozenset({408, 425, 429})
 _FINAL = (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)
-_AGAIN = "Check the network, then run it again"
+_AGAIN = "Check the network, then try again"
 # Some hosts refuse the default user agent of the standard library.
 _AGENT = "Mozilla/5.0 (compatible; colabkit)"
 _CAUSES = {
-    401: ("it needs a login", "Use an address that needs none, or one with user and password in it"),
-    403: ("the server does not allow it", "Check whether it needs a login, or whether a signed address has expired"),
-    404: ("nothing is at this address", "Check the address"),
-    407: ("the proxy needs a login", "Put user and password into the variable https_proxy"),
-    410: ("the file is no longer there", "Check the address"),
+    401: ("it needs a login", "Use an address that needs none, or add user and password to the address"),
+    403: ("the server denies access", "Check whether it needs a login, or whether a signed address has expired"),
+    404: ("the server has no file at this address", "Check the address"),
+    407: ("the proxy needs a login", "Add user and password to the environment variable https_proxy"),
+    410: ("the server has removed the file", "Check the address"),
 }
 
 
@@ -100,9 +101,10 @@ class _WebDownload:
         deadline = Deadline(self.job.timeout)
         try:
             response = open_address(self.url, headers, self.authorization, deadline)
-        except RedirectRefused:
-            found = "the server redirects from https to an address without encryption"
-            raise self._failure(found, "an answer over https", "Ask for an https address of it") from None
+        except RedirectRefused as error:
+            found = f"the server redirects {error}"
+            next_step = "Ask the provider of the file for an https address"
+            raise FetchFailed(cannot(self.job.act, found, "an https address", next_step)) from None
         except urllib.error.HTTPError as error:
             with closing(error):
                 return self._refused(error, have)
@@ -132,7 +134,8 @@ class _WebDownload:
             have, expected = 0, total_bytes(response.headers)
             self._admit(response, expected)
         else:
-            raise self._failure(f"the server answered {response.status}", "a file", "Check the address")
+            status = f"the server answered with status {response.status}"
+            raise FetchFailed(cannot(self.job.act, status, "a file", "Check the address"))
         return have, expected
 
     def _admit(self, response: HTTPResponse, total: int | None) -> None:
@@ -140,8 +143,8 @@ class _WebDownload:
         name = disposition_name(response.headers.get("Content-Disposition")) or self._name_of_path(response)
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity") and not name.lower().endswith((".gz", ".tgz", ".br", ".zst")):
-            found = f"the server packs it for the way ({encoding[:20]!r}) though asked not to"
-            raise self._failure(found, "the file's own bytes", "Fetch it with another program")
+            found = f"the server sends it compressed ({encoding[:20]!r}), contrary to the request"
+            raise FetchFailed(cannot(self.job.act, found, "uncompressed data", "Download it with another program"))
         version = validator(response.headers)
         final = self.job.admit(name, _version(version, total))
         if total is not None:
@@ -167,10 +170,10 @@ class _WebDownload:
         now = validator(response.headers)
         is_same = (not now or now == record.get("validator")) and total in (None, record.get("total"))
         if have and not is_same:
-            self._start_over("the file changed while it was fetched", "Run it again when it is at rest")
+            self._start_over("the file changed during the download", UNCHANGED)
         if not have or first != have or last is None or (length is not None and length != last - first + 1):
             self.has_ranges = False
-            self._start_over("the server sent another part of the file than it was asked for", "Try another server")
+            self._start_over("the server sent a different part of the file than requested", "Try another server")
         assert last is not None
         return last - have + 1
 
@@ -196,7 +199,7 @@ class _WebDownload:
             deadline.extend(time.monotonic() - yielded)
         if expected is not None and received > expected:
             self.has_ranges = False
-            self._start_over("the server sent more than it announced", "Try another server")
+            self._start_over("the server sent more bytes than it announced", "Try another server")
         if expected is not None and received < expected:
             missing = format_bytes(expected - received)
             raise TryFailed(f"the connection ended {missing} too early", _AGAIN)
@@ -216,8 +219,8 @@ class _WebDownload:
                     break
             title = self.job.address.scrubbed(html_title(head))
             page = f"a web page titled {title!r}" if title else "a web page"
-            next_step = "Open the address in a browser: it may need a login, or lead to the file's own address"
-            raise self._failure(page, "a file", next_step)
+            next_step = "Open the address in a browser, log in if necessary, and copy the address of the file itself"
+            raise FetchFailed(cannot(self.job.act, f"the server sent {page}", "a file", next_step))
         self._keep(head)
 
     def _keep(self, block: bytes) -> None:
@@ -228,7 +231,7 @@ class _WebDownload:
         record = self.kept.record
         total, version = record["total"], record["validator"]
         if total is not None and self.sink.size < total:
-            raise TryFailed("the server sends a part of the rest at a time", _AGAIN)
+            raise TryFailed("the server sent only a part of the missing bytes", _AGAIN)
         digests = self.sink.finish()
         via = urlsplit(self.url).scheme
         return FetchResult(self.kept.data, record["name"], via, _version(version, total), 1, digests)
@@ -241,19 +244,22 @@ class _WebDownload:
             if total == have and self.kept.record["total"] in (None, have):
                 self._admit_rest()
                 return self._whole()
-            self._start_over("the file changed while it was fetched", "Run it again when it is at rest")
+            self._start_over("the file changed during the download", UNCHANGED)
         if status in _TRANSIENT or status >= 500:
             pause_s = retry_after_s(error.headers)
             if pause_s is not None and pause_s > self.job.timeout:
-                found = f"the server answered {status} and asks to wait {format_seconds(pause_s)}"
-                needed = f"an answer within {format_seconds(self.job.timeout)}"
-                raise self._failure(found, needed, "Run it again after that") from None
-            raise TryFailed(f"the server answered {status}", "Run it again later", pause_s=pause_s) from None
+                pause = format_seconds(pause_s)
+                busy = f"the server answered with status {status} and a waiting time of {pause}"
+                limit = f"at most {format_seconds(self.job.timeout)}"
+                raise FetchFailed(cannot(self.job.act, busy, limit, f"Try again after {pause}")) from None
+            text = f"the server answered with status {status}"
+            raise TryFailed(text, "Try again later", pause_s=pause_s) from None
         if 300 <= status < 400:
-            next_step = "Open the address in a browser to see where it leads"
-            raise self._failure("redirects that lead nowhere", "a file", next_step) from None
-        cause, next_step = _CAUSES.get(status, ("the server refuses it", "Check the address"))
-        raise self._failure(f"{cause} (status {status})", "a file that can be read", next_step) from None
+            redirect = "the server redirects in a loop or without a target"
+            browse = "Open the address in a browser to see where it leads"
+            raise FetchFailed(cannot(self.job.act, redirect, "a file", browse)) from None
+        cause, next_step = _CAUSES.get(status, ("the server rejects the request", "Check the address"))
+        raise FetchFailed(cannot(self.job.act, f"{cause} (status {status})", "", next_step)) from None
 
     def _start_over(self, found: str, next_step: str) -> NoReturn:
         self.sink.start_over()
@@ -263,29 +269,28 @@ class _WebDownload:
         """Return the reason to retry after a network error; raise if retrying is useless."""
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(cause, TimeoutError):
-            return TryFailed("nothing or too little came", _AGAIN, hung=True)
+            return TryFailed("too little data arrived", _AGAIN, hung=True)
         if isinstance(cause, ssl.SSLCertVerificationError):
             found = f"its certificate is not trusted ({cause.verify_message})"
-            next_step = "Check the address and this machine's clock"
-            raise self._failure(found, "a server that proves who it is", next_step) from None
+            next_step = "Check the address and the clock of this machine"
+            raise FetchFailed(cannot(self.job.act, found, "", next_step)) from None
         if isinstance(cause, socket.gaierror):
-            found = f"the name {host!r} has no address"
+            unknown = f"the host {host!r} has no IP address"
             if cause.errno == socket.EAI_NONAME:
-                raise self._failure(found, "a host that is known", "Check the address and the network") from None
-            return TryFailed(found, _AGAIN)
+                raise FetchFailed(cannot(self.job.act, unknown, "", "Check the address and the network")) from None
+            return TryFailed(unknown, _AGAIN)
         if not isinstance(cause, Exception) or isinstance(cause, _FINAL):
             # The text of an error about an address contains the address, so report only the error's type.
-            told = type(cause).__name__ if isinstance(cause, Exception) else self.job.address.scrubbed(cause)
-            raise self._failure(told, "an address that can be asked", "Check it, and the proxy's") from None
+            reason = type(cause).__name__ if isinstance(cause, Exception) else self.job.address.scrubbed(cause)
+            invalid = f"the address cannot be requested ({reason})"
+            check = "Check the address, and that of the proxy"
+            raise FetchFailed(cannot(self.job.act, invalid, "", check)) from None
         if isinstance(cause, http.client.RemoteDisconnected):
             return TryFailed("the server closed the connection without an answer", _AGAIN)
         if isinstance(cause, http.client.IncompleteRead):
             return TryFailed("the connection ended too early", _AGAIN)
-        told = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
-        return TryFailed(f"the network failed ({self.job.address.scrubbed(told)})", _AGAIN)
-
-    def _failure(self, found: str, needed: str, next_step: str) -> FetchFailed:
-        return FetchFailed(cannot(self.job.act, found, needed, next_step))
+        text = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
+        return TryFailed(f"the network failed ({self.job.address.scrubbed(text)})", _AGAIN)
 
 
 def _version(validator: str, total: int | None) -> str:

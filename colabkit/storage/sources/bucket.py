@@ -19,6 +19,7 @@ from colabkit.foundation import (
     InvalidOption,
     MissingPackage,
     SourceMissing,
+    call,
     cannot,
     import_optional,
 )
@@ -50,8 +51,8 @@ _PACKAGES = {
     "az": "adlfs",
 }
 _LOGINS = {
-    "gs": "Run google.colab.auth.authenticate_user() in Colab, elsewhere gcloud auth application-default login",
-    "s3": "Give credentials, or set FSSPEC_S3_ANON=true before Python starts if the bucket is public",
+    "gs": "Run google.colab.auth.authenticate_user() in Colab, or gcloud auth application-default login elsewhere",
+    "s3": "Provide credentials, or set FSSPEC_S3_ANON=true before Python starts if the bucket is public",
     "hf": "Run huggingface_hub.login()",
 }
 _LOGIN_ERRORS = frozenset(
@@ -84,8 +85,9 @@ class BucketSource:
         self._act = act or f"read {self.name!r}"
         self._stalled_s = stalled_s
         if self._address.kind != FSSPEC:
-            needed = "the address of a bucket, as in 'gs://bucket/birds'"
-            raise InvalidOption(cannot(self._act, f"a {self._address.kind} address", needed, "Fetch it first"))
+            found = f"it is a {self._address.kind} address"
+            expected, fetch = "a bucket such as 'gs://bucket/birds'", ("Download it first with ", call("fetch"))
+            raise InvalidOption(cannot(self._act, found, expected, fetch))
         self.protocol = protocol_of(self._address)
         try:
             self._fs, root, self.via = self._ask(lambda: _file_system_of(self._address, self._act))
@@ -125,15 +127,15 @@ class BucketSource:
             raise
         except OSError as error:
             raise self._unreadable(error) from None
-        skipped = [(path, "its size is not known") for path, info in facts.items() if info.get("size") is None]
+        skipped = [(path, "its size is unknown") for path, info in facts.items() if info.get("size") is None]
         return Listing(tuple(items_of(facts)), tuple(skipped))
 
     def find(self) -> dict[str, Mapping[str, Any]]:
         """Return the file system's metadata of every object by path, sorted; raises `OSError` for transient errors."""
         found = self._ask(self._found)
         if not found:
-            next_step = "Check the address and your access"
-            raise SourceMissing(cannot(self._act, "nothing is there", "objects at this address", next_step))
+            next_step = "Check the address and your permissions"
+            raise SourceMissing(cannot(self._act, "nothing exists at this address", "", next_step))
         self._is_object = set(found) == {self._root}
         facts: dict[str, Mapping[str, Any]] = {}
         for key, info in found.items():
@@ -144,8 +146,8 @@ class BucketSource:
         folders = {str(folder) for path in facts for folder in PurePosixPath(path).parents}
         for path in facts.keys() & folders:
             if facts.pop(path).get("size"):
-                twice = f"{self._address.scrubbed(path)!r} is an object and a folder"
-                raise BadSource(cannot(self._act, twice, "one of them", "Rename the object"))
+                twice = f"{self._address.scrubbed(path)!r} is both an object and a folder"
+                raise BadSource(cannot(self._act, twice, "", "Rename the object"))
         return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
@@ -209,12 +211,13 @@ class BucketSource:
             path = path.removeprefix("/")
             if "\0" not in path and _NO_NAMES.isdisjoint(path.split("/")):
                 return path
-        found = f"an object named {self._address.scrubbed(key)!r}"
-        raise BadSource(cannot(self._act, found, "names inside the folder", "Do not use a source like this"))
+        found = f"it contains an object named {self._address.scrubbed(key)!r}"
+        next_step = "Rename the object, or use another source"
+        raise BadSource(cannot(self._act, found, "paths inside the folder", next_step))
 
     def _unreadable(self, error: OSError) -> FetchFailed:
-        needed, next_step = "a file system that answers", "Check the address, then run it again"
-        return FetchFailed(cannot(self._act, error.strerror or "", needed, next_step))
+        found = f"the file system reports an error ({error.strerror or error})"
+        return FetchFailed(cannot(self._act, found, "", "Check the address, then try again"))
 
     @contextmanager
     def _judged(self, act: str) -> Iterator[None]:
@@ -224,19 +227,18 @@ class BucketSource:
         except ColabkitError:
             raise
         except (Exception, CancelledError) as error:
-            told = self._address.scrubbed(f"{type(error).__name__}: {error}")
+            text = self._address.scrubbed(f"{type(error).__name__}: {error}")
             if isinstance(error, FileNotFoundError):
-                found, needed, next_step = "nothing is at this address", "a file or folder", "Check the address"
+                found, next_step = "nothing exists at this address", "Check the address"
             elif type(error).__name__ in _LOGIN_ERRORS:
-                found, needed = f"it needs a login ({told})", "access to it"
-                next_step = _LOGINS.get(
-                    self.protocol, f"Give credentials as the package for {self.protocol}:// describes"
-                )
+                found = f"it needs a login ({text})"
+                default = f"Provide credentials as documented for {self.protocol}:// addresses in fsspec"
+                next_step = _LOGINS.get(self.protocol, default)
             elif isinstance(error, _FINAL):
-                found, needed, next_step = told, "a file system that can be read", "Check the address"
+                found, next_step = f"the file system cannot be read ({text})", "Check the address"
             else:
-                raise OSError(errno.EIO, told) from None
-            raise FetchFailed(cannot(act, found, needed, next_step)) from None
+                raise OSError(errno.EIO, text) from None
+            raise FetchFailed(cannot(act, found, "", next_step)) from None
 
 
 def items_of(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
@@ -292,18 +294,21 @@ def _file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
     """Return the file system of an address, the path in it, and fsspec's version and the protocol for a report."""
     protocol = protocol_of(address)
     purpose, package = f"to read {protocol}://", _PACKAGES.get(protocol)
-    advice = f"Run pip install {package}" if package else ""
-    fsspec = import_optional("fsspec", act, purpose, next_step=advice)
-    core = import_optional("fsspec.core", act, purpose, next_step=advice)
+    install = f"Run pip install {package}" if package else ""
+    fsspec = import_optional("fsspec", act, purpose, next_step=install)
+    core = import_optional("fsspec.core", act, purpose, next_step=install)
     try:
         fs, root = core.url_to_fs(address.text)
     except ImportError as error:
         known = import_optional("fsspec.registry", act, purpose).known_implementations
-        advice = advice or address.scrubbed(known.get(protocol, {}).get("err", str(error))).rstrip(".")
-        found = f"{package or 'a package'} is not installed"
-        raise MissingPackage(cannot(act, found, f"it, {purpose}", advice)) from None
+        if package:
+            found = f"the package {package} is not installed, which is needed {purpose}"
+            raise MissingPackage(cannot(act, found, "", install)) from None
+        reason = address.scrubbed(known.get(protocol, {}).get("err", str(error))).rstrip(".")
+        missing = f"a package is not installed ({reason})"
+        raise MissingPackage(cannot(act, missing, "", "Install this package with pip")) from None
     except ValueError as error:
-        needed = "an address that fsspec knows"
-        told = address.scrubbed(error)
-        raise InvalidOption(cannot(act, told, needed, "Check the part before ://")) from None
+        invalid = f"fsspec rejects the address ({address.scrubbed(error)})"
+        next_step = "Check the part before ://"
+        raise InvalidOption(cannot(act, invalid, "a protocol that fsspec supports", next_step)) from None
     return fs, root, f"fsspec {fsspec.__version__} ({protocol})"

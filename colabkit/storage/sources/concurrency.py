@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
-from colabkit.foundation import TimedOut, cannot, check_whole_number, usable_cpus
+from colabkit.foundation import TimedOut, call, cannot, check_whole_number, usable_cpus
 
 # A mount takes tens of milliseconds for a small file, so starting lower costs more than it saves.
 FIRST = 64
@@ -322,21 +322,21 @@ class Calls(Generic[T, R]):
     def _give_up_stalled(self, now: float) -> None:
         if self._stalled_s is None:
             return
-        for call in list(self._under_way):
+        for one in list(self._under_way):
             with self._lock:
-                if call.moved is None or now - call.moved <= self._stalled_s:
+                if one.moved is None or now - one.moved <= self._stalled_s:
                     continue
-                call.is_given_up = True
+                one.is_given_up = True
                 self._unended -= 1
-                self._unended_weight -= call.weight
+                self._unended_weight -= one.weight
                 self._running -= 1
             self._level.refused()
-            self._drop(call)
-            if call.tries >= self._tries:
-                found = f"no byte in {self._stalled_s:g} s{', twice' if self._tries > 1 else ''}"
-                next_step = "See colabkit.runtime() and run colabkit.mount(force=True) for Drive, then run it again"
-                raise TimedOut(cannot("read the source", found, "a source that answers", next_step))
-            self._begin(_Call(call.task, call.size, call.weight, call.tries + 1))
+            self._drop(one)
+            if one.tries >= self._tries:
+                found = f"it sent no data for {self._stalled_s:g} s{' in two attempts' if self._tries > 1 else ''}"
+                next_step = ("Run ", call("mount", force=True), " if it is on Drive, then try again")
+                raise TimedOut(cannot("read the source", found, "", next_step))
+            self._begin(_Call(one.task, one.size, one.weight, one.tries + 1))
 
     def results(self, tasks: Iterable[T], size_of: Callable[[T], int]) -> Iterator[R]:
         """Run a call for every task, as capacity allows, and yield the results in order of completion."""

@@ -124,14 +124,14 @@ class FolderSource(PathSource):
                 elif entry.is_dir():
                     target = os.path.realpath(self.path / path) if is_shortcut else ""
                     if target in chain or len(chain) > _SHORTCUT_DEPTH:
-                        skipped.append((path, "shortcut to a folder that it lies in, or nested too deep"))
+                        skipped.append((path, "shortcut to a folder that contains it, or nested too deeply"))
                     else:
                         folders.append(_Folder(path, (*chain, target) if is_shortcut else chain))
                 elif entry.is_file():
                     names.append(path)
                     files.append(entry)
                 elif is_shortcut:
-                    skipped.append((path, "shortcut to nothing"))
+                    skipped.append((path, "shortcut to a missing file or folder"))
                 else:
                     skipped.append((path, "special file"))
             if not self.can_hang:
@@ -182,7 +182,7 @@ def _stats_of(files: _Files) -> _Found:
         try:
             stats = entry.stat()
         except FileNotFoundError:
-            skipped.append((path, "it vanished while the folder was listed"))
+            skipped.append((path, "removed while the folder was listed"))
         else:
             items.append(Item(path, stats.st_size, stats.st_mtime_ns))
     return _Found(items, [], skipped)

@@ -47,6 +47,8 @@ MOST_MEMBERS = 10_000_000
 _INFLATION = 200
 _INFLATION_SLACK_BYTES = 1 << 30
 
+_LIST_AGAIN = "Repeat the call, or create the FileDataset again, to list the source again"
+
 # Matches a path without empty parts and without parts that start with a dot.
 _PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")
 
@@ -247,26 +249,26 @@ class ByteSpan(io.RawIOBase):
         raise NotImplementedError
 
 
-def unknown_item(source: str, item: Item, what: str = "member of this name") -> SourceChanged:
+def unknown_item(source: str, item: Item, kind: str = "member") -> SourceChanged:
     """Return the error for an item that a source does not contain."""
     act = f"read {item.path!r} of {source!r}"
-    return SourceChanged(cannot(act, f"no {what}", "one that was listed", "Run it again"))
+    return SourceChanged(cannot(act, f"the source has no such {kind}", "", _LIST_AGAIN))
 
 
 def changed_item(source: str, item: Item, found: int) -> SourceChanged:
     """Return the error for an item whose size or time has changed; `found` is its present size in bytes."""
-    told, needed = f"{found} bytes", f"the {item.size} listed before"
+    act = f"read {item.path!r} of {source!r}"
     if found == item.size:
-        told, needed = "it was written to meanwhile", "a file that stays as listed"
-    next_step = "List it again: run it again, or make the FileDataset again"
-    return SourceChanged(cannot(f"read {item.path!r} of {source!r}", told, needed, next_step))
+        return SourceChanged(cannot(act, "it was modified after it was listed", "", _LIST_AGAIN))
+    # A read ends one byte after the listed size.
+    size = f"more than {item.size}" if found == item.size + 1 else f"{found}"
+    return SourceChanged(cannot(act, f"it has {size} bytes", f"the listed {item.size} bytes", _LIST_AGAIN))
 
 
 def broken_archive(source: str, reason: str) -> BadArchive:
     """Return the error for a damaged archive."""
-    return BadArchive(
-        cannot(f"read {source!r}", f"a broken or cut-short archive ({reason})", "a whole archive", "Download it again")
-    )
+    found = f"it is damaged or truncated ({reason})"
+    return BadArchive(cannot(f"read {source!r}", found, "", "Download or create it again"))
 
 
 class Member(NamedTuple, Generic[H]):
@@ -305,14 +307,14 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
     skipped: list[tuple[str, str]] = []
     for number, member in enumerate(members):
         if number == MOST_MEMBERS:
-            found = f"more than {MOST_MEMBERS} members"
-            raise BadArchive(cannot(act, found, "at most so many", "Extract it yourself if you trust it"))
+            limit = f"at most {MOST_MEMBERS:,} members"
+            raise BadArchive(cannot(act, "it has too many members", limit, "Extract it yourself if you trust it"))
         path = _inner_path(act, member)
         if member.is_folder:
             _add_folder(path, folders)
         elif path != STAGE_SEAL:
             if path in last:
-                skipped.append((path, "a later member has its name"))
+                skipped.append((path, "replaced by a later member with the same path"))
             last[path] = member
     items = []
     for path, member in last.items():
@@ -322,8 +324,8 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
             items.append(Item(path, member.size, member.mtime_ns))
             _add_folder(path.rpartition("/")[0], folders)
     if clash := next((item.path for item in items if item.path in folders), None):
-        found = f"{clash!r} is a file and a folder"
-        raise BadArchive(cannot(act, found, "one of them", "Do not use an archive like this"))
+        found = f"{clash!r} is both a file and a folder in it"
+        raise BadArchive(cannot(act, found, "", "Rename one of them, and create the archive again"))
     listing = Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)))
     if listing.total_bytes > inflation_limit(archive_bytes):
         raise inflates_too_far(source, listing.total_bytes, archive_bytes)
@@ -337,7 +339,7 @@ def inflation_limit(archive_bytes: int) -> int:
 
 def inflates_too_far(source: str, size: int, archive_bytes: int) -> BadArchive:
     """Return the error for an archive that inflates to `size` bytes or more."""
-    found = f"{format_bytes(size)} or more when inflated"
+    found = f"its members have {format_bytes(size)} or more when decompressed"
     limit = f"at most {format_bytes(inflation_limit(archive_bytes))}"
     return BadArchive(cannot(f"read {source!r}", found, limit, "Extract it yourself if you trust it"))
 
@@ -350,8 +352,8 @@ def _inner_path(act: str, member: Member[H]) -> str:
     if member.is_folder and not parts:
         return ""
     if member.name.startswith("/") or not parts or ".." in parts or "\0" in member.name:
-        found = f"a member named {member.name!r}"
-        raise BadArchive(cannot(act, found, "names inside the archive", "Do not use an archive like this"))
+        found = f"it has a member named {member.name!r}"
+        raise BadArchive(cannot(act, found, "paths inside the archive", "Use an archive that you trust"))
     return "/".join(parts)
 
 

@@ -65,7 +65,7 @@ def walk(path: str) -> None:
     with environment.begin(buffers=True) as transaction:
         flags = environment.open_db(None, txn=transaction).flags(transaction)
         if kinds := [name for name, is_set in flags.items() if is_set]:
-            raise lmdb.Error(f"keys or values of a kind that is not read: {', '.join(kinds)}")
+            raise lmdb.Error(f"unsupported flags: {', '.join(kinds)}")
         for key, value in transaction.cursor():
             count += 1
             if count > entries:
@@ -82,7 +82,7 @@ def walk(path: str) -> None:
             if len(batch["keys"]) == _BATCH:
                 say(is_last=False)
     if count != entries:
-        raise lmdb.Error(f"{count} keys of {entries}")
+        raise lmdb.Error(f"it lists {count} of {entries} keys")
     say(is_last=True)
 
 

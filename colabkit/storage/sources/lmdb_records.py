@@ -16,7 +16,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from colabkit.foundation import BadSource, MissingPackage, TimedOut, cannot, format_things, processes
+from colabkit.foundation import BadArchive, BadSource, MissingPackage, TimedOut, cannot, format_things, processes
 from colabkit.storage.sources.concurrency import STALLED_S, still_moving
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
@@ -76,8 +76,8 @@ class LmdbSource(RangeSource):
                 found.add(paths[row], values.offsets[row], values.sizes[row], fields)
             for row, is_sample in enumerate(are_rows):
                 if not is_sample and not (labels and _LABEL_KEY.match(values.keys[row])):
-                    is_pickle = values.is_pickle(row)
-                    found.skipped.append((paths[row], "a pickle, which is never loaded" if is_pickle else "no image"))
+                    reason = "a pickle, which is never loaded" if values.is_pickle(row) else "not an image"
+                    found.skipped.append((paths[row], reason))
         return found.finish()
 
 
@@ -97,8 +97,8 @@ class _Values:
     def list_all(self, found: Indexing) -> None:
         """Let a child process list all keys and the locations of their values."""
         if importlib.util.find_spec("lmdb") is None:
-            needed = "it, for LMDB"
-            raise MissingPackage(cannot(found.act, "the package lmdb is not installed", needed, "Run pip install lmdb"))
+            missing = "the package lmdb is not installed, which is needed to read LMDB"
+            raise MissingPackage(cannot(found.act, missing, "", "Run pip install lmdb"))
         heard = time.monotonic()
         is_whole = False
 
@@ -112,29 +112,31 @@ class _Values:
                 # A warning of the interpreter or the library.
                 return
             if "error" in record:
-                raise broken_archive(self._name, record["error"])
-            found.skipped += [(name, "a database inside of the database") for name in record["databases"]]
+                reason = f"the library lmdb cannot list it ({record['error']})"
+                raise BadArchive(cannot(f"read {self._name!r}", reason, "", "Check the database, or create it again"))
+            found.skipped += [(name, "a nested database") for name in record["databases"]]
             is_whole = record["is_last"]
             self._add(record)
 
         def on_tick(_: float) -> None:
             if time.monotonic() - heard > STALLED_S:
-                needed, next_step = "keys", "Copy the database to this machine, or write it again"
-                raise TimedOut(cannot(found.act, f"no key in {STALLED_S:g} s", needed, next_step))
+                stalled = f"the library lmdb listed no key for {STALLED_S:g} s"
+                next_step = "Copy the database to local storage, or create it again"
+                raise TimedOut(cannot(found.act, stalled, "", next_step))
 
         command = processes.python(_CHILD.read_text(encoding="utf-8"), self._name, isolated=False)
         ended = processes.run(command, found.act, math.inf, on_line=on_line, on_tick=on_tick)
         if not is_whole:
-            raise broken_archive(self._name, f"LMDB's library ended early, with status {ended.status}")
+            raise broken_archive(self._name, f"the library lmdb ended early with status {ended.status}")
 
     def _add(self, record: dict[str, Any]) -> None:
         first = len(self.keys)
         keys, heads = ([bytes.fromhex(text) for text in record[name]] for name in ("keys", "heads"))
         offsets, sizes = record["offsets"], record["sizes"]
         if keys and pread_all(self._fd, len(heads[0]), offsets[0]) != heads[0]:
-            raise broken_archive(self._name, f"{keys[0]!r:.80} is not where it should be")
+            raise broken_archive(self._name, f"the value of {keys[0]!r:.80} is not at its listed offset")
         if any(offset < 0 or offset + size > self._size for offset, size in zip(offsets, sizes, strict=True)):
-            raise broken_archive(self._name, "it is cut short")
+            raise broken_archive(self._name, "a value extends past the end of the file")
         self.keys += keys
         self.offsets.extend(offsets)
         self.sizes.extend(sizes)
@@ -152,9 +154,9 @@ class _Values:
         """Return all rows; raises `BadSource` if a value is a pickle."""
         rows = range(len(self.keys))
         if (row := next(filter(self.is_pickle, rows), None)) is not None:
-            told = f"the value of {self.keys[row]!r:.80} is a pickle"
-            needed = "bytes of images or arrays: a pickle may run any code, and is never loaded"
-            raise BadSource(cannot(act, told, needed, "Write the bytes themselves as values"))
+            pickled = f"the value of {self.keys[row]!r:.80} is a pickle, which is never loaded since it can run code"
+            next_step = "Write the bytes of the images or arrays as values"
+            raise BadSource(cannot(act, pickled, "bytes of images or arrays", next_step))
         return rows
 
     def labels(self, found: Indexing) -> dict[bytes, str | None]:
@@ -169,16 +171,15 @@ class _Values:
             if image != key and image in images:
                 labels[image] = self._text(found.act, row)
         if labels and count is not None and count != b"%d" % len(images):
-            found.skipped.append(
-                (_COUNT_KEY.decode(), f"it says {count!r}, and it holds {format_things(len(images), 'image')}")
-            )
+            reason = f"its value is {count!r}, and the database has {format_things(len(images), 'image')}"
+            found.skipped.append((_COUNT_KEY.decode(), reason))
         return labels
 
     def _text(self, act: str, row: int) -> str:
         text = text_of(self.read(row)) if self.sizes[row] <= MOST_TEXT_BYTES else None
         if text is None:
-            told = f"{self.keys[row]!r} is no text"
-            raise BadSource(cannot(act, told, "a text as label", "Repair or leave out this sample"))
+            found = f"the label at the key {self.keys[row]!r} is not text"
+            raise BadSource(cannot(act, found, "UTF-8 text", "Repair or remove this sample"))
         return text
 
 
@@ -193,7 +194,8 @@ def _paths(found: Indexing, keys: list[bytes]) -> list[str]:
             paths.append(key.hex())
             continue
         if ".." in parts:
-            needed = "keys that lie inside as paths"
-            raise BadSource(cannot(found.act, f"the key {key!r:.80}", needed, "Write it with other keys"))
+            outside = f"the key {key!r:.80} contains '..' as a folder"
+            next_step = "Create the database with other keys"
+            raise BadSource(cannot(found.act, outside, "keys that are paths inside the source", next_step))
         paths.append("/".join(parts))
     return paths

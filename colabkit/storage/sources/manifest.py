@@ -19,6 +19,7 @@ from colabkit.foundation import (
     MissingPackage,
     Mount,
     SourceMissing,
+    call,
     can_hang,
     cannot,
     format_things,
@@ -80,9 +81,9 @@ class ManifestSource:
         self._act = f"read {self.name!r}"
         is_table = isinstance(table, list | tuple) or hasattr(table, "iloc")
         if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):
-            found = kind_of(table) if self._file is None else f"a name that ends in {self._file.suffix!r}"
-            needed = f"a pandas DataFrame, a list of paths, or a file of {', '.join(TABLE_SUFFIXES)}"
-            raise InvalidOption(cannot(self._act, found, needed, "Read it with pandas, and pass the DataFrame"))
+            found = f"it is {kind_of(table)}" if self._file is None else f"its name ends in {self._file.suffix!r}"
+            expected = f"a pandas DataFrame, a list of paths, or a file of {', '.join(TABLE_SUFFIXES)}"
+            raise InvalidOption(cannot(self._act, found, expected, "Read it with pandas, and pass the DataFrame"))
         far = mounts()
         self._is_far = self._file is not None and can_hang(os.path.abspath(self._file), far)
         with translated(self._act):
@@ -102,8 +103,8 @@ class ManifestSource:
         """Return one item per row, in order, with the other columns; a table file below the root is an extra."""
         table = self._table
         if not table.paths:
-            told = "a table that stayed in the process that read it"
-            raise BadSource(cannot(self._act, told, "its rows", "List it there, or open the table here"))
+            empty = "its rows stayed in the process that opened the table"
+            raise BadSource(cannot(self._act, empty, "", "List it in that process, or open the table in this one"))
         retries = Retries()
 
         def look(path: str) -> tuple[str, os.stat_result | None]:
@@ -133,9 +134,10 @@ class ManifestSource:
     def _items(self, table: _Table, found: Mapping[str, os.stat_result | None]) -> tuple[Item, ...]:
         if missing := [path for path, stats in found.items() if stats is None]:
             count = sum(found[path] is None for path in table.paths)
-            told = f"no file {missing[0]!r}, and {count} of {format_things(len(table.paths), 'row')} like it"
-            needed = "a file for each row"
-            raise SourceMissing(cannot(self._act, told, needed, "Check the paths, or run colabkit.mount() for Drive"))
+            rows = format_things(len(table.paths), "row")
+            lost = f"missing files in {count} of {rows}, first {missing[0]!r}"
+            next_step = ("Check the paths, or run ", call("mount"), " if the files are on Drive")
+            raise SourceMissing(cannot(self._act, lost, "", next_step))
         items = []
         for row, path in enumerate(table.paths, 1):
             stats = found[path]
@@ -164,7 +166,7 @@ class ManifestSource:
             frame = given if self._file is None else self._frame(self._file)
             cells, columns = self._split(frame)
         if not len(cells):
-            raise BadSource(cannot(self._act, "no rows", "a path in each row", "Check the table"))
+            raise BadSource(cannot(self._act, "the table has no rows", "at least one", "Check the table"))
         folder = os.path.abspath(self._file.parent) if self._file else os.getcwd()
         far = mounts()
         named = [self._user_path(row, cell, far) for row, cell in enumerate(cells, 1)]
@@ -184,9 +186,9 @@ class ManifestSource:
             raise self._bad_row(row, "an address", "a path on this machine")
         return os.fspath(user_path(text, self._act, [*table])) if text.startswith(("drive:", "~")) else text
 
-    def _bad_row(self, row: int, found: str, needed: str) -> BadSource:
-        next_step = "Repair the row or leave it out"
-        return BadSource(cannot(self._act, f"{found} in row {row}", f"{needed} in each row", next_step))
+    def _bad_row(self, row: int, found: str, expected: str) -> BadSource:
+        next_step = "Repair or remove the row"
+        return BadSource(cannot(self._act, f"row {row} contains {found}", f"{expected} in each row", next_step))
 
     def _split(self, frame: Any) -> tuple[Sequence[Any], Mapping[str, tuple[Any, ...]]]:
         """Return the path column of a DataFrame, and the other columns."""
@@ -195,12 +197,12 @@ class ManifestSource:
         if at is None and len(names) == 1:
             at = 0
         if at is None:
-            found, needed = f"the columns {', '.join(names)}", f"one of {', '.join(_PATH_COLUMNS)}"
-            raise BadSource(cannot(self._act, found, needed, "Rename the column that holds the paths"))
+            found, expected = f"it has the columns {', '.join(names)}", f"one named {', '.join(_PATH_COLUMNS)}"
+            raise BadSource(cannot(self._act, found, expected, "Rename the column that holds the paths"))
         others = [number for number in range(len(names)) if number != at]
         if twice := next((one for one, other in pairwise(sorted(names[n] for n in others)) if one == other), None):
-            found = f"two columns named {twice!r}"
-            raise BadSource(cannot(self._act, found, "one of each name", "Rename one of them"))
+            repeated = f"two columns are named {twice!r}"
+            raise BadSource(cannot(self._act, repeated, "", "Rename one of them"))
         columns = {names[number]: tuple(map(_plain, frame.iloc[:, number].tolist())) for number in others}
         return frame.iloc[:, at].tolist(), columns
 
@@ -215,8 +217,8 @@ class ManifestSource:
             raise
         # pandas and pyarrow raise many types of exceptions.
         except Exception as error:
-            found = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-            raise BadSource(cannot(self._act, found, "a table", "Check the file")) from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            raise BadSource(cannot(self._act, f"it is not a valid table ({reason})", "", "Check the file")) from error
 
     def _read_text(self, pandas: Any, file: Path) -> Any:
         def read(encoding: str) -> Any:

@@ -96,7 +96,7 @@ class RangeSource:
         with open_listed(known.file.path, self.name, known.file.listed) as file:
             data = pread_all(file.fileno(), known.size, known.offset)
         if len(data) != known.size:
-            raise broken_archive(str(known.file.path), f"{known.path!r} is cut short")
+            raise broken_archive(str(known.file.path), f"{known.path!r} ends too early")
         return io.BytesIO(data)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class RangeSource:
         row = bisect_left(items, item.path, key=lambda one: one.path)
         known = items[row] if row < len(items) else None
         if not isinstance(known, _Range) or (known.path, known.size) != (item.path, item.size):
-            raise unknown_item(self.name, item, "such sample")
+            raise unknown_item(self.name, item, "sample")
         return known
 
     def _indexed(self) -> Listing:
@@ -153,8 +153,9 @@ class Indexing:
             column = self.columns.get(name)
             if column is None:
                 if len(self.columns) == _MOST_COLUMNS:
-                    found = f"more than {_MOST_COLUMNS} columns, {name!r:.80} among them"
-                    raise BadSource(cannot(self.act, found, "at most so many", "Write the samples with fewer fields"))
+                    found = f"{name!r:.80} would be column {_MOST_COLUMNS + 1}"
+                    limit = f"at most {_MOST_COLUMNS} columns"
+                    raise BadSource(cannot(self.act, found, limit, "Write the samples with fewer fields"))
                 column = self.columns[name] = []
             column += [None] * (row - len(column))
             column.append(value)
@@ -172,16 +173,16 @@ class Indexing:
         """Return the listing; it must have at least one sample, and unique paths."""
         count = len(self._paths)
         if not count:
-            found = "no samples" + (f"; {self.skipped[0][0]!r}: {self.skipped[0][1]}" if self.skipped else "")
-            raise BadSource(cannot(self.act, found, "at least one", "Check the path"))
+            example = f" (skipped {self.skipped[0][0]!r}: {self.skipped[0][1]})" if self.skipped else ""
+            raise BadSource(cannot(self.act, f"it contains no samples{example}", "at least one", "Check the path"))
         for column in self.columns.values():
             column.extend([None] * (count - len(column)))
         if any(this >= that for this, that in zip(self._paths, self._paths[1:], strict=False)):
             self._sort()
         twice = next((one for one, other in zip(self._paths, self._paths[1:], strict=False) if one == other), None)
         if twice is not None:
-            next_step = "Keep the members of a sample side by side and its key unique"
-            raise BadSource(cannot(self.act, f"two samples named {twice!r}", "one of each name", next_step))
+            next_step = "Store all members of a sample together, and use each name only once"
+            raise BadSource(cannot(self.act, f"two samples are named {twice!r}", "unique names", next_step))
         places = zip(self._paths, self._sizes, self._numbers, self._offsets, strict=True)
         items = tuple(
             _Range(path, size, self._files[number].listed.mtime_ns, file=self._files[number], offset=offset)

@@ -20,6 +20,7 @@ from colabkit.foundation import (
     BadSource,
     InvalidOption,
     SourceMissing,
+    call,
     can_hang,
     cannot,
     format_things,
@@ -99,8 +100,9 @@ def open_source(source: AnySource) -> Source:
         return ManifestSource(source)
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not name or not isinstance(name, str):
-        needed = "a path, an address, a table of paths or 'samples:digits'"
-        raise InvalidOption(cannot(f"read {source!r:.60}", kind_of(source), needed, "Pass its path"))
+        found = "the path is empty" if name == "" else f"it is {kind_of(source)}"
+        expected = "a path, an address, a table of paths or 'samples:digits'"
+        raise InvalidOption(cannot(f"read {source!r:.60}", found, expected, "Pass the path of the source"))
     if "://" in name or name.startswith(("drive.google.com/", "docs.google.com/")):
         return _open_address(name)
     act = f"read {name!r}"
@@ -110,22 +112,23 @@ def open_source(source: AnySource) -> Source:
         if kind is not None:
             return kind(path)
         if os.path.lexists(path):
-            next_step = "Name the folder that holds the files"
-            raise BadSource(cannot(act, "a special file or broken link", "a folder, a file or an archive", next_step))
+            special, readable = "it is a special file or a broken link", "a folder, a file or an archive"
+            raise BadSource(cannot(act, special, readable, "Pass the folder that holds the files"))
         parent = next(folder for folder in path.absolute().parents if folder.exists())
-    found = f"no such file or folder; {str(parent)!r} is the last part that exists"
-    next_step = "Check the path, or run colabkit.mount() if it is on Drive"
-    raise SourceMissing(cannot(act, found, "a folder, a file or an archive", next_step))
+    missing = f"no such file or folder (the last part that exists is {str(parent)!r})"
+    next_step = ("Check the path, or run ", call("mount"), " if it is on Drive")
+    raise SourceMissing(cannot(act, missing, "", next_step))
 
 
 def _open_address(text: str) -> Source:
     if text.lower().startswith(("file://", "local://")):
-        raise BadSource(cannot(f"read {text!r}", "a path as address", "a path", "Leave out what stands before it"))
+        next_step = f"Remove {text.partition('://')[0]}:// from the path"
+        raise BadSource(cannot(f"read {text!r}", "it is a local path written as an address", "a path", next_step))
     address = address_of(text)
     if address.kind == FSSPEC:
         return BucketSource(text)
-    next_step = "Run colabkit.stage() with it, and use the path that it returns"
-    raise BadSource(cannot(f"read {address.shown!r}", "an address", "something on this machine", next_step))
+    stage = ("Run ", call("stage"), " with it, and use the path that this returns")
+    raise BadSource(cannot(f"read {address.shown!r}", "it is a remote address", "a local path", stage))
 
 
 def _kind_of(path: Path) -> Callable[[Path], Source] | None:
@@ -151,7 +154,7 @@ def check_outside(act: str, source: Source, target: Path) -> None:
     table = mounts()
     if Path(resolved(os.path.abspath(target), table)).is_relative_to(resolved(os.path.abspath(source.name), table)):
         found = f"the target {str(target)!r} lies inside the source"
-        raise BadSource(cannot(act, found, "a target elsewhere", "Choose another target"))
+        raise BadSource(cannot(act, found, "a target outside the source", "Choose another target"))
 
 
 def sample_archive(name: str) -> Path:
@@ -160,7 +163,7 @@ def sample_archive(name: str) -> Path:
     if not path.is_file():
         known = ", ".join(repr(f"samples:{file.stem}") for file in sorted(_SAMPLES.glob("*.zip")))
         act = f"read {f'samples:{name}'!r}"
-        raise SourceMissing(cannot(act, "no such samples", f"one of {known}", "Use one of these"))
+        raise SourceMissing(cannot(act, "colabkit does not include this dataset", f"one of {known}", "Check the name"))
     return path
 
 
@@ -266,10 +269,11 @@ def _expanded(act: str, path: Path) -> list[Path]:
     """Return the files that match a path or pattern; raises `SourceMissing` if an explicitly named one is missing."""
     files = list(dict.fromkeys(_matches(act, path)))
     if missing := [file for file in files if not file.is_file()]:
-        told = f"no file {str(missing[0])!r}, and {len(missing)} of {format_things(len(files), 'shard')} like it"
-        raise SourceMissing(cannot(act, told, "every shard", "Check the path, or stage the shards that are missing"))
+        shards = format_things(len(files), "shard")
+        found = f"missing files for {len(missing)} of {shards}, first {str(missing[0])!r}"
+        raise SourceMissing(cannot(act, found, "", "Check the path, or stage the missing shards"))
     if not files:
-        raise SourceMissing(cannot(act, "no file of this pattern", "at least one shard", "Check the path"))
+        raise SourceMissing(cannot(act, "no file matches this pattern", "at least one shard", "Check the path"))
     return files
 
 
@@ -292,13 +296,13 @@ def _unbraced(act: str, text: str) -> list[str]:
     for match in _BRACES.finditer(text):
         first, last, words = match.groups()
         if words is None and max(len(first), len(last)) > _MOST_DIGITS:
-            found = f"a number of {max(len(first), len(last))} digits"
-            raise InvalidOption(cannot(act, found, f"at most {_MOST_DIGITS}", "Check the numbers in its braces"))
+            longest, limit = f"a number in braces has {max(len(first), len(last))} digits", f"at most {_MOST_DIGITS}"
+            raise InvalidOption(cannot(act, longest, limit, "Check the numbers in braces"))
         numbers = None if words is not None else _numbers(int(first), int(last))
         count = words.count(",") + 1 if numbers is None else len(numbers)
         if len(texts) * count > _MOST_SHARDS:
-            found = f"a pattern of {len(texts) * count} shards"
-            raise InvalidOption(cannot(act, found, f"at most {_MOST_SHARDS}", "Check the numbers in its braces"))
+            found = f"the pattern names {len(texts) * count} shards"
+            raise InvalidOption(cannot(act, found, f"at most {_MOST_SHARDS}", "Check the numbers in braces"))
         chosen = words.split(",") if numbers is None else [str(number).zfill(len(first)) for number in numbers]
         texts = [f"{before}{text[at : match.start()]}{one}" for before in texts for one in chosen]
         at = match.end()

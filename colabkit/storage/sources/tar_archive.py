@@ -177,7 +177,7 @@ class _Slice(ByteSpan):
     def _bytes(self, size: int) -> bytes:
         data = pread_all(self._archive.fileno(), size, self._start + self._at)
         if len(data) < size:
-            raise broken_archive(self._source, f"{self._path!r} is cut short")
+            raise broken_archive(self._source, f"{self._path!r} ends too early")
         return data
 
 

@@ -61,7 +61,7 @@ class TarStream:
         while size:
             piece = self._step(size)
             if not piece:
-                raise broken_archive(self.name, "it is cut short")
+                raise broken_archive(self.name, "it ends too early")
             pieces.append(piece)
             size -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -76,7 +76,7 @@ class TarStream:
         while size:
             skipped = len(self._step(size))
             if not skipped:
-                raise broken_archive(self.name, "it is cut short")
+                raise broken_archive(self.name, "it ends too early")
             size -= skipped
 
     def drain(self) -> None:
@@ -100,7 +100,7 @@ class TarStream:
             return
         if self.is_inflated:
             raise inflates_too_far(self.name, self.position + size, self.archive_bytes)
-        raise broken_archive(self.name, "it is cut short")
+        raise broken_archive(self.name, "it ends too early")
 
     @contextmanager
     def _judged(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ def _inflated(name: str, file: BinaryIO, method: str) -> Any:
         return lzma.LZMAFile(file)
     if sys.version_info >= (3, 14):
         return importlib.import_module("compression.zstd").ZstdFile(file)
-    return import_optional("backports.zstd", f"read {name!r}", "to inflate zstd", "backports.zstd").ZstdFile(file)
+    return import_optional("backports.zstd", f"read {name!r}", "to decompress zstd", "backports.zstd").ZstdFile(file)
 
 
 _BLOCK_BYTES = 512
@@ -204,9 +204,9 @@ def _next_header(stream: TarStream) -> tarfile.TarInfo | None:
     try:
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
-        raise _broken(stream, f"no header at byte {at}: {error}") from error
+        raise _broken(stream, f"invalid header at byte {at}: {error}") from error
     if header.size < 0:
-        raise _broken(stream, f"a member of {header.size} bytes")
+        raise _broken(stream, f"a member has the size {header.size}")
     if header.type == tarfile.GNUTYPE_SPARSE and block[_SPARSE_GOES_ON_AT]:
         while stream.read(_BLOCK_BYTES)[_SPARSE_GOES_ON_AGAIN_AT]:
             pass
@@ -215,7 +215,7 @@ def _next_header(stream: TarStream) -> tarfile.TarInfo | None:
 
 def _extension(stream: TarStream, header: tarfile.TarInfo) -> bytes:
     if header.size > _EXTENDED_BYTES:
-        raise _broken(stream, f"an extended header of {header.size} bytes")
+        raise _broken(stream, f"an extended header has {header.size} bytes")
     return stream.read(_padded(header.size))[: header.size]
 
 
@@ -233,7 +233,7 @@ def _member(
         mtime_ns = 0
     if b"size" in records:
         if not _NUMBER.fullmatch(records[b"size"]):
-            raise _broken(stream, f"{name!r} has a size that is no number")
+            raise _broken(stream, f"the size of {name!r} is not a number")
         size = int(records[b"size"])
     is_folder = header.type == tarfile.DIRTYPE or (header.type == tarfile.AREGTYPE and name.endswith("/"))
     is_sparse = header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith(b"GNU.sparse.") for key in records)
@@ -245,7 +245,7 @@ def _member(
     elif header.type in _SPECIAL:
         oddity = "special file"
     elif header.type not in _FILES and not is_folder:
-        oddity = f"member of kind {header.type!r}"
+        oddity = f"member of type {header.type!r}"
     return Member(name, size, mtime_ns, stream.position, is_folder, oddity)
 
 
@@ -257,10 +257,10 @@ def _pax_records(stream: TarStream, data: bytes) -> dict[bytes, bytes]:
         length = _PAX_LENGTH.match(data, at)
         end = at + int(length[1]) if length else 0
         if length is None or not length.end() < end <= len(data) or data[end - 1] != ord("\n"):
-            raise _broken(stream, "an extended header that makes no sense")
+            raise _broken(stream, "an extended header is invalid")
         key, separator, value = data[length.end() : end - 1].partition(b"=")
         if not separator:
-            raise _broken(stream, "an extended header that makes no sense")
+            raise _broken(stream, "an extended header is invalid")
         records[key] = value
         at = end
     return records

@@ -96,7 +96,7 @@ class TfRecordSource(RangeSource):
                     features = examples.features(name, data)
                     payload = examples.payload(name, features)
                     if payload is None:
-                        found.skipped.append((name, f"no feature {examples.chosen!r} of bytes"))
+                        found.skipped.append((name, f"its feature {examples.chosen!r} is not a single bytes value"))
                         continue
                     # If equal bytes occur earlier in the record, their offset serves as well.
                     found.add(name, at + data.index(payload), len(payload), labels | examples.fields(features))
@@ -109,7 +109,7 @@ class _Examples:
 
     def __init__(self, found: Indexing) -> None:
         self.chosen = ""
-        self.crc = import_optional("google_crc32c", found.act, "for records", "google-crc32c").value
+        self.crc = import_optional("google_crc32c", found.act, "to read TFRecord", "google-crc32c").value
         self._found = found
         self._parse, self._error = _parser(found.act)
         self._lists: set[str] = set()
@@ -119,9 +119,9 @@ class _Examples:
         try:
             return cast(Mapping[str, Any], self._parse(data).features.feature)
         except self._error as error:
-            told = f"{name!r} is none, although its CRC is right"
+            found = f"the record {name!r} is not a tf.train.Example, although its CRC is correct"
             next_step = "Write the records as tf.train.Example"
-            raise BadSource(cannot(self._found.act, told, "records that are tf.train.Example", next_step)) from error
+            raise BadSource(cannot(self._found.act, found, "", next_step)) from error
 
     def payload(self, name: str, features: Mapping[str, Any]) -> bytes | None:
         """Return a record's payload, from the feature that the first record determines; None if it is missing."""
@@ -142,9 +142,10 @@ class _Examples:
                 return feature
         if len(images) == 1:
             return images[0]
-        told = f"{name!r} has {len(images) or 'no'} images among {', '.join(sorted(features)[:12]) or 'no features'}"
-        needed = f"one of {', '.join(PAYLOAD_FEATURES)}, or one image"
-        raise BadSource(cannot(self._found.act, told, needed, "Write the image's bytes as image/encoded"))
+        names = ", ".join(sorted(features)[:12]) or "no features"
+        found = f"the record {name!r} has {len(images) or 'no'} images among {names}"
+        expected = f"one image, or one in {', '.join(PAYLOAD_FEATURES)}"
+        raise BadSource(cannot(self._found.act, found, expected, "Write the image's bytes as image/encoded"))
 
     def fields(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of all features except the payload."""
@@ -157,7 +158,7 @@ class _Examples:
             if kind == "bytes_list":
                 values = [text_of(value) if len(value) <= MOST_TEXT_BYTES else None for value in values]
             if None in values:
-                self._found.drop(name, "bytes that are no text")
+                self._found.drop(name, "bytes that are not text")
             elif len(values) > MOST_VALUES:
                 self._found.drop(name, f"lists of more than {MOST_VALUES} values")
             else:
@@ -183,29 +184,29 @@ def _records(path: Path, file: BinaryIO, size: int, crc: Any) -> Iterator[tuple[
     """
     name = str(path)
     if not size:
-        raise broken_archive(name, "it is empty")
+        raise broken_archive(name, "it has 0 bytes")
     if compression := _COMPRESSED.get(os.pread(file.fileno(), 2, 0)):
         head = os.pread(file.fileno(), _LENGTH.size, 0)
         if len(head) < _LENGTH.size or _masked(crc(head[:8])) != _LENGTH.unpack(head)[1]:
-            next_step = "Inflate it, or write it without compression: images hardly shrink"
-            told = f"a file packed by {compression}"
-            raise BadArchive(cannot(f"read {name!r}", told, "plain TFRecord", next_step))
+            next_step = "Decompress it, or write it without compression, which hardly shrinks images"
+            found = f"it is compressed with {compression}"
+            raise BadArchive(cannot(f"read {name!r}", found, "an uncompressed file", next_step))
     with io.BufferedReader(cast(io.RawIOBase, file), _BUFFER_BYTES) as buffered:
         at = 0
         while at < size:
             head = buffered.read(_LENGTH.size)
             if len(head) < _LENGTH.size:
-                raise broken_archive(name, f"it is cut short at byte {at}")
+                raise broken_archive(name, f"it ends too early, after byte {at}")
             length, length_crc = _LENGTH.unpack(head)
             if _masked(crc(head[:8])) != length_crc:
                 raise broken_archive(name, f"the CRC of the length at byte {at} is wrong")
             at += _LENGTH.size
             if length > min(_MOST_RECORD_BYTES, size - at - _CRC.size):
-                raise broken_archive(name, f"a record of {length} bytes at byte {at} of {size}")
+                raise broken_archive(name, f"a record of {length} bytes begins at byte {at} of {size}")
             data = buffered.read(length)
             tail = buffered.read(_CRC.size)
             if len(data) < length or len(tail) < _CRC.size:
-                raise broken_archive(name, f"it is cut short at byte {at}")
+                raise broken_archive(name, f"it ends too early, after byte {at}")
             if _masked(crc(data)) != _CRC.unpack(tail)[0]:
                 raise broken_archive(name, f"the CRC of the record at byte {at} is wrong")
             yield at, data
@@ -224,7 +225,7 @@ def _parser(act: str) -> tuple[Any, type[Exception]]:
     """
 
     def package(name: str) -> Any:
-        return import_optional(f"google.protobuf.{name}", act, "for records", "protobuf")
+        return import_optional(f"google.protobuf.{name}", act, "to read TFRecord", "protobuf")
 
     file = package("text_format").Parse(_EXAMPLE, package("descriptor_pb2").FileDescriptorProto())
     pool = package("descriptor_pool").DescriptorPool()

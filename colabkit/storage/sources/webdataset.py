@@ -79,7 +79,7 @@ class WebDatasetSource(RangeSource):
                 for key, parts in samples:
                     payload = _payload_of(parts, kind)
                     if payload is None:
-                        found.skipped.append((f"{shard}/{key}", f"no {kind}"))
+                        found.skipped.append((f"{shard}/{key}", f"a sample without {kind}"))
                         continue
                     fields = dict(labels)
                     for part in parts:
@@ -92,7 +92,7 @@ class WebDatasetSource(RangeSource):
                     found.add(f"{shard}/{key}", payload.offset, payload.size, fields)
         for extension, count in unread.items():
             found.skipped.append(
-                (f"*.{extension}", f"{format_things(count, 'member')}, neither the sample's own nor a label")
+                (f"*.{extension}", f"{format_things(count, 'member')}, neither the payload nor a label")
             )
         return found.finish()
 
@@ -118,8 +118,9 @@ def is_webdataset(path: Path) -> bool:
 
 def _plain_stream(path: Path, file: BinaryIO, size: int) -> TarStream:
     if compression := compression_of(os.pread(file.fileno(), HEAD_BYTES, 0)):
-        next_step = "Extract it, or inflate it: compression hardly shrinks images"
-        raise BadArchive(cannot(f"read {str(path)!r}", f"a tar packed by {compression}", "a plain tar", next_step))
+        next_step = "Extract or decompress it, since compression hardly shrinks images"
+        found = f"it is compressed with {compression}"
+        raise BadArchive(cannot(f"read {str(path)!r}", found, "an uncompressed tar", next_step))
     return TarStream(str(path), file, size)
 
 
@@ -131,7 +132,7 @@ def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, 
     for item in sorted(directory.listing.items, key=lambda item: directory.handles[item.path]):
         parted = _parted(item.path)
         if parted is None:
-            found.skipped.append((f"{shard}/{item.path}", "no name of a sample's member"))
+            found.skipped.append((f"{shard}/{item.path}", "not named like a member of a sample"))
             continue
         key, extension = parted
         if not samples or samples[-1][0] != key:
@@ -160,9 +161,9 @@ def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> s
         return "npy"
     others = [extension for extension in extensions if _kind(extension) not in _COLUMNS] or [*extensions]
     if len(others) > 1:
-        told = f"members .{', .'.join(sorted(others)[:8])}"
-        needed = "an image, an .npy or only one other member in each sample"
-        raise BadSource(cannot(act, told, needed, "Write the shards with one payload a sample"))
+        found = f"the samples have the members .{', .'.join(sorted(others)[:8])}"
+        expected = "an image, an .npy or only one other member in each sample"
+        raise BadSource(cannot(act, found, expected, "Write the shards with one payload per sample"))
     return others[0] if others else ""
 
 
@@ -185,13 +186,13 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
     column = part.extension
     limit = _MOST_JSON_BYTES if part.kind in _JSON else MOST_TEXT_BYTES
     if part.size > limit:
-        raise _bad_label(found.act, path, column, format_bytes(part.size), f"at most {format_bytes(limit)}")
+        raise _bad_label(found.act, path, column, f"{format_bytes(part.size)} long", f"at most {format_bytes(limit)}")
     data = pread_all(fd, part.size, part.offset)
     if part.kind in _TEXTS:
         try:
             return {column: data.decode("utf-8")}
         except UnicodeDecodeError as error:
-            raise _bad_label(found.act, path, column, "bytes that are no UTF-8", "text") from error
+            raise _bad_label(found.act, path, column, "not UTF-8", "UTF-8 text") from error
     if part.kind in _NUMBERS:
         try:
             return {column: int(data)}
@@ -200,16 +201,16 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _bad_label(found.act, path, column, "bytes that are no JSON", "JSON") from error
+        raise _bad_label(found.act, path, column, "not valid JSON", "a JSON object") from error
     if not isinstance(values, dict):
-        raise _bad_label(found.act, path, column, f"{kind_of(values)} in JSON", "an object with keys")
+        raise _bad_label(found.act, path, column, f"{kind_of(values)} in JSON", "a JSON object")
     fields = {}
     for key, value in values.items():
         name = f"{column}.{key}"
         if _is_plain(value):
             fields[name] = value
         else:
-            found.drop(name, f"neither a number nor a text nor a list of at most {MOST_VALUES}")
+            found.drop(name, f"not a number, a text or a list of at most {MOST_VALUES} of these")
     return fields
 
 
@@ -228,7 +229,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _bad_label(act: str, path: str, column: str, found: str, needed: str) -> BadSource:
+def _bad_label(act: str, path: str, column: str, found: str, expected: str) -> BadSource:
     """Return the error for a member that is not a valid label."""
-    next_step = "Repair or leave out this sample"
-    return BadSource(cannot(act, f"{found} as .{column} of {path!r}", needed, next_step))
+    next_step = "Repair or remove this sample"
+    return BadSource(cannot(act, f"the .{column} of {path!r} is {found}", expected, next_step))

@@ -105,7 +105,7 @@ class ZipSource(ArchiveSource):
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            raise broken_archive(self.name, "its directory lies outside of it") from error
+            raise broken_archive(self.name, "its directory is outside the file") from error
         try:
             return _OpenZip(archive, directory_of(self.name, self._members(archive), self.archive_bytes))
         except BaseException:
@@ -122,14 +122,13 @@ class ZipSource(ArchiveSource):
             is_folder = member.filename.endswith("/") or kind == stat.S_IFDIR
             is_file = not is_folder and not oddity
             if is_file and member.flag_bits & _ENCRYPTED:
-                found = f"{member.filename!r} is encrypted"
-                raise BadArchive(cannot(act, found, "plain members", "Extract it with its password first"))
+                encrypted = f"its member {member.filename!r} is encrypted"
+                raise BadArchive(cannot(act, encrypted, "", "Extract it with its password first"))
             if is_file and member.compress_type not in _READABLE:
                 method = _METHODS.get(member.compress_type, f"method {member.compress_type}")
-                found = f"{member.filename!r} is packed by {method}"
-                raise BadArchive(
-                    cannot(act, found, "stored, Deflate, bzip2 or LZMA", "Extract it with another program first")
-                )
+                found = f"its member {member.filename!r} is compressed with {method}"
+                expected = "Deflate, bzip2, LZMA or no compression"
+                raise BadArchive(cannot(act, found, expected, "Extract it with another program first"))
             yield Member(member.filename, member.file_size, _mtime_ns(member.date_time), member, is_folder, oddity)
 
     def open(self, item: Item) -> BinaryIO:
@@ -140,7 +139,7 @@ class ZipSource(ArchiveSource):
             raise unknown_item(self.name, item)
         try:
             if member.header_offset < 0:
-                raise zipfile.BadZipFile("it begins before the archive does")
+                raise zipfile.BadZipFile("it begins before the archive")
             plain = member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
             if plain and max(item.size, member.file_size, member.compress_size) <= _INFLATE_BYTES:
                 return io.BytesIO(self._inflated(archive, member))
@@ -169,7 +168,7 @@ class ZipSource(ArchiveSource):
             os.pread(fd, _LOCAL_HEADER.size, member.header_offset)
         )
         if signature != b"PK\x03\x04":
-            raise zipfile.BadZipFile("no header where the directory says")
+            raise zipfile.BadZipFile("it has no header at the offset in the directory")
         offset = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         data = os.pread(fd, member.compress_size, offset)
         if member.compress_type == zipfile.ZIP_DEFLATED:
@@ -196,7 +195,7 @@ class _ZipMember(ByteSpan):
                 self._file.seek(self._at)
             if block := self._file.read(size):
                 return block
-            raise zipfile.BadZipFile("it has fewer bytes than declared")
+            raise zipfile.BadZipFile("it has fewer bytes than its header states")
         except (*_BROKEN, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 # An error of the file system; bzip2 raises one without an error number.

@@ -17,6 +17,7 @@ from typing import Literal
 from colabkit.foundation import (
     NotSealed,
     SourceMissing,
+    call,
     can_hang,
     cannot,
     check_one_of,
@@ -24,6 +25,7 @@ from colabkit.foundation import (
     file_changes,
     mounts,
     near_folder,
+    option,
 )
 from colabkit.storage.addresses import FSSPEC, Address
 from colabkit.storage.fetching.api import fetch
@@ -36,7 +38,7 @@ from colabkit.storage.staging.places import Target, candidates, choose, identity
 from colabkit.storage.staging.reports import StagePlan, StageReport, UnstageReport
 from colabkit.storage.staging.run import StagingRun, origin_of
 
-_NAME_COPY = "Name the path that stage() returned; a copy at a path of your own is not found by its source"
+_PASS_PATH = ("Pass the path returned by ", call("stage"), "; a copy at a custom path is not found by its source")
 
 
 def stage(
@@ -97,7 +99,7 @@ def stage(
     name, key, address = identity_of(source, extract=extract)
     act = f"stage {name!r}"
     check_threads(act, threads)
-    check_type(act, "to", to, (str, os.PathLike), "'auto', 'tmpfs', 'disk' or a path", "Use to='auto'")
+    check_type(act, "to", to, (str, os.PathLike), "'auto', 'tmpfs', 'disk' or a path", ("Use ", option("to", "auto")))
     check_one_of(act, "verify", verify, ("size", "full"))
     with file_changes.translated(act):
         places = candidates(name, to, key, act)
@@ -152,9 +154,9 @@ def unstage(
         if given := [(folder, size) for folder, size in freed if size is not None]:
             return UnstageReport(given[0][0], sum(size for _, size in given))
         if is_local and os.path.lexists(name):
-            found = "it was not staged and is no local copy"
-            raise NotSealed(cannot(act, found, "so it was left alone", _NAME_COPY))
-    raise SourceMissing(cannot(act, "it was not staged", "so there is nothing to remove", _NAME_COPY))
+            found = "it is not a local copy, so it stays unchanged"
+            raise NotSealed(cannot(act, found, ("a path returned by ", call("stage")), _PASS_PATH))
+    raise SourceMissing(cannot(act, "it has no local copy", "", _PASS_PATH))
 
 
 def _targets_of(source: AnySource, name: str, act: str, *, is_local: bool) -> Iterator[Target]:
@@ -215,7 +217,7 @@ def _open(source: AnySource, *, extract: bool) -> Source:
 def _plan_of_address(run: StagingRun) -> StagePlan:
     """Return the plan for an address, without fetching it."""
     target = choose(run.places, 0, is_asked=len(run.places) == 1)
-    why = "as asked" if target.name == "path" else "its size is known once it is fetched"
+    why = "as requested" if target.name == "path" else "the size is known after the download"
     return StagePlan(run.name, "address", None, 0, 0, 0, 0, 0, target.name, why, target.path, ())
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from colabkit.foundation import Corrupt, ProgressBar, TargetExists, cannot, file_changes
+from colabkit.foundation import Corrupt, ProgressBar, TargetExists, call, cannot, file_changes
 from colabkit.storage.sources.engine import BLOCK_BYTES, block_offsets
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.staging.reports import StageVerifyReport
@@ -117,8 +117,8 @@ class LocalCopy:
             return [(Item(path, size, mtime_ns), crcs) for path, size, mtime_ns, *crcs in rows]
         except (OSError, StopIteration, ValueError, TypeError) as error:
             act = f"read the manifest of {str(self.folder)!r}"
-            needed, next_step = "the one that stage() wrote is needed", "Run colabkit.stage(..., refresh=True)"
-            raise Corrupt(cannot(act, "it is damaged", needed, next_step)) from error
+            next_step = ("Run ", call("stage", ..., refresh=True))
+            raise Corrupt(cannot(act, "the manifest is damaged", "", next_step)) from error
 
     def contents_digest(self) -> tuple[str, int]:
         """Return a SHA-256 of the files' names, sizes, times and CRC32s, and the seal's modification time in ns.
@@ -174,9 +174,9 @@ class LocalCopy:
             if path in sealed or _are_same(self.folder / path, new / path):
                 continue
             if not _has_place(new, path):
-                found = f"{path!r} of your own lies in the local copy where the source has something else"
-                next_step = f"Move {os.fspath(self.folder / path)!r} elsewhere, and run it again"
-                raise TargetExists(cannot(act, found, "a place for each", next_step))
+                found = f"your file {path!r} in the local copy has the path of a different file or folder in the source"
+                next_step = f"Move {os.fspath(self.folder / path)!r} elsewhere, then try again"
+                raise TargetExists(cannot(act, found, "", next_step))
             file_changes.make_folder((new / path).parent)
             file_changes.link_or_copy(self.folder / path, new / path)
 

@@ -145,8 +145,8 @@ class PartialCopy:
             written = os.pread(file.fileno(), block.size, block.offset)
         if crc32(written) != block.crc:
             act = f"verify {block.item.path!r} of {self._source!r}"
-            found = f"other bytes at offset {block.offset} when read again"
-            raise Corrupt(cannot(act, found, "the same bytes twice", "Run it again; if it stays, check the source"))
+            found = f"the bytes at offset {block.offset} were different in the second read"
+            raise Corrupt(cannot(act, found, "the same bytes twice", "Try again; if it fails again, check the source"))
 
     def _fd(self, item: Item) -> int:
         with self._opening:
@@ -173,9 +173,9 @@ class PartialCopy:
             return file_changes.create(self.folder / item.path)
         except FileExistsError as error:
             act = f"stage {item.path!r} of {self._source!r}"
-            found = "the target's file system takes its name for that of another file"
-            needed = "names that differ by more than case and accents"
-            raise BadSource(cannot(act, found, needed, "Choose another target")) from error
+            found = "the target's file system cannot distinguish its name from that of another file"
+            expected = "names that differ by more than case and accents"
+            raise BadSource(cannot(act, found, expected, "Choose another target")) from error
 
     def _note(self, item: Item, crcs: Crcs) -> None:
         self.crcs.setdefault(item.path, {}).update(crcs)

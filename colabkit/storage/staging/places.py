@@ -19,6 +19,7 @@ from colabkit.foundation import (
     KeptPartial,
     NotEnoughSpace,
     ProgressBar,
+    call,
     cannot,
     discard,
     discard_kept,
@@ -29,6 +30,7 @@ from colabkit.foundation import (
     mount_holding,
     mounts,
     near_folder,
+    option,
     partials,
     printable,
     read_file,
@@ -69,7 +71,7 @@ def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address 
     elif isinstance(source, str | os.PathLike) and os.fspath(source):
         text = os.fspath(source)
         if not isinstance(text, str):
-            raise InvalidOption(cannot(f"read {text!r}", "bytes as path", "a text", "Decode it with os.fsdecode"))
+            raise InvalidOption(cannot(f"read {text!r}", "it is bytes", "a string", "Decode it with os.fsdecode()"))
         if text.startswith("samples:"):
             name, words = text, [text]
         elif address := _address(text):
@@ -78,8 +80,8 @@ def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address 
             name = os.path.abspath(user_path(source, f"stage {text!r}"))
             words = [name]
     elif isinstance(source, str):
-        needed = "a folder, a file, an address, a table of paths or 'samples:digits'"
-        raise InvalidOption(cannot("read ''", "an empty text", needed, "Pass its path"))
+        expected = "a folder, a file, an address, a table of paths or 'samples:digits'"
+        raise InvalidOption(cannot("read ''", "the path is empty", expected, "Pass the path of the source"))
     else:
         name, words = _TABLE, [os.getcwd(), *_table_lines(source)]
     return name, _digest(*words, str(extract)), address
@@ -112,8 +114,8 @@ def _table_lines(source: Any) -> list[str]:
         return [os.fspath(path) for path in source if isinstance(path, str | os.PathLike)]
     to_csv = getattr(source, "to_csv", None)
     if to_csv is None:
-        found, needed = kind_of(source), "a path, an address or a table of paths"
-        raise InvalidOption(cannot(f"read {source!r:.60}", found, needed, "Pass the path as a text"))
+        found, expected = f"it is {kind_of(source)}", "a path, an address or a table of paths"
+        raise InvalidOption(cannot(f"read {source!r:.60}", found, expected, "Pass the path as a string"))
     return [str(to_csv(index=False))]
 
 
@@ -190,11 +192,11 @@ class Target:
             is_mounted = os.path.ismount(point)
             size = needed + _SLACK_BYTES + (file_changes.used_bytes(point) if is_mounted else 0)
             options = f"{'remount,' if is_mounted else ''}size={size},mode=0700,nosuid,nodev"
-            said = run(["mount", "-t", "tmpfs", "-o", options, "colabkit", str(point)], act, _MOUNT_S)
-        if said.status:
+            mounted = run(["mount", "-t", "tmpfs", "-o", options, "colabkit", str(point)], act, _MOUNT_S)
+        if mounted.status:
             self.give_back_tmpfs(act)
-            found = f"mount said {printable(said.output.strip())!r}"
-            raise NotEnoughSpace(cannot(act, found, "a tmpfs of its own", "Use to='disk'"))
+            found = f"a new tmpfs cannot be mounted ({printable(mounted.output.strip())})"
+            raise NotEnoughSpace(cannot(act, found, "", ("Use ", option("to", "disk"))))
 
     def give_back_tmpfs(self, act: str) -> None:
         """Unmount the tmpfs of this place and remove its folder, if it is empty."""
@@ -213,9 +215,9 @@ class Target:
             room = tmpfs_room() if self.name == "tmpfs" else None
             file_changes.check_space(act, needed + shared, self.path, room)
         if cached and cached > (free := file_changes.free_bytes(cache)):
-            found = f"{format_bytes(free)} free on the disk that DriveFS caches on"
-            next_step = "Free some space, or run colabkit.clear_cache()"
-            raise NotEnoughSpace(cannot(act, found, f"{format_bytes(cached)} needed", next_step))
+            found = f"the disk on which DriveFS caches all reads has {format_bytes(free)} free"
+            next_step = ("Free some disk space, or run ", call("clear_cache"))
+            raise NotEnoughSpace(cannot(act, found, f"at least {format_bytes(cached)}", next_step))
 
 
 def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
@@ -228,7 +230,7 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
         places.insert(0, Target("tmpfs", shared / name, key))
     if isinstance(to, str) and to in ("auto", "tmpfs", "disk"):
         return [place for place in places if to in ("auto", place.name)]
-    return [Target("path", user_path(to, act).absolute(), key, "as asked")]
+    return [Target("path", user_path(to, act).absolute(), key, "as requested")]
 
 
 def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
@@ -237,12 +239,12 @@ def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
     shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
     own = next((place for place in places if place.mounted_at is not None), None)
     if shared is not None and (shared.fits(needed) or (is_asked and not (own and own.fits(needed)))):
-        why = "as asked" if is_asked else f"{size} fit in the {room} of tmpfs that training can spare"
+        why = "as requested" if is_asked else f"{size} fit in the {room} of tmpfs that training can spare"
         return replace(shared, why=why)
     if own is not None and (own.fits(needed) or len(places) == 1):
         fitting = f"{size} fit in the {spare} of RAM that training can spare, but not in {str(TMPFS)!r}"
-        return replace(own, why=f"{fitting}: in a tmpfs of its own")
-    why = "as asked" if is_asked else f"{size} do not fit in the {room} of tmpfs that training can spare"
+        return replace(own, why=f"{fitting}, so a separate tmpfs is mounted")
+    why = "as requested" if is_asked else f"{size} do not fit in the {room} of tmpfs that training can spare"
     return replace(places[-1], why=why)
 
 

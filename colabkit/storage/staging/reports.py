@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from colabkit.foundation import Report, format_bytes, format_count, format_rate, format_seconds, format_things
+from colabkit.foundation import (
+    Report,
+    call,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    format_things,
+    option,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,19 +54,19 @@ class StagePlan(Report):
             return f"Would fetch {self.source!r} and stage it to {str(self.path)!r} ({self.target}: {self.why})"
         files = "an archive" if self.files is None else format_things(self.files, "file")
         size = f"{files}, {format_bytes(self.read_bytes)} to read, {format_bytes(self.staged_bytes)} to write"
-        there = f", {format_bytes(self.present_bytes)} there already" if self.present_bytes else ""
-        return f"Would stage {self.source!r} to {str(self.path)!r}: {size}{there} ({self.target}: {self.why})"
+        present = f", {format_bytes(self.present_bytes)} already local" if self.present_bytes else ""
+        return f"Would stage {self.source!r} to {str(self.path)!r}: {size}{present} ({self.target}: {self.why})"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table."""
         return [
             ("source", f"{self.kind} {self.source}"),
-            ("files", "known once it is local" if self.files is None else format_count(self.files)),
+            ("files", "known when the archive is local" if self.files is None else format_count(self.files)),
             ("to read", format_bytes(self.read_bytes)),
-            ("there already", format_bytes(self.present_bytes)),
+            ("already local", format_bytes(self.present_bytes)),
             ("local copy", format_bytes(self.staged_bytes)),
-            ("at most meanwhile", format_bytes(self.peak_bytes)),
-            ("the mount's own cache", format_bytes(self.cache_bytes)),
+            ("peak space", format_bytes(self.peak_bytes)),
+            ("cache of the mount", format_bytes(self.cache_bytes)),
             ("target", f"{self.target}: {self.why}"),
             ("path", str(self.path)),
             ("skipped", _first(self.skipped)),
@@ -109,11 +118,12 @@ class StageReport(Report):
             return repr(self.plan)
         size = f"{format_things(self.files, 'file')}, {format_bytes(self.staged_bytes)}"
         if self.reused and self.is_refreshed:
-            return f"Nothing has changed at {self.source!r}: {str(self.path)!r} stays, {size}"
+            return f"Unchanged source {self.source!r}: reused {str(self.path)!r}, {size}"
         if self.reused:
-            return f"Already staged at {str(self.path)!r}: {size}; refresh=True looks for changes"
+            advice = ("use ", option("refresh", True), " to check for changes")
+            return self._words.render((f"Already staged at {str(self.path)!r}: {size}; ", *advice))
         rate = format_rate(self.files / max(self.seconds, 1e-9), "files")
-        notes = f", {format_bytes(self.resumed_bytes)} of it there already" if self.resumed_bytes else ""
+        notes = f", {format_bytes(self.resumed_bytes)} reused" if self.resumed_bytes else ""
         notes += f", {format_things(self.retries, 'retry')}" if self.retries else ""
         if self.skipped:
             notes += f", {format_things(len(self.skipped), 'link or special file', 'links or special files')} skipped"
@@ -140,7 +150,7 @@ class UnstageReport(Report):
     freed_bytes: int
 
     def _summary(self) -> str:
-        return f"Removed {str(self.path)!r}: {format_bytes(self.freed_bytes)} given back"
+        return f"Removed {str(self.path)!r}: {format_bytes(self.freed_bytes)} freed"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [("path", str(self.path)), ("freed", format_bytes(self.freed_bytes))]
@@ -164,10 +174,11 @@ class StageVerifyReport(Report):
     def _summary(self) -> str:
         if not self.damaged:
             size = format_bytes(self.checked_bytes)
-            return f"{str(self.path)!r} is whole: {format_things(self.files, 'file')}, {size}, each as it was staged"
+            return f"{str(self.path)!r} is intact: {format_things(self.files, 'file')}, {size}, all checksums match"
         first = ", ".join(map(repr, self.damaged[:5]))
         damage = f"{len(self.damaged)} of {format_things(self.files, 'file')}, first {first}"
-        return f"{str(self.path)!r} is damaged: {damage}; run colabkit.stage(..., refresh=True)"
+        advice = ("run ", call("stage", ..., refresh=True))
+        return self._words.render((f"{str(self.path)!r} is damaged: {damage}; ", *advice))
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [("damaged", str(len(self.damaged))), ("checked in", format_seconds(self.seconds))]

@@ -158,7 +158,8 @@ class StagingRun:
         is_ours = seal is not None and (seal.key == self.key or (self.refresh and seal.source == source.name))
         is_empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
         if not is_ours and not is_empty:
-            holds = f"{str(final)!r} holds {f'a copy of {seal.source!r}' if seal else 'something else'}"
+            contents = f"a copy of {seal.source!r}" if seal else "other data"
+            holds = f"{str(final)!r} holds {contents}"
             raise TargetExists(cannot(self.act, holds, "a free path", "Choose another target"))
 
     def _prepare(self, target: Target, plan: StagePlan) -> Target:
@@ -196,11 +197,12 @@ class StagingRun:
     def _check_listing(self, source: Source, listing: Listing) -> None:
         """Refuse a source without files, and names that lead outside; some archives are not listed yet."""
         if not listing.items and not _is_listed_later(source):
-            raise BadSource(cannot(self.act, "no files in it", "at least one", "Check the path"))
+            raise BadSource(cannot(self.act, "it contains no files", "at least one", "Check the path"))
         for item in listing.items:
             if not {"", ".", ".."}.isdisjoint(item.path.split("/")):
-                outside = f"a file named {item.path!r}"
-                raise BadSource(cannot(self.act, outside, "names inside the source", "Do not use a source like this"))
+                outside = f"it contains a file named {item.path!r}"
+                next_step = "Rename the file, or use another source"
+                raise BadSource(cannot(self.act, outside, "paths inside the source", next_step))
 
     def _find_unchanged(self, source: Source, prior: PriorCopy, listing: Listing) -> LocalCopy | None:
         """Return the local copy to refresh, if the source has not changed and the copy is valid."""
@@ -226,7 +228,7 @@ class StagingRun:
                 staged_bytes = room = source.archive_bytes * (_INFLATION if source.is_sequential else 1)
             room += read_bytes if source.can_hang else 0
         if prior.place and (prior.sealed or self.is_asked or prior.place.fits(room)):
-            why = "the copy to be refreshed is there" if prior.sealed else "an interrupted run began there"
+            why = "the copy to refresh is there" if prior.sealed else "the data of an interrupted run is there"
             target = replace(prior.place, why=why)
         else:
             target = choose(self.places, room, self.is_asked)
@@ -350,7 +352,7 @@ class StagingRun:
         with closing(type(source)(path)) as archive:
             listing = archive.list()
             if not listing.items:
-                raise BadSource(cannot(self.act, "no files in it", "at least one", "Check the archive"))
+                raise BadSource(cannot(self.act, "it contains no files", "at least one", "Check the archive"))
             self._check_listing(source, listing)
             items = _files_of(listing)
             with PartialCopy(self.name, kept.data, kept.folder / JOURNAL) as copy:
@@ -367,8 +369,8 @@ class StagingRun:
                             self._advance(item.size, 1)
                 manifest: list[tuple[Item, Crcs]] = [(item, copy.crcs[item.path]) for item in items]
         if not source.can_hang and origin is not None and origin_of(source.path) != origin:
-            found = "the archive was written to meanwhile"
-            raise SourceChanged(cannot(self.act, found, "an archive that stays unchanged", "Run it again"))
+            found = "the archive was modified during the extraction"
+            raise SourceChanged(cannot(self.act, found, "", "Try again when nothing writes to the archive"))
         return listing, manifest, origin
 
     def _place(self, block: Block) -> None:
