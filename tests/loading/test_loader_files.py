@@ -199,7 +199,7 @@ def test_a_read_that_hangs_ends_in_an_error_after_the_batches_before_it(far, pla
     monkeypatch.setattr(read_ahead, "STALLED_S", 0.2)
     loader = Loader(FileDataset(far), 4, num_workers=workers)
     far.may_read = lambda path: path != "bees/003.jpg"
-    got = until_it_fails(loader, TimedOut, r"no byte in 0\.2 s, twice")
+    got = until_it_fails(loader, TimedOut, r"it sent no data for 0\.2 s in two attempts")
     assert torch.equal(got, plain[:20])
     assert far.reads["bees/003.jpg"] == 2
     far.go_on()
@@ -222,7 +222,7 @@ def test_a_first_look_that_hangs_ends_in_an_error(far, monkeypatch):
     data = FileDataset(far)
     monkeypatch.setattr(concurrency, "STALLED_S", 0.1)
     far.may_read = lambda _: False
-    with pytest.raises(TimedOut, match=r"no byte in 0\.1 s, twice"):
+    with pytest.raises(TimedOut, match=r"it sent no data for 0\.1 s in two attempts"):
         Loader(data, 4)
     far.go_on()
 

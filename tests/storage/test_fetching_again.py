@@ -315,9 +315,9 @@ def test_a_name_that_no_resolver_knows_is_told_at_once(tmp_path):
     with pytest.raises(FetchFailed, match=r"'nowhere\.invalid' has no IP address"):
         fetch("https://nowhere.invalid/x", tmp_path, progress=False)
     to_nowhere = servers.redirect("http://nowhere.invalid/x")
-    with served(CONTENT, to_nowhere) as server:
-        with pytest.raises(FetchFailed, match=r"'nowhere\.invalid' has no IP address"):
-            get(server, tmp_path)
+    unknown = r"'nowhere\.invalid' has no IP address"
+    with served(CONTENT, to_nowhere) as server, pytest.raises(FetchFailed, match=unknown):
+        get(server, tmp_path)
 
 
 def test_what_is_no_address_or_no_time_out_is_refused_without_its_secrets(tmp_path):

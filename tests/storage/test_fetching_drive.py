@@ -144,7 +144,7 @@ def test_a_drive_that_hangs_is_left_after_the_time_out(drive, tmp_path, monkeypa
         TimedOut, match=r"too little data arrived from Drive; expected at least 4\.0 KiB in 1\.5 s"
     ) as caught:
         get("birds", tmp_path, timeout=1.5)
-    assert ("it resumes where it stopped" in str(caught.value)) is goes_on
+    assert ("the download resumes where it stopped" in str(caught.value)) is goes_on
     assert 1.4 < time.monotonic() - began < 6
 
 

@@ -177,7 +177,7 @@ def test_a_row_without_a_path_is_named(tree, rows, found):
 @pytest.mark.parametrize("cell", [None, float("nan"), 3, b"bytes", "", "a\0b"])
 def test_a_cell_that_is_no_path_is_named(tree, cell):
     for bad in ([tree / "a/1.png", cell], pd.DataFrame({"path": pd.Series([str(tree), cell], dtype=object)})):
-        with pytest.raises(BadSource, match="row 2 contains .*; expected a path in each row"):
+        with pytest.raises(BadSource, match=r"row 2 contains .*; expected a path in each row"):
             ManifestSource(bad)
 
 
@@ -189,9 +189,9 @@ def test_missing_files_are_counted_and_the_first_is_named(tree):
 
 def test_folders_and_special_files_are_named_by_their_row(tree):
     os.mkfifo(tree / "pipe")
-    with pytest.raises(BadSource, match="row 2 contains .*, a folder"):
+    with pytest.raises(BadSource, match=r"row 2 contains .*, a folder"):
         ManifestSource([tree / "a/1.png", tree / "a"]).list()
-    with pytest.raises(BadSource, match="row 1 contains .*, a special file"):
+    with pytest.raises(BadSource, match=r"row 1 contains .*, a special file"):
         ManifestSource([tree / "pipe"]).list()
 
 

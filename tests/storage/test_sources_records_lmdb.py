@@ -137,7 +137,7 @@ def test_databases_inside_are_named(tmp_path):
         inner = environment.open_db(b"inner")
         with environment.begin(write=True) as transaction:
             transaction.put(b"1", b"1", db=inner)
-    with pytest.raises(BadSource, match="no samples \(skipped 'inner': a nested database"):
+    with pytest.raises(BadSource, match=r"no samples \(skipped 'inner': a nested database"):
         LmdbSource(path).list()
     with lmdb.open(str(path), max_dbs=2) as environment, environment.begin(write=True) as transaction:
         transaction.put(b"2", b"2")

@@ -183,7 +183,7 @@ def test_lengths_that_lie_are_refused_without_taking_memory(tmp_path, length):
     "record", [b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f", delimited(1, delimited(1, b"\x0a\x05a"))]
 )
 def test_records_that_are_no_example_are_an_error(tmp_path, record):
-    with pytest.raises(BadSource, match="'a/00000000' is not a tf.train.Example"):
+    with pytest.raises(BadSource, match=r"'a/00000000' is not a tf\.train\.Example"):
         source_of(tmp_path / "a.tfrecord", record).list()
 
 

@@ -160,7 +160,7 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(image_tree, tmp_path, near_
         assert (plan.kind, plan.files, plan.read_bytes, plan.staged_bytes) == (kind, 24, read, size)
         assert (plan.target, plan.why, plan.path.parent) == ("disk", "as requested", near_storage)
         assert repr(report).startswith("Would stage ")
-        assert "at most meanwhile" in report._repr_html_()
+        assert "peak space" in report._repr_html_()
     assert copy(archive, extract=False, dry_run=True).plan.kind == "file"
     file_hook(None)
     assert copy(image_tree).path == copy(image_tree, dry_run=True).path
@@ -201,7 +201,7 @@ def test_a_mount_of_tmpfs_that_is_refused_is_one_error_and_without_the_right_to_
 
 def test_invalid_options_are_refused(image_tree):
     for options in ({"verify": "md5"}, {"verify": None}, {"to": 3}, {"threads": 0}, {"threads": -1}):
-        with pytest.raises(InvalidOption, match="[Uu]se "):
+        with pytest.raises(InvalidOption, match=r"[Uu]se "):
             copy(image_tree, **options)
 
 

@@ -140,7 +140,7 @@ def test_the_template_publishes_a_model_that_is_read_back_as_good_as_it_was(temp
         assert "all bytes read back" in ran.text("publish")
         trained = number(r"accuracy ([\d.]+)$", ran.text("train").splitlines()[-2 if ran is template[1] else -1])
         assert number(r"read back: ([\d.]+)%", ran.text("load")) == pytest.approx(100 * trained, abs=0.06)
-        assert "given back" in ran.text("clean")
+        assert " freed" in ran.text("clean")
 
 
 def test_the_templates_mistakes_name_their_next_step(template: Twice) -> None:
@@ -188,7 +188,7 @@ def test_what_was_brought_near_is_given_back_and_comes_again(slow: Twice) -> Non
     for ran in slow:
         assert "Staged 1,797 files" in ran.text("drive")
         assert "Staged 1,797 files" in ran.text("stage")
-        assert ran.text("clean").count("given back") == 2
+        assert ran.text("clean").count(" freed") == 2
         assert "Packed 1,797 images" in ran.text("pack")
 
 
