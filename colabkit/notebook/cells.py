@@ -19,7 +19,7 @@ from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import colabkit
-from colabkit.foundation import InvalidOption, OneLineError, SourceMissing, cannot, kind_of
+from colabkit.foundation import InvalidOption, OneLineError, SourceMissing, cannot, kind_of, omit, option
 from colabkit.notebook.lines import line_parser, split_line
 from colabkit.notebook.options import arguments_of, given_in, look_up_in
 from colabkit.notebook.verbs import CELLS, LOADING
@@ -142,9 +142,10 @@ def _checked(loss: Any) -> Any:
         return loss
     shape = f" of shape {list(loss.shape)}" if hasattr(loss, "shape") else ""
     found = f"the cell sets loss to {kind_of(loss)}{shape}"
-    needed = "expected a single number or a dict of numbers"
-    next_step = "Use its mean, or another variable name" if hasattr(loss, "mean") else "Use another variable name"
-    raise InvalidOption(cannot("train", found, needed, next_step))
+    next_step = "Use another name for this variable"
+    if hasattr(loss, "mean"):
+        next_step = f"Assign its mean to loss, or {next_step[0].lower()}{next_step[1:]}"
+    raise InvalidOption(cannot("train", found, "a single number or a dict of numbers", next_step))
 
 
 @contextmanager
@@ -163,12 +164,12 @@ def _given(namespace: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Non
 def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, Any], given: set[str]) -> colabkit.Loader:
     """Return the `Loader` that a word names, or a new one for the pack or dataset that it names."""
     found = _named(namespace, name)
-    flags = [option.flag for option in LOADING if option.name in given]
+    flags = [one.flag for one in LOADING if one.name in given]
     if isinstance(found, colabkit.Loader):
         if flags:
-            held = f"{', '.join(flags)} with {name!r}, which is a Loader"
+            taken = f"{name!r} is a Loader, to which {', '.join(flags)} cannot be applied"
             raise InvalidOption(
-                cannot("train", held, "expected no options of the Loader", "Omit them, or pass its data set")
+                cannot("train", taken, "", f"Omit {', '.join(flags)}, or pass the data set of the Loader")
             )
         return found
     if isinstance(found, colabkit.PackReport):
@@ -178,8 +179,8 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
     if isinstance(found, colabkit.Pack):
         found = found[loading["split"]]
     elif "split" in given:
-        held = f"--split with {name!r}, which is {kind_of(found)}"
-        raise InvalidOption(cannot("train", held, "expected a pack", "Omit the option"))
+        other = (option("split"), f" is given, and {name!r} is {kind_of(found)}")
+        raise InvalidOption(cannot("train", other, "a pack", omit("split")))
     return colabkit.Loader(
         found,
         loading["batch_size"],
@@ -219,9 +220,8 @@ def _unnamed_state(body: CellCode, namespace: Mapping[str, Any]) -> InvalidOptio
     used = sorted(body.names() & namespace.keys())
     have = [name for name in used if hasattr(type(namespace[name]), "load_state_dict")]
     next_step = f"Add --state {' '.join(have)}" if have else "Add, for example, --state model optimizer"
-    return InvalidOption(
-        cannot("train", "--save-to without --state", "expected the names of the variables to save", next_step)
-    )
+    found = (option("save_to"), " is given without ", option("state"))
+    return InvalidOption(cannot("train", found, "the names of the variables to save", next_step))
 
 
 def _parser() -> Any:
@@ -274,8 +274,8 @@ class CellCode:
             yield
         except BaseException as error:
             trace = self._own(error.__traceback__)
-            is_told = isinstance(error, OneLineError | SyntaxError) or os.environ.get("COLABKIT_DEBUG") == "1"
-            if trace is not None and not is_told:
+            is_one_line = isinstance(error, OneLineError | SyntaxError) or os.environ.get("COLABKIT_DEBUG") == "1"
+            if trace is not None and not is_one_line:
                 # Errors with slots accept no attribute and are shown with all frames.
                 with contextlib.suppress(AttributeError):
                     error._render_traceback_ = partial(self._rendered, error, trace)  # type: ignore[attr-defined]
@@ -313,4 +313,4 @@ def _is_quiet(source: str) -> bool:
 def _bad_line(error: SyntaxError) -> InvalidOption:
     text = error.text or linecache.getline(error.filename or "", error.lineno or 0)
     found = f"{error.msg} in line {error.lineno or 1}{f', {text.strip()!r}' if text.strip() else ''}"
-    return InvalidOption(cannot("run the cell", found, "expected valid Python", "Fix that line"))
+    return InvalidOption(cannot("run the cell", found, "valid Python", "Fix that line"))

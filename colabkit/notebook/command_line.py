@@ -97,8 +97,8 @@ def _message(error: OneLineError, verb: Verb) -> str:
     return printable(error)
 
 
-def _failed(said: str) -> int:
-    print(f"colabkit: {said}", file=sys.stderr)
+def _failed(message: str) -> int:
+    print(f"colabkit: {message}", file=sys.stderr)
     return 1
 
 
@@ -125,11 +125,8 @@ def _look_up(reference: str, kind: str) -> Any:
     """Return the object that `FILE.py:NAME` names."""
     file, colon, name = reference.rpartition(":")
     if not colon:
-        raise InvalidOption(
-            cannot(
-                f"use {reference!r}", "it contains no ':'", "expected FILE.py:NAME", "Name the file and the variable"
-            )
-        )
+        next_step = "Name the file and the variable, for example train.py:loader"
+        raise InvalidOption(cannot(f"use {reference!r}", "it contains no ':'", "FILE.py:NAME", next_step))
     return look_up_in(vars(_module(os.path.abspath(file))), name, kind)
 
 
@@ -138,7 +135,7 @@ def _module(file: str) -> ModuleType:
     path = Path(file)
     spec = importlib.util.spec_from_file_location(f"colabkit_file_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise SourceMissing(cannot(f"use {file!r}", "no such Python file", "expected FILE.py:NAME", "Check the path"))
+        raise SourceMissing(cannot(f"use {file!r}", "there is no such Python file", "", "Check the path"))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     _loaded.add(file)

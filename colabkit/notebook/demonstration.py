@@ -137,7 +137,7 @@ class DemoReport(Report):
         lines = [
             f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
         ]
-        kept = [f"Kept in {str(self.kept)!r}"] if self.kept else []
+        kept = [f"Files saved in {str(self.kept)!r}"] if self.kept else []
         return "\n".join([self._title(), *lines, *kept])
 
 
@@ -200,14 +200,13 @@ def demo(
         drive = SlowSource(_as_files(source, folder / "drive", progress), latency)
         labelled = label_samples(drive.list(), source.name)
         if labelled.kind != "class":
-            found = "no labels" if labelled.kind == "none" else f"{labelled.kind} labels"
+            found = "the images have no labels" if labelled.kind == "none" else f"the labels are {labelled.kind} labels"
             next_step = "Use images in one folder per class"
-            raise BadSource(cannot(f"train on {source.name!r}", found, "expected one class per image", next_step))
+            raise BadSource(cannot(f"train on {source.name!r}", found, "one class per image", next_step))
         if "train" not in labelled.splits:
-            found = f"only the splits {', '.join(labelled.splits)}"
-            raise BadSource(
-                cannot(f"train on {source.name!r}", found, "expected a folder 'train'", "Rename one of the folders")
-            )
+            found = f"there are only the splits {', '.join(labelled.splits)}"
+            next_step = "Rename one of the folders to 'train'"
+            raise BadSource(cannot(f"train on {source.name!r}", found, "a folder 'train'", next_step))
         shape = sides or _shape(drive.source, labelled)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         batch_size = 32 if sum(map(len, labelled.splits.values())) < 10_000 else 128
@@ -258,9 +257,7 @@ def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
         with file_changes.translated(act):
             file_changes.make_folder(folder)
             if any(folder.iterdir()):
-                raise TargetExists(
-                    cannot(act, "the folder is not empty", "expected an empty folder", "Choose another folder")
-                )
+                raise TargetExists(cannot(act, "the folder is not empty", "", "Choose another folder"))
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="colabkit-demo-") as name:
@@ -289,7 +286,7 @@ def _image_shape(source: Source, item: Item) -> tuple[int, int]:
             height, width, _ = decode_image(file.read()).shape
         except BadImage as error:
             act = f"read {item.path!r} of {source.name!r}"
-            raise BadImage(cannot(act, str(error), "expected an image file", "Remove or repair this file")) from error
+            raise BadImage(cannot(act, error.message or str(error), "", "Remove or repair this file")) from error
     return height, width
 
 
@@ -356,7 +353,7 @@ def _checked(
     if lowest < 0:
         path = samples[-1 - lowest][0].path
         act = f"train on {path!r} of {drive.name!r}"
-        raise BadImage(cannot(act, "it cannot be decoded", "expected an image file", "Remove or repair this file"))
+        raise BadImage(cannot(act, "the file cannot be decoded as an image", "", "Remove or repair this file"))
     return batch
 
 

@@ -84,14 +84,14 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         try:
             return DataWord(reduce(getattr, attributes, namespace[name]))
         except AttributeError as error:
-            needed = "expected an existing attribute"
-            raise InvalidOption(cannot(f"use {raw!r}", str(error), needed, "Check its name")) from error
+            raise InvalidOption(cannot(f"use {raw!r}", str(error), "", "Check the name of the attribute")) from error
     try:
         return "".join(shlex.split(raw))
     except ValueError as error:
-        raise InvalidOption(
-            cannot(f"read {line.strip()!r}", str(error).lower(), "expected a closing quote", "Close the quote")
-        ) from error
+        found, next_step = "a quote is not closed", "Add the closing quote"
+        if "escape" in str(error):
+            found, next_step = "a backslash ends the line", "Remove the backslash, or write it twice"
+        raise InvalidOption(cannot(f"read {line.strip()!r}", found, "", next_step)) from error
 
 
 class _LineParser(RaisingParser):
@@ -233,8 +233,8 @@ def _listed(path: str) -> list[str]:
         shown, start = _SHORT_NAME, path.removeprefix(_SHORT_NAME)
     try:
         place = os.path.abspath(user_path(shown or ".", "list a folder"))
-        told = processes.run(processes.python(_LISTED, place, start, _MOST), "list a folder", _LIST_S)
-        names: list[str] = json.loads(told.output) if told.status == 0 else []
+        listing = processes.run(processes.python(_LISTED, place, start, _MOST), "list a folder", _LIST_S)
+        names: list[str] = json.loads(listing.output) if listing.status == 0 else []
     except (ColabkitError, OSError, ValueError):
         return []
     return [shown + name for name in names]

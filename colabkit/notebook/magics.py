@@ -158,10 +158,10 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
             print(text)  # noqa: T201 - the user asked for help
             return None
         if name not in magics:
-            near = difflib.get_close_matches(name, magics, n=1)
-            next_step = f"Did you mean {near[0]}" if near else "See %colabkit --help"
-            needed = f"expected one of {', '.join(magics)}"
-            raise InvalidOption(cannot(f"run %colabkit {name}", "unknown verb", needed, next_step))
+            similar = difflib.get_close_matches(name, magics, n=1)
+            next_step = f"Run %colabkit {similar[0]}, or see %colabkit --help" if similar else "See %colabkit --help"
+            expected = f"one of {', '.join(magics)}"
+            raise InvalidOption(cannot(f"run %colabkit {name}", f"{name!r} is not a verb", expected, next_step))
         return magics[name](rest)
 
     return _known_to_ipython(magic, "colabkit", text)
@@ -220,9 +220,9 @@ def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dic
 def _check_is_named(verb: Verb, line: str, words: list[str]) -> None:
     """Raise `InvalidOption` for an expression, whose words would be taken for the path of a report and arguments."""
     if any(_EXPRESSION.match(word) and not os.path.exists(word) for word in words):
-        found, needed = "this is an expression", "expected the name of a variable"
-        next_step = f"Assign it to a variable first, such as loader = ..., then run %{verb.name} loader"
-        raise InvalidOption(cannot(f"use {line.strip()!r}", found, needed, next_step))
+        next_step = f"Assign it to a variable, for example loader, and run %{verb.name} loader"
+        found, expected = "it is an expression", "the name of a variable"
+        raise InvalidOption(cannot(f"use {line.strip()!r}", found, expected, next_step))
 
 
 class CellPanels:

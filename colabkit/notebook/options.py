@@ -33,8 +33,8 @@ class VerbParser(argparse.ArgumentParser):
         known = self._option_string_actions
         for name in (word.partition("=")[0] for word in options if word.startswith("--") and " " not in word):
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                self.error(f"unknown option {name}{f' (did you mean {near[0]}?)' if near else ''}")
+                similar = difflib.get_close_matches(name, known, n=1)
+                self.error(f"unknown option {name}{f' (did you mean {similar[0]}?)' if similar else ''}")
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -47,8 +47,8 @@ class RaisingParser(VerbParser):
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidOption`."""
         known = [action.option_strings[0] if action.option_strings else action.dest for action in self._actions]
-        needed = f"valid arguments are {', '.join(known)}"
-        raise InvalidOption(cannot(f"run {self.prog}", message, needed, f"See {self.prog} --help"))
+        expected = f"arguments from {', '.join(known)}"
+        raise InvalidOption(cannot(f"run {self.prog}", message, expected, f"See {self.prog} --help"))
 
 
 def parser_of(
@@ -136,11 +136,11 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
         return namespace[name]
     could_be = _could_be_judged if kind == "subject" else _is_no_module
     known = [key for key, value in namespace.items() if not key.startswith("_") and could_be(value)]
-    near = difflib.get_close_matches(name, known, n=2)
-    hint = f"Did you mean {' or '.join(near)}" if near else "Define it first"
-    if kind == "subject" and known and not near:
-        hint = f"Name a loader, such as {' or '.join(known[:_MOST_NAMED])}"
-    raise InvalidOption(cannot(f"use {name!r}", "no variable has this name", "expected an existing variable", hint))
+    similar = difflib.get_close_matches(name, known, n=2)
+    next_step = f"Check its name, or use {' or '.join(similar)}" if similar else "Define it first"
+    if kind == "subject" and known and not similar:
+        next_step = f"Name a loader, for example {' or '.join(known[:_MOST_NAMED])}"
+    raise InvalidOption(cannot(f"use {name!r}", "no variable has this name", "", next_step))
 
 
 def _is_no_module(value: Any) -> bool:

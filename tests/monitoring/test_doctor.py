@@ -127,7 +127,7 @@ VERDICTS: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"wait": 0.3}, "data", "Training waits for data 75% of the time"),
     ({"copy": 0.03}, "copy", "Training waits for copies to the GPU 23% of the time"),
     ({"other": 0.1}, "other", "Other work between steps takes 50% of the time"),
-    ({"wait": 0.01}, "compute", "Data slows training a little, 9.1% of the time"),
+    ({"wait": 0.01}, "compute", "Data slows training slightly, 9.1% of the time"),
     ({"wait": 0.001}, "compute", "Data keeps up: the step itself takes 99% of the time"),
     ({"wait": 0.1, "other": 0.2}, "other", "Other work between steps takes 50% of the time"),
 )
@@ -202,7 +202,7 @@ def test_what_is_done_to_batches_at_last_is_no_work_of_processes() -> None:
 
 def test_too_few_steps_are_said_to_be_too_few_and_nothing_is_advised() -> None:
     found = Doctor().look(spent_of(shared(0.9, 15)), DRIVE, [FULL], 0.5)
-    assert (found.verdict, found.sentence) == ("unknown", "Not enough steps yet: 12 of 50, the first ones apart")
+    assert (found.verdict, found.sentence) == ("unknown", "Not enough steps yet: 12 of 50, not counting the first ones")
     assert (found.advice, found.ceiling_samples_per_s, found.bottleneck) == ((), None, None)
     assert repr(found) == found.sentence
 
@@ -337,7 +337,7 @@ def test_seconds_saved_are_those_of_an_epoch(monkeypatch: pytest.MonkeyPatch) ->
 def test_only_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() -> None:
     assert repr(judge(made(wait=0.001))).splitlines() == [
         "Data keeps up: the step itself takes 99% of the time; 634 images/s in a typical step",
-        "Nothing to fix in how data is loaded",
+        "Data loading needs no fix",
     ]
     assert judge(made(wait=0.001)).needs_nothing
     assert not judge(made(other=0.1)).needs_nothing
@@ -352,8 +352,8 @@ def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.
     found = judge(made(wait=0.1, facts=replace(GATHERED, samples=6400)))
     assert repr(found).splitlines() == [
         "Training waits for data 50% of the time; 320 images/s in a typical step, "
-        "640 images/s if data were always there",
-        "1. Do one (up to 2.0 times as fast, 10.0 s less an epoch): one was found",
+        "640 images/s if data were always ready",
+        "1. Do one (up to 2.0 times as fast, saving 10.0 s per epoch): one was found",
         "   colabkit.stage('x')",
         "2. Do two: two was found",
     ]
@@ -364,7 +364,7 @@ def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.
 
 def test_a_loop_that_does_nothing_else_is_not_promised_the_moon() -> None:
     found = judge(made(wait=0.1, compute=1e-7, facts=FOREIGN))
-    assert "640 images/s in a typical step, over 64,000 images/s if data were always there" in repr(found)
+    assert "640 images/s in a typical step, over 64,000 images/s if data were always ready" in repr(found)
     assert "(over 100 times as fast" in repr(found)
     (more,) = [advice for advice in found.advice if advice.rule == "more_workers"]
     assert more.samples_per_s == pytest.approx(1280, rel=0.01)  # four instead of two

@@ -93,7 +93,7 @@ def test_of_a_report_it_is_about_the_machine_of_that_time(data: PackedDataset) -
 
 def test_a_report_without_steps_has_too_few(data: PackedDataset) -> None:
     found = diagnose(train(lambda batch: None, Loader(data, 4), epochs=0))
-    assert found.sentence == "Too few steps to judge by: 0 of 50, the first ones apart"
+    assert found.sentence == "Too few steps for a diagnosis: 0 of 50, not counting the first ones"
     check(found)
 
 
@@ -147,7 +147,7 @@ def test_an_unused_loader_is_timed_by_itself_and_does_not_move(data: PackedDatas
     state = loader.state_dict()
     found = diagnose(loader, seconds=BRIEF)
     assert found.sentence.startswith("The loader alone: ")
-    assert " a batch of 4 on average; " in found.sentence
+    assert " per batch of 4 on average; " in found.sentence
     assert (found.verdict, found.ceiling_samples_per_s) == ("unknown", None)
     assert found.samples_per_s > 0
     assert loader.state_dict() == state
@@ -188,7 +188,7 @@ def test_passes_of_one_batch_or_one_pass_are_enough_and_a_loader_that_never_ends
     for loader in ([torch.zeros(5, 2)], DataLoader(TensorDataset(torch.zeros(5, 2)), 8)):
         found = diagnose(loader, seconds=BRIEF)
         assert found.samples_per_s > 0
-        assert " a batch of 5 on average; " in found.sentence
+        assert " per batch of 5 on average; " in found.sentence
         check(found)
     found = diagnose(iter([torch.zeros(5, 2)] * 9), seconds=BRIEF)
     assert (found.steps, found.samples_per_s > 0) == (8, True)
@@ -231,31 +231,31 @@ def test_a_saved_report_takes_a_headspace_too(data: PackedDataset, tmp_path: Pat
 
 
 def test_a_headspace_that_is_none_or_of_no_step_is_one_line_of_error() -> None:
-    for headspace, said in (
-        (0.5, r"headspace is a float, what headspace\(\) returned\. Pass headspace=colabkit\."),
-        (headspace_of(0.01), r"headspace beside a loader that no step was taken with, one .*\. Pass the one "),
+    for headspace, message in (
+        (0.5, r"headspace is a float; expected a HeadspaceReport or None\. Use headspace=colabkit\.headspace\("),
+        (headspace_of(0.01), r"headspace= is given, and the loader has not been used .*, or omit headspace=\."),
     ):
-        with pytest.raises(errors.InvalidOption, match=f"^Cannot diagnose: {said}"):
+        with pytest.raises(errors.InvalidOption, match=f"^Cannot diagnose: {message}"):
             diagnose(DataLoader(Slow(8), 4), headspace=headspace)
 
 
 @pytest.mark.parametrize("empty", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 2)), 4)])
 def test_a_loader_without_batches_is_one_line_of_error(empty: Any) -> None:
-    with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose the loader: no batches, one at least\. Give"):
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose the loader: it yields no batches\. Check "):
         diagnose(empty, seconds=BRIEF)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), "1", None, True])
 def test_a_time_that_is_no_number_or_never_ends_is_one_line_of_error(seconds: Any) -> None:
-    said = rf"^Cannot diagnose the loader: seconds={seconds!r}, a finite number\. Use seconds=5\."
-    with pytest.raises(errors.InvalidOption, match=said):
+    message = rf"^Cannot diagnose the loader: seconds={seconds!r}; expected a finite number\. .* seconds=5\.$"
+    with pytest.raises(errors.InvalidOption, match=message):
         diagnose(DataLoader(Slow(8), 4), seconds=seconds)
 
 
 def test_rubbish_is_one_line_of_error() -> None:
-    said = r"^Cannot diagnose: '\w+' is no loader, a TrainReport, or what .*"
+    message = r"^Cannot diagnose: the argument is (an?|the class) \w+; expected a TrainReport or an iterable of batches\."
     for rubbish in RUBBISH:
-        with pytest.raises(errors.InvalidOption, match=said):
+        with pytest.raises(errors.InvalidOption, match=message):
             diagnose(rubbish)
 
 

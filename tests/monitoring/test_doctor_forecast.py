@@ -134,7 +134,7 @@ def test_workers_that_wait_for_each_file_are_predicted_by_what_they_cost_now_and
     )
     advice = far_files(run)
     assert advice is not None
-    assert ("it may be faster still" in advice.check) == is_told
+    assert ("it may be even faster" in advice.check) == is_told
 
 
 @pytest.mark.parametrize("are_threads", [True, False], ids=["threads", "processes"])

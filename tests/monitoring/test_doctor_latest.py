@@ -39,7 +39,7 @@ def loader(samples: int = 600) -> colabkit.Loader:
 
 
 def test_with_nothing_to_judge_the_error_says_what_to_do() -> None:
-    with pytest.raises(InvalidOption, match=r"^Cannot diagnose: nothing that was trained .* Train first, or name"):
+    with pytest.raises(InvalidOption, match=r"^Cannot diagnose: no training and no loop .* Train first, or name"):
         diagnose()
 
 

@@ -117,7 +117,7 @@ def test_a_screen_that_fails_is_followed_by_text_once_and_training_goes_on(
     assert report.epochs[0].samples == 24
     assert len(screen.frames) == 1
     assert screen.is_closed
-    assert caplog.text.count("it goes on as text") == 1
+    assert caplog.text.count("so it is shown as text") == 1
     assert capsys.readouterr().out.count("epoch 1/1 · step 6/6") == 1
 
 
@@ -141,7 +141,7 @@ def test_when_text_fails_too_there_is_no_panel_and_training_goes_on(
     with Dashboard(Frames(), machine=machine):
         report = train(lambda batch: 0.5, loader)
     assert report.epochs[0].samples == 24
-    assert caplog.text.count("it is gone") == 1
+    assert caplog.text.count("so it is closed") == 1
 
 
 def test_an_error_of_the_loop_is_shown_and_passes_through(loader: colabkit.Loader) -> None:
@@ -336,7 +336,7 @@ def test_a_machine_that_cannot_be_watched_stops_nothing(
     screen = Frames()
     with Dashboard(screen, machine=Unwilling):
         assert len(list(loader)) == 6
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
     assert screen.frames == []
     assert not is_any_open()
     assert screen.is_closed
@@ -344,8 +344,8 @@ def test_a_machine_that_cannot_be_watched_stops_nothing(
 
 def test_options_that_cannot_be_meant_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for refresh_s in (0, 0.1, float("nan"), "1", None, True):
-        said = f"^Cannot show the panel: refresh_s={refresh_s!r}, a finite number of 0.5 or more"
-        with pytest.raises(InvalidOption, match=said):
+        message = f"^Cannot show the panel: refresh_s={refresh_s!r}; expected a finite number of 0.5 or more"
+        with pytest.raises(InvalidOption, match=message):
             colabkit.dashboard(refresh_s=refresh_s)
     with pytest.raises(InvalidOption, match="'window'"):
         colabkit.dashboard(screen="window")

@@ -131,7 +131,7 @@ def test_the_last_frame_stays_in_the_saved_notebook_as_html_and_text(run: Client
     assert "epoch 1/1 · step 64/64" in panel.data["text/plain"]
     assert "Training panel" in panel.data["text/html"]
     assert len(panel.data["text/html"].encode()) <= 20_000
-    assert "in all" in panel.data["text/html"]
+    assert "in total" in panel.data["text/html"]
 
 
 @by_screen

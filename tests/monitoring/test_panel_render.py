@@ -102,9 +102,9 @@ FIRST_LINES = (
     (replace(EMPTY, phase="running", epoch=1, step=3), "Warming up", "epoch 1 · step 3 · 0 s so far"),
     (RUNNING, DIAGNOSIS.sentence, "epoch 2/10 · step 814/1,250 · 31 min 03 s left"),
     (STATES["waiting"], "Waiting for data since 3.2 s", "epoch 2/10 · step 814/1,250 · 31 min 03 s left"),
-    (FINISHED, DIAGNOSIS.sentence, "epoch 10/10 · step 1,250/1,250 · 38 min 31 s in all"),
+    (FINISHED, DIAGNOSIS.sentence, "epoch 10/10 · step 1,250/1,250 · 38 min 31 s in total"),
     (STATES["stopped"], DIAGNOSIS.sentence, "stopped by KeyboardInterrupt · epoch 4/10"),
-    (replace(EMPTY, phase="finished"), "Finished", "0 µs in all"),
+    (replace(EMPTY, phase="finished"), "Finished", "0 µs in total"),
 )
 
 

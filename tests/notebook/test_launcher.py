@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.foundation import DiskReport
 from colabkit.notebook.launcher.pipeline import Pipeline, ResultPath, code_of, make_pipeline, run_pipeline
-from colabkit.notebook.launcher.settings import Settings, places
+from colabkit.notebook.launcher.settings import FIELDS, Settings, in_form, places
 
 GIB = 1 << 30
 
@@ -87,28 +86,32 @@ def test_other_options_make_another_pack_and_other_epochs_do_not() -> None:
     ("form", "said"),
     [
         (Settings(" "), "Source is empty"),
-        (Settings("birds", work=""), r"Work folder is empty, expected a path\."),
+        (Settings("birds", work=""), "Work folder is empty; expected a path."),
         (Settings("a\nb"), "Source contains a line break"),
         (Settings("a\u2028b"), "Source contains a line break"),
         (Settings("birds", size="6\n4"), "Image size contains a line break"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_line(form: Settings, said: str) -> None:
-    with pytest.raises(InvalidOption, match=said):
+def test_an_invalid_text_is_one_line_that_names_the_field(form: Settings, said: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
         make_pipeline(form, "pack")
+    message, fields = in_form(caught.value, "pack")
+    assert said in message
+    assert [FIELDS[name] for name in fields] == [said.partition(" is ")[0].partition(" contains ")[0]]
 
 
 @pytest.mark.parametrize("source", ["samples:digits", "https://example.org/a.zip"])
 def test_what_lies_on_no_mount_is_not_probed(source: str) -> None:
-    with pytest.raises(InvalidOption, match="this source has no path to measure"):
+    with pytest.raises(InvalidOption, match="this source has no path; expected the path of a folder or a file"):
         make_pipeline(Settings(source), "probe")
 
 
 def test_a_wrong_size_is_an_error_of_the_family() -> None:
-    needed = "expected a number, or height and width such as 240x320"
-    said = f"Cannot pack it: Image size is 'wide', {needed}. Check Image size."
-    with pytest.raises(InvalidOption, match=re.escape(said)):
+    with pytest.raises(InvalidOption) as caught:
         make_pipeline(Settings("birds", size="wide"), "pack")
+    expected = "expected a number, or height and width such as 240x320"
+    message = f"Cannot pack the source: Image size is 'wide'; {expected}. Check Image size."
+    assert in_form(caught.value, "pack") == (message, ("size",))
 
 
 def test_a_path_that_looks_like_an_option_is_a_path() -> None:

@@ -88,7 +88,7 @@ def test_images_of_several_sizes_are_trained_on_at_one(panel: Launcher, image_tr
 def test_labels_that_are_no_classes_are_named(panel: Launcher) -> None:
     fill(panel, labels="none")
     click(panel, "train")
-    assert "no labels, expected one class per image" in panel.view.said
+    assert "the images have no labels; expected one class per image" in panel.view.said
 
 
 HOSTILE = "<script>alert(1)</script>"
@@ -219,7 +219,7 @@ def test_the_code_follows_the_form(panel: Launcher) -> None:
     assert "colabkit.stage('other', to='disk')" in html.unescape(panel.view._code.value)
     assert "epochs=5" in panel.view._code.value
     fill(panel, source="")
-    assert "# Cannot train on it: Source is empty" in panel.view._code.value
+    assert "# Cannot train on the source: Source is empty" in panel.view._code.value
     panel.view.code_switch.value = False
     assert panel.view._code.value == ""
 
@@ -319,7 +319,7 @@ def test_what_a_run_came_to_stays_in_the_notebook_and_is_hidden_by_the_live_pane
 
 
 def test_outside_of_a_notebook_the_error_says_where_it_works() -> None:
-    with pytest.raises(NoNotebook, match=r"this is not a notebook, expected a notebook cell.*python -m colabkit"):
+    with pytest.raises(NoNotebook, match=r"this is not a notebook\..*python -m colabkit"):
         colabkit.open_launcher()
 
 

@@ -83,7 +83,10 @@ def test_a_loader_is_taken_as_it_is_and_its_options_are_refused(shell: Interacti
     assert train(shell, "loader --epochs 2", "loss = 1.0").steps == 6
     result = run(shell, "%%train loader --batch-size 64 --no-shuffle\npass")
     assert isinstance(result.error_in_exec, InvalidOption)
-    assert "--batch-size, --shuffle with 'loader', which is a Loader" in str(result.error_in_exec)
+    assert (
+        "'loader' is a Loader, to which --batch-size, --shuffle cannot be applied. Omit --batch-size, --shuffle"
+        in str(result.error_in_exec)
+    )
 
 
 def test_options_of_the_loader_reach_it(shell: InteractiveShell) -> None:
@@ -155,12 +158,12 @@ def test_a_loss_that_is_no_number_is_one_line(shell: InteractiveShell, capsys: p
     run(shell, "%%train data --batch-size 8\nloss = x")
     (line,) = shown_by(capsys)[-1:]
     assert line.startswith(
-        "InvalidOption: Cannot train: the cell sets loss to a Tensor of shape [8, 2], expected a single number"
+        "InvalidOption: Cannot train: the cell sets loss to a Tensor of shape [8, 2]; expected a single number"
     )
-    assert "Use its mean" in line
+    assert "Assign its mean to loss" in line
     run(shell, "%%train data --batch-size 8\nloss = 'hello'")
     (line,) = shown_by(capsys)[-1:]
-    assert "sets loss to a str, expected a single number or a dict of numbers. Use another variable name" in line
+    assert "sets loss to a str; expected a single number or a dict of numbers. Use another name" in line
 
 
 def test_an_error_shows_the_cells_line_and_not_what_runs_it(
@@ -211,14 +214,14 @@ def test_an_invalid_line_is_one_line(shell: InteractiveShell, capsys: pytest.Cap
     shell.user_ns |= {"model": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)}
     for line, error, said in (
         ("nowhere.h5", SourceMissing, "nowhere.h5"),
-        ("dta", InvalidOption, "Did you mean data"),
-        ("data --split dev", InvalidOption, "--split with 'data', which is a tuple"),
+        ("dta", InvalidOption, "or use data."),
+        ("data --split dev", InvalidOption, "--split is given, and 'data' is a tuple; expected a pack. Omit --split."),
         ("data --batch-size big", InvalidOption, "'big' is not a whole number"),
         ("data --on tpu", InvalidOption, "tpu"),
         ("data --transform nothing", InvalidOption, "Cannot use 'nothing'"),
         ("data --save-to runs", InvalidOption, "Add --state head model"),
         ("data --state seen", InvalidOption, "state['seen'] is a list"),
-        ("'half", InvalidOption, "no closing quotation"),
+        ("'half", InvalidOption, "a quote is not closed"),
         ("", InvalidOption, "the following arguments are required: pack"),
         ("data --batch-sze 4", InvalidOption, "unknown option --batch-sze (did you mean --batch-size?)"),
     ):

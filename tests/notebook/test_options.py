@@ -124,8 +124,8 @@ def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
 
 
 def test_a_misspelt_object_is_suggested() -> None:
-    said = r"Cannot use 'modle': no variable has this name, expected an existing variable\. Did you mean model\."
-    with pytest.raises(InvalidOption, match=said):
+    message = r"Cannot use 'modle': no variable has this name\. Check its name, or use model\."
+    with pytest.raises(InvalidOption, match=message):
         parse("train", "step", "loader", "--state", "modle", step=1, model=2, loader=3)
 
 
@@ -133,8 +133,8 @@ def test_a_misspelt_object_is_suggested() -> None:
     ("objects", "step"),
     [
         ({}, "Define it first"),
-        ({"loader": LOADER}, "Name a loader, such as loader"),
-        ({"nopes": LOADER, "loader": LOADER}, "Did you mean nopes"),
+        ({"loader": LOADER}, "Name a loader, for example loader"),
+        ({"nopes": LOADER, "loader": LOADER}, "Check its name, or use nopes"),
         ({"_nope": LOADER, "Nope": list[int], "noper": "a text", "node": 3}, "Define it first"),
     ],
 )
@@ -146,11 +146,11 @@ def test_only_what_could_be_a_loader_is_suggested_to_the_doctor(objects: dict[st
 
     with pytest.raises(InvalidOption) as caught:
         parse("doctor", "nope", np=np, nope_=Closed(), **objects)
-    assert str(caught.value).endswith(f"expected an existing variable. {step}.")
+    assert str(caught.value).endswith(f"no variable has this name. {step}.")
 
 
 def test_a_module_is_not_suggested_where_an_object_is_meant() -> None:
-    with pytest.raises(InvalidOption, match=r"expected an existing variable\. Define it first\.$"):
+    with pytest.raises(InvalidOption, match=r"no variable has this name\. Define it first\.$"):
         parse("train", "npp", "loader", np=np)
 
 

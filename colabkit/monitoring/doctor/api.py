@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from colabkit.foundation import (
+    Code,
     HostSnapshot,
     InvalidOption,
     LoaderFacts,
@@ -23,7 +24,10 @@ from colabkit.foundation import (
     check_type,
     format_rate,
     format_seconds,
+    kind_of,
     meters,
+    omit,
+    option,
     sampled,
     seen,
 )
@@ -77,13 +81,13 @@ def diagnose(
         >>> diagnosis.verdict in ("data", "copy", "compute", "other", "unknown")
         True
     """
-    next_step = "Pass headspace=colabkit.headspace(step, loader)"
-    kinds = (HeadspaceReport, type(None))
-    check_type("diagnose", "headspace", headspace, kinds, "what headspace() returned", next_step)
+    act, kinds = "diagnose", (HeadspaceReport, type(None))
+    measure = ("Use ", option("headspace", Code("colabkit.headspace(step, loader)")))
+    check_type(act, "headspace", headspace, kinds, "a HeadspaceReport or None", measure)
     subject: Any = meters.latest() if of is None else of
     if subject is None:
-        found, needed = "nothing that was trained or looped over in this process", "a TrainReport, or a loader"
-        raise InvalidOption(cannot("diagnose", found, needed, "Train first, or name what to diagnose"))
+        found = "no training and no loop over a Loader has run in this process"
+        raise InvalidOption(cannot(act, found, "", "Train first, or name a TrainReport or a loader"))
     if isinstance(subject, meters.LoaderMeters):
         return _of_meters(subject, headspace)
     if isinstance(subject, TrainReport):
@@ -91,14 +95,15 @@ def diagnose(
     if isinstance(of, str | os.PathLike):
         return judge(_profile(*read_run(of), headspace))
     if not isinstance(subject, Loader | WatchedLoader) and not may_be_loader(subject):
-        found, needed = f"{type(subject).__name__!r} is no loader", "a TrainReport, or what gives batches"
-        raise InvalidOption(cannot("diagnose", found, needed, "Pass what train() returned, or a DataLoader"))
+        found, expected = f"the argument is {kind_of(subject)}", "a TrainReport or an iterable of batches"
+        raise InvalidOption(cannot(act, found, expected, "Name a TrainReport, or a loader such as torch's DataLoader"))
     loader = subject if isinstance(subject, Loader) else watch(subject)
     if loader.meters.snapshot().steps:
         return _of_meters(loader.meters, headspace)
     if headspace is not None:
-        found, needed = "headspace beside a loader that no step was taken with", "one that was trained with"
-        raise InvalidOption(cannot("diagnose", found, needed, "Pass the one that train() or a loop used"))
+        next_step = ("Name the loader that the training used, or ", omit("headspace"))
+        unused = (option("headspace"), " is given, and the loader has not been used for training")
+        raise InvalidOption(cannot(act, unused, "", next_step))
     return _by_itself(loader if isinstance(loader, Loader) else WatchedLoader(loader.watched), seconds)
 
 
@@ -142,7 +147,8 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis
                     if time.monotonic() > until and given + passes > _WARM_UP:
                         break
             if not given and not passes:
-                raise InvalidOption(cannot("diagnose the loader", "no batches", "one at least", "Give it samples"))
+                next_step = "Check that its data set is not empty"
+                raise InvalidOption(cannot("diagnose the loader", "it yields no batches", "", next_step))
             if not given or time.monotonic() > until:
                 break
         hosts = sampler.recent(seconds)
@@ -151,10 +157,10 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis
     run = replace(_profile(spent, loader.meters.facts, hosts), is_enough=True)
     found = judge(run, "unknown")
     rate = format_rate(run.samples_per_s, "images")
-    a_batch = f"{format_seconds(run.step.seconds)} a batch of {run.step.samples} on average"
+    per_batch = f"{format_seconds(run.step.seconds)} per batch of {run.step.samples} on average"
     return replace(
         found,
-        sentence=f"The loader alone: {rate}, {a_batch}; faster steps wait for it",
+        sentence=f"The loader alone: {rate}, {per_batch}; faster steps wait for it",
         shares=Shares(),
         ceiling_samples_per_s=None,
         advice=tuple(
@@ -191,8 +197,10 @@ def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
     if isinstance(loader, WatchedLoader):
         return loader
     if not may_be_loader(loader):
-        found = f"{type(loader).__name__!r} is no loader"
-        raise InvalidOption(cannot("watch", found, "something that gives batches", "Pass a DataLoader"))
+        found = f"the argument is {kind_of(loader)}"
+        raise InvalidOption(
+            cannot("watch", found, "an iterable of batches", "Pass a loader such as torch's DataLoader")
+        )
     return WatchedLoader(loader)
 
 

@@ -32,14 +32,14 @@ def far_files(run: RunProfile) -> Advice | None:
     if not (run.is_starved and run.facts.is_far and run.bottleneck in ("read", "gather")):
         return None
     is_known, is_cold = run.cpu_s is not None, run.facts.kind in ("foreign", "processes")
-    faster = "; it may be faster still, since workers that wait for each file need more CPU" if is_cold else ""
+    faster = "; it may be even faster, since workers that wait for each file take more CPU time" if is_cold else ""
     return Advice(
         f"each epoch reads from {_place(run)}",
         f"Stage the {'file' if _is_hdf5(run) else 'files'} to the local disk once",
         f"colabkit.stage({path})",
         _speed_near(run),
         confidence="medium" if is_known else "low",
-        check=f"colabkit.read_probe({path}) tells what the mount can do; {_check(run)}{faster}",
+        check=f"colabkit.read_probe({path}) measures the speed of the mount; {_check(run)}{faster}",
     )
 
 
@@ -49,8 +49,8 @@ def far_files_to_pack(run: RunProfile) -> Advice | None:
     if not (run.is_starved and run.facts.is_far) or encoding in (None, "raw") or _is_hdf5(run) or files == 1:
         return None
     return Advice(
-        f"each epoch opens {format_count(files) if files else 'many'} files far away",
-        "Pack them into one file near, decoded, and keep that on Drive for the next time",
+        f"each epoch opens {format_count(files) if files else 'many'} remote files",
+        "Pack the decoded images into one local file, which is also saved on Drive for later runs",
         f"colabkit.prepare({_quoted(run.facts.path)}, size=..., encoding='raw')",
         forecast_run(run).from_rows(_row_bytes(run)),
         confidence="high" if run.cpu_s is not None else "medium",
@@ -68,7 +68,7 @@ def small_files(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"reading a file of {format_bytes(mean_bytes)} takes {format_seconds(read.busy_s / read.samples)}",
-        "Pack the files into one, decoded",
+        "Pack the decoded images into one file",
         _packing(run),
         forecast_run(run).from_rows(_row_bytes(run)),
         check=_check(run),
@@ -83,20 +83,20 @@ def slow_disk(run: RunProfile) -> Advice | None:
     is_reading = (run.machine.read_bytes_per_s or 0.0) > 0.3 * _needed_bytes_per_s(run) > 0
     if not is_reading or (stalled is not None and stalled < HIGH):
         return None
-    found = f"the disk gives {format_bytes(run.machine.read_bytes_per_s or 0.0)}/s"
+    found = f"the disk delivers {format_bytes(run.machine.read_bytes_per_s or 0.0)}/s"
     if _fits_in_ram(run):
         return Advice(
             found,
-            "Keep the data in RAM, where it fits",
+            "Keep the data in RAM, since it fits there",
             f"colabkit.stage({_quoted(run.facts.path)}, to='tmpfs')",
             forecast_run(run).without_loader(),
             check=_check(run),
         )
     return Advice(
         found,
-        "Store smaller samples, as uint8 and of the size that is trained on",
+        "Store smaller samples, as uint8 and in the size used for training",
         _packing(run),
-        check="fewer bytes are read for each sample",
+        check="the bytes read per sample decrease",
     )
 
 
@@ -105,10 +105,10 @@ def slow_decoding(run: RunProfile) -> Advice | None:
     if not run.is_starved or run.bottleneck != "decode":
         return None
     part, is_kept = run.part("decode"), run.passes < 2 and run.facts.tier in ("gpu", "ram", "disk")
-    later = "; later epochs take what this one keeps" if is_kept else ""
+    later = "; later epochs reuse the images that this one caches" if is_kept else ""
     return Advice(
         f"decoding a sample takes {format_seconds(part.busy_s / max(1, part.samples))}{_if_full(run)}{later}",
-        "Store the images decoded, and of the size that is trained on",
+        "Store decoded images, in the size used for training",
         _packing(run),
         forecast_run(run).from_rows(_row_bytes(run)),
         confidence="medium" if is_kept else "high",
@@ -126,7 +126,7 @@ def slow_transform(run: RunProfile) -> Advice | None:
     each = format_seconds(part.busy_s / max(1, part.samples))
     speed: float | None = None
     if name == "samples":
-        found = f"making a sample in Python takes {each}{', most of it waiting for storage' * waits}"
+        found = f"loading a sample in Python takes {each}{', most of it waiting for storage' * waits}"
         action = "Pack the samples, and transform whole batches with colabkit.augment"
         call = f"{_packing(run)}; {_LOAD_PACK}"
         speed = forecast_run(run).from_rows(run.facts.sample_bytes)
@@ -134,7 +134,7 @@ def slow_transform(run: RunProfile) -> Advice | None:
         found, action = f"transforming a sample takes {each}", "Transform on the GPU"
         call, speed = "colabkit.Loader(..., device='cuda')", forecast_run(run).without_loader()
     elif any(word in (run.facts.transform or "") for word in _SIZING):
-        found, action = f"transforming a sample takes {each}", "Store the samples at the size that is trained on"
+        found, action = f"transforming a sample takes {each}", "Store the samples in the size used for training"
         call = _packing(run)
     else:
         return None
@@ -146,18 +146,18 @@ def slow_foreign(run: RunProfile) -> Advice | None:
     facts = run.facts
     if not run.is_starved or facts.kind != "foreign" or facts.is_far:
         return None
-    found = "what the loader does inside is not known"
+    found = "the loader is slow, and the time of its stages is unknown"
     if facts.workers == 0:
-        found = "batches are made where the step runs, one after the other"
+        found = "batches are loaded one at a time in the process that runs the step"
     elif run.is_cpu_full:
-        found = "the loader is slow, and the CPU is full"
+        found = "the loader is slow, and all CPUs are busy"
     elif run.machine.cpu_rate is not None and facts.workers:
-        found = "the loader is slow although the CPU is not full, so its workers wait for the disk or for each other"
+        found = "the loader is slow although CPUs are idle, so its workers wait for the disk or for each other"
     if _is_hdf5(run):
         action = "Load the file with colabkit.Loader"
         call = f"colabkit.Loader(colabkit.open_pack({_quoted(facts.path)})['train'], batch_size, shuffle=True)"
     else:
-        action = "Pack the samples once, decoded, and load them with colabkit.Loader"
+        action = "Pack the decoded samples once, and load them with colabkit.Loader"
         call = f"{_packing(run)}; {_LOAD_PACK}"
     return Advice(
         found,
@@ -184,11 +184,11 @@ def more_workers(run: RunProfile) -> Advice | None:
     speed = min(forecast_run(run).samples_per_s(workers=most), run.step.samples * most / max(a_batch_s, 1e-9))
     workers, cpus = format_things(facts.workers, "worker"), format_things(most, "CPU")
     return Advice(
-        f"{workers} on {cpus}, of which {format_share(rate)} is busy",
+        f"{workers} on {cpus}, which are busy {format_share(rate)} of the time",
         f"Use {format_things(most, 'worker')}",
         f"num_workers={most}",
         speed,
-        check="the CPU's share rises",
+        check="the CPU utilization rises",
     )
 
 
@@ -202,8 +202,8 @@ def held_by_python(run: RunProfile) -> Advice | None:
         # Only loaders of this kind run Python code in several threads.
         return None
     return Advice(
-        "one core is busy and the others are not, so threads wait for Python's lock",
-        "Make samples in processes, or with code that releases the lock",
+        "one core is busy and the others are not, so threads wait for Python's global interpreter lock",
+        "Load samples in processes, or with code that releases the lock",
         "",
         confidence="low",
     )
@@ -250,12 +250,12 @@ def bursts(run: RunProfile) -> Advice | None:
     if facts.kind == "foreign":
         call = "prefetch_factor=8" if facts.workers else ""
     return Advice(
-        f"a few long waits take {format_share(run.late)} of the time, though data is there as a rule",
-        "Make more batches ahead; look for single large files, garbage collection, checkpoints",
+        f"a few long waits take {format_share(run.late)} of the time, although data is usually ready",
+        "Prefetch more batches; check for single large files, garbage collection and checkpoints",
         call,
         run.samples_per_s / max(_LEAST_LEFT, 1 - run.late),
         confidence="low",
-        check="the longest waits in loader.meters.snapshot().recent",
+        check="loader.meters.snapshot().recent contains the longest waits",
     )
 
 
@@ -272,7 +272,7 @@ def chunks_do_not_fit(run: RunProfile) -> Advice | None:
             return None
         return Advice(
             f"reading a sample through HDF5 takes {format_seconds(read.busy_s / gathered.samples)}",
-            "Pack the data anew, row by row",
+            "Pack the data again, one sample per row",
             f"colabkit.pack(colabkit.open_pack({_quoted(facts.path)})['train'], 'pack.h5')",
             forecast_run(run).from_rows(_row_bytes(run)),
             check=_check(run),
@@ -282,7 +282,7 @@ def chunks_do_not_fit(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"{stored / needed:.1f} times as many bytes are read as are used",
-        "Mix by blocks, which are read whole",
+        "Shuffle by blocks, which are read completely",
         "shuffle='block'",
         min(run.samples_per_s * stored / needed, forecast_run(run).without_loader()),
         check=_check(run),
@@ -299,11 +299,11 @@ def cache_too_small(run: RunProfile) -> Advice | None:
         # Samples without a path are generated or in memory, so something else is reading.
         return None
     if _fits_in_ram(run):
-        action = "Let go of what fills the RAM, or keep the data in tmpfs"
+        action = "Free RAM, or keep the data in tmpfs"
         call = f"colabkit.stage({_quoted(run.facts.path)}, to='tmpfs')"
-        found = f"{format_bytes(size)} of data are read again in each epoch though they fit in the RAM"
+        found = f"{format_bytes(size)} of data are read again in each epoch although they fit in RAM"
     else:
-        action, call = "Mix by blocks, so that a part of the data serves for a while", "shuffle='block'"
+        action, call = "Shuffle by blocks, so that cached data is reused for a while", "shuffle='block'"
         found = f"{format_bytes(size)} of data do not fit in {format_bytes(free)} of free RAM, so tmpfs will not help"
     return Advice(found, action, call, confidence="low")
 
@@ -315,11 +315,11 @@ def throttled(run: RunProfile) -> Advice | None:
     is_slower, retries = run.slowdown >= _THROTTLED, run.spent.retries
     if not is_slower and not retries:
         return None
-    found = [f"steps take {run.slowdown:.1f} times as long as at first"] if is_slower else []
-    found += [f"{format_things(retries, 'read')} of the source had to be tried again"] if retries else []
+    found = [f"steps take {run.slowdown:.1f} times as long as at the start"] if is_slower else []
+    found += [f"{format_things(retries, 'read')} of the source had to be retried"] if retries else []
     return Advice(
         ", and ".join(found),
-        "Stage the data before training, since Drive slows down who asks often",
+        "Stage the data before training, since Drive limits frequent requests",
         f"colabkit.stage({_quoted(run.facts.path)})",
         _speed_near(run),
         confidence="low",
@@ -336,17 +336,17 @@ def _speed_near(run: RunProfile) -> float:
 
 def _check(run: RunProfile) -> str:
     if run.measured_alone_s is not None:
-        return "the speed then, beside the one predicted here"
-    return "diagnose(..., headspace=headspace(step, loader)) predicts from the speed of the step alone"
+        return "compare the new speed with this prediction"
+    return "diagnose(..., headspace=headspace(step, loader)) predicts more accurately"
 
 
 def _if_full(run: RunProfile) -> str:
-    return "; the CPU is full, so more workers will not help" if run.is_cpu_full else ""
+    return "; all CPUs are busy, so more workers will not help" if run.is_cpu_full else ""
 
 
 def _place(run: RunProfile) -> str:
     path = _quoted(run.facts.path)
-    return "files far away" if path == "..." else f"{path}, far away"
+    return "remote files" if path == "..." else f"{path}, which is remote"
 
 
 def _fits_in_ram(run: RunProfile) -> bool:

@@ -113,9 +113,9 @@ class Diagnosis(Report):
             if self.ceiling_samples_per_s and self.ceiling_samples_per_s > 1.05 * self.samples_per_s:
                 ceiling = format_rate(min(self.ceiling_samples_per_s, _MOST_TIMES * self.samples_per_s), "images")
                 over = "over " * (self.ceiling_samples_per_s > _MOST_TIMES * self.samples_per_s)
-                lines[0] += f", {over}{ceiling} if data were always there"
+                lines[0] += f", {over}{ceiling} if data were always ready"
         if not self.advice and self.verdict != "unknown":
-            lines.append("Nothing to fix in how data is loaded" if self.needs_nothing else "No advice")
+            lines.append("Data loading needs no fix" if self.needs_nothing else "No advice")
         for number, advice in enumerate(self.advice, 1):
             lines.append(f"{number}. {advice.action}{_gain(advice, self.samples_per_s)}: {advice.found}")
             if advice.call:
@@ -141,7 +141,7 @@ class Diagnosis(Report):
 def _gain(advice: Advice, now: float) -> str:
     if advice.samples_per_s is None or not now:
         return ""
-    saved = "" if advice.saved_s is None else f", {format_seconds(advice.saved_s)} less an epoch"
+    saved = "" if advice.saved_s is None else f", saving {format_seconds(advice.saved_s)} per epoch"
     times = advice.samples_per_s / now
     # A prediction is an upper bound: the speed of the slowest remaining part.
     return f" ({f'up to {times:.1f}' if times <= _MOST_TIMES else f'over {_MOST_TIMES}'} times as fast{saved})"

@@ -40,16 +40,16 @@ def pageable_copies(run: RunProfile) -> Advice | None:
         return None
     if is_foreign and not run.is_starved:
         return Advice(
-            "batches come from memory that is not page-locked, so the step waits for their copies",
-            "Let the loader lock its pages, and copy with non_blocking=True",
+            "batches are in memory that is not pinned, so the step waits for their copies",
+            "Let the loader pin its memory, and copy with non_blocking=True",
             "pin_memory=True",
             confidence="low",
         )
     if run.shares.copy < _EXPOSED_COPY:
         return None
     return Advice(
-        f"copies to the GPU take {format_share(run.shares.copy)} of each step, and nothing hides them",
-        "Copy ahead, from page-locked memory, on a stream of its own",
+        f"copies to the GPU take {format_share(run.shares.copy)} of each step, without overlapping it",
+        "Copy ahead, from pinned memory, on a separate stream",
         "colabkit.Loader(..., device='cuda')",
         forecast_run(run).samples_per_s(saved_s=run.step.copy_s),
     )
@@ -63,9 +63,9 @@ def slow_copies(run: RunProfile) -> Advice | None:
     rate = part.handled_bytes / part.busy_s
     if rate >= _SLOW_LINK and not run.facts.is_pinned:
         return None
-    action, keep = "Send uint8 and normalise on the GPU", ""
+    action, keep = "Copy uint8, and normalize on the GPU", ""
     if run.machine.gpu is not None and run.machine.gpu.used is not None and run.machine.gpu.used < _ROOMY:
-        action, keep = f"{action}, or keep the data there", "keep='gpu', "
+        action, keep = f"{action}, or keep all data there", "keep='gpu', "
     return Advice(
         f"copies run at {format_bytes(rate)}/s and take {format_share(run.shares.copy)} of each step",
         action,
@@ -80,10 +80,10 @@ def tiny_batches(run: RunProfile) -> Advice | None:
     if run.shares.wait >= HIGH or not 0 < samples <= _TINY_BATCH or not 0 < seconds <= _TINY_STEP_S:
         return None
     return Advice(
-        f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it to launch it",
+        f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it to launch kernels",
         "Use larger batches",
         f"batch_size={8 * samples}",
-        check="images a second rise with the batch size",
+        check="images per second rise with the batch size",
     )
 
 
@@ -95,10 +95,10 @@ def launches(run: RunProfile) -> Advice | None:
     if gpu.utilization_rate >= _IDLE_GPU or run.shares.compute < HIGH:
         return None
     return Advice(
-        f"the GPU works {format_share(gpu.utilization_rate)} of the time although data is there",
-        "Use larger batches, torch.compile, channels_last, a fused optimizer",
+        f"the GPU works {format_share(gpu.utilization_rate)} of the time although data is ready",
+        "Use larger batches, torch.compile, channels_last, or a fused optimizer",
         "colabkit.supervised_step(..., compile=True, channels_last=True)",
-        check="a larger batch_size takes hardly longer",
+        check="a step with a larger batch_size takes only slightly longer",
     )
 
 
@@ -108,11 +108,11 @@ def host_work(run: RunProfile) -> Advice | None:
         return None
     seconds = format_seconds(run.step.other_s)
     return Advice(
-        f"work between steps takes {seconds} each time, {format_share(run.shares.other)} in all",
+        f"work between steps takes {seconds} per step, {format_share(run.shares.other)} of the time",
         "Log, read values and save less often",
         "colabkit.train(..., save_to=..., save_every='5min')",
         forecast_run(run).samples_per_s(saved_s=run.step.other_s),
-        check="torch.cuda.set_sync_debug_mode('warn') names lines that wait for the GPU" if run.is_on_gpu else "",
+        check="torch.cuda.set_sync_debug_mode('warn') reports lines that wait for the GPU" if run.is_on_gpu else "",
     )
 
 
@@ -124,10 +124,10 @@ def no_mixed_precision(run: RunProfile) -> Advice | None:
     if gpu.name is None or not _TENSOR_CORES.intersection(gpu.name.replace("-", " ").split()):
         return None
     return Advice(
-        f"{gpu.name} has tensor cores, and the step computes in float32",
+        f"{gpu.name} has tensor cores, which float32 does not use fully",
         "Use mixed precision",
         "colabkit.supervised_step(..., amp='auto')",
-        check="headspace() with and without it",
+        check="compare headspace() with and without it",
     )
 
 
@@ -143,7 +143,7 @@ def room_on_the_gpu(run: RunProfile) -> Advice | None:
         "Use larger batches",
         f"batch_size={2 * run.step.samples}",
         confidence="low",
-        check="images a second rise with the batch size",
+        check="images per second rise with the batch size",
     )
 
 
@@ -166,8 +166,8 @@ def slowed_gpu(run: RunProfile) -> Advice | None:
         return None
     why = " and ".join(_SLOWED_BY.get(name, name) for name in gpu.slowed_by)
     return Advice(
-        f"the GPU's clocks were held down {format_share(gpu.slowed)} of the time by {why}",
-        "Leave the code as it is, since the card itself holds back",
+        f"the GPU lowered its clocks {format_share(gpu.slowed)} of the time because of {why}",
+        "Leave the code unchanged, since the GPU itself limits the speed",
     )
 
 
@@ -176,7 +176,7 @@ def lost_gpu(run: RunProfile) -> Advice | None:
     gpu = run.machine.gpu
     if gpu is None or not gpu.is_lost:
         return None
-    return Advice("the GPU does not answer any more", "Restart the runtime, and resume from the checkpoint")
+    return Advice("the GPU no longer responds", "Restart the runtime, and resume from the checkpoint")
 
 
 def wrong_device(run: RunProfile) -> Advice | None:
@@ -185,7 +185,7 @@ def wrong_device(run: RunProfile) -> Advice | None:
     if gpu is None or run.is_on_gpu or gpu.is_lost or (gpu.torch_bytes or 0) > 0 or (gpu.utilization_rate or 0) > 0.05:
         return None
     if run.facts.kind == "foreign":
-        found, call = "there is a GPU that holds no tensor", "model.to('cuda'); batch.to('cuda')"
+        found, call = "there is a GPU without any tensor on it", "model.to('cuda'); batch.to('cuda')"
     else:
         found, call = "there is a GPU, and batches stay on the CPU", _ON_GPU
     return Advice(
@@ -202,8 +202,8 @@ def others_on_the_gpu(run: RunProfile) -> Advice | None:
     if not run.is_on_gpu or gpu is None or gpu.torch_bytes is None or (gpu.other_bytes or 0) < _OTHERS_BYTES:
         return None
     return Advice(
-        f"{format_bytes(gpu.other_bytes or 0)} of the GPU's memory is held by others",
-        "Restart other notebooks and kernels that use it",
+        f"other processes use {format_bytes(gpu.other_bytes or 0)} of the GPU's memory",
+        "Shut down other notebooks and kernels that use the GPU",
         confidence="low",
     )
 
@@ -218,7 +218,7 @@ def others_on_the_cpu(run: RunProfile) -> Advice | None:
         "End other processes",
         "",
         confidence="high",
-        check="top shows who they are",
+        check="the command top lists them",
     )
 
 
@@ -232,9 +232,9 @@ def full_ram(run: RunProfile) -> Advice | None:
     staged = (machine.tmpfs_bytes or 0) > 0.1 * machine.ram_total_bytes
     if staged:
         found += f", {format_bytes(machine.tmpfs_bytes or 0)} of it by files in tmpfs"
-    action = "Give staged data back" if staged else "Free memory or use fewer workers"
+    action = "Remove staged data" if staged else "Free memory or use fewer workers"
     call = "colabkit.unstage(...)" if staged else ""
-    return Advice(found, f"{action}, since at the limit the kernel is killed without a message", call)
+    return Advice(found, f"{action}, since the process is killed without a message when RAM runs out", call)
 
 
 def full_shm(run: RunProfile) -> Advice | None:
@@ -245,8 +245,8 @@ def full_shm(run: RunProfile) -> Advice | None:
     if run.facts.kind not in ("processes", "foreign"):
         return None
     return Advice(
-        f"{format_share(free)} of /dev/shm is left, through which workers send batches",
-        "Use fewer workers or smaller batches, or give back what is staged there",
+        f"{format_share(free)} of /dev/shm, which workers use to send batches, is free",
+        "Use fewer workers or smaller batches, or remove data that is staged there",
         f"num_workers={workers // 2}",
     )
 
@@ -257,8 +257,8 @@ def full_disk(run: RunProfile) -> Advice | None:
     if free is None or free >= _DISK_BYTES:
         return None
     return Advice(
-        f"{format_bytes(free)} is left on the local disk",
-        "Give staged data back, or keep fewer checkpoints",
+        f"the local disk has {format_bytes(free)} free",
+        "Remove staged data, or keep fewer checkpoints",
         "colabkit.unstage(...)",
     )
 
@@ -269,6 +269,6 @@ def costly_panel(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the panel takes {format_share(run.cost_share)} of the time",
-        "Let it paint less often",
+        "Refresh the panel less often",
         "colabkit.dashboard(refresh_s=30)",
     )

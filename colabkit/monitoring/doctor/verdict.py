@@ -22,7 +22,7 @@ _PARTS = {
     "decode": "decoding",
     "augment": "transforming",
     "gather": "gathering rows",
-    "samples": "making samples in Python",
+    "samples": "loading samples in Python",
     "transfer": "copying",
 }
 
@@ -141,18 +141,18 @@ def _sentence(run: RunProfile, verdict: Verdict, is_over: bool) -> str:
     slowest = f": {_PARTS[run.bottleneck]} is the slowest part" if run.bottleneck in _PARTS else ""
     match verdict:
         case "unknown":
-            few = "Too few steps to judge by" if is_over else "Not enough steps yet"
-            return f"{few}: {format_count(run.steps)} of {ENOUGH_STEPS}, the first ones apart"
+            few = "Too few steps for a diagnosis" if is_over else "Not enough steps yet"
+            return f"{few}: {format_count(run.steps)} of {ENOUGH_STEPS}, not counting the first ones"
         case "data":
             if run.stolen_s < run.step.wait_s:
                 return f"Training waits for data {format_share(shares.wait)} of the time{slowest}"
             taken = format_share(run.stolen_s / run.step.seconds)
-            waits = f", and it waits for data {format_share(shares.wait)}" if shares.wait >= MODERATE else ""
-            return f"Making data takes the CPU from the step, {taken} of the time{waits}{slowest}"
+            waits = f", and training waits for data {format_share(shares.wait)}" if shares.wait >= MODERATE else ""
+            return f"Loading data takes CPU time from the step, {taken} of the time{waits}{slowest}"
         case "copy":
             return f"Training waits for copies to the GPU {format_share(shares.copy)} of the time"
         case "other":
             return f"Other work between steps takes {format_share(shares.other)} of the time"
     if shares.wait >= MODERATE:
-        return f"Data slows training a little, {format_share(shares.wait)} of the time{slowest}"
+        return f"Data slows training slightly, {format_share(shares.wait)} of the time{slowest}"
     return f"Data keeps up: the step itself takes {format_share(shares.compute)} of the time"

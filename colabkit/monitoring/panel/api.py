@@ -212,8 +212,8 @@ class Dashboard:
                 break
             except Exception:
                 screen = self._screens.pop(0)
-                rest = "it goes on as text" if self._screens else "it is gone"
-                meters.logger.warning("the panel cannot be painted: %s, and the run goes on", rest, exc_info=True)
+                rest = "it is shown as text" if self._screens else "it is closed"
+                meters.logger.warning("the panel cannot be drawn, so %s; the run continues", rest, exc_info=True)
                 _closed(screen)
         self._pace.painted(self._clock() - began_s, self._cpu_clock() - began_cpu_s)
 
@@ -230,7 +230,7 @@ def _closed(screen: Screen) -> None:
     try:
         screen.close()
     except Exception:
-        meters.logger.warning("the panel's screen cannot be closed; the run goes on", exc_info=True)
+        meters.logger.warning("the panel's screen cannot be closed; the run continues", exc_info=True)
 
 
 class FramePace:

@@ -169,7 +169,7 @@ def position(state: PanelState) -> str:
         parts.append(f"epoch {_of(state.epoch, state.epochs)}")
         parts.append(f"step {_of(state.step, state.steps_per_epoch)}")
     if state.is_over:
-        parts.append(f"{format_seconds(state.elapsed_s)} in all")
+        parts.append(f"{format_seconds(state.elapsed_s)} in total")
     elif state.remaining_s is not None:
         parts.append(f"{_whole_seconds(state.remaining_s)} left")
     else:

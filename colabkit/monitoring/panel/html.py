@@ -64,17 +64,17 @@ def _verdict(state: PanelState) -> str:
 
 def _progress(state: PanelState) -> str:
     done = content.done_share(state)
-    said = "n/a" if done is None else f"{100 * done:.0f}%"
+    share = "n/a" if done is None else f"{100 * done:.0f}%"
     return (
         f"<div style='{_FAINT};{_CUT};white-space:nowrap'>{escape(content.position(state))}</div>"
-        f"{_bar(4, f'done: {said}', done or 0.0, plotting.GREY, ';margin:6px 0 12px')}"
+        f"{_bar(4, f'done: {share}', done or 0.0, plotting.GREY, ';margin:6px 0 12px')}"
     )
 
 
 def _time(state: PanelState) -> str:
     parts = content.segments(state)
-    said = "time of a typical step: " + ", ".join(f"{part.name} {part.text}" for part in parts)
-    bar = stacked_bar(said, [(part.share or 0.0, color) for part, color in zip(parts, _COLORS, strict=True)], 14)
+    alt = "time of a typical step: " + ", ".join(f"{part.name} {part.text}" for part in parts)
+    bar = stacked_bar(alt, [(part.share or 0.0, color) for part, color in zip(parts, _COLORS, strict=True)], 14)
     legend = " ".join(
         f"<span><span aria-hidden='true' style='color:{color}'>{sign}</span> {part.name} <b>{part.text}</b></span>"
         for part, color, sign in zip(parts, _COLORS, _SIGNS, strict=True)

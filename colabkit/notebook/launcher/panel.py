@@ -75,7 +75,7 @@ def open_launcher() -> Launcher:
     shell = ipython.get_ipython() if ipython else None
     if shell is None or not hasattr(shell, "kernel"):
         next_step = "Run it in Colab or Jupyter, or see python -m colabkit --help"
-        raise NoNotebook(cannot(act, "this is not a notebook", "expected a notebook cell", next_step))
+        raise NoNotebook(cannot(act, "this is not a notebook", "", next_step))
     widgets = import_optional("ipywidgets", act, "for fields and buttons", next_step="Run %pip install ipywidgets")
     close_launchers()
     launcher = Launcher(widgets)
@@ -191,8 +191,8 @@ class Launcher:
                 self.view.note("")
                 self.view.say(_STOPPED)
             except Exception as error:
-                told, fields = _told(error, action)
-                self.view.say(told, is_error=True)
+                text, fields = _described(error, action)
+                self.view.say(text, is_error=True)
                 self.view.point_to(fields)
             finally:
                 self.view.end()
@@ -225,7 +225,7 @@ def _places() -> list[tuple[str, str]]:
     return places(colabkit.runtime(), os.path.abspath(near_folder(os.environ)))
 
 
-def _told(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
+def _described(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
     """Return the message for an error, and the fields to mark."""
     if os.environ.get("COLABKIT_DEBUG") == "1":
         return "".join(traceback.format_exception(error)), ()

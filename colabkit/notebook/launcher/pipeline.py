@@ -16,8 +16,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import colabkit
-from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, Report, cannot
-from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
+from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, Report, cannot, option
+from colabkit.notebook.launcher.settings import PACK_OPTIONS, Settings
 from colabkit.notebook.options import parse_value
 from colabkit.notebook.verbs import VERBS, Option, Verb
 from colabkit.packs import label_samples
@@ -114,7 +114,7 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
     Raises:
         InvalidOption: If a value is invalid.
     """
-    act = f"{action} it" if action != "train" else "train on it"
+    act = f"{action} the source" if action != "train" else "train on the source"
     source = _checked(act, "source", settings.source)
     work = _checked(act, "work", settings.work)
     shown = _shown(source)
@@ -125,21 +125,19 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
         calls.append(PipelineCall("mounted", _VERBS["mount"], {}, "Mounting Drive"))
     if action == "probe":
         if source.startswith("samples:") or "://" in source:
-            needed = "expected the path of a folder or a file"
-            raise InvalidOption(
-                cannot(f"probe {shown!r}", "this source has no path to measure", needed, "Stage it instead")
-            )
+            expected = "the path of a folder or a file"
+            raise InvalidOption(cannot(f"probe {shown!r}", "this source has no path", expected, "Stage it instead"))
         calls.append(PipelineCall("probed", _VERBS["probe"], {"path": source}, "Probing"))
         return Pipeline(source, tuple(calls))
-    near: Any = source
+    local: Any = source
     if action == "stage" or not is_read_by_pack(source):
-        calls.append(PipelineCall("staged", _VERBS["stage"], {"source": near, "to": settings.to}, "Staging"))
-        near = ResultPath("staged")
+        calls.append(PipelineCall("staged", _VERBS["stage"], {"source": local, "to": settings.to}, "Staging"))
+        local = ResultPath("staged")
     if action == "stage":
         return Pipeline(shown, tuple(calls), secret=secret)
     options = _pack_options(act, settings)
     folder = f"{work.rstrip('/') or '/'}/{_folder_name(source, options)}"
-    packing = {"source": near, "out": f"{folder}/pack.h5", **options}
+    packing = {"source": local, "out": f"{folder}/pack.h5", **options}
     calls.append(PipelineCall("packed", _VERBS["pack"], packing, "Packing"))
     if action == "pack":
         return Pipeline(shown, tuple(calls), secret=secret)
@@ -154,34 +152,34 @@ def is_read_by_pack(source: str) -> bool:
 
 def _checked(act: str, name: str, text: str) -> str:
     """Return a field's stripped text; raise `InvalidOption` if it is empty or has several lines."""
-    text, label = text.strip(), FIELDS[name]
+    text = text.strip()
     if not text:
-        needed = "expected a path or an address" if name == "source" else "expected a path"
-        raise InvalidOption(cannot(act, f"{label} is empty", needed, f"Fill in {label}"))
+        expected = "a path or an address" if name == "source" else "a path"
+        raise InvalidOption(cannot(act, (option(name), " is empty"), expected, ("Fill in ", option(name))))
     if len(text.splitlines()) > 1 or "\0" in text:
-        found = f"{label} contains a line break"
-        raise InvalidOption(cannot(act, found, "expected one line of text", f"Check {label}"))
+        found = (option(name), " contains a line break or a null character")
+        raise InvalidOption(cannot(act, found, "one line of text", ("Check ", option(name))))
     return text
 
 
 def _pack_options(act: str, settings: Settings) -> dict[str, Any]:
     """Return the options of `pack()` that differ from its defaults."""
     options = {}
-    for option in _VERBS["pack"].options:
-        if option.name in PACK_OPTIONS and (text := getattr(settings, option.name).strip()):
-            value = _value(option, _checked(act, option.name, text))
-            if value != option.default:
-                options[option.name] = value
+    for one in _VERBS["pack"].options:
+        if one.name in PACK_OPTIONS and (text := getattr(settings, one.name).strip()):
+            value = _value(act, one, _checked(act, one.name, text))
+            if value != one.default:
+                options[one.name] = value
     return options
 
 
-def _value(option: Option, text: str) -> Any:
+def _value(act: str, entered: Option, text: str) -> Any:
     try:
-        return parse_value(option.kind, text)
+        return parse_value(entered.kind, text)
     except argparse.ArgumentTypeError as error:
-        given, _, needed = str(error).partition(" is not ")
-        label = FIELDS[option.name]
-        raise InvalidOption(cannot("pack it", f"{label} is {given}", f"expected {needed}", f"Check {label}")) from error
+        given, _, expected = str(error).partition(" is not ")
+        found = (option(entered.name), f" is {given}")
+        raise InvalidOption(cannot(act, found, expected, ("Check ", option(entered.name)))) from error
 
 
 def _folder_name(source: str, options: Mapping[str, Any]) -> str:
@@ -216,11 +214,11 @@ def code_of(pipeline: Pipeline) -> str:
 
 def _code_of_call(call: PipelineCall, secret: str) -> str:
     given = []
-    for option in call.verb.options:
-        if option.name in call.arguments:
-            value = call.arguments[option.name]
+    for one in call.verb.options:
+        if one.name in call.arguments:
+            value = call.arguments[one.name]
             text = _ADDRESS if secret and value == secret else repr(value)
-            given.append(f"{option.name}={text}" if option.flag else text)
+            given.append(f"{one.name}={text}" if one.flag else text)
     return f"{call.name} = colabkit.{call.verb.call}({', '.join(given)})"
 
 
@@ -298,11 +296,9 @@ def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
 def _check_kind(source: str, kind: str) -> None:
     """Raise `InvalidOption` unless there is one class per image, as the small network needs."""
     if kind != "class":
-        found = "no labels" if kind == "none" else f"{kind} labels"
-        next_step = f"Check {FIELDS['labels']}, or train on it with a custom loss"
-        raise InvalidOption(
-            cannot(f"train a small network on {source!r}", found, "expected one class per image", next_step)
-        )
+        found = "the images have no labels" if kind == "none" else f"the labels are {kind} labels"
+        next_step = ("Check ", option("labels"), ", or train with a custom loss in code")
+        raise InvalidOption(cannot(f"train a small network on {source!r}", found, "one class per image", next_step))
 
 
 def _train(source: str, training: TrainingSettings, packed: Any, screen: Screen) -> Report:

@@ -77,24 +77,24 @@ class Settings:
     work: str = "colabkit-work"
 
 
-def places(found: RuntimeReport, near: str) -> list[tuple[str, str]]:
+def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
     """Return the choices for the destination of a local copy, as pairs of label and value for `stage(to=)`.
 
     Args:
         found: Report of `runtime()`.
-        near: Folder of local copies on disk.
+        local_folder: Folder of local copies on disk.
     """
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
     return [
         ("auto: tmpfs if it leaves enough RAM for training, otherwise disk", "auto"),
         (f"tmpfs: {_free(shared)}", "tmpfs"),
-        (f"disk: {_free(_disk_of(found.disks, near))}", "disk"),
+        (f"disk: {_free(_disk_of(found.disks, local_folder))}", "disk"),
     ]
 
 
-def _disk_of(disks: tuple[DiskReport, ...], near: str) -> DiskReport | None:
+def _disk_of(disks: tuple[DiskReport, ...], folder: str) -> DiskReport | None:
     """Return the disk that holds a folder, or else the last one, which is the working folder's."""
-    holding = [one for one in disks if PurePath(near).is_relative_to(one.folder)]
+    holding = [one for one in disks if PurePath(folder).is_relative_to(one.folder)]
     return max(holding, key=lambda one: len(one.folder)) if holding else disks[-1] if disks else None
 
 
