@@ -134,7 +134,9 @@ def test_size_and_jpeg_hold_for_images_of_every_kind(tmp_path, kind):
     large = [photo(64, 48 + 6 * number) for number in range(3)]
     make = {"image": Image.fromarray, "tensor": lambda p: torch.from_numpy(p).permute(2, 0, 1), "array": np.asarray}
     dataset = Samples([(make[kind](pixels), number) for number, pixels in enumerate(large)])
-    with pytest.raises(BadImage, match=r"'sample 1' of 'Samples': its shape is 64x54x3, not 64x48x3.*size="):
+    with pytest.raises(
+        BadImage, match=r"'sample 1' of 'Samples': the shape is 64x54x3, but 64x48x3 in the first sample.*size="
+    ):
         pack(dataset, tmp_path / "p.h5", progress=False)
     assert list(tmp_path.iterdir()) == []
     sized = opened(dataset, tmp_path / "p.h5", size=16)
@@ -230,33 +232,41 @@ WRONG = {
     "raises": (
         Samples([*GOOD, BOOM]),
         BadImage,
-        r"'sample 9' of 'Samples': the data set raised ValueError: of your own in",
+        r"'sample 9' of 'Samples': the dataset raised ValueError: of your own in",
     ),
-    "raises at once": (Samples([BOOM, *GOOD]), BadImage, "sample 0: the data set raised ValueError"),
+    "raises at once": (Samples([BOOM, *GOOD]), BadImage, r"sample 0 is bad \(the dataset raised ValueError"),
     "stops": (Samples([*GOOD, StopIteration()]), BadImage, "'sample 9' .* raised StopIteration"),
     "is shorter than its length": (Samples(GOOD, count=12), BadImage, "'sample 9' .* raised IndexError"),
-    "is empty": (Samples([]), BadSource, "no samples in 'train'"),
-    "has an empty part": ({"train": Samples(GOOD), "test": Samples([])}, BadSource, "no samples in 'test'"),
+    "is empty": (Samples([]), BadSource, "the split 'train' has no samples"),
+    "has an empty part": ({"train": Samples(GOOD), "test": Samples([])}, BadSource, "the split 'test' has no samples"),
     "changes its shape": (
         Samples([*GOOD, (torch.zeros(3), 1)]),
         BadImage,
-        "its shape is 3, not 2.*fields, of one shape",
+        "the shape is 3, but 2 in the first sample.*same fields, with the same shapes",
     ),
-    "changes its dtype": (Samples([*GOOD, (torch.zeros(2), 0.5)]), BadImage, "dtype of 'Y' is float32, not int64"),
-    "changes its kind": (Samples([*GOOD, ("word", 1)]), BadImage, "'X' is of another kind"),
-    "loses a field": (Samples([*GOOD, (torch.zeros(2),)]), BadImage, "it has no 'Y'"),
+    "changes its dtype": (
+        Samples([*GOOD, (torch.zeros(2), 0.5)]),
+        BadImage,
+        "dtype of 'Y' is float32, but int64 in the first sample",
+    ),
+    "changes its kind": (Samples([*GOOD, ("word", 1)]), BadImage, "'X' is a str, which is another type"),
+    "loses a field": (Samples([*GOOD, (torch.zeros(2),)]), BadImage, "the field 'Y' is missing"),
     "has an image among arrays": (Samples([*GOOD, (TENSORS[0], 1)]), BadImage, "'X' is a Tensor of torch.uint8"),
-    "has labels in words": (Samples([(1.0, "owl")]), BadSource, "the label 'owl', where .*classes. are none"),
-    "has odd labels": (Samples([(1.0, [3, 4])]), BadSource, r"a label of int64 \[2\]"),
-    "has a label that is NaN": (Samples([(1.0, 2.0), (1.0, np.nan)]), BadImage, "'sample 1' .* a label that is NaN"),
-    "has objects": (Samples([(1.0, 2, object())]), BadSource, "'Z' is an object, in sample 0"),
+    "has labels in words": (
+        Samples([(1.0, "owl")]),
+        BadSource,
+        "the label 'owl' is text, but the dataset has no .classes.",
+    ),
+    "has odd labels": (Samples([(1.0, [3, 4])]), BadSource, r"the label is int64 \[2\]"),
+    "has a label that is NaN": (Samples([(1.0, 2.0), (1.0, np.nan)]), BadImage, "'sample 1' .*label.* NaN"),
+    "has objects": (Samples([(1.0, 2, object())]), BadSource, "in sample 0, 'Z' is an object"),
     "has empty tuples": (Samples([()]), BadSource, "an empty tuple"),
-    "has no key of samples": (Samples([{"a": 1, "b": 2}]), BadSource, "samples of a, b"),
-    "has a bad key": (Samples([{"x": 1, "a/b": 2}]), InvalidOption, "a field named 'a/b'"),
+    "has no key of samples": (Samples([{"a": 1, "b": 2}]), BadSource, "the keys 'a', 'b'"),
+    "has a bad key": (Samples([{"x": 1, "a/b": 2}]), InvalidOption, "a field is named 'a/b'"),
     "has other classes in a split": (
         {"train": Samples(GOOD, classes=["a", "b"]), "test": Samples(GOOD, classes=["b", "a"])},
         BadSource,
-        "other classes in train than in test",
+        "the splits 'train' and 'test' have different classes",
     ),
     "has unknown splits": ({"train": Samples(GOOD), "extra": Samples(GOOD)}, InvalidOption, "'train', 'extra'"),
 }
@@ -274,9 +284,9 @@ def test_bad_samples_are_skipped_and_listed(tmp_path):
 
     report = pack(dataset(), tmp_path / "p.h5", progress=False, on_bad="skip", max_bad=3)
     assert [name for name, _ in report.bad] == ["sample 0", "sample 2"]
-    assert report.bad[0][1].startswith("the data set raised ValueError")
+    assert report.bad[0][1].startswith("the dataset raised ValueError")
     assert open_pack(report.path)["train"].labels.tolist() == [7, 9]
-    with pytest.raises(BadImage, match="2 bad files or more"):
+    with pytest.raises(BadImage, match="at least 2 bad files"):
         pack(dataset(), tmp_path / "q.h5", progress=False, on_bad="skip", max_bad=1)
 
 

@@ -133,7 +133,7 @@ def test_auto_keeps_files_of_several_sizes_and_says_what_raw_would_gain(tmp_path
     assert report.encoding == "source"
     assert stored(report.path) == [file.read_bytes() for file in files_of(mixed)]
     assert "several sizes" in report.note
-    assert "raw at 256 (size=256) would take 3.2 MiB" in report.note
+    assert "raw pixels at an image size of 256 would take 3.2 MiB" in report.note
     assert "in every epoch" in report.note
     assert report.note in repr(report)
     assert pack(mixed, tmp_path / "p.h5", progress=False).note == report.note
@@ -162,11 +162,11 @@ def test_auto_stores_no_pixels_that_would_not_fit(tmp_path, tree, monkeypatch, s
         monkeypatch.setattr(file_plan.file_changes, "free_bytes", lambda path: fitting)
     report = pack(tree, tmp_path / "whole.h5", progress=False)
     assert report.encoding == "source"
-    assert "more than fits in disk and RAM, so files stay unchanged" in report.note
+    assert "fit on the disk and in RAM; files are stored unchanged" in report.note
     monkeypatch.setattr(file_plan, "memory_limits", lambda read: SimpleNamespace(available_bytes=20_000))
     report = pack(tree, tmp_path / "sized.h5", size=24, quality=60, progress=False)
     assert (report.encoding, report.sample_shape) == ("jpeg", (24, 24, 3))
-    assert "more than fits in disk and RAM" in report.note
+    assert "fit on the disk and in RAM" in report.note
     assert stored(report.path) == [
         encode_jpeg(decode_image(file.read_bytes(), 3, (24, 24)), 60) for file in files_of(tree)
     ]
@@ -217,12 +217,12 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_p
             match = f"^Cannot pack .*{name}={value!r}"
             assert_refused(InvalidOption, match, tree, tmp_path / "p.h5", **{name: value})
     for options, match in (
-        ({"encoding": "source", "size": 8}, "size= with encoding='source'"),
+        ({"encoding": "source", "size": 8}, "encoding='source' stores files unchanged, but size= is given"),
         ({"size": (1, 2, 3)}, r"size=\(1, 2, 3\)"),
         ({"size": (4, -1)}, "size=-1"),
-        ({"fields": {"X": "path"}}, "a field named 'X'"),
-        ({"fields": {"a/b": "path"}}, "a field named 'a/b'"),
-        ({"fields": {"Z": 3}}, "3 as field 'Z'"),
+        ({"fields": {"X": "path"}}, "a field is named 'X'"),
+        ({"fields": {"a/b": "path"}}, "a field is named 'a/b'"),
+        ({"fields": {"Z": 3}}, "the source of the field 'Z' is 3"),
         ({"fields": ["age"]}, "no column 'age'"),
     ):
         assert_refused(InvalidOption, f"^Cannot pack .*{match}", tree, tmp_path / "p.h5", **options)
@@ -271,7 +271,7 @@ def test_npy_arrays_in_fortran_order_are_turned(tmp_path):
 @pytest.mark.parametrize("odd", [np.zeros((3, 5), "<f4"), np.zeros((3, 4), "<f8")], ids=["shape", "dtype"])
 def test_npy_arrays_that_differ_are_named_and_no_images_option_is_advised(tmp_path, odd):
     values = [np.zeros((3, 4), "<f4"), np.ones((3, 4), "<f4"), odd]
-    with pytest.raises(BadImage, match=r"Cannot pack 'even/002.npy' of .* like the first.*arrays") as caught:
+    with pytest.raises(BadImage, match=r"Cannot pack 'even/002.npy' of .* in the first sample.*arrays") as caught:
         pack(arrays(tmp_path / "tree", values), tmp_path / "p.h5", progress=False)
     assert "size=" not in str(caught.value)
     assert names_in(tmp_path) == ["tree"]
@@ -286,7 +286,12 @@ def test_options_of_images_are_refused_for_npy_arrays(tmp_path):
 def test_npy_arrays_of_no_numbers_are_refused(tmp_path):
     for value in (np.array(["a"]), np.zeros(2, "M8[s]"), np.zeros(2, [("a", "i4"), ("b", "f4")])):
         source = arrays(tmp_path / "tree", [value] * 2)
-        assert_refused(BadSource, r"Cannot pack .* arrays of .*, numbers", source, tmp_path / "p.h5")
+        assert_refused(
+            BadSource,
+            r"Cannot pack .* the first array has the dtype .*; expected a numeric dtype",
+            source,
+            tmp_path / "p.h5",
+        )
 
 
 def test_looking_at_images_keeps_none_of_them(tmp_path, tree, monkeypatch):

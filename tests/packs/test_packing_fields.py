@@ -89,7 +89,7 @@ def test_a_function_that_changes_its_kind_is_refused_and_nothing_is_rounded(tmp_
     pairs = [(1, 2.5), (1, 2**40 + 0.5), (True, 2), (np.uint8(1), 300), (1, [1, 2])]
     for values in [*pairs, (0.5, "a"), ("a", 3), (b"a", "a"), ("a", None)]:
         fields = {"z": lambda path, values=values: values["000" not in path]}
-        match = r"Cannot pack the field 'z' of 'ants/001.jpg': .* like the first"
+        match = r"Cannot pack the field 'z' of 'ants/001.jpg': .* the first sample"
         assert_refused(BadSource, match, tree, tmp_path / "p.h5", fields=fields)
 
 
@@ -163,7 +163,9 @@ def test_a_function_may_fill_the_same_array_for_each_sample(tmp_path, tree):
 
 @pytest.mark.parametrize("value", [np.longdouble(1), [[1], [2, 3]]], ids=["longdouble", "uneven"])
 def test_a_function_that_makes_what_a_pack_cannot_hold_is_refused(tmp_path, tree, value):
-    with pytest.raises(InvalidOption, match=r"the function of the field 'made' returned .*Convert it in the function"):
+    with pytest.raises(
+        InvalidOption, match=r"the function for the field 'made' returned .*Convert the value in the function"
+    ):
         pack(tree, tmp_path / "p.h5", fields={"made": lambda path: value}, progress=False)
     first = files_of(tree)[0].name
     with pytest.raises((BadSource, InvalidOption), match="Cannot pack the field 'made' of"):

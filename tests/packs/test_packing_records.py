@@ -228,7 +228,7 @@ def test_shares_of_a_table_keep_labels_and_pictures_together(tmp_path, table):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"labels": "breed"}, InvalidOption, "no column 'breed', one of"),
+        ({"labels": "breed"}, InvalidOption, "no column 'breed'; expected one of"),
         ({"fields": ["breed"]}, InvalidOption, "no column 'breed'"),
         ({"splits": "note"}, BadSource, "the column 'note' holds 'ä 0'"),
         ({"splits": {"train": 0.5, "test": 0.5}}, InvalidOption, "already has the splits train, dev, test"),

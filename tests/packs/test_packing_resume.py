@@ -150,7 +150,7 @@ def test_what_is_in_the_way_is_never_replaced(tmp_path, small_tree, fillings, ov
         shards_beside(tmp_path / "q" / "p.h5")[1].rename(way)
     before = {path: identity(path) for path in tmp_path.glob("*.h5")}
     source = Noise() if overwrite else small_tree  # of more samples
-    with pytest.raises(TargetExists, match=rf"{way.name}' is in the way"):
+    with pytest.raises(TargetExists, match=rf"{way.name}', the path of a shard, already exists"):
         sharded(source, tmp_path / "p.h5", 3600 if overwrite else shard_bytes, overwrite=overwrite)
     assert {path: identity(path) for path in tmp_path.glob("*.h5")} == before
     way.unlink()
@@ -163,7 +163,7 @@ def test_what_is_in_the_way_is_never_replaced(tmp_path, small_tree, fillings, ov
 
 def test_shards_of_an_index_that_was_renamed_are_not_replaced(tmp_path, small_tree):
     other = sharded(small_tree, tmp_path / "p.h5", size=3).path.rename(tmp_path / "other.h5")
-    with pytest.raises(TargetExists, match=r"p-00000\.h5' is in the way"):
+    with pytest.raises(TargetExists, match=r"p-00000\.h5', the path of a shard, already exists"):
         sharded(small_tree, tmp_path / "p.h5")
     assert verify(other, progress=False).is_good
 

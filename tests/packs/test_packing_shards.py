@@ -133,7 +133,7 @@ def test_a_shard_of_bad_files_alone_is_left_out(tmp_path, split_tree):
         path.write_bytes(b"none")
     shutil.rmtree(split_tree / "val")
     shutil.rmtree(split_tree / "test")
-    with pytest.raises(BadSource, match="no good one among 6 samples"):
+    with pytest.raises(BadSource, match="no good file among 6 samples"):
         sharded(split_tree, tmp_path / "none.h5", 2 * ROW, on_bad="skip", max_bad=6, size=4)
     assert leftovers(tmp_path) == []
 
@@ -141,7 +141,7 @@ def test_a_shard_of_bad_files_alone_is_left_out(tmp_path, split_tree):
 def test_max_bad_counts_all_shards_together_also_those_taken_over(tmp_path, split_tree):
     break_some(split_tree, "train/ants/001.png", "val/ants/000.png", "test/cats/000.png")
     for _ in range(2):
-        with pytest.raises(BadImage, match=r"3 bad files or more.*at most 2"):
+        with pytest.raises(BadImage, match=r"at least 3 bad files.*at most 2"):
             sharded(split_tree, tmp_path / "p.h5", on_bad="skip", max_bad=2)
     assert shards_beside(tmp_path / "p.h5") == []
     assert not (tmp_path / "p.h5").exists()
@@ -160,7 +160,7 @@ def test_verify_names_the_shard_that_is_missing_swapped_or_damaged(tmp_path, spl
     with pytest.raises(SourceMissing, match=r"p-00001\.h5"):
         verify(path, progress=False)
     shutil.copy(shards_beside(path)[0], one)
-    with pytest.raises(Corrupt, match=r"p-00001\.h5' is of another pack"):
+    with pytest.raises(Corrupt, match=r"p-00001\.h5' belongs to another pack"):
         verify(path, progress=False)
     one.write_bytes(away.read_bytes()[:-1])
     with pytest.raises(Corrupt, match=r"p-00001\.h5"):
@@ -183,5 +183,5 @@ def test_the_same_call_again_touches_nothing(tmp_path, split_tree, file_hook):
 
 def test_the_size_of_shards_may_be_a_text(tmp_path, image_tree):
     assert pack(image_tree, tmp_path / "p.h5", shard_bytes="1 kB", progress=False).shards == 2
-    with pytest.raises(InvalidOption, match="shard_bytes='a lot', a number of bytes"):
+    with pytest.raises(InvalidOption, match="shard_bytes='a lot'; expected a number of bytes"):
         pack(image_tree, tmp_path / "q.h5", shard_bytes="a lot", progress=False)

@@ -109,4 +109,4 @@ def test_the_report_of_a_whole_pack_says_so(tmp_path, kind):
     path = packed(photos(tmp_path / "tree"), tmp_path / "p.h5", encoding=kind)
     report = verify(str(path), progress=False)
     assert (report.path, report.samples, report.damaged, report.is_good) == (path, 12, (), True)
-    assert repr(report) == f"{str(path)!r} is whole: 12 samples, each as it was sealed"
+    assert repr(report) == f"{str(path)!r} is intact: 12 samples match their checksums"

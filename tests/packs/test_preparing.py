@@ -76,7 +76,7 @@ def test_the_first_time_the_source_is_packed_and_saved_and_the_second_time_the_n
     assert first.report.way == "packed"
     assert [first.report.saved_path] == list(drive.glob("colabkit/*.h5"))
     again = ready(image_tree)
-    assert again.report.way == "near"
+    assert again.report.way == "local"
     assert again.path == first.path
     assert again.report.packed_s == first.report.packed_s
     assert again.report.saved_path == first.report.saved_path
@@ -89,14 +89,14 @@ def test_a_near_pack_is_used_when_the_source_is_gone(image_tree, form):
     shutil.rmtree(image_tree)
     if form == "zip":
         source.unlink()
-    assert ready(source).report.way == "near"
+    assert ready(source).report.way == "local"
 
 
 def test_a_near_pack_is_used_without_touching_a_mount(image_tree, mounted, tmp_path):
     with mounted(image_tree.parent) as mount:
         ready(mount.point / "tree", save_to=tmp_path / "kept")
         mount.hang()
-        assert ready(mount.point / "tree", save_to=tmp_path / "kept").report.way == "near"
+        assert ready(mount.point / "tree", save_to=tmp_path / "kept").report.way == "local"
         mount.go_on()
 
 
@@ -115,27 +115,27 @@ def test_a_saved_pack_is_staged_and_no_file_of_the_source_is_opened(tmp_path, mo
         assert report.saved_s > 0
         assert samples(prepared) == 6
         mount.hang()
-        assert prepare(mount.point / name, save_to=mount.point / "packs", progress=False).report.way == "near"
+        assert prepare(mount.point / name, save_to=mount.point / "packs", progress=False).report.way == "local"
         mount.go_on()
 
 
 def test_the_report_says_the_way_and_the_seconds_that_are_known(image_tree, near_storage, capsys):
     packed = ready(image_tree)
-    assert repr(packed).startswith("Packed from the source to ")
-    assert "; saved at '" in repr(packed)
-    assert "a near pack " in repr(packed)
-    assert "packing from the source " in repr(packed)
-    assert "a saved pack" not in repr(packed)
+    assert repr(packed).startswith("Packed the source to ")
+    assert "\nSaved at '" in repr(packed)
+    assert "\nTimes: local pack " in repr(packed)
+    assert ", packing the source " in repr(packed)
+    assert "saved pack" not in repr(packed)
     forget_local(near_storage)
     saved = ready(image_tree)
-    assert repr(saved).startswith("Staged the pack that was saved at ")
-    assert "a saved pack " in repr(saved)
-    assert "packing from the source" not in repr(saved)
-    assert repr(ready(image_tree)).startswith("Used the near pack ")
+    assert repr(saved).startswith("Staged the saved pack ")
+    assert ", saved pack " in repr(saved)
+    assert "packing the source" not in repr(saved)
+    assert repr(ready(image_tree)).startswith("Used the local pack ")
     assert repr(saved).endswith(repr(open_pack(saved.path)))
-    assert "not known" in saved._repr_html_()
+    assert "unknown time" in saved._repr_html_()
     assert main(["prepare", str(image_tree), "--json"]) == 0
-    assert '"way": "near"' in capsys.readouterr().out
+    assert '"way": "local"' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_other_options_make_another_pack(image_tree, drive, other):
     assert second.report.way == "packed"
     assert second.path != first.path
     assert len(list(drive.glob("colabkit/*.h5"))) == 2
-    assert ready(image_tree, **other).report.way == "near"
-    assert ready(image_tree, splits={"train": 0.75, "test": 0.25}).report.way == "near"
+    assert ready(image_tree, **other).report.way == "local"
+    assert ready(image_tree, splits={"train": 0.75, "test": 0.25}).report.way == "local"
 
 
 def test_a_function_that_was_changed_makes_another_pack(image_tree):
@@ -165,10 +165,10 @@ def test_a_function_that_was_changed_makes_another_pack(image_tree):
 
 def test_the_same_options_in_other_words_make_no_other_pack(image_tree, monkeypatch):
     ready(image_tree, size=4)
-    assert ready(image_tree, size=(4, 4)).report.way == "near"
-    assert ready(image_tree, size=4, seed=5).report.way == "near"  # without splits there is nothing to deal
+    assert ready(image_tree, size=(4, 4)).report.way == "local"
+    assert ready(image_tree, size=4, seed=5).report.way == "local"  # without splits there is nothing to deal
     monkeypatch.chdir(image_tree.parent)
-    assert ready("tree", size=4).report.way == "near"
+    assert ready("tree", size=4).report.way == "local"
 
 
 @pytest.mark.parametrize("form", ["folder", "zip"])
@@ -208,7 +208,7 @@ def test_a_source_on_a_mount_that_changed_is_packed_anew_in_the_next_session(
         ready(mount.point / name)
         add_image(tree)
         archives(tree)
-        assert ready(mount.point / name).report.way == "near"
+        assert ready(mount.point / name).report.way == "local"
         forget_local(near_storage)
         assert samples(ready(mount.point / name)) == 7
 
@@ -217,7 +217,7 @@ def test_what_changes_deep_inside_is_seen_with_refresh_which_replaces_the_saved_
     first = ready(image_tree).report
     old = first.saved_path.read_bytes()
     shutil.copy(image_tree / "cats" / "002.png", image_tree / "bees" / "000.png")
-    assert ready(image_tree).report.way == "near"
+    assert ready(image_tree).report.way == "local"
     fresh = ready(image_tree, refresh=True).report
     assert (fresh.way, fresh.saved_path) == ("packed", first.saved_path)
     assert fresh.saved_path.read_bytes() != old
@@ -228,11 +228,11 @@ def test_what_changes_deep_inside_is_seen_with_refresh_which_replaces_the_saved_
 
 def test_nothing_is_saved_when_that_is_asked_for_and_later_it_is(image_tree, drive):
     report = ready(image_tree, save_to=None).report
-    assert (report.way, report.unsaved) == ("packed", "save_to=None")
-    assert "not saved: save_to=None" in repr(report)
+    assert (report.way, report.to_dict()["unsaved"]) == ("packed", "save_to=None")
+    assert "\nNot saved: save_to=None" in repr(report)
     assert list(drive.iterdir()) == []
     assert ready(image_tree).report.saved_path is not None
-    assert ready(image_tree).report.way == "near"
+    assert ready(image_tree).report.way == "local"
 
 
 def test_without_drive_the_source_is_packed_and_the_report_says_that_it_is_not_saved(image_tree, drive, monkeypatch):
@@ -240,9 +240,9 @@ def test_without_drive_the_source_is_packed_and_the_report_says_that_it_is_not_s
     monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
     report = ready(image_tree).report
     assert report.way == "packed"
-    assert "not saved: Cannot save packs in 'drive:colabkit': Google Drive is not mounted" in repr(report)
-    assert "colabkit.mount()" in report.unsaved
-    assert "or use save_to=None to save nothing" in repr(report)
+    assert "\nNot saved: Cannot save packs in 'drive:colabkit': Google Drive is not mounted" in repr(report)
+    assert "colabkit.mount()" in report.to_dict()["unsaved"]
+    assert "Or use save_to=None to save nothing." in repr(report)
     monkeypatch.setenv("COLABKIT_DRIVE", str(drive))
     assert ready(image_tree).report.saved_path is not None, "mounted since, and still not saved"
 
@@ -250,7 +250,7 @@ def test_without_drive_the_source_is_packed_and_the_report_says_that_it_is_not_s
 def test_packs_are_never_saved_inside_their_source(image_tree):
     before = sorted(image_tree.rglob("*"))
     report = ready(image_tree, save_to=image_tree / "packs").report
-    assert "lies in the source" in report.unsaved
+    assert "is inside the source" in report.unsaved
     assert sorted(image_tree.rglob("*")) == before
 
 
@@ -277,7 +277,7 @@ def test_an_address_is_fetched_once_and_a_refresh_fetches_it_anew(image_tree, tm
         assert (first.report.way, samples(first)) == ("packed", 24)
         assert "secret" not in repr(first)
         asked = len(server.requests)
-        assert ready(address).report.way == "near"
+        assert ready(address).report.way == "local"
         forget_local(near_storage)
         assert ready(address).report.way == "saved"
         assert len(server.requests) == asked
@@ -324,8 +324,8 @@ def test_a_damaged_saved_pack_is_not_used_but_replaced(image_tree, near_storage,
     forget_local(near_storage)
     again = ready(image_tree).report
     assert again.way == "packed"
-    assert "it is damaged" in again.unused
-    assert "The saved pack was not used: Cannot use " in repr(again)
+    assert "the pack is damaged" in again.to_dict()["unused"]
+    assert "\nSaved pack not used: Cannot use " in repr(again)
     forget_local(near_storage)
     assert ready(image_tree).report.way == "saved"
 
@@ -342,11 +342,11 @@ def test_a_drive_that_is_full_or_read_only_is_named_in_the_report_and_tried_agai
     file_hook(refuse)
     report = ready(image_tree).report
     assert report.way == "packed"
-    assert os.strerror(number) in report.unsaved
-    assert "not saved: Cannot publish " in repr(report)
+    assert os.strerror(number) in report.to_dict()["unsaved"]
+    assert "\nNot saved: Cannot publish " in repr(report)
     file_hook(None)
     again = ready(image_tree).report
-    assert again.way == "near"
+    assert again.way == "local"
     assert again.saved_path is not None
 
 
@@ -359,7 +359,7 @@ def test_a_drive_that_hangs_is_named_in_the_report(image_tree, tmp_path, monkeyp
         mount.hang()
         report = ready(image_tree, save_to=mount.point / "packs").report
         assert report.way == "packed"
-        assert "does not answer" in report.unsaved
+        assert "does not respond" in report.unsaved
         mount.go_on()
         wait_for(lambda: not reader_threads(), "the end of the threads")
 
@@ -383,7 +383,7 @@ def test_the_second_of_two_at_once_waits_and_uses_the_pack_of_the_first(image_tr
     may_go_on.set()
     for call in calls:
         call.join(20)
-    assert sorted(one.report.way for one in found) == ["near", "packed"]
+    assert sorted(one.report.way for one in found) == ["local", "packed"]
 
 
 def test_another_process_that_stands_still_is_not_waited_for(image_tree, near_storage, monkeypatch):
@@ -401,7 +401,7 @@ def test_a_disk_without_locks_will_do(image_tree, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert ready(image_tree).report.way == "packed"
-    assert ready(image_tree).report.way == "near"
+    assert ready(image_tree).report.way == "local"
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
@@ -421,5 +421,5 @@ def test_processes_at_once_all_end_right(image_tree, drive, near_storage, is_sav
         children.append(pid)
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
     report = ready(image_tree).report
-    assert report.way == "near"
+    assert report.way == "local"
     assert [report.saved_path] == list(drive.glob("colabkit/*.h5"))

@@ -56,7 +56,7 @@ def test_the_template_trains_from_drive_saves_there_and_goes_on_in_the_next_sess
 ) -> None:
     first = run_on_drive(drive, tmp_path / "first")
     assert "Drive mounted at '/content/drive/MyDrive' (DriveFS)" in first.text("mount")
-    assert "Packed from the source" in first.text("prepare")
+    assert "Packed the source to" in first.text("prepare")
     assert "Trained 2 epochs" in first.text("train")
     kept = drive.root / "MyDrive" / "kept"
     (run,) = [path for path in kept.iterdir() if path.is_dir()]

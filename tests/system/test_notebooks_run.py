@@ -107,11 +107,11 @@ def test_the_template_says_where_it_is_and_needs_no_drive(template: Twice, stack
 
 def test_the_template_packs_once(template: Twice) -> None:
     first, second = template
-    assert "Packed from the source" in first.text("prepare")
+    assert "Packed the source to" in first.text("prepare")
     assert "train 1,438, test 359; images 8x8x3" in first.text("prepare")
     assert first.data("show", "image/png")
-    assert "Used the near pack" in second.text("prepare")
-    assert "Used the near pack" in first.text("python-prepare")
+    assert "Used the local pack" in second.text("prepare")
+    assert "Used the local pack" in first.text("python-prepare")
 
 
 def test_the_template_trains_beside_one_panel_and_has_nothing_left_to_do_then(template: Twice, stack: str) -> None:

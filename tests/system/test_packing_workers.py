@@ -166,7 +166,9 @@ def test_a_worker_that_is_killed_once_is_replaced(tmp_path, tree, monkeypatch, e
 def test_files_that_always_kill_their_worker_are_named(tmp_path, tree, monkeypatch, encoding, act, how):
     fork(monkeypatch)
     at_range(monkeypatch, 10, act)
-    with pytest.raises(PackingFailed, match=rf"died twice at 'bees/002.jpg' to 'bees/003.jpg' \({how}\)"):
+    with pytest.raises(
+        PackingFailed, match=rf"two .* died while they packed 'bees/002.jpg' to 'bees/003.jpg' \({how}\)"
+    ):
         pack(tree, tmp_path / "p.h5", encoding=encoding, progress=False)
     assert names_in(tmp_path) == ["tree"]
 
@@ -189,7 +191,7 @@ def test_a_worker_that_hangs_is_replaced_and_twice_is_an_error(tmp_path, tree, m
         assert packed(tree, tmp_path / "p.h5").read_bytes() == whole
         assert (tmp_path / "hung").exists()
     at_range(monkeypatch, 10, act)
-    with pytest.raises(TimedOut, match=r"hung twice at 'bees/002.jpg' to 'bees/003.jpg', an answer in 0.4 s"):
+    with pytest.raises(TimedOut, match=r"two .* spent more than 0.4 s on 'bees/002.jpg' to 'bees/003.jpg'"):
         pack(tree, tmp_path / "hangs.h5", progress=False)
     assert not (tmp_path / "hangs.h5").exists()
     assert leftovers(tmp_path) == []
@@ -269,7 +271,7 @@ def test_a_process_that_cannot_be_started_is_one_clear_error(tmp_path, tree, mon
         return start(process)
 
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(few))
-    with pytest.raises(PackingFailed, match=r"no further process.*threads=1"):
+    with pytest.raises(PackingFailed, match=r"a worker process cannot be started .*threads=1"):
         pack(tree, tmp_path / "p.h5", progress=False)
     assert names_in(tmp_path) == ["tree"]
 

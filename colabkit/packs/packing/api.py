@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colabkit.foundation import (
+    Code,
     ColabkitError,
     InvalidOption,
     ProgressBar,
     Report,
     TargetExists,
+    Text,
     cannot,
     check_type,
     check_whole_number,
@@ -31,6 +33,7 @@ from colabkit.foundation import (
     format_rate,
     format_seconds,
     format_things,
+    option,
     parse_bytes,
     user_path,
 )
@@ -65,6 +68,7 @@ _CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", "
 """Suffixes of bucket objects that hold many samples; such an object is staged as a whole."""
 
 _LISTED = 5
+_REPLACE: Text = ("Use ", option("overwrite", True), " to replace it, or choose another path")
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,16 +120,17 @@ class PackReport(Report):
         size = f"{format_things(samples, kind)}{shape}, {format_bytes(self.pack_bytes)}"
         size += f" in {self.shards} shards" if self.shards > 1 else ""
         if self.reused:
-            return f"Already packed at {str(self.path)!r}: {size}; overwrite=True packs it again"
+            found = f"Already packed at {str(self.path)!r}: {size}"
+            return self._words.render((found, "; use ", option("overwrite", True), " to pack it again"))
         rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
         notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
         if self.left_out:
             path, why = self.left_out[0]
-            notes += f", {format_things(len(self.left_out), 'other file')} left out, as {path!r} ({why})"
+            notes += f", {format_things(len(self.left_out), 'other file')} left out, such as {path!r} ({why})"
         text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
         if self.bad:
             path, why = self.bad[0]
-            text += f"\n{format_things(len(self.bad), 'bad file')}, first {path!r} ({why}); .bad lists them"
+            text += f"\n{format_things(len(self.bad), 'bad file')}, first {path!r} ({why}); the field `bad` lists all"
         return f"{text}\nEncoding {self.encoding}: {self.note}" if self.note else text
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -233,41 +238,44 @@ def pack(
     options = PackOptions(act, size, encoding, quality, channels, labels, splits, fields, seed, on_bad, max_bad)
     check_threads(act, threads)
     if executor is not None:
-        needed, next_step = "an executor of concurrent.futures", "Use client.get_executor() of Dask, for example"
-        check_type(act, "executor", executor, concurrent.futures.Executor, needed, next_step)
+        expected = "an executor of concurrent.futures"
+        next_step = ("For example, use ", option("executor", Code("client.get_executor()")), " with a Dask client")
+        check_type(act, "executor", executor, concurrent.futures.Executor, expected, next_step)
     if isinstance(shard_bytes, str):
         try:
             shard_bytes = parse_bytes(shard_bytes)
         except ValueError as error:
-            found = f"shard_bytes={shard_bytes!r}"
-            raise InvalidOption(cannot(act, found, "a number of bytes", "Use shard_bytes='256MiB'")) from error
+            found, example = option("shard_bytes", shard_bytes), ("For example, use ", option("shard_bytes", "256MiB"))
+            raise InvalidOption(cannot(act, found, "a number of bytes, or text with a unit", example)) from error
     if shard_bytes is not None:
         check_whole_number(act, "shard_bytes", shard_bytes, 1)
     elif executor is not None:
         shard_bytes = SHARD_BYTES
-    final = user_path(out, f"pack into {out!r}")
+    final = user_path(out, f"pack to {out!r}")
     with file_changes.translated(act):
         if final.is_dir():
-            needed = "the path of a file, as in 'birds.h5'"
-            raise TargetExists(cannot(act, f"{str(final)!r} is a folder", needed, "Name a file in it"))
+            path = str(final / "birds.h5")
+            raise TargetExists(
+                cannot(act, f"{str(final)!r} is a folder", "", f"Pack to a file in it, such as {path!r}")
+            )
     write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite)
-    call = _PackCall(options, write_options, started, progress)
+    pack_call = _PackCall(options, write_options, started, progress)
     with file_changes.translated(act):
         if is_arrays(source):
-            return call.run(plan_arrays(source, options))
+            return pack_call.run(plan_arrays(source, options))
         if opened is None:
-            return call.run(plan_dataset(source, options))
+            return pack_call.run(plan_dataset(source, options))
         check_outside(act, opened, final)
         with closing(opened):
             files = FileCollection(opened, opened.list(), options)
-            if (reused := call.reused(files.key)) is not None:
+            if (reused := pack_call.reused(files.key)) is not None:
                 return reused
             try:
-                return call.run(files.plan(final))
+                return pack_call.run(files.plan(final))
             except UnequalSample:
                 if options.encoding != "auto" or options.size is not None:
                     raise
-            return call.run(files.plan(final, is_unequal=True))
+            return pack_call.run(files.plan(final, is_unequal=True))
 
 
 def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
@@ -290,18 +298,18 @@ def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
     return opened
 
 
-def _staged_records(far: RangeSource, *, overwrite: bool, progress: bool) -> Source:
+def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> Source:
     """Stage record files as a whole, which is faster than reading single samples, and open the local copy."""
-    files = [os.path.abspath(file) for file in far.files]
+    files = [os.path.abspath(file) for file in remote.files]
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     folder = stage(files, extract=False, refresh=overwrite, progress=progress).path
-    near = [os.fspath(folder / os.path.relpath(file, root)) for file in files]
-    given: AnySource = near
-    if isinstance(far, LmdbSource):
-        given = folder if near[0] == os.fspath(folder / DATA_FILE) else near[0]
+    local = [os.fspath(folder / os.path.relpath(file, root)) for file in files]
+    given: AnySource = local
+    if isinstance(remote, LmdbSource):
+        given = folder if local[0] == os.fspath(folder / DATA_FILE) else local[0]
     opened = open_records(given)
     assert opened is not None
-    opened.name = far.name
+    opened.name = remote.name
     return opened
 
 
@@ -320,13 +328,13 @@ class _PackCall:
         Raises:
             TargetExists: if something else exists at the path and must not be replaced.
         """
-        final = self.write_options.final
+        act, final = self.options.act, self.write_options.final
         if not os.path.lexists(final):
             return None
         if self.write_options.overwrite:
             if not is_pack(final):
-                found, next_step = f"{str(final)!r} is no pack", "Remove it or choose another path"
-                raise TargetExists(cannot(self.options.act, found, "a pack, which alone is overwritten", next_step))
+                found = (f"{str(final)!r} is not a pack, and ", option("overwrite", True), " replaces only packs")
+                raise TargetExists(cannot(act, found, "", "Remove it, or choose another path"))
             return None
         try:
             info = read_pack(final)
@@ -334,18 +342,20 @@ class _PackCall:
                 # Iterating checks that each shard exists and matches its seal.
                 pass
         except ColabkitError as error:
-            raise self._taken("holds something else, or a pack that is damaged") from error
+            if not is_pack(final):
+                exists = f"{str(final)!r} already exists and is not a pack"
+                raise TargetExists(cannot(act, exists, "", "Choose another path")) from error
+            damaged = f"{str(final)!r} already exists and is a damaged pack"
+            raise TargetExists(cannot(act, damaged, "", _REPLACE)) from error
         if key is None:
-            raise self._taken("is there, and a data set cannot be compared with it")
+            unknown = f"{str(final)!r} already exists and cannot be compared with a dataset"
+            raise TargetExists(cannot(act, unknown, "", _REPLACE))
         if info.meta["plan"] != key:
-            raise self._taken(f"is a pack of {info.meta['source']!r} with other samples or options")
+            other = f"{str(final)!r} already contains a pack of {info.meta['source']!r} with other samples or options"
+            raise TargetExists(cannot(act, other, "", _REPLACE))
         # Remove what a call left that was killed just before it finished.
         reclaim(final)
         return _report(info, time.monotonic() - self.started, None)
-
-    def _taken(self, how: str) -> TargetExists:
-        found, next_step = f"{str(self.write_options.final)!r} {how}", "Choose another path or overwrite=True"
-        return TargetExists(cannot(self.options.act, found, "a free path", next_step))
 
     def run(self, plan: PackPlan) -> PackReport:
         """Write the planned pack, or reuse an identical one."""
@@ -386,4 +396,4 @@ def _report(info: PackInfo, seconds: float, written: WrittenPack | None) -> Pack
 
 def _listed(files: tuple[tuple[str, str], ...]) -> str:
     more = f"; and {len(files) - _LISTED} more" if len(files) > _LISTED else ""
-    return "; ".join(f"{name!r} ({why})" for name, why in files[:_LISTED]) + more or "nothing"
+    return "; ".join(f"{name!r} ({why})" for name, why in files[:_LISTED]) + more or "none"

@@ -52,8 +52,8 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
     if hasattr(value, "numpy") and hasattr(value, "detach"):
         value = value.detach().cpu()
     if np.ma.is_masked(value):
-        found = f"{name} is an array of which some values are masked"
-        raise InvalidOption(cannot(act, found, "a value for each", "Fill them, as by filled(0)"))
+        masked = f"the array {name!r} has masked values"
+        raise InvalidOption(cannot(act, masked, "", "Fill them, for example with filled(0)"))
     if isinstance(value, list | tuple) and value and all(isinstance(one, str | bytes) for one in value):
         # NumPy's own text and bytes types would drop trailing zeros.
         value = np.array(value, object)
@@ -62,12 +62,16 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         kind = value.dtype.kind if is_lazy else ""
         rows = value if kind in tuple("biufc") and not isinstance(value, np.ndarray) else np.asarray(value)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        found = f"{name} is {kind_of(value)} that is no array ({' '.join(str(error).split()):.80})"
-        raise InvalidOption(cannot(act, found, "numbers of one shape, or text", "Convert it")) from error
+        reason = f"{' '.join(str(error).split()):.80}" or type(error).__name__
+        found = f"{name!r} is {kind_of(value)} that cannot be converted to an array ({reason})"
+        convert = "Convert it to a NumPy array"
+        raise InvalidOption(cannot(act, found, "numbers of one shape, or text", convert)) from error
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
         return _text_column(act, name, rows)
     if not is_storable(rows.dtype):
-        raise InvalidOption(cannot(act, f"{name} has the dtype {rows.dtype}", "numbers or text", "Convert it"))
+        dtype = f"{name!r} has the dtype {rows.dtype}"
+        next_step = "Convert it, for example to float32"
+        raise InvalidOption(cannot(act, dtype, "a numeric dtype that PyTorch supports, or text", next_step))
     return rows
 
 
@@ -77,10 +81,13 @@ def _text_column(act: str, name: str, rows: npt.NDArray[Any]) -> TextColumn:
         return TextColumn(tuple(value.encode("utf-8", "surrogateescape") for value in values), "text")
     if rows.ndim == 1 and all(isinstance(value, bytes) for value in values):
         return TextColumn(tuple(values), "bytes")
-    found = f"{name} holds Python objects" if rows.ndim == 1 else f"{name} holds text of shape {list(rows.shape)}"
-    odd = next((value for value in values if not isinstance(value, str)), None) if rows.ndim == 1 else None
-    found += f", {kind_of(odd)} among them" if odd is not None else ""
-    raise InvalidOption(cannot(act, found, "numbers of one shape, or one text for each sample", "Convert it"))
+    expected, next_step = "numbers of one shape, or one text for each sample", "Convert the values to numbers or text"
+    if rows.ndim != 1:
+        shape = f"{name!r} contains text or objects of shape {list(rows.shape)}"
+        raise InvalidOption(cannot(act, shape, expected, next_step))
+    other = next((value for value in values if not isinstance(value, str)), None)
+    found = f"{name!r} contains Python objects, such as {kind_of(other)}"
+    raise InvalidOption(cannot(act, found, expected, next_step))
 
 
 class ArraySampleMaker(MemorySampleMaker):
@@ -144,15 +151,15 @@ class ArraySampleMaker(MemorySampleMaker):
 def check_alike(act: str, name: str, first: Rows | TextColumn | None, other: Rows | TextColumn | None) -> None:
     """Raise `InvalidOption` if a field differs in type between two splits."""
     if first is None or other is None:
-        found = f"the field {name!r} in some splits only"
-        raise InvalidOption(cannot(act, found, "the same fields in all", "Leave it out, or give it for all"))
+        some = f"the field {name!r} exists only in some of the splits"
+        raise InvalidOption(cannot(act, some, "the same fields in all splits", "Add it to all splits, or remove it"))
     one, two = (
         given.content if isinstance(given, TextColumn) else f"{given.dtype} {list(given.shape[1:])}"
         for given in (first, other)
     )
     if one != two:
-        found = f"{name!r} of {one} in one split and of {two} in another"
-        raise InvalidOption(cannot(act, found, "the same kind, shape and dtype", "Convert one of them"))
+        found = f"the field {name!r} is {one} in one split but {two} in another"
+        raise InvalidOption(cannot(act, found, "the same type, shape and dtype in all splits", "Convert one of them"))
 
 
 def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn]) -> None:
@@ -160,11 +167,17 @@ def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn])
     is_single = {name: not isinstance(one, TextColumn) and not one.shape for name, one in arrays.items()}
     counts = {name: None if is_single[name] else len(one) for name, one in arrays.items()}
     for name, count in counts.items():
-        if count is None or count != counts[SAMPLES]:
-            found = f"{name} of {split!r} has {'no' if count is None else count} samples and X {counts[SAMPLES] or 0}"
-            raise InvalidOption(cannot(act, found, "as many of each", "Check the arrays"))
+        if count is None:
+            single = f"{name!r} of the split {split!r} is a single value"
+            raise InvalidOption(
+                cannot(act, single, "an array with one value for each sample", "Pass an array or a list")
+            )
+        if count != counts[SAMPLES]:
+            found = f"{name!r} of the split {split!r} has {count} samples but {SAMPLES!r} has {counts[SAMPLES]}"
+            raise InvalidOption(cannot(act, found, "the same number of samples", "Check the arrays of this split"))
     if not counts[SAMPLES]:
-        raise BadSource(cannot(act, f"no samples in {split!r}", "at least one", "Leave the split out"))
+        empty = f"the split {split!r} has no samples"
+        raise BadSource(cannot(act, empty, "at least one sample", "Remove the split, or add samples to it"))
 
 
 def digest_of_column(column: Rows | TextColumn) -> list[Any]:

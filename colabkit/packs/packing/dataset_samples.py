@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of
+from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of, omit, option
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, decode_pillow, fit_pixels
 from colabkit.packs.format.layout import LABELS, SAMPLES, Content, Indices
@@ -42,13 +42,19 @@ KeyPath: TypeAlias = tuple[Any, ...]
 class UnlikeFirst(UnequalSample):
     """A value whose shape or type differs from the first sample's."""
 
-    next_step = "Return the same fields, of one shape and dtype, for all samples"
+    next_step = "Return the same fields, with the same shapes and dtypes, for all samples"
 
 
 class UnequalPicture(UnequalSample):
     """An image whose size differs from the first one's."""
 
-    next_step = "Use size= to bring all images to one size, or encoding='jpeg' to keep the size of each"
+    next_step = (
+        "Use ",
+        option("size"),
+        " to resize all images, or ",
+        option("encoding", "jpeg"),
+        " to keep their sizes",
+    )
 
 
 class UnstorableValue(BadImage):
@@ -125,12 +131,12 @@ class DatasetSampleMaker(MemorySampleMaker):
                 self._learn(self._sample(number))
                 break
             except UnstorableValue as error:
-                found, needed = f"{error}, in {self.path(number)}", "numbers, text or images"
-                raise BadSource(cannot(act, found, needed, "Convert it in the data set")) from error
+                unstorable = f"in {self.path(number)}, {error}"
+                raise BadSource(cannot(act, unstorable, "", "Convert it in the dataset")) from error
             except BadImage as error:
                 if number == tries - 1:
-                    found = f"{self.path(number)}: {error}"
-                    raise BadImage(cannot(act, found, "a good sample", "Repair or leave out this sample")) from error
+                    found = f"{self.path(number)} is bad ({error})"
+                    raise BadImage(cannot(act, found, "", "Repair or remove this sample")) from error
 
     def _learn(self, first: Any) -> None:
         """Determine all fields from the first sample."""
@@ -139,8 +145,9 @@ class DatasetSampleMaker(MemorySampleMaker):
         # Height, width and channels of the first image; None if samples are not images.
         self.image_shape = self._images.pixels(values[SAMPLES]).shape if _is_image(values[SAMPLES]) else None
         if not self.image_shape and (self._images.size is not None or self._images.encoding == "jpeg"):
-            found, needed = f"size= or encoding= for {_named(values[SAMPLES])}", "images"
-            raise InvalidOption(cannot(self._act, found, needed, "Leave it out"))
+            given = option("size") if self._images.size is not None else option("encoding", "jpeg")
+            found = (given, f" applies only to images, but the first sample is {_named(values[SAMPLES])}")
+            raise InvalidOption(cannot(self._act, found, "", omit(given.name)))
         self.fields = tuple(self._field(name, value) for name, value in values.items())
         self.has_bools = LABELS in values and "bool" in str(getattr(values[LABELS], "dtype", type(values[LABELS])))
         labels = next((made for made in self.fields if made.name == LABELS), None)
@@ -166,12 +173,12 @@ class DatasetSampleMaker(MemorySampleMaker):
             try:
                 value = _at(sample, place)
             except (KeyError, IndexError, TypeError) as error:
-                raise UnlikeFirst(f"it has no {name!r}") from error
+                raise UnlikeFirst(f"the field {name!r} is missing") from error
             if name == SAMPLES and _is_image(value) != bool(self.image_shape):
-                raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first")
+                raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first sample")
             stored = self._value(name, value)
             if isinstance(stored, np.ndarray) is made.is_ragged:
-                raise UnlikeFirst(f"{name!r} is of another kind than in the first")
+                raise UnlikeFirst(f"{name!r} is {_named(value)}, which is another type than in the first sample")
             if isinstance(stored, np.ndarray):
                 stored = made.converted(stored, UnequalPicture if made.content == "image" else UnlikeFirst)
             values.append(stored)
@@ -209,19 +216,24 @@ class DatasetSampleMaker(MemorySampleMaker):
         except Exception as error:
             # User code in the dataset can raise any error.
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-            raise BadImage(f"the data set raised {reason}") from error
+            raise BadImage(f"the dataset raised {reason}") from error
 
     def _find_fields(self, sample: Any) -> dict[str, KeyPath]:
         """Return the location of each field in a sample, based on the first one."""
         if isinstance(sample, Mapping):
             return self._by_key(sample, ())
         if self._label not in ("auto", None):
-            found, needed = f"labels={self._label!r} for samples without keys", "'auto' or None"
-            raise InvalidOption(cannot(self._act, found, needed, "Leave it out: a sample is (x, label)"))
+            found = (
+                option("labels", self._label),
+                f" is a key, but the first sample is {kind_of(sample)} without keys",
+            )
+            use_position = (omit("labels"), " and return (x, label) from the dataset")
+            raise InvalidOption(cannot(self._act, found, "", use_position))
         if not isinstance(sample, tuple | list):
             return {SAMPLES: ()}
         if not sample:
-            raise BadSource(cannot(self._act, "an empty tuple as sample", "x, or x and y", "Return (x, y)"))
+            next_step = "Return (x, y) from the dataset"
+            raise BadSource(cannot(self._act, "the first sample is an empty tuple", "x or (x, y)", next_step))
         # Datasets of packs have the names of their fields.
         names = getattr(next(iter(self._datasets.values())), "fields", None)
         if isinstance(names, tuple) and len(names) == len(sample) and names[0] == SAMPLES:
@@ -245,16 +257,19 @@ class DatasetSampleMaker(MemorySampleMaker):
         if self._label not in ("auto", None):
             label = self._label
             if label not in sample:
-                found, needed = f"no {label!r} in samples", f"one of {', '.join(map(str, sample))}"
-                raise InvalidOption(cannot(self._act, found, needed, "Name one of these"))
+                found, keys = (
+                    f"the samples have no key {label!r}",
+                    f"one of {', '.join(map(repr, sample)) or 'no keys'}",
+                )
+                raise InvalidOption(cannot(self._act, found, keys, ("Use one of these keys for ", option("labels"))))
         x = None
         if not within:
             rest = [key for key in sample if key != label]
             x = next((key for key in _SAMPLE_KEYS if key in rest), rest[0] if len(rest) == 1 else None)
             if x is None:
-                found = f"samples of {', '.join(map(str, sample)) or 'nothing'}"
-                needed = f"one named like {', '.join(_SAMPLE_KEYS[2:6])}"
-                raise BadSource(cannot(self._act, found, needed, "Rename the one that is packed as X"))
+                has = f"the samples have the keys {', '.join(map(repr, sample))}" if sample else "the samples are empty"
+                usual = f"a key such as {', '.join(map(repr, _SAMPLE_KEYS[2:6]))}"
+                raise BadSource(cannot(self._act, has, usual, "Rename the key of the values to pack as X"))
         others = [key for key in sample if key not in (x, label)]
         check_field_names(self._act, others)
         places: dict[str, KeyPath] = {} if within else {SAMPLES: (x,)}
@@ -282,8 +297,10 @@ class DatasetSampleMaker(MemorySampleMaker):
     def _label_value(self, value: Any) -> npt.NDArray[Any]:
         if isinstance(value, str):
             if value not in self._class_numbers:
-                known = ", ".join(list(self._class_numbers)[:5]) or "none"
-                raise UnstorableValue(f"the label {value!r:.80}, where the data set's `classes` are {known}")
+                if not self._class_numbers:
+                    raise UnstorableValue(f"the label {value!r:.80} is text, but the dataset has no `classes`")
+                known = ", ".join(map(repr, list(self._class_numbers)[:5]))
+                raise UnstorableValue(f"the label {value!r:.80} is not in the dataset's `classes`, such as {known}")
             return np.asarray(self._class_numbers[value], "<i8")
         found = _numbers(LABELS, value)
         try:
@@ -293,7 +310,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         if stored is not None:
             return stored[0, ...]
         raise UnstorableValue(
-            f"a label of {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats"
+            f"the label is {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats"
         )
 
     def _field(self, name: str, value: Any) -> SampleField:
@@ -310,10 +327,12 @@ def _length(act: str, split: str, dataset: Any) -> int:
     try:
         count = len(dataset)
     except Exception as error:
-        found = f"len() of the data set of {split!r} raised {type(error).__name__}: {error}"
-        raise BadSource(cannot(act, found, "a map-style data set", "Give it __len__ and __getitem__")) from error
+        found = f"len() of the dataset of the split {split!r} raised {type(error).__name__}: {error}"
+        next_step = "Define __len__ and __getitem__ in its class"
+        raise BadSource(cannot(act, found, "a map-style dataset", next_step)) from error
     if not count:
-        raise BadSource(cannot(act, f"no samples in {split!r}", "at least one", "Leave the split out"))
+        empty = f"the split {split!r} has no samples"
+        raise BadSource(cannot(act, empty, "at least one sample", "Remove the split, or add samples to it"))
     return count
 
 
@@ -340,9 +359,9 @@ def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
     try:
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
-        raise UnstorableValue(f"{name!r} is {_named(value)} that is no array") from error
+        raise UnstorableValue(f"{name!r} is {_named(value)} that cannot be converted to an array") from error
     if not is_storable(found.dtype):
-        raise UnstorableValue(f"{name!r} is {_named(value)}")
+        raise UnstorableValue(f"{name!r} is {_named(value)} instead of numbers, text or an image")
     return found
 
 

@@ -16,6 +16,7 @@ from colabkit.foundation import (
     BadImage,
     BadSource,
     InvalidOption,
+    Text,
     cannot,
     file_changes,
     format_bytes,
@@ -23,6 +24,8 @@ from colabkit.foundation import (
     format_things,
     kind_of,
     memory_limits,
+    omit,
+    option,
     read_file,
 )
 from colabkit.packs.decode.images import decode_array, decode_image
@@ -124,11 +127,14 @@ class FileCollection:
         options, size = self._options, self._options.image_size
         if self._are_arrays:
             if options.encoding not in ("auto", "raw") or size:
-                found, needed = "an encoding or size of images", "none, since all samples are .npy arrays"
-                raise InvalidOption(cannot(options.act, found, needed, "Leave it out"))
+                given = option("size") if size else option("encoding", options.encoding)
+                found = (given, " applies only to images, but all samples are .npy arrays")
+                raise InvalidOption(cannot(options.act, found, "", omit(given.name)))
             shape, dtype = self._probe(1)[0][0]
             if not is_storable(dtype):
-                raise BadSource(cannot(options.act, f"arrays of {dtype}", "numbers", "Convert them first"))
+                has = f"the first array has the dtype {dtype}"
+                next_step = "Convert the arrays, for example to float32"
+                raise BadSource(cannot(options.act, has, "a numeric dtype that PyTorch supports", next_step))
             return "raw", shape, dtype.str, ""
         if options.encoding in ("source", "jpeg"):
             return options.encoding, (), "|u1", ""
@@ -142,13 +148,14 @@ class FileCollection:
         if options.encoding == "raw" or (is_one_size and raw_bytes <= fitting):
             return "raw", shape, "|u1", ""
         if is_one_size:
-            note = f"raw pixels would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
-            return ("jpeg", (), "|u1", note) if size else ("source", (), "|u1", f"{note}, so files stay unchanged")
+            fits = f"only {format_bytes(fitting)} fit on the disk and in RAM"
+            note = f"raw pixels would take {format_bytes(raw_bytes)}, but {fits}"
+            return ("jpeg", (), "|u1", note) if size else ("source", (), "|u1", f"{note}; files are stored unchanged")
         suggested = _SUGGESTED_SIDE**2 * options.channels * len(self._items)
         note = (
-            f"images of several sizes, so files stay unchanged; raw at {_SUGGESTED_SIDE} (size={_SUGGESTED_SIDE}) "
-            f"would take {format_bytes(suggested)} and save {format_seconds(decode_s)} of decoding a sample in every "
-            "epoch"
+            "the images have several sizes, so files are stored unchanged; raw pixels at an image size of "
+            f"{_SUGGESTED_SIDE} would take {format_bytes(suggested)} and save {format_seconds(decode_s)} of decoding "
+            "per sample in every epoch"
         )
         return "source", (), "|u1", note
 
@@ -182,13 +189,13 @@ class FileCollection:
         if bad and options.on_bad == "raise":
             item, reason = bad[0]
             act = f"pack {item.path!r} of {self._source.name!r}"
-            next_step = "Remove or repair this file, or use on_bad='skip'"
-            raise BadImage(cannot(act, str(reason), "an image file", next_step)) from reason
+            repair = ("Repair or remove this file, or use ", option("on_bad", "skip"))
+            raise BadImage(cannot(act, reason.message or str(reason), "", repair)) from reason
         if not kinds:
             item, reason = bad[0]
-            found = f"no good file among {len(bad)} that were looked at, first {item.path!r} ({reason})"
-            next_step = "Check the source" if len(bad) == len(self._items) else "Check the source, or raise max_bad="
-            raise BadImage(cannot(options.act, found, "and an image is needed", next_step))
+            found = f"no file could be decoded among {format_things(len(bad), 'file')}, first {item.path!r} ({reason})"
+            more: Text = "" if len(bad) == len(self._items) else (", or increase ", option("max_bad"))
+            raise BadImage(cannot(options.act, found, "at least one good file", ("Check the source", more)))
         return kinds, decode_s / len(kinds)
 
     def _further_fields(self) -> tuple[list[tuple[SampleField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
@@ -207,9 +214,9 @@ class FileCollection:
         if name == "path" and name not in self._listing.columns:
             return [item.path for item in self._items]
         if name not in self._listing.columns:
-            known = ", ".join(["path", *self._listing.columns])
-            found = f"no column {name!r}"
-            raise InvalidOption(cannot(self._options.act, found, f"one of {known}", "Use one of these"))
+            known = f"one of {', '.join(map(repr, ['path', *self._listing.columns]))}"
+            found = f"the source has no column {name!r}"
+            raise InvalidOption(cannot(self._options.act, found, known, ("Use one of these for ", option("fields"))))
         column = self._listing.columns[name]
         return [column[row] for row in self._labelled.rows.tolist()]
 
@@ -218,8 +225,8 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
     """Return a column as a field: numbers, lists of numbers of one length, or text."""
     missing = sum(value is None for value in values)
     if missing:
-        found = f"{missing} of {format_things(len(values), 'cell')} of {column!r} are empty"
-        raise BadSource(cannot(act, found, "a value for each sample", "Fill them, or leave the field out"))
+        empty = f"{missing} of {format_things(len(values), 'cell')} in the column {column!r} are empty"
+        raise BadSource(cannot(act, empty, "a value for each sample", "Fill these cells, or remove the field"))
     if all(isinstance(value, str) for value in values):
         encoded = tuple(value.encode("utf-8", "surrogateescape") for value in values)
         return FieldTable(Field(field, "text", is_ragged=True), encoded)
@@ -229,8 +236,9 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
         array = np.array(None)
     if array.dtype.kind not in "biuf" or len(array) != len(values):
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
-        found = f"the column {column!r} holds {kinds}"
-        raise BadSource(cannot(act, found, "numbers, lists of one length, or text", "Convert it first"))
+        found = f"the column {column!r} contains values of type {kinds}"
+        expected = "numbers, lists of numbers of one length, or text"
+        raise BadSource(cannot(act, found, expected, "Convert the column, or remove the field"))
     return FieldTable(Field(field, "array"), array)
 
 
@@ -244,8 +252,9 @@ def _made_by(act: str, name: str, first: Any) -> SampleField:
         # Nested lists have different lengths.
         array = np.asarray(None)
     if array.dtype.kind not in "biuf" or not is_storable(array.dtype):
-        found = f"the function of the field {name!r} returned {kind_of(first)}"
-        raise InvalidOption(cannot(act, found, "numbers, an array or text", "Convert it in the function"))
+        found = f"the function for the field {name!r} returned {kind_of(first)}"
+        expected = "a number, an array with a numeric dtype, text or bytes"
+        raise InvalidOption(cannot(act, found, expected, "Convert the value in the function"))
     return SampleField(name, "array", shape=array.shape, dtype=array.dtype.str)
 
 

@@ -34,7 +34,7 @@ class BrokenMember(BadImage):
 class UnequalArray(UnequalSample):
     """An `.npy` array whose shape or dtype differs from the first one's."""
 
-    next_step = "Bring all arrays to one shape and dtype, or leave this file out"
+    next_step = "Convert all arrays to one shape and dtype, or remove this file"
 
 
 class SampleReading(Reading):
@@ -218,7 +218,7 @@ class FileSampleMaker(SampleMaker):
             pixels = decode_image(data, self.channels, self.size) if self.is_image else decode_array(data)
             self.fields[0].check_shape(pixels, UnequalSample if self.is_image else UnequalArray)
             if pixels.dtype != np.dtype(self.dtype):
-                raise UnequalArray(f"its dtype is {pixels.dtype}, not {np.dtype(self.dtype)} like the first")
+                raise UnequalArray(f"the dtype is {pixels.dtype}, but {np.dtype(self.dtype)} in the first sample")
             return pixels
         if self.encoding == "source":
             check_image(data)
@@ -232,16 +232,18 @@ class FileSampleMaker(SampleMaker):
 
 def _stored_value(path: str, made: SampleField, value: Any) -> Value:
     """Convert the result of a user's function to the field's type; raises `BadSource` if a value would change."""
-    act, next_step = f"pack the field {made.name!r} of {path!r}", "Return values of one kind and shape"
+    act, next_step = f"pack the field {made.name!r} of {path!r}", "Return values of one type and shape"
     if made.is_ragged:
         kind = str if made.content == "text" else bytes
         if not isinstance(value, kind):
-            raise BadSource(cannot(act, kind_of(value), f"{kind.__name__} like the first", next_step))
+            found = f"the function returned {kind_of(value)}, but {kind.__name__} for the first sample"
+            raise BadSource(cannot(act, found, "", next_step))
         return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
     try:
         # Copy, because the function may reuse the same array for each sample.
         return made.converted(np.array(value), UnequalSample)
     except UnequalSample as error:
-        raise BadSource(cannot(act, str(error), "values of one shape and dtype", next_step)) from None
+        raise BadSource(cannot(act, str(error), "", next_step)) from None
     except ValueError:
-        raise BadSource(cannot(act, "lists of several lengths", "numbers of one shape", next_step)) from None
+        uneven = "the function returned lists of different lengths"
+        raise BadSource(cannot(act, uneven, "numbers of one shape", next_step)) from None

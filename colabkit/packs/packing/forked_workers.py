@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any, Generic, Self, TypeVar
 
-from colabkit.foundation import ColabkitError, PackingFailed, TimedOut, cannot
+from colabkit.foundation import ColabkitError, PackingFailed, TimedOut, cannot, option
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -124,13 +124,13 @@ class ForkedWorkers(Generic[T, R]):
         worker.process.close()
         (first, tries), *others = worker.tasks
         if tries >= _TRIES:
-            found = f"a worker process {how} twice at {self.describe(first)}"
+            files = self.describe(first)
             if how == "hung":
-                needed, next_step = f"an answer in {self.stalled_s:g} s", "Check these files, or leave them out"
-                raise TimedOut(cannot(self.act, found, needed, next_step))
-            found += f" ({signal.Signals(-code).name if code and code < 0 else f'exit code {code}'})"
-            next_step = "Check these files, and the free memory"
-            raise PackingFailed(cannot(self.act, found, "processes that live", next_step))
+                hung = f"two worker processes spent more than {self.stalled_s:g} s on {files}"
+                raise TimedOut(cannot(self.act, hung, "", "Check these files, or remove them"))
+            end = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+            died = f"two worker processes died while they packed {files} ({end})"
+            raise PackingFailed(cannot(self.act, died, "", "Check these files and the free memory"))
         self._workers.append(self._started())
         return [(first, tries + 1), *others]
 
@@ -152,9 +152,9 @@ class ForkedWorkers(Generic[T, R]):
             except OSError as error:
                 ours.close()
                 theirs.close()
-                found = f"no further process ({error.strerror or error})"
-                next_step = "Free some memory, or use threads=1"
-                raise PackingFailed(cannot(self.act, found, "processes that can be started", next_step)) from error
+                found = f"a worker process cannot be started ({error.strerror or error})"
+                next_step = ("Free some memory, or use ", option("threads", 1))
+                raise PackingFailed(cannot(self.act, found, "", next_step)) from error
         theirs.close()
         return _Worker(process, ours)
 

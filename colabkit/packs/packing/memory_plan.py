@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, InvalidOption, cannot
+from colabkit.foundation import BadSource, InvalidOption, cannot, omit, option
 from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field, Indices
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
 from colabkit.packs.labels.splits import SPLIT_FOLDERS, shares_of, split_shares, strata_of
@@ -66,13 +66,13 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     """
     act = options.act
     refused = {
-        "size=": options.size is not None,
-        "fields=": bool(options.fields),
-        f"on_bad={options.on_bad!r}": options.on_bad != "raise",
-        f"labels={options.labels!r:.60}": options.labels not in ("auto", None),
-        f"encoding={options.encoding!r}": options.encoding not in ("auto", "raw"),
+        "size": options.size is not None,
+        "fields": bool(options.fields),
+        "on_bad": options.on_bad != "raise",
+        "labels": options.labels not in ("auto", None),
+        "encoding": options.encoding not in ("auto", "raw"),
     }
-    _refuse(act, refused)
+    _refuse(options, refused, "arrays")
     splits = {split: _checked_arrays(act, split, arrays) for split, arrays in _by_split(act, source).items()}
     first = next(iter(splits.values()))
     for arrays in splits.values():
@@ -109,19 +109,21 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     """
     act, key = options.act, options.labels
     refused = {
-        "fields=": bool(options.fields),
-        "on_bad='blank'": options.on_bad == "blank",
-        "encoding='source'": options.encoding == "source",
+        "fields": bool(options.fields),
+        "on_bad": options.on_bad == "blank",
+        "encoding": options.encoding == "source",
     }
-    _refuse(act, refused)
+    _refuse(options, refused, "a dataset")
     if key is not None and not isinstance(key, str):
-        found, needed = f"labels={key!r:.60} for a data set", "the key of a label in its samples, or None"
-        raise InvalidOption(cannot(act, found, needed, "Leave it out, or return (x, label) in the data set"))
+        expected = "the key of the labels in the samples of the dataset, 'auto' or None"
+        next_step = (omit("labels"), " and return (x, label) from the dataset")
+        raise InvalidOption(cannot(act, option("labels", key), expected, next_step))
     datasets = _by_split(act, source)
     names = [_classes(dataset, key) for dataset in datasets.values()]
     if len(set(names)) > 1:
-        found = f"other classes in {' than in '.join(datasets)}"
-        raise BadSource(cannot(act, found, "the same classes in the same order", "Number the labels alike"))
+        differ = f"the splits {' and '.join(map(repr, datasets))} have different classes"
+        alike = "the same classes in the same order in all splits"
+        raise BadSource(cannot(act, differ, alike, "Use one list of classes for all splits"))
     is_jpeg = options.encoding == "jpeg"
     images = ImageFormat("jpeg" if is_jpeg else "raw", options.channels, options.image_size, options.quality)
     maker = DatasetSampleMaker(act, datasets, images, key, names[0], skips_bad=options.on_bad == "skip")
@@ -156,19 +158,22 @@ def _about(
     }
 
 
-def _refuse(act: str, options: Mapping[str, bool]) -> None:
-    """Raise `InvalidOption` for given options that apply only to files; keys are the options as text."""
-    for option, is_given in options.items():
-        if is_given:
-            next_step = "Leave it out, and change the samples before"
-            raise InvalidOption(cannot(act, f"{option} for samples that are no files", "the samples alone", next_step))
+def _refuse(options: PackOptions, refused: Mapping[str, bool], kind: str) -> None:
+    """Raise `InvalidOption` if one of the options is refused because it does not apply to this kind of source."""
+    for name, is_refused in refused.items():
+        if is_refused:
+            found = (option(name, getattr(options, name)), f" does not apply to {kind}")
+            raise InvalidOption(cannot(options.act, found, "", omit(name)))
 
 
 def _checked_arrays(act: str, split: str, arrays: Mapping[str, Any]) -> dict[str, Rows | TextColumn]:
     """Return a split's arrays, `X` first."""
     if SAMPLES not in arrays:
-        given = f"the fields {', '.join(arrays) or 'nothing'} in {split!r}"
-        raise InvalidOption(cannot(act, given, "an array named X", "Use {'X': images, 'Y': labels}, for example"))
+        given = (
+            f"the split {split!r} has the arrays {', '.join(map(repr, arrays))}" if arrays else "there are no arrays"
+        )
+        next_step = "For example, pass {'X': images, 'Y': labels}"
+        raise InvalidOption(cannot(act, given, "an array named 'X'", next_step))
     check_field_names(act, [name for name in arrays if name not in (SAMPLES, LABELS)])
     found = {name: column_of(act, name, arrays[name]) for name in sorted(arrays, key=lambda name: name != SAMPLES)}
     check_lengths(act, split, found)
@@ -182,11 +187,13 @@ def _labels(act: str, columns: Sequence[Rows | TextColumn]) -> LabelValues:
     try:
         found = infer_array(values)
     except ValueError as error:
-        raise BadSource(cannot(act, f"Y holds {error}", "a number for each sample", "Leave these out")) from error
+        next_step = "Correct the labels, or remove these samples"
+        raise BadSource(cannot(act, f"in 'Y', {error}", "", next_step)) from error
     if found is None:
-        needed = "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]"
-        next_step = "Give it another name, as in {'X': ..., 'boxes': ...}"
-        raise InvalidOption(cannot(act, f"Y of {values.dtype} {list(values.shape)}", needed, next_step))
+        wrong = f"the labels 'Y' are {values.dtype} {list(values.shape)}"
+        expected = "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]"
+        rename = "Pass this array under another name, for example {'X': images, 'boxes': boxes}"
+        raise InvalidOption(cannot(act, wrong, expected, rename))
     return found
 
 
@@ -208,11 +215,11 @@ def _number_splits(
         ends = np.cumsum(list(counts.values())).tolist()
         return {split: np.arange(end - counts[split], end) for split, end in zip(counts, ends, strict=True)}
     if not isinstance(options.splits, Mapping):
-        found, needed = f"splits={options.splits!r:.60}", "shares, as in {'train': 0.8, 'test': 0.2}"
-        raise InvalidOption(cannot(act, found, needed, "Give the splits as a mapping of parts instead"))
+        next_step = ("For example, use ", option("splits", {"train": 0.8, "test": 0.2}))
+        raise InvalidOption(cannot(act, option("splits", options.splits), "shares for each split, or None", next_step))
     if list(counts) != ["train"]:
-        found, needed = f"splits= beside the splits {', '.join(counts)}", "one of them"
-        raise InvalidOption(cannot(act, found, needed, "Leave the option out"))
+        both = (option("splits"), f" is given, but the source already has the splits {', '.join(map(repr, counts))}")
+        raise InvalidOption(cannot(act, both, "", omit("splits")))
     shares = shares_of(act, options.splits)
     return split_shares(strata_of(kind, labels, shares), counts["train"], shares, options.seed)
 
@@ -273,15 +280,18 @@ def _by_split(act: str, source: Any) -> dict[str, Any]:
     if named and all(are_splits):
         return _ordered_splits(act, named)
     if any(are_splits):
-        found, needed = "arrays beside mappings", "either arrays by field or splits"
-        raise InvalidOption(cannot(act, found, needed, "Use {'X': images, 'Y': labels}, for example"))
+        mixed = "the source contains both arrays and splits"
+        next_step = "For example, pass {'X': images, 'Y': labels}"
+        raise InvalidOption(cannot(act, mixed, "either arrays by field, or splits", next_step))
     ends = {name: name.rpartition("_") for name in named}
     is_flat = {name: bool(field) and split.lower() in SPLIT_FOLDERS for name, (field, _, split) in ends.items()}
     if not any(is_flat.values()) or any(name.lower() in _FIELDS for name in named):
         return {"train": {_FIELDS.get(name, name): array for name, array in named.items()}}
     if odd := [name for name, is_split in is_flat.items() if not is_split]:
-        found = f"{odd[0]!r} beside {next(name for name in named if is_flat[name])!r}"
-        raise InvalidOption(cannot(act, found, f"names that end in {', '.join(SPLITS)}", "Rename or remove it"))
+        flat = next(name for name in named if is_flat[name])
+        found = f"the name {odd[0]!r} does not end with a split, unlike {flat!r}"
+        expected = f"names that end with one of {', '.join(f'_{split}' for split in SPLITS)}"
+        raise InvalidOption(cannot(act, found, expected, f"Rename or remove {odd[0]!r}"))
     fields: dict[str, dict[str, Any]] = {}
     for name, (field, _, split) in ends.items():
         fields.setdefault(split, {})[field] = named[name]
@@ -293,8 +303,9 @@ def _ordered_splits(act: str, named: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in named.items():
         split = SPLIT_FOLDERS.get(name.lower())
         if split is None or split in splits:
-            found, needed = f"the splits {', '.join(map(repr, named))}", f"names among {', '.join(SPLITS)}, each once"
-            raise InvalidOption(cannot(act, found, needed, "Rename or join them"))
+            found = f"the splits are named {', '.join(map(repr, named))}"
+            expected = f"names among {', '.join(map(repr, SPLITS))}, or other names of these such as 'val', each once"
+            raise InvalidOption(cannot(act, found, expected, "Rename or join the splits"))
         is_fields = isinstance(value, Mapping)
         splits[split] = {_FIELDS.get(str(key), str(key)): one for key, one in value.items()} if is_fields else value
     return {split: splits[split] for split in SPLITS if split in splits}

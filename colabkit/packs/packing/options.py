@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from colabkit.foundation import InvalidOption, cannot, check_one_of, check_size, check_whole_number
+from colabkit.foundation import (
+    InvalidOption,
+    cannot,
+    check_one_of,
+    check_size,
+    check_whole_number,
+    omit,
+    option,
+    shown,
+)
 from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.function_digest import function_digest
@@ -45,14 +54,16 @@ class PackOptions:
         act = self.act
         check_one_of(act, "encoding", self.encoding, ("auto", "raw", "source", "jpeg"))
         check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
-        check_one_of(act, "channels", self.channels, (3, 1), "Use channels=3 for RGB or channels=1 for luminance")
+        channels = ("Use ", option("channels", 3), " for RGB or ", option("channels", 1), " for grayscale")
+        check_one_of(act, "channels", self.channels, (3, 1), channels)
         is_number = isinstance(self.max_bad, int | float) and not isinstance(self.max_bad, bool)
         if not is_number or not 0 <= self.max_bad < math.inf:
-            found, needed = f"max_bad={self.max_bad!r}", "a share below 1 or a whole number of samples"
-            raise InvalidOption(cannot(act, found, needed, "Use max_bad=0.01 or max_bad=50, for example"))
+            example = ("For example, use ", option("max_bad", 0.01), " or ", option("max_bad", 50))
+            expected = "a share below 1, or a whole number of samples"
+            raise InvalidOption(cannot(act, option("max_bad", self.max_bad), expected, example))
         if self.encoding == "source" and self.size is not None:
-            found, needed = "size= with encoding='source'", "which keeps the files' own bytes"
-            raise InvalidOption(cannot(act, found, needed, "Leave size out, or use encoding='jpeg'"))
+            found = (option("encoding", "source"), " stores files unchanged, but ", option("size"), " is given")
+            raise InvalidOption(cannot(act, found, "", (omit("size"), ", or use ", option("encoding", "jpeg"))))
         object.__setattr__(self, "quality", check_whole_number(act, "quality", self.quality, 1, 100))
         object.__setattr__(self, "seed", check_whole_number(act, "seed", self.seed, 0))
         # Computing these properties validates `size` and `fields`.
@@ -71,8 +82,10 @@ class PackOptions:
         check_field_names(self.act, named)
         for name, value in named.items():
             if not isinstance(value, str) and not callable(value):
-                found, needed = f"{value!r} as field {name!r}", "the name of a column, or a function of a sample's path"
-                raise InvalidOption(cannot(self.act, found, needed, "Use fields=['age'], for example"))
+                found = f"the source of the field {name!r} is {shown(value)}"
+                expected = "the name of a column, or a function of a sample's path"
+                next_step = ("For example, use ", option("fields", ["age"]))
+                raise InvalidOption(cannot(self.act, found, expected, next_step))
         return named
 
     def most_bad(self, samples: int) -> int:
@@ -98,8 +111,9 @@ def height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
         return None
     height, width = check_size(act, "size", size)
     if height * width > MAX_PIXELS:
-        found, needed = f"size={size!r}", f"at most {MAX_PIXELS} pixels, the limit of images"
-        raise InvalidOption(cannot(act, found, needed, "Use size=224, for example"))
+        found = (option("size", size), f" is {height * width:,} pixels")
+        example = ("For example, use ", option("size", 224))
+        raise InvalidOption(cannot(act, found, f"at most {MAX_PIXELS:,} pixels", example))
     return height, width
 
 
@@ -107,8 +121,8 @@ def check_field_names(act: str, names: Iterable[object]) -> None:
     """Raise `InvalidOption` for names that an additional field cannot have."""
     for name in names:
         if not isinstance(name, str) or not name or name in _OWN_NAMES or "/" in name or "\0" in name:
-            found, needed = f"a field named {name!r}", "a name without '/', other than X, Y and crc"
-            raise InvalidOption(cannot(act, found, needed, "Rename it"))
+            expected = "text without '/', other than 'X', 'Y', 'crc' and 'colabkit'"
+            raise InvalidOption(cannot(act, f"a field is named {shown(name)}", expected, "Rename this field"))
 
 
 def _plain(value: Any) -> Any:

@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadImage, BadSource, cannot, format_things
+from colabkit.foundation import BadImage, BadSource, Text, cannot, format_things, option
 from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, Field, Indices
 
 OnBad: TypeAlias = Literal["raise", "skip", "blank"]
@@ -31,9 +31,16 @@ _LISTED_BAD = 5
 
 
 class UnequalSample(BadImage):
-    """A sample whose shape or dtype differs from the first one."""
+    """A sample whose shape or dtype differs from the first one; the message is only the reason.
 
-    next_step = "Use size= to bring all images to one size, or encoding='source' to keep each unchanged"
+    Attributes:
+        next_step: what to do next, for a message with this reason.
+    """
+
+    next_step: ClassVar[Text] = (
+        *("Use ", option("size"), " to resize all images, or "),
+        *(option("encoding", "source"), " to store the files unchanged"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class SampleField(Field):
         """Raise the error if an array's shape differs from the field's."""
         if array.shape != self.shape:
             found, first = ("x".join(map(str, shape)) or "()" for shape in (array.shape, self.shape))
-            raise error(f"{self._named('shape')} is {found}, not {first} like the first")
+            raise error(f"{self._named('shape')} is {found}, but {first} in the first sample")
 
     def converted(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> npt.NDArray[Any]:
         """Convert an array to the field's dtype; raise the error if the shape differs or a number would change."""
@@ -71,10 +78,10 @@ class SampleField(Field):
             converted = array.astype(dtype)
             if dtype.kind in "fc" or np.array_equal(converted, array):
                 return converted
-        raise error(f"{self._named('dtype')} is {array.dtype}, not {dtype} like the first")
+        raise error(f"{self._named('dtype')} is {array.dtype}, but {dtype} in the first sample")
 
-    def _named(self, what: str) -> str:
-        return f"its {what}" if self.name == SAMPLES else f"the {what} of {self.name!r}"
+    def _named(self, property_name: str) -> str:
+        return f"the {property_name}" if self.name == SAMPLES else f"the {property_name} of {self.name!r}"
 
 
 class SampleMaker(ABC):
@@ -238,14 +245,14 @@ class PackPlan:
 
     def check_bad(self, bad: Sequence[BadSample]) -> None:
         """Raise `BadImage` if more samples are bad than allowed, `BadSource` if all are bad."""
+        first = ", ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
         if len(bad) > self.most_bad:
-            first = "; ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
-            found = f"{format_things(len(bad), 'bad file')} or more, first {first}"
-            next_step = "Check the source" if len(bad) == self.samples else "Check the source, or raise max_bad="
-            raise BadImage(cannot(self.act, found, f"at most {self.most_bad}", next_step))
+            found = f"at least {format_things(len(bad), 'bad file')}, first {first}"
+            more: Text = "" if len(bad) == self.samples else (", or increase ", option("max_bad"))
+            raise BadImage(cannot(self.act, found, f"at most {self.most_bad}", ("Check the source", more)))
         if len(bad) == self.samples and not self.is_shard:
-            found = f"no good one among {format_things(self.samples, 'sample')}"
-            raise BadSource(cannot(self.act, found, "at least one", "Check the source"))
+            none_good = f"no good file among {format_things(self.samples, 'sample')}, first {first}"
+            raise BadSource(cannot(self.act, none_good, "at least one good sample", "Check the source"))
 
     def data_sets(self, kept: Mapping[str, Indices], lengths: Lengths) -> list[DataSet]:
         """Return the layout of a pack.

@@ -102,7 +102,8 @@ def write_pack(
 def check_free(plan: PackPlan, final: Path) -> None:
     """Raise `TargetExists` if another process has created something at the final path."""
     if os.path.lexists(final):
-        raise TargetExists(cannot(plan.act, f"{str(final)!r} was made meanwhile", "a free path", "Run it again"))
+        found = f"another process created {str(final)!r} in the meantime"
+        raise TargetExists(cannot(plan.act, found, "", "Run it again, or choose another path"))
 
 
 def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
@@ -306,7 +307,7 @@ def _stored_crc(fd: int, one: DataSet) -> int:
     while at < end:
         block = os.pread(fd, min(_READ_BYTES, end - at), at)
         if not block:
-            raise OSError(errno.EIO, "the pack ended while it was written")
+            raise OSError(errno.EIO, "the pack became shorter while it was being written")
         crc = crc32(block, crc)
         at += len(block)
     return crc

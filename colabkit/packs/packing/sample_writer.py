@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, usable_cpus
+from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, option, usable_cpus
 from colabkit.packs.format.layout import DataSet, Indices
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, SampleReading, read_sample
 from colabkit.packs.packing.forked_workers import ForkedWorkers, can_fork
@@ -147,11 +147,11 @@ class SampleWriter:
         path, why = self._plan.maker.path(number), str(error)
         act = f"pack {path!r} of {self._plan.name!r}"
         if isinstance(error, UnequalSample):
-            raise type(error)(cannot(act, why, "one shape for all", error.next_step)) from error
+            raise type(error)(cannot(act, why, "", error.next_step)) from error
         if self._plan.on_bad == "raise":
             is_file = isinstance(self._plan.maker, FileSampleMaker)
-            next_step = f"Remove or repair this {'file' if is_file else 'sample'}, or use on_bad='skip'"
-            raise BadImage(cannot(act, why, "an image file" if is_file else "a good sample", next_step)) from error
+            repair = "Repair or remove this file" if is_file else "Repair or remove this sample"
+            raise BadImage(cannot(act, why, "", (repair, ", or use ", option("on_bad", "skip")))) from error
         return BadSample(samples.split, samples.start + place, path, why)
 
     def _ranges(self, first: int, count: int) -> Iterator[SampleRange]:
@@ -265,7 +265,7 @@ class FileSampleWriter(SampleWriter):
         with reading, closing(reading.items(places)) as blocks:
             for several in concurrently(write, blocks, "auto"):
                 yield from several
-        self.made_by = "as files came"
+        self.made_by = "threads, as files arrived"
 
 
 def _row_bytes(made: SampleField, column: Column) -> npt.NDArray[np.uint8]:

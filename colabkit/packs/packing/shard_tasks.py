@@ -76,9 +76,10 @@ class _WatchingBar(ProgressBar):
             return
         self._looked = time.monotonic()
         if not self._task.sign.exists():
-            found = f"{str(self._task.path.parent)!r} is not there for a worker, or the call that made it is over"
-            needed = "a folder that all workers share"
-            raise PackingFailed(cannot(self._task.plan.act, found, needed, "Pack to a path that all machines have"))
+            folder = str(self._task.path.parent)
+            found = f"{folder!r} does not exist on this worker, or the call that submitted the task has ended"
+            next_step = "Pack to a folder that all workers share"
+            raise PackingFailed(cannot(self._task.plan.act, found, "", next_step))
 
 
 def run_tasks(
@@ -149,12 +150,12 @@ def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
                 pickle.dumps(task)
             except Exception as reason:
                 # User-defined classes can raise any error while they are pickled.
-                found = f"a task that cannot be sent ({_in_one_line(reason)})"
-                next_step = "Define functions and classes at the top of a module that workers can import"
-                raise InvalidOption(cannot(act, found, "one that pickles", next_step)) from error
-        found = f"an executor that failed ({_in_one_line(error)})"
-        next_step = "Run it again with a new executor: whole shards are kept"
-        raise PackingFailed(cannot(act, found, "tasks that end", next_step)) from error
+                unsent = f"a task cannot be pickled ({_in_one_line(reason)})"
+                define = "Define functions and classes at the top level of a module that workers can import"
+                raise InvalidOption(cannot(act, unsent, "", define)) from error
+        found = f"the executor failed ({_in_one_line(error)})"
+        next_step = "Run it again with a new executor, which reuses the complete shards"
+        raise PackingFailed(cannot(act, found, "", next_step)) from error
 
 
 def _in_one_line(error: Exception) -> str:

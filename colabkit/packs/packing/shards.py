@@ -315,8 +315,8 @@ def _publish(plan: PackPlan, kept: ShardFolder, names: Sequence[str], *, replace
         path, to = kept.data / name, final.with_name(name)
         is_free = not os.path.lexists(to) or not os.path.lexists(path) or (name in own and is_pack(to))
         if not is_free and not _is_same(path, to):
-            found, needed = f"{str(to)!r} is in the way", "a free path for each shard"
-            raise TargetExists(cannot(plan.act, found, needed, "Remove it, or choose another path"))
+            found = f"{str(to)!r}, the path of a shard, already exists and does not belong to this pack"
+            raise TargetExists(cannot(plan.act, found, "", "Remove it, or choose another path"))
     if not replace:
         check_free(plan, final)
     kept.add_own({*old, *names})

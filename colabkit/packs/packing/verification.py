@@ -53,7 +53,7 @@ class VerifyReport(Report):
 
     def _summary(self) -> str:
         if not self.damaged:
-            return f"{str(self.path)!r} is whole: {format_things(self.samples, 'sample')}, each as it was sealed"
+            return f"{str(self.path)!r} is intact: {format_things(self.samples, 'sample')} match their checksums"
         first = ", ".join(f"{split}[{index}]" for split, index in self.damaged[:_LISTED])
         damage = f"{len(self.damaged)} of {format_things(self.samples, 'sample')}, first {first}"
         if self.damaged_files != (self.path.name,):
@@ -129,8 +129,8 @@ def shards_of(info: PackInfo) -> Iterator[PackInfo]:
         found = read_pack(info.path.with_name(Path(shard.name).name))
         if found.seal != shard.seal:
             act = f"open {str(info.path)!r}"
-            needed = "the shards that were sealed with it"
-            raise Corrupt(cannot(act, f"{shard.name!r} is of another pack", needed, "Pack or stage it again"))
+            other = f"the shard {shard.name!r} belongs to another pack"
+            raise Corrupt(cannot(act, other, "the shard that the index lists", "Pack or stage it again"))
         yield found
 
 

@@ -23,12 +23,14 @@ from colabkit.foundation import (
     Corrupt,
     NotMounted,
     ProgressBar,
+    Text,
     TimedOut,
     can_hang,
     cannot,
     file_changes,
     mounts,
     near_folder,
+    option,
     partials,
     try_lock,
     user_path,
@@ -171,14 +173,14 @@ class _Preparation:
     name: str
     folder: Path
     save_folder: Path | None
-    unsaved: str
+    unsaved: Text
     pack_to: Callable[[Path], None]
     threads: Threads
     refresh: bool
     progress: bool
     state: str | None = None
-    unused: str = ""
-    near_s: float = 0.0
+    unused: Text = ""
+    local_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.is_far = os.path.isabs(self.name) and can_hang(self.name, mounts())
@@ -190,11 +192,11 @@ class _Preparation:
             self.read_state()
         found = self.find_local()
         if found is not None and (self.save_folder is None or self.is_saved(found.path)):
-            return self.prepared(found, "near")
+            return self.prepared(found, "local")
         if found is None and self.read_state() is None:
             # Raises an error, unless the source was created in the meantime.
             self.pack_to(self.path)
-        way: Literal["near", "saved", "packed"] = "near"
+        way: Literal["local", "saved", "packed"] = "local"
         with self.alone() as is_alone:
             self.notes = self.read_notes()
             found = self.find_local()
@@ -203,7 +205,7 @@ class _Preparation:
                 if is_alone:
                     self.remove_all_but(found.path)
             elif is_alone is False and not self.is_saved(found.path):
-                self.save_folder, self.unsaved = None, "another process, which is at it, saves it"
+                self.save_folder, self.unsaved = None, "another process is saving it"
             if self.save_folder is not None and not self.is_saved(found.path):
                 self.save(found.path)
         return self.prepared(found, way)
@@ -221,7 +223,7 @@ class _Preparation:
         started = time.monotonic()
         paths = [self.path] if self.state is not None else _newest_first(self.folder)
         found = next(filter(None, map(_opened, paths)), None)
-        self.near_s = time.monotonic() - started
+        self.local_s = time.monotonic() - started
         return found
 
     @property
@@ -249,7 +251,7 @@ class _Preparation:
         try:
             is_alone = try_lock(fd)
             if is_alone is False:
-                with ProgressBar("wait for another prepare()", None, " s", self.progress) as bar:
+                with ProgressBar("wait for another process", None, " s", self.progress) as bar:
                     wait_while_busy(self.folder, lambda: try_lock(fd) is False and self.find_local() is None, bar.wait)
                 is_alone = try_lock(fd)
             yield is_alone
@@ -275,7 +277,7 @@ class _Preparation:
             self.note(packed_s=time.monotonic() - started)
         started = time.monotonic()
         info = read_pack(self.path)
-        self.near_s = time.monotonic() - started
+        self.local_s = time.monotonic() - started
         return way, info
 
     def stage_saved(self, saved: Path) -> bool:
@@ -290,12 +292,13 @@ class _Preparation:
                 file_changes.rename(report.path, partial.path)
                 file_changes.remove(copy)
                 if not _is_whole(partial.path, progress=self.progress):
-                    raise Corrupt(cannot(act, "it is damaged", "a pack as it was sealed", "It is packed again"))
+                    next_step = "Check the disk or the connection if this happens again"
+                    raise Corrupt(cannot(act, "the pack is damaged", "", next_step))
                 partial.publish(replace=True)
         except ColabkitError as error:
-            self.unused = str(error)
+            self.unused = _text_of(error)
             if isinstance(error, TimedOut):
-                self.save_folder, self.unsaved = None, f"{str(saved.parent)!r} does not answer"
+                self.save_folder, self.unsaved = None, f"{str(saved.parent)!r} does not respond"
             return False
         return True
 
@@ -305,7 +308,7 @@ class _Preparation:
             publish(local, self.saved_path(local), progress=self.progress)
             self.note(saved=str(self.saved_path(local)))
         except ColabkitError as error:
-            self.unsaved = str(error)
+            self.unsaved = _text_of(error)
 
     def remove_all_but(self, local: Path) -> None:
         """Remove packs of earlier states and leftovers of killed processes."""
@@ -328,14 +331,14 @@ class _Preparation:
             file_changes.write_file(partial.path, json.dumps(self.notes).encode())
             partial.publish(replace=True)
 
-    def prepared(self, info: PackInfo, way: Literal["near", "saved", "packed"]) -> PreparedPack:
+    def prepared(self, info: PackInfo, way: Literal["local", "saved", "packed"]) -> PreparedPack:
         """Return the pack with its report."""
         is_saved = self.is_saved(info.path)
         seconds = {name: self.notes.get(name) for name in ("saved_s", "packed_s")}
         report = PrepareReport(
             path=info.path,
             way=way,
-            near_s=self.near_s,
+            local_s=self.local_s,
             **{name: float(one) if isinstance(one, int | float) else None for name, one in seconds.items()},
             saved_path=self.saved_path(info.path) if is_saved else None,
             unsaved="" if is_saved else self.unsaved,
@@ -345,16 +348,22 @@ class _Preparation:
         return PreparedPack(info, report)
 
 
-def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, str]:
+def _text_of(error: ColabkitError) -> Text:
+    """Return the message of an error as a text for a report."""
+    # A report renders a message only as a part of a tuple.
+    return (error.message,) if error.message else str(error)
+
+
+def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:
     """Return the folder in which packs of a source are saved, or None and the reason why they are not."""
     if save_to is None:
-        return None, "save_to=None"
+        return None, (option("save_to", None),)
     try:
         folder = Path(os.path.abspath(user_path(save_to, f"save packs in {str(save_to)!r}")))
     except NotMounted as error:
-        return None, f"{str(error).rstrip('.')}, or use save_to=None to save nothing"
+        return None, (_text_of(error), " Or use ", option("save_to", None), " to save nothing.")
     if os.path.isabs(name) and folder.is_relative_to(name):
-        return None, f"{str(folder)!r} lies in the source, which is never written to"
+        return None, f"{str(folder)!r} is inside the source, which is never written to"
     return folder, ""
 
 

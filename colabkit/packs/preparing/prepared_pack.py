@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from colabkit.foundation import Report, format_bytes, format_seconds
+from colabkit.foundation import Report, Text, format_bytes, format_seconds
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.dataset.samples import open_sealed
 from colabkit.packs.format.layout import PackInfo
@@ -19,50 +19,53 @@ class PrepareReport(Report):
 
     Attributes:
         path: path of the local pack.
-        way: `"near"`: a local pack existed; `"saved"`: the pack in `save_to` was staged; `"packed"`: the source was
+        way: `"local"`: a local pack existed; `"saved"`: the pack in `save_to` was staged; `"packed"`: the source was
             packed.
-        near_s: seconds to find and open the local pack.
+        local_s: seconds to find and open the local pack.
         saved_s: seconds to stage the saved pack, in this call or an earlier one on this machine; None if unknown.
         packed_s: seconds to pack the source, in this call or an earlier one on this machine; None if unknown.
         saved_path: path of the saved pack; None if there is none.
-        unsaved: why there is no saved pack.
+        unsaved: why there is no saved pack; empty if there is one.
         unused: why an existing saved pack was not used; empty if it was used or there was none.
         pack_bytes: size of the pack in bytes.
     """
 
     path: Path
-    way: Literal["near", "saved", "packed"]
-    near_s: float
+    way: Literal["local", "saved", "packed"]
+    local_s: float
     saved_s: float | None
     packed_s: float | None
     saved_path: Path | None
-    unsaved: str
-    unused: str
+    unsaved: Text
+    unused: Text
     pack_bytes: int
 
     def _summary(self) -> str:
-        size = format_bytes(self.pack_bytes)
+        local, saved = f"{str(self.path)!r}, {format_bytes(self.pack_bytes)}", f"{str(self.saved_path)!r}"
         if self.way == "saved":
-            what = f"Staged the pack that was saved at {str(self.saved_path)!r}, {size}"
+            lines = [f"Staged the saved pack {saved} to {local}"]
         else:
-            done = "Used the near pack" if self.way == "near" else "Packed from the source to"
-            saved = (
-                f"saved at {str(self.saved_path)!r}" if self.saved_path else f"not saved: {self.unsaved}".rstrip(".")
-            )
-            what = f"{done} {str(self.path)!r}, {size}; {saved}"
-        notes = f". The saved pack was not used: {self.unused.rstrip('.')}" if self.unused else ""
-        names = {"near": "a near pack", "saved": "a saved pack", "packed": "packing from the source"}
-        known = [f"{names[way]} {format_seconds(taken)}" for way, taken in self._seconds.items() if taken is not None]
-        return f"{what}{notes}. The ways take: {', '.join(known)}"
+            lines = [f"{'Used the local pack' if self.way == 'local' else 'Packed the source to'} {local}"]
+            lines += [f"Saved at {saved}" if self.saved_path else f"Not saved: {self._words.render(self.unsaved)}"]
+        lines += [f"Saved pack not used: {self._words.render(self.unused)}"] if self.unused else []
+        known = [f"{name} {format_seconds(taken)}" for name, taken in self._seconds.items() if taken is not None]
+        return "\n".join([*lines, f"Times: {', '.join(known)}"])
 
     def _rows(self) -> list[tuple[str, ...]]:
-        seconds = {way: "not known" if taken is None else format_seconds(taken) for way, taken in self._seconds.items()}
-        rows = [("path", str(self.path)), ("saved", str(self.saved_path or self.unsaved))]
-        return [*rows, *((f"way {way}", text) for way, text in seconds.items())]
+        rows = [("path", str(self.path))]
+        if self.saved_path:
+            rows.append(("saved at", str(self.saved_path)))
+        else:
+            rows.append(("not saved", self._words.render(self.unsaved)))
+        if self.unused:
+            rows.append(("saved pack not used", self._words.render(self.unused)))
+        seconds = self._seconds.items()
+        return [*rows, *((name, "unknown time" if taken is None else format_seconds(taken)) for name, taken in seconds)]
 
     @property
     def _seconds(self) -> dict[str, float | None]:
-        return {"near": self.near_s, "saved": self.saved_s, "packed": self.packed_s}
+        """Seconds of each way, by its name for users."""
+        return {"local pack": self.local_s, "saved pack": self.saved_s, "packing the source": self.packed_s}
 
 
 class PreparedPack(Pack):
