@@ -191,7 +191,7 @@ class Loader:
         if self._columns is None:
             self.dataset = as_samples(act, self.dataset)
             given = {"fields": fields is not None, "as_dict": as_dict, "size": size is not None}
-            why = why or (kind_of(self.dataset), "load a pack, image files or arrays")
+            why = why or (f"{kind_of(self.dataset)} loads samples one by one", "load a pack, image files or arrays")
             check_beside(act, {**given, "on_bad": on_bad != "raise"}, why)
             self._count = len(self.dataset)
             self._pipeline = process_pipeline(options, self.dataset)
@@ -370,8 +370,8 @@ class Loader:
                 if not counts.batches % _SETTLED_EVERY:
                     counts.settle(clock)
             if not start and counts.batches == received and self._bad.reasons:
-                found = f"{format_things(planner.samples(0), 'image file')} of which none can be decoded"
-                next_step = "See loader.bad_samples"
+                found = f"none of {format_things(planner.samples(0), 'image file')} can be decoded"
+                next_step = "See loader.bad_samples for the reasons"
                 raise BadImage(cannot("load an epoch", found, "at least one readable image", next_step))
             # The epoch is over even if its last batches held only bad samples, and so were not yielded.
             self._position.receive(epoch, 0, is_over=True)
@@ -414,12 +414,12 @@ class Loader:
         self.meters.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     def _describe(self, order: Order | None, draws: Draws) -> str:
-        """Describe the samples of a batch for a message; those of a custom sampler by their position."""
+        """Describe the transform of a batch for a message; samples of a custom sampler by their position."""
         if order is None:
             count, first = len(draws.positions), draws.positions.item(0)
-            return f"{format_things(count, 'sample')} from position {first} of epoch {draws.epoch}"
+            return f"transforming {format_things(count, 'sample')} from position {first} of epoch {draws.epoch}"
         indices = [order.indices(draws.epoch, at, at + 1).item() for at in draws.positions.tolist()]
-        return describe_samples(draws.epoch, indices, partial(name_of, self.dataset))
+        return f"transforming {describe_samples(draws.epoch, indices, partial(name_of, self.dataset))}"
 
     def _share(self) -> Share:
         return share_of("load batches", *self._given_share)

@@ -73,21 +73,24 @@ class Compose(_Steps):
     def __init__(self, transforms: Iterable[Callable[..., Any]], *others: Any) -> None:
         act = "compose transforms"
         if others or not isinstance(transforms, Iterable):
-            found = f"{1 + len(others)} arguments" if others else kind_of(transforms)
-            raise InvalidOption(cannot(act, found, "a list of them", "Put them in brackets: Compose([...])"))
+            given = f"Compose got {1 + len(others)} arguments" if others else f"transforms is {kind_of(transforms)}"
+            brackets = "Put the transforms in brackets: Compose([...])"
+            raise InvalidOption(cannot(act, given, "one list of transforms", brackets))
         flat: list[Callable[..., Any]] = []
         for transform in transforms:
             flat += transform.transforms if isinstance(transform, Compose) else [transform]
         for transform in flat:
-            check_callable(act, "transform", transform, "Pass a list of transforms", optional=False)
+            check_callable(act, "transform", transform, "Pass a list of callables", optional=False)
             if is_per_sample(transform):
-                found = f"{shown(transform)}, which is for one sample"
+                found = f"{shown(transform)} transforms single samples"
                 next_step = (
-                    "Put all into one PerSample or torchvision's v2.Compose, or mark what draws nothing by PerBatch"
+                    "Put all transforms into one PerSample or torchvision's v2.Compose, "
+                    "or wrap those without randomness in PerBatch"
                 )
-                raise InvalidOption(cannot(act, found, "transforms of a batch", next_step))
+                raise InvalidOption(cannot(act, found, "transforms of batches", next_step))
         if not flat:
-            raise InvalidOption(cannot(act, "none", "at least one", "Leave the transform out"))
+            remedy = "Add a transform, or leave out the Compose"
+            raise InvalidOption(cannot(act, "the list is empty", "at least one transform", remedy))
         super().__init__(tuple(enumerate(flat)))
 
     @property

@@ -12,7 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, cannot, check_number, check_size, check_whole_number, is_finite_number
+from colabkit.foundation import (
+    InvalidOption,
+    cannot,
+    check_number,
+    check_size,
+    check_whole_number,
+    is_finite_number,
+    option,
+)
 from colabkit.loading.augment.cutting import Boxes, Sizes, crop_batch, crop_rows, cut, resize_batch
 from colabkit.loading.augment.transform import Draws, Transform, check_images
 
@@ -172,8 +180,8 @@ class RandomCrop(Geometry):
         self.size: tuple[int, int] = check_size(act, "size", size)
         sides: Sequence[Any] = padding if isinstance(padding, (tuple, list)) else (padding,)
         if len(sides) not in (1, 2, 4):
-            needed = "1, 2 or 4 whole numbers"
-            raise InvalidOption(cannot(act, f"padding={padding!r}", needed, "Use padding=4, say"))
+            next_step = "For example, use padding=4"
+            raise InvalidOption(cannot(act, option("padding", padding), "1, 2 or 4 whole numbers", next_step))
         self.padding = tuple(check_whole_number(act, "padding", side, 0) for side in sides) * (4 // len(sides))
         self.fill = check_number(act, "fill", fill, example=0)
 
@@ -188,9 +196,9 @@ class RandomCrop(Geometry):
         room = sizes + np.array([top + bottom - height, left + right - width])
         if room.min(initial=0) < 0:
             rows, columns = sizes[np.flatnonzero(room.min(1) < 0)[0]]
-            found = f"an image of {rows}x{columns} with padding {self.padding}"
-            needed = f"at least {height}x{width} with its padding"
-            raise InvalidOption(cannot("crop images", found, needed, "Use a smaller size or more padding"))
+            found = f"an image has {rows}x{columns} pixels before padding={self.padding}"
+            expected = f"at least {height}x{width} pixels with the padding"
+            raise InvalidOption(cannot("crop images", found, expected, "Use a smaller size or more padding"))
         uniforms = draws.uniforms(2)
         place_top, place_left = _place(uniforms[:, 0], room[:, 0]) - top, _place(uniforms[:, 1], room[:, 1]) - left
         return Boxes.of_size(place_top, place_left, self.size)
@@ -275,6 +283,7 @@ def _checked_range(act: str, name: str, value: Any, example: tuple[float, float]
     """Return two ascending numbers above 0 and up to `most`; raise `InvalidOption` with an example otherwise."""
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_finite_number, value))
     if not is_pair or not 0 < value[0] <= value[1] <= most:
-        needed = "two numbers above 0 in rising order" + (f", at most {most:g}" if math.isfinite(most) else "")
-        raise InvalidOption(cannot(act, f"{name}={value!r}", needed, f"Use {name}={example}, say"))
+        limit = f" and at most {most:g}" if math.isfinite(most) else ""
+        expected = f"two ascending numbers above 0{limit}"
+        raise InvalidOption(cannot(act, option(name, value), expected, ("For example, use ", option(name, example))))
     return float(value[0]), float(value[1])

@@ -18,8 +18,9 @@ from colabkit.foundation import (
     check_size,
     check_type,
     check_whole_number,
+    format_things,
     kind_of,
-    shown,
+    option,
 )
 from colabkit.loading.augment.transform import Draws, Transform, check_images
 
@@ -55,13 +56,12 @@ class Normalize(Transform):
             for number, value in enumerate(values):
                 check_number("normalize", f"{name}[{number}]", value, above=above, example=0.5)
         if not 0 < len(mean) == len(std):
-            found = f"mean={tuple(mean)}, std={tuple(std)}"
-            raise InvalidOption(
-                cannot("normalize", found, "as many means as stds", "Give one of each for every channel")
-            )
+            found = f"mean has {format_things(len(mean), 'value')}, and std has {len(std)}"
+            next_step = "Pass one mean and one standard deviation per channel"
+            raise InvalidOption(cannot("normalize", found, "the same number, at least 1", next_step))
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            found = f"dtype={shown(dtype)}"
-            raise InvalidOption(cannot("normalize", found, "a floating dtype", "Use torch.float32, say"))
+            example = "For example, use dtype=torch.float32"
+            raise InvalidOption(cannot("normalize", option("dtype", dtype), "a floating-point dtype", example))
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
         self._computed = torch.float64 if dtype == torch.float64 else torch.float32
         self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
@@ -74,8 +74,9 @@ class Normalize(Transform):
         """Return the normalized images, on the same device, and the unchanged labels."""
         check_images("normalize", images)
         if len(self.mean) not in (1, images.shape[1]):
-            found, needed = f"images of {images.shape[1]} channels", f"as many as there are means, {len(self.mean)}"
-            raise InvalidOption(cannot("normalize", found, needed, "Give one mean and one std for every channel"))
+            found = f"the images have {format_things(images.shape[1], 'channel')}, but there are {len(self.mean)} means"
+            next_step = "Pass one mean and one standard deviation per channel"
+            raise InvalidOption(cannot("normalize", found, "", next_step))
         key = images.device, images.dtype == torch.uint8
         # Moving constants makes the host wait for the device, so they are cached for each device.
         if key not in self._constants:
@@ -213,19 +214,23 @@ class MixUp(Transform):
         """Return the labels as class probabilities."""
         if isinstance(labels, Tensor) and labels.is_floating_point() and labels.shape == (count, self.classes):
             return labels
-        is_numbers = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.shape == (count,)
-        found = (
-            f"labels {labels.dtype} {list(labels.shape)}"
-            if isinstance(labels, Tensor)
-            else f"labels are {kind_of(labels)}"
-        )
-        if is_numbers and labels.device.type == "cpu" and count:
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != (count,):
+            found = f"the labels are {kind_of(labels)}"
+            if isinstance(labels, Tensor):
+                found = f"the labels have dtype {labels.dtype} and shape {list(labels.shape)}"
+            expected = f"class numbers of shape [{count}] or probabilities of shape [{count}, {self.classes}]"
+            raise InvalidOption(cannot("mix images", found, expected, "Pass one label per image"))
+        if labels.device.type == "cpu" and count:
             low, high = int(labels.min()), int(labels.max())
             if low < 0 or high >= self.classes:
-                is_numbers, found = False, f"labels from {low} to {high}"
-        if not is_numbers:
-            needed = f"class numbers [{count}] below {self.classes} or shares [{count}, {self.classes}]"
-            raise InvalidOption(cannot("mix images", found, needed, "Give the labels that belong to the images"))
+                raise InvalidOption(
+                    cannot(
+                        "mix images",
+                        f"the labels range from {low} to {high}",
+                        f"class numbers from 0 to {self.classes - 1}",
+                        "Correct the labels, or pass MixUp the right number of classes",
+                    )
+                )
         one_hot: Tensor = (labels[:, None] == torch.arange(self.classes, device=labels.device)).float()
         return one_hot
 

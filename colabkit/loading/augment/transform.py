@@ -207,9 +207,11 @@ def check_images(act: str, images: Tensor, fill: float = 0) -> None:
     """
     is_tensor = isinstance(images, Tensor)
     if not is_tensor or images.ndim != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
-        found = f"{images.dtype} {list(images.shape)}" if is_tensor else kind_of(images)
-        needed = "a uint8 or floating tensor [B, C, H, W]"
-        raise InvalidOption(cannot(act, found, needed, "Give a batch of images"))
+        found = f"the images are {kind_of(images)}"
+        if is_tensor:
+            found = f"the images have dtype {images.dtype} and shape {list(images.shape)}"
+        expected = "a uint8 or floating-point tensor [B, C, H, W]"
+        raise InvalidOption(cannot(act, found, expected, "Pass a batch of images"))
     if images.dtype == torch.uint8:
         check_fill(act, fill)
 
@@ -217,5 +219,6 @@ def check_images(act: str, images: Tensor, fill: float = 0) -> None:
 def check_fill(act: str, fill: float) -> None:
     """Raise `InvalidOption` unless `uint8` images can hold the fill value."""
     if not (0 <= fill <= 255 and fill == int(fill)):
-        found = f"fill={fill} and uint8 images"
-        raise InvalidOption(cannot(act, found, "a whole number from 0 to 255", "Normalize before, or use fill=0"))
+        found = f"fill={fill} is used with uint8 images"
+        next_step = "Apply Normalize first, or use fill=0"
+        raise InvalidOption(cannot(act, found, "a whole number from 0 to 255", next_step))

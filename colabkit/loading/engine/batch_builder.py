@@ -252,7 +252,8 @@ class BatchBuilder:
         _release_memory(group)
 
     def _reporting_errors(self, draws: Draws, indices: Indices) -> AbstractContextManager[None]:
-        return reporting_errors(lambda: describe_samples(draws.epoch, indices.tolist(), self.columns.name_of))
+        name_of = self.columns.name_of
+        return reporting_errors(lambda: f"transforming {describe_samples(draws.epoch, indices.tolist(), name_of)}")
 
     def _apply_by_batch(self, transform: Transform, values: list[Any], draws: Draws) -> None:
         labels = None if self._label is None else values[self._label]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import StackDataset
 
-from colabkit.foundation import InvalidOption, cannot, format_things, kind_of
+from colabkit.foundation import InvalidOption, cannot, format_things, kind_of, option
 from colabkit.loading.engine.batches import Indices
 from colabkit.loading.engine.gather import RowGather
 from colabkit.packs import LABELS, SAMPLES, FileDataset, Pack, PackedDataset
@@ -143,11 +143,11 @@ def check_channels(act: str, columns: DatasetColumns) -> None:
     if rows is None or rows.are_images or len(rows.shape) != 3:
         return
     if rows.shape[2] in _CHANNELS and rows.shape[0] not in _CHANNELS:
-        found = f"images {[columns.count, *rows.shape]} whose channels come last"
-        next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which copies nothing"
+        found = f"the images have shape {[columns.count, *rows.shape]}, whose channels come last"
+        next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which makes no copy"
         if columns.is_on_disk:
-            next_step = "Begin it with PerBatch(lambda images: images.permute(0, 3, 1, 2))"
-        raise InvalidOption(cannot(act, found, "[N, C, H, W] for this transform", next_step))
+            next_step = "Start the transform with PerBatch(lambda images: images.permute(0, 3, 1, 2))"
+        raise InvalidOption(cannot(act, found, "shape [N, C, H, W] for this transform", next_step))
 
 
 def unwrap_subset(act: str, dataset: Any) -> Any:
@@ -158,7 +158,7 @@ def unwrap_subset(act: str, dataset: Any) -> Any:
     """
     if isinstance(dataset, Pack):
         next_step = f"Pass pack[{next(iter(dataset), 'train')!r}]"
-        raise InvalidOption(cannot(act, "a whole pack", "one of its splits", next_step))
+        raise InvalidOption(cannot(act, "the data set is a whole pack", "one of its splits", next_step))
     if _gives_samples_of(dataset, torch.utils.data.Subset):
         whole = unwrap_subset(act, dataset.dataset)
         if _gives_samples_of(whole, PackedDataset, FileDataset):
@@ -177,11 +177,14 @@ def as_samples(act: str, dataset: Any) -> Any:
         kind, is_path = type(dataset), isinstance(dataset, str | os.PathLike)
         if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not is_path:
             return dataset
-        next_step = "Pass open_pack(path)['train'], FileDataset(folder) or arrays"
+        next_step = "Pass colabkit.open_pack(path)['train'], colabkit.FileDataset(folder) or arrays"
         if is_path:
-            next_step = "Pass FileDataset(path) for a folder of images, or open_pack(path)['train'] for a pack"
-        needed = "a data set with a length and an index, or arrays"
-        raise InvalidOption(cannot(act, kind_of(dataset), needed, next_step))
+            next_step = (
+                "Pass colabkit.FileDataset(path) for a folder of images, "
+                "or colabkit.open_pack(path)['train'] for a pack"
+            )
+        expected = "a data set with __getitem__ and __len__, or arrays"
+        raise InvalidOption(cannot(act, f"the data set is {kind_of(dataset)}", expected, next_step))
     arrays, structure = found
     _length(act, arrays)
     return StackDataset(**arrays) if structure == "dict" else StackDataset(*arrays.values())
@@ -217,16 +220,17 @@ def _stored(dataset: PackedDataset | FileDataset) -> dict[str, Column]:
 def _length(act: str, arrays: Mapping[str, Any]) -> int:
     counts = {name: len(value) if value.ndim else 0 for name, value in arrays.items()}
     if len(set(counts.values())) > 1:
-        shown = ", ".join(f"{name} of {count}" for name, count in counts.items())
-        raise InvalidOption(cannot(act, shown, "arrays of equal length", "Check the arrays"))
+        found = ", ".join(f"array {name} has {format_things(count, 'row')}" for name, count in counts.items())
+        raise InvalidOption(cannot(act, found, "the same number in each", "Pass one row per sample in each array"))
     return next(iter(counts.values()))
 
 
 def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> dict[str, Column]:
     is_list = isinstance(fields, Sequence) and not isinstance(fields, str) and len(fields) > 0
     if not is_list or sorted(name for name in columns if name in fields) != sorted(fields, key=str):
-        needed = f"a list of some of {', '.join(columns)}"
-        raise InvalidOption(cannot(act, f"fields={fields!r}", needed, "Name fields of the data set, each once"))
+        expected = f"a list of some of {', '.join(columns)}, each once"
+        example = ("For example, use ", option("fields", [next(iter(columns))]))
+        raise InvalidOption(cannot(act, option("fields", fields), expected, example))
     return {name: column for name, column in columns.items() if name in fields}
 
 
@@ -241,19 +245,25 @@ def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
     elif isinstance(dataset, tuple):
         named, structure = {str(number): value for number, value in enumerate(dataset)}, "tuple"
     elif isinstance(dataset, list) and _are_columns(dataset):
-        found = f"a list of {len(dataset)} arrays, which would be so many samples"
-        next_step = "Pass a tuple: (images, labels); if they are samples, stack them"
-        raise InvalidOption(cannot(act, found, "a tuple for fields", next_step))
+        raise InvalidOption(
+            cannot(
+                act,
+                f"the data set is a list of {len(dataset)} arrays, which may be fields or samples",
+                "a tuple of fields or one array of samples",
+                "Pass a tuple such as (images, labels), or stack the arrays if they are samples",
+            )
+        )
     else:
         return None
-    what = kind_of(dataset)
     if not named:
-        raise InvalidOption(cannot(act, f"{what} without arrays", "tensors and arrays in it", "Pass a data set"))
+        empty = f"the data set is {kind_of(dataset)} without arrays"
+        raise InvalidOption(cannot(act, empty, "at least one array or tensor", "Pass arrays, or a data set"))
     for name, value in named.items():
         if not isinstance(value, Tensor | np.ndarray):
-            found = f"{f'item {name}' if structure == 'tuple' else repr(name)} of {what} is {kind_of(value)}"
-            next_step = "Make it one by numpy.asarray, or pass a data set"
-            raise InvalidOption(cannot(act, found, "tensors and arrays", next_step))
+            item = name if structure == "tuple" else repr(name)
+            found = f"item {item} of the data set is {kind_of(value)}"
+            next_step = "Convert it with numpy.asarray, or pass a data set"
+            raise InvalidOption(cannot(act, found, "an array or a tensor", next_step))
     return named, "dict" if structure == "dict" else "tuple"
 
 
@@ -275,14 +285,32 @@ def _row_gather(act: str, name: str, value: Any) -> RowGather:
                 # torch does not support negative strides.
                 value = torch.from_numpy(native if min(native.strides, default=0) >= 0 else native.copy())
         except (TypeError, ValueError) as error:
-            found = f"an array {name!r} of dtype {value.dtype}"
-            raise InvalidOption(cannot(act, found, "numbers that torch knows", "Convert it first")) from error
+            raise InvalidOption(
+                cannot(
+                    act,
+                    f"array {name!r} has dtype {value.dtype}",
+                    "a dtype that torch supports",
+                    "Convert the array first, for example with array.astype('float32')",
+                )
+            ) from error
     if not value.ndim or value.layout != torch.strided or 0 in value.shape[1:]:
-        found = f"a tensor {name!r} of shape {list(value.shape)}, {value.layout}"
-        raise InvalidOption(cannot(act, found, "a dense tensor [N, ...]", "Pass the samples in one tensor"))
+        raise InvalidOption(
+            cannot(
+                act,
+                f"tensor {name!r} has shape {list(value.shape)} and layout {value.layout}",
+                "a dense tensor [N, ...] whose rows are not empty",
+                "Pass all samples in one dense tensor",
+            )
+        )
     if value.device.type != "cpu":
-        found = f"a tensor {name!r} on {value.device}"
-        raise InvalidOption(cannot(act, found, "one on the CPU", "Pass it so, with device= and keep='gpu'"))
+        raise InvalidOption(
+            cannot(
+                act,
+                f"tensor {name!r} is on {value.device}",
+                "a tensor on the CPU",
+                "Pass tensor.cpu(), together with device='cuda' and keep='gpu'",
+            )
+        )
     value = value.detach().resolve_conj().resolve_neg()
     if value.ndim == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last):
         return RowGather((value.permute(0, 2, 3, 1),), None, are_images=True)

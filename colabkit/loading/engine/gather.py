@@ -31,7 +31,7 @@ def warn_unpinned(error: RuntimeError) -> None:
     if not _is_warned.is_set():
         _is_warned.set()
         reason = str(error).partition("\n")[0]
-        logger.warning("memory for copies to the GPU cannot be pinned (%s); they will be slower", reason)
+        logger.warning("memory cannot be pinned (%s), so copies to the GPU are slower", reason)
 
 
 def aligned(size: int, step: int = _CACHE_LINE) -> int:

@@ -26,7 +26,6 @@ logger = logging.getLogger("colabkit")
 OnBad: TypeAlias = Literal["raise", "skip", "blank"]
 
 _MOST_LISTED = 1000
-_NEXT_STEP = "Remove or repair it, or use on_bad='skip'"
 
 
 @dataclass
@@ -43,14 +42,15 @@ class BadSamples:
             BadImage: with the sample's name, if `on_bad` is `"raise"`, or if it is a valid image of another size.
         """
         if isinstance(error, OtherSize):
-            next_step = "Give size=, or a transform that cuts to one size"
-            raise BadImage(cannot(f"decode {name}", str(error), "images of one size", next_step)) from error
+            crop = "Pass size=, or a transform that crops to one size"
+            raise BadImage(cannot(f"decode {name}", str(error), "images of one size", crop)) from error
         if self.on_bad == "raise":
-            raise BadImage(cannot(f"decode {name}", str(error), "an image", _NEXT_STEP)) from error
+            repair = "Remove or repair the file, or use on_bad='skip'"
+            raise BadImage(cannot(f"decode {name}", str(error), "a readable image", repair)) from error
         if name not in self.reasons and len(self.reasons) < _MOST_LISTED:
             self.reasons[name] = str(error)
-            what = "left out" if self.on_bad == "skip" else "blank"
-            logger.warning("%s cannot be decoded (%s) and is %s", name, error, what)
+            what = "is skipped" if self.on_bad == "skip" else "becomes a blank image"
+            logger.warning("%s cannot be decoded (%s) and %s", name, error, what)
 
 
 @dataclass
@@ -101,7 +101,7 @@ class ImageOptions:
         if self.row_shape is not None:
             return RowDecoder(self, geometry, ahead, counts, self.row_shape)
         if geometry is None or geometry.size is None:
-            raise TypeError("images of several sizes need a crop to one")
+            raise TypeError("images of different sizes require a crop to one size")
         return CropDecoder(self, geometry, ahead, counts)
 
 

@@ -66,20 +66,20 @@ class LoaderOptions:
             self.prefetch_batches = check_whole_number(act, "prefetch_batches", self.prefetch_batches, 1)
         if self.num_workers is not None:
             self.num_workers = check_whole_number(act, "num_workers", self.num_workers, 0)
-        next_step = "Pass a function of a batch of images"
+        next_step = "Pass a function that takes a batch of images"
         if isinstance(transform, list | tuple):
-            whose = "torchvision's v2" if any(map(is_per_sample, transform)) else "colabkit.augment"
-            next_step = f"Combine them with Compose([...]) of {whose}"
+            package = "torchvision.transforms.v2" if any(map(is_per_sample, transform)) else "colabkit.augment"
+            next_step = f"Combine the transforms with {package}.Compose([...])"
         check_callable(act, "transform", transform, next_step)
-        check_callable(act, "collate_fn", self.collate_fn, "Pass a function of a list of samples")
+        check_callable(act, "collate_fn", self.collate_fn, "Pass a function that takes a list of samples")
         check_one_of(act, "keep", self.keep, KEEPS)
         check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
         if self.keep == "gpu" and not self.is_on_gpu:
-            found, next_step = "keep='gpu' with batches on the CPU", "Pass device='cuda' too"
             if not torch.cuda.device_count():
-                found = "keep='gpu', and no usable GPU here"
-                next_step = "Choose a GPU runtime and pass device='cuda', or leave keep out"
-            raise InvalidOption(cannot(act, found, "a GPU to which batches go", next_step))
+                runtime = "Choose a GPU runtime and pass device='cuda', or omit keep="
+                raise InvalidOption(cannot(act, "keep='gpu', but torch finds no usable GPU", "", runtime))
+            found = "keep='gpu', but the batches are on the CPU"
+            raise InvalidOption(cannot(act, found, "batches on a GPU", "Pass device='cuda' as well"))
         self.bad = BadSamples(self.on_bad)
 
     @property
@@ -94,13 +94,13 @@ class LoaderOptions:
 
 
 def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:
-    """Return the argument that requires loading samples one by one, and how to avoid it; None if there is none."""
+    """Return why an argument requires loading samples one by one, and how to avoid it; None if none does."""
     if options.collate_fn is not None:
-        return "collate_fn=", "leave collate_fn= out"
+        return "collate_fn= takes samples one by one", "omit collate_fn="
     if isinstance(options.transform, PerSample):
-        return "PerSample", "use a transform of batches"
+        return "PerSample transforms samples one by one", "use a transform of batches"
     if is_per_sample(options.transform):
-        return "a transform of torchvision", "use those of colabkit.augment"
+        return "torchvision transforms samples one by one", "use the transforms of colabkit.augment"
     return None
 
 
@@ -109,48 +109,49 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
 
     Args:
         given: for each of these arguments by name, whether it is given.
-        why: the reason why samples are loaded one by one, and how to avoid it.
+        why: why samples are loaded one by one, as a clause, and how to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
-        found = f"{names} beside {why[0]}, for which samples are made one by one"
-        raise InvalidOption(cannot(act, found, "one of the two", f"Leave {names} out, or {why[1]}"))
+        found = f"{why[0]}, which does not support {names}"
+        raise InvalidOption(cannot(act, found, "", f"Omit {names}, or {why[1]}"))
 
 
 def check_without_processes(options: LoaderOptions, why: str, next_step: str) -> None:
-    """Raise `InvalidOption` for `persistent_workers` without worker processes."""
+    """Raise `InvalidOption` for `persistent_workers` without worker processes; `why` is a clause."""
     if options.persistent_workers:
-        found, needed = f"persistent_workers=True with {why}", "worker processes to keep"
-        raise InvalidOption(cannot(options.act, found, needed, next_step))
+        found = f"persistent_workers=True requires worker processes, but {why}"
+        raise InvalidOption(cannot(options.act, found, "", next_step))
 
 
 def check_skipping(act: str, on_bad: str, share: Share) -> None:
     """Raise `InvalidOption` if several ranks skip bad samples, because a rank may then yield fewer batches."""
     if on_bad == "skip" and share.world_size > 1:
-        found, needed = f"on_bad='skip' in {share.world_size} processes", "equally many batches in each"
-        raise InvalidOption(cannot(act, found, needed, "Use on_bad='blank', which leaves none out"))
+        found = f"on_bad='skip' may give the {share.world_size} processes different numbers of batches"
+        next_step = "Use on_bad='blank', which skips no samples"
+        raise InvalidOption(cannot(act, found, "the same number in each", next_step))
 
 
 def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share: Share) -> None:
     """Raise `InvalidOption` for an order that yields no batch."""
     if len(EpochRange.of(len(order), 0, batch_size, share, drop_last)):
         return
-    world = share.world_size
-    among = "" if world == 1 else f" for {world} processes"
-    if drop_last and len(order) >= world:
-        found = f"batch_size={batch_size} with drop_last, and {format_things(len(order), 'sample')}{among}"
-        needed = "at least one full batch" if world == 1 else f"a full batch for each, {batch_size * world} samples"
-        next_step = f"Use batch_size={len(order) // world} or less, or drop_last=False"
-        raise InvalidOption(cannot(act, found, needed, next_step))
-    needed = "at least one sample" if world == 1 else f"one for each of {world} processes"
-    next_step = "Check the data set" if world == 1 or not len(order) else "Use fewer processes"
-    raise InvalidOption(cannot(act, format_things(len(order), "sample"), needed, next_step))
+    count, world = len(order), share.world_size
+    if not count:
+        raise InvalidOption(cannot(act, "there are no samples", "at least one", "Check the data set and the sampler"))
+    if count < world:
+        too_few = f"there are only {format_things(count, 'sample')} for {world} processes"
+        raise InvalidOption(cannot(act, too_few, "at least one sample per process", "Use fewer processes"))
+    among = format_things(count, "sample") if world == 1 else f"{format_things(count, 'sample')} in {world} processes"
+    found = f"batch_size={batch_size} and drop_last=True yield no batch from {among}"
+    next_step = f"Use batch_size={count // world} or less, or drop_last=False"
+    raise InvalidOption(cannot(act, found, f"at least {batch_size * world} samples", next_step))
 
 
 def check_drop_last(act: str, drop_last: bool, yields_batches: bool) -> None:
     """Raise `InvalidOption` for `drop_last` together with a sampler that yields batches."""
     if drop_last and yields_batches:
-        next_step = "Leave drop_last out: the sampler says which batches there are"
-        raise InvalidOption(cannot(act, "drop_last=True beside a sampler of batches", "one of the two", next_step))
+        found = "drop_last=True is used with a sampler that yields batches"
+        raise InvalidOption(cannot(act, found, "", "Omit drop_last=, because the sampler determines the batches"))
 
 
 def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None) -> Order | Iterable[Any]:
@@ -158,16 +159,17 @@ def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes:
     check_one_of(act, "shuffle", shuffle, (True, False, "block"))
     if sampler is not None:
         if shuffle:
-            found = f"shuffle={shuffle!r} beside a sampler"
-            raise InvalidOption(cannot(act, found, "one of the two", "Leave shuffle out: the sampler says the order"))
+            both = f"shuffle={shuffle!r} is used with a sampler"
+            raise InvalidOption(cannot(act, both, "", "Omit shuffle=, because the sampler determines the order"))
         if not isinstance(sampler, Iterable | Order) or not isinstance(sampler, Sized):
-            needed = "an order of colabkit.sampler, or an iterable of numbers with a length"
-            raise InvalidOption(cannot(act, f"sampler={shown(sampler)}", needed, "Use colabkit.sampler.Balanced, say"))
+            expected = "an order of colabkit.sampler, or an iterable of sample indices with a length"
+            next_step = "For example, use sampler=colabkit.sampler.Balanced(labels)"
+            raise InvalidOption(cannot(act, f"sampler={shown(sampler)}", expected, next_step))
         if isinstance(sampler, Order) and sampler.n != n:
-            found = f"an order of {sampler.n} samples"
-            raise InvalidOption(cannot(act, found, f"one of the data set's {n}", "Make it for this data set"))
+            found = f"the sampler is for {format_things(sampler.n, 'sample')}, but the data set has {n}"
+            raise InvalidOption(cannot(act, found, "", "Create the sampler for this data set"))
         if not isinstance(sampler, Order) and not len(sampler):
-            raise InvalidOption(cannot(act, "an empty sampler", "at least one sample", "Check the sampler"))
+            raise InvalidOption(cannot(act, "the sampler is empty", "at least one sample index", "Check the sampler"))
         return sampler
     if shuffle == "block":
         block = max(1, min(_MOST_BLOCK, _BLOCK_BYTES // max(1, row_bytes or _BLOCK_BYTES // 64)))
@@ -183,8 +185,8 @@ def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
         InvalidOption: if only one of the two is given, or the rank is not below the world size.
     """
     if (rank is None) != (world_size is None):
-        found = f"rank={rank} and world_size={world_size}"
-        raise InvalidOption(cannot(act, found, "both or neither", "Give both"))
+        alone = "world_size= is given without rank=" if rank is None else "rank= is given without world_size="
+        raise InvalidOption(cannot(act, alone, "", "Pass both or neither"))
     if rank is None or world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return Share(torch.distributed.get_rank(), torch.distributed.get_world_size())
@@ -192,7 +194,8 @@ def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
     world_size = check_whole_number(act, "world_size", world_size, 1)
     rank = check_whole_number(act, "rank", rank, 0)
     if rank >= world_size:
-        raise InvalidOption(cannot(act, f"rank={rank}", f"one from 0 to {world_size - 1}", "Count ranks from 0"))
+        found, expected = f"rank={rank} with world_size={world_size}", f"a rank from 0 to {world_size - 1}"
+        raise InvalidOption(cannot(act, found, expected, "Count ranks from 0"))
     return Share(rank, world_size)
 
 
@@ -205,12 +208,15 @@ def usable_device(act: str, device: Any) -> torch.device:
     try:
         chosen = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidOption(cannot(act, f"device={device!r}", "'cpu' or 'cuda'", "Use one of these")) from error
+        example = "For example, use device='cuda'"
+        raise InvalidOption(cannot(act, f"device={shown(device)}", "'cpu' or 'cuda'", example)) from error
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        found = f"{torch.cuda.device_count() or 'no'} usable GPUs here"
-        raise InvalidOption(cannot(act, found, f"one for device={device!r}", "Choose a GPU runtime or device='cpu'"))
+        gpus = format_things(torch.cuda.device_count(), "usable GPU")
+        next_step = "Use device='cuda'" if torch.cuda.device_count() else "Choose a GPU runtime, or use device='cpu'"
+        raise InvalidOption(cannot(act, f"device={str(device)!r}, but torch finds {gpus}", "", next_step))
     if chosen.type not in ("cpu", "cuda"):
-        raise InvalidOption(cannot(act, f"device={device!r}", "'cpu' or 'cuda'", "Move batches yourself"))
+        move = "Use device='cpu', and move the batches with batch.to(...)"
+        raise InvalidOption(cannot(act, f"device={str(device)!r}", "'cpu' or 'cuda'", move))
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return chosen

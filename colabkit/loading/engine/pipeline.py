@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from colabkit.foundation import InvalidOption, LoaderFacts, cannot, near_folder
+from colabkit.foundation import InvalidOption, LoaderFacts, call, cannot, near_folder
 from colabkit.loading.augment.compose import steps_of
 from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
 from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
@@ -74,7 +74,7 @@ class BatchPipeline:
                     return self.engine
             except torch.cuda.OutOfMemoryError:
                 pass
-            self.tier = Tier("ram", "the GPU has no room any more for what is decoded", self.tier.rows)
+            self.tier = Tier("ram", "the GPU has too little free memory for the decoded samples", self.tier.rows)
         return self.engine
 
     def facts(self, dataset: Any, count: int, transform: str | None) -> LoaderFacts:
@@ -127,7 +127,7 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     nothing = Room(None, 0, 0)
     tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
     if not options.workers:
-        check_without_processes(options, "num_workers=0", "Leave one of the two out")
+        check_without_processes(options, "num_workers=0 starts none", "Omit one of the two")
     sample_transform = options.transform if is_per_sample(options.transform) else None
     stages = TransformStages(at_last=None if sample_transform is not None else options.transform)
     return BatchPipeline(options, tier, ProcessEngine(options, dataset, sample_transform), stages)
@@ -146,7 +146,7 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
         InvalidOption: if the options do not apply to the samples.
     """
     act = options.act
-    check_without_processes(options, f"{columns.description}, which threads load", "Leave it out")
+    check_without_processes(options, f"threads load {columns.description}", "Omit persistent_workers=")
     rows, on_device = columns.rows, options.is_on_gpu
     if columns.images is None:
         _check_rows(options, columns)
@@ -208,14 +208,19 @@ def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
     shape = tuple(rows.shape[:2]) if rows is not None and rows.are_images else None
     # `size=` is allowed if it matches.
     if options.size is not None and options.size != shape:
-        found, needed = f"size={options.size} for samples that need no decoding", "image files"
-        if shape is not None:
-            found, needed = f"size={options.size} for images that are stored decoded", f"their size {shape}"
-        next_step = "Leave size= out: a transform such as RandomResizedCrop scales, or pack() them with this size"
-        raise InvalidOption(cannot(act, found, needed, next_step))
+        if shape is None:
+            not_files = f"size={options.size} is for image files, but these samples need no decoding"
+            resize = "Omit size=, or resize with a transform such as RandomResizedCrop"
+            raise InvalidOption(cannot(act, not_files, "", resize))
+        found = f"size={options.size}, but the images are stored with size {shape}"
+        next_step = (
+            "Omit size=, resize with a transform such as RandomResizedCrop, or run ",
+            call("pack", ..., size=options.size),
+        )
+        raise InvalidOption(cannot(act, found, "", next_step))
     if options.on_bad != "raise":
-        found = f"on_bad={options.on_bad!r} for samples that need no decoding"
-        raise InvalidOption(cannot(act, found, "image files", "Leave on_bad= out: there is nothing to fail"))
+        no_decoding = f"on_bad={options.on_bad!r} is for image files, but these samples need no decoding"
+        raise InvalidOption(cannot(act, no_decoding, "", "Omit on_bad="))
     first = None if options.transform is None else steps_of(options.transform)[0]
     # A custom function may permute the channels itself.
     if isinstance(first, Transform) and not isinstance(first, PerBatch):

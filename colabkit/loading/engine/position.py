@@ -9,16 +9,12 @@ from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things
+from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things, kind_of, shown
 from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 
 _VERSION = 3
-# Keys are the beginnings of fingerprints.
-_NEXT_STEPS = {
-    "files": "Use the files it was taken with, with the same labels and splits",
-    "arrays": "Pass the arrays it was taken with",
-}
+_RESTART = "Call loader.set_epoch() to start the epoch again"
 _BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
 
 
@@ -135,27 +131,37 @@ class LoaderPosition:
         act = "resume the Loader"
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != _VERSION:
-            found = f"a state of version {version!r}"
-            raise InvalidOption(cannot(act, found, f"version {_VERSION}", "Start the epoch again"))
+            if not isinstance(state, Mapping):
+                raise InvalidOption(cannot(act, f"the state is {kind_of(state)}", "a result of state_dict()", _RESTART))
+            other = f"the state has version {shown(version)}"
+            raise InvalidOption(cannot(act, other, f"version {_VERSION}", _RESTART))
         if missing := [name for name in self.state_dict() if name not in state]:
-            found = f"a state without {', '.join(missing)}"
-            raise InvalidOption(cannot(act, found, "all that state_dict() gives", "Start the epoch again"))
-        if state["fingerprint"] != self._fingerprint:
-            next_step = _NEXT_STEPS.get(
-                self._fingerprint.partition("/")[0], "Open the pack or data set it was taken with"
+            raise InvalidOption(
+                cannot(act, f"the state lacks {', '.join(missing)}", "all keys of state_dict()", _RESTART)
             )
-            raise InvalidOption(cannot(act, "a state of another data set", "the state of this one", next_step))
-        numbers = [state[name] for name in ("order_seed", "seed", "epoch", "samples", "world_size")]
+        if state["fingerprint"] != self._fingerprint:
+            kind = self._fingerprint.partition("/")[0]
+            next_step = (
+                "Use the same files, labels and splits as when the state was saved"
+                if kind == "files"
+                else "Pass the same arrays as when the state was saved"
+                if kind == "arrays"
+                else "Open the same pack or data set as when the state was saved"
+            )
+            raise InvalidOption(cannot(act, "the state belongs to another data set", "", next_step))
+        names = ("order_seed", "seed", "epoch", "samples", "world_size")
+        numbers = [state[name] for name in names]
         are_whole = all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers)
         if not are_whole or min(numbers[1:]) < 0:
-            found = f"a state with order_seed, seed, epoch, samples and world_size {', '.join(map(repr, numbers))}"
-            raise InvalidOption(cannot(act, found, "whole numbers from 0", "Start the epoch again"))
+            pairs = ", ".join(f"{name}={shown(number)}" for name, number in zip(names, numbers, strict=True))
+            raise InvalidOption(cannot(act, f"the state has {pairs}", "whole numbers of 0 or more", _RESTART))
         order_seed, seed, epoch, samples, processes = map(operator.index, numbers)
         order = self._order_of(act, str(state["order"]), order_seed)
         if not isinstance(order, Order) and samples and processes != world_size:
-            found = f"a state within an epoch that a sampler split among {format_things(processes, 'process')}"
-            next_step = f"Start as many, or start this epoch again: set_epoch({epoch})"
-            raise InvalidOption(cannot(act, found, f"as many now, not {world_size}", next_step))
+            saved_by = format_things(processes, "process")
+            found = f"{saved_by} saved this state of a custom sampler inside an epoch"
+            restart = f"Start {saved_by}, or start the epoch again with loader.set_epoch({epoch})"
+            raise InvalidOption(cannot(act, found, f"the same number now, not {world_size}", restart))
         self._set_order(order)
         self.seed = seed
         self.next = self.received = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
@@ -173,6 +179,7 @@ class LoaderPosition:
             if found := _BLOCKS.fullmatch(policy):
                 block, window = map(int, found.groups())
                 return BlockShuffled(n, seed, block_samples=block, window_blocks=window)
-        other = f"a state of the order {policy.partition(' ')[0]!r} with seed {seed}"
-        needed = f"this loader's {self.policy.partition(' ')[0]!r}"
-        raise InvalidOption(cannot(act, other, needed, "Make the Loader as it was, with the same sampler and seed"))
+        other = f"the state has the order {shown(policy)} with seed {seed}"
+        expected = f"this loader's order {shown(self.policy)} with seed {self._order_seed}"
+        next_step = "Create the Loader with the same sampler and seed as when the state was saved"
+        raise InvalidOption(cannot(act, other, expected, next_step))

@@ -30,7 +30,7 @@ from colabkit.loading.engine.gather import PinnedSlots, warn_unpinned
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.user_code import (
     loader_failed,
-    reporting_errors,
+    reporting_loading_errors,
     restored_generators,
     seed_generators,
     seeds_of,
@@ -50,7 +50,7 @@ class WorkerFailure:
     """An error of user code, on its way from a worker to the user.
 
     Attributes:
-        text: where the error happened, and its own text.
+        text: the operation that raised the error, and the error's own text.
         next_step: how to reproduce it.
         error: the error, pickled if it comes from another process.
         traceback: traceback in that process, as text.
@@ -62,18 +62,19 @@ class WorkerFailure:
     traceback: str = ""
 
     @classmethod
-    def of(cls, error: Exception, where: str, next_step: str) -> WorkerFailure:
+    def of(cls, error: Exception, operation: str, next_step: str) -> WorkerFailure:
         """Return the failure for an error; one that cannot be pickled becomes a `RuntimeError` with its text."""
         text = f"{type(error).__name__}: {error}"
+        found = f"{operation} raised {text}"
         if get_worker_info() is None:
-            return cls(f"{where}{text}", next_step, error)
+            return cls(found, next_step, error)
         try:
             pickled = pickle.dumps(error)
             # Unpickling fails for errors whose constructor arguments differ from `args`.
             pickle.loads(pickled)  # noqa: S301 - of our own process
         except Exception:
             pickled = pickle.dumps(RuntimeError(text))
-        return cls(f"{where}{text}", next_step, pickled, "".join(traceback.format_exception(error)))
+        return cls(found, next_step, pickled, "".join(traceback.format_exception(error)))
 
     def cause(self) -> Exception:
         """Return the error, with the worker's traceback as a note."""
@@ -115,7 +116,7 @@ class WorkerBatch:
             state["batch"] = bytes(ForkingPickler.dumps(self.batch))
         except Exception as error:
             next_step = "Return tensors, arrays and plain values from dataset[i] and collate_fn, or use num_workers=0"
-            state["error"] = WorkerFailure.of(error, "a batch that a worker process cannot hand over: ", next_step)
+            state["error"] = WorkerFailure.of(error, "sending a batch from a worker process", next_step)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -161,25 +162,25 @@ class _KeyedDataset(Dataset[Any]):
         try:
             samples = []
             for (*_, index), seed in zip(keys, _seeds_of(keys), strict=True):
-                next_step = f"Run dataset[{index}] to see it"
+                next_step = f"Run dataset[{index}] to see the error"
                 seed_generators(seed)
                 sample = self._dataset[index]
                 if self._transform is not None:
-                    next_step = f"Run transform on the first field of dataset[{index}] to see it"
+                    next_step = f"Run transform on the first field of dataset[{index}] to see the error"
                     values, whole = fields_of(sample)
                     values[0] = self._transform(values[0])
                     sample = whole(values)
                 samples.append(sample)
-            next_step, index = f"Run collate_fn on a list of dataset[{index}] and others to see it", -1
+            next_step, index = f"Run collate_fn on a list of samples such as dataset[{index}] to see the error", -1
             if self._collate is default_collate:
-                next_step = "Give samples one shape, in a transform of the data set, or pass collate_fn="
+                next_step = "Make all samples the same shape in the data set's transform, or pass collate_fn="
             batch = self._collate(samples)
         except ColabkitError as error:
             return WorkerBatch(None, len(keys), 0.0, error)
         except Exception as error:
-            where = f"sample {index}: " if index >= 0 else "collate_fn: "
+            operation = f"sample {index}" if index >= 0 else "collate_fn"
             name = name_of(self._dataset, index) if index >= 0 else ""
-            failure = WorkerFailure.of(error, f"{name}, {where}" if name else where, next_step)
+            failure = WorkerFailure.of(error, f"{operation} ({name})" if name else operation, next_step)
             return WorkerBatch(None, len(keys), 0.0, failure)
         return WorkerBatch(batch, len(keys), time.perf_counter() - began)
 
@@ -227,7 +228,7 @@ class ProcessEngine:
 
     def _host_batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
         requests = deque([time.perf_counter()], maxlen=max(1, self._most_ahead))
-        with reporting_errors():
+        with reporting_loading_errors():
             for made, end, positions in self._made_batches(seed, epoch, plans):
                 if isinstance(made.error, ColabkitError):
                     raise made.error
@@ -261,7 +262,7 @@ class ProcessEngine:
             raise
         # The pipes between processes raise these.
         except (OSError, EOFError) as error:
-            raise _worker_died(f"a worker process is gone ({type(error).__name__}: {error})") from error
+            raise _worker_died(f"a worker process exited unexpectedly ({type(error).__name__}: {error})") from error
         # `DataLoader` raises this if a worker died.
         except RuntimeError as error:
             raise _worker_died(str(error).partition("\n")[0].rstrip(" .")) from error
@@ -294,8 +295,8 @@ def _alone(batch: Batch) -> tuple[list[Batch], None]:
 
 
 def _worker_died(found: str) -> LoaderFailed:
-    next_step = "Use fewer num_workers if memory is short, or num_workers=0 to see what happens"
-    return LoaderFailed(cannot("make a batch", found, "worker processes that live", next_step))
+    next_step = "Reduce num_workers= if memory is short, or use num_workers=0 to see the error"
+    return LoaderFailed(cannot("make a batch", found, "", next_step))
 
 
 def _keys_of(

@@ -37,7 +37,7 @@ from colabkit.loading.engine.gather import PinnedSlots
 from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import Cancellation, FileReadAhead, PagePopulator, RowFile, read_rows_ahead
-from colabkit.loading.engine.user_code import reporting_errors
+from colabkit.loading.engine.user_code import reporting_loading_errors
 from colabkit.packs import FileDataset
 
 logger = logging.getLogger("colabkit")
@@ -135,7 +135,7 @@ class ThreadPool:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            logger.warning("the loader's threads are still at work after %g s and are left alone", _CLOSE_S)
+            logger.warning("threads of a closed loader are still running after %g s and are abandoned", _CLOSE_S)
 
     def _run(self) -> None:
         limit_torch_to_one_thread()
@@ -334,7 +334,7 @@ class ThreadEngine:
                 numbers = None if rows.numbers is None else rows.numbers.numpy()
                 depth = 2 * self.depth.group_batches * self.options.batch_size
                 plans = read_rows_ahead(split_plans(plans, self.depth.group_batches), self.row_files, numbers, depth)
-            with reporting_errors():
+            with reporting_loading_errors():
                 rest: Iterator[BatchPlan] | None = plans
                 if self._inline is not None and (self.depth.begins_inline or not self.depth.threads):
                     rest = yield from self._gather_inline(self._inline, plans)

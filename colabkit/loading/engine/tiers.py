@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from colabkit.foundation import InvalidOption, cannot, file_changes, format_bytes, memory_limits, read_file
+from colabkit.foundation import InvalidOption, call, cannot, file_changes, format_bytes, memory_limits, read_file
 from colabkit.loading.engine.gather import RowGather, empty_bytes
 
 Keep: TypeAlias = Literal["auto", "gpu", "ram", "disk"]
@@ -108,11 +108,13 @@ def choose_tier(
         InvalidOption: if `keep` is impossible.
     """
     if row_bytes is None:
-        why = "samples differ in size; size= would make them rows that can be kept" if is_decoded else "made one by one"
+        if keep != "auto" and is_decoded:
+            unequal = f"keep={keep!r}, but the samples differ in size"
+            raise InvalidOption(cannot(act, unequal, "samples of one size", "Use keep='auto', or pass size="))
         if keep != "auto":
-            found = f"keep={keep!r}, and samples that cannot be kept ({why})"
-            next_step = "Use keep='auto', or give size=" if is_decoded else "Leave keep out"
-            raise InvalidOption(cannot(act, found, "rows of one size", next_step))
+            found = f"keep={keep!r}, but the samples are loaded one by one"
+            raise InvalidOption(cannot(act, found, "a pack, image files or arrays", "Omit keep="))
+        why = "samples differ in size; size= makes them cacheable" if is_decoded else "loaded one by one"
         return Tier("source", why)
     needed = row_bytes * count
     shown = format_bytes(needed)
@@ -127,8 +129,8 @@ def choose_tier(
         if needed <= min(gpu, on_the_way):
             return Tier("gpu", f"{shown} of {format_bytes(room.gpu_bytes or 0)} free", count if is_decoded else 0)
         if keep == "gpu":
-            where = "on the GPU" if needed > gpu else "in RAM, where they are collected"
-            raise _too_much(act, keep, shown, f"{format_bytes(min(gpu, on_the_way))} for them {where}")
+            where = "on the GPU" if needed > gpu else "in RAM, where samples are decoded first"
+            raise _too_much(act, keep, shown, f"{format_bytes(min(gpu, on_the_way))} {where}")
     if not is_decoded:
         return _of_rows(act, keep, shown, needed, ram, is_on_disk)
     if keep in ("auto", "ram") and (needed <= ram or (keep == "auto" and ram >= disk)):
@@ -136,39 +138,40 @@ def choose_tier(
     if keep in ("auto", "disk"):
         tier = _cached("disk", needed, disk, row_bytes, count)
         if keep == "auto" and needed <= int(_RAM_SHARE * room.ram_bytes):
-            tier = replace(tier, reason=f"{tier.reason}; {format_bytes(promised)} of RAM are promised to other loaders")
+            tier = replace(tier, reason=f"{tier.reason}; {format_bytes(promised)} of RAM are reserved by other loaders")
         return tier
-    raise _too_much(act, keep, shown, f"{format_bytes(ram)} for them in RAM")
+    raise _too_much(act, keep, shown, f"{format_bytes(ram)} in RAM")
 
 
 def _of_rows(act: str, keep: Keep, shown: str, needed: int, ram: int, is_on_disk: bool) -> Tier:
     """Choose the tier of rows that need no decoding."""
     if not is_on_disk:
         if keep == "disk":
-            found = "keep='disk' for arrays, which are in memory already"
-            raise InvalidOption(cannot(act, found, "a pack or image files", "Leave keep out, or pack() them first"))
-        return Tier("ram", f"{shown} that are in memory already")
+            found = "keep='disk', but arrays are already in memory"
+            next_step = ("Omit keep=, or write the arrays to a file with ", call("pack", ...))
+            raise InvalidOption(cannot(act, found, "a pack or image files", next_step))
+        return Tier("ram", f"{shown}, already in memory")
     if keep == "disk":
-        return Tier("disk", "as asked for")
+        return Tier("disk", "requested with keep='disk'")
     if needed <= ram:
-        return Tier("ram", f"{shown}, and {format_bytes(ram)} of RAM for them")
+        return Tier("ram", f"{shown} fit in {format_bytes(ram)} of RAM for samples")
     if keep == "ram":
-        raise _too_much(act, keep, shown, f"{format_bytes(ram)} for them in RAM")
-    return Tier("disk", f"{shown} are more than {format_bytes(ram)} of RAM for them")
+        raise _too_much(act, keep, shown, f"{format_bytes(ram)} in RAM")
+    return Tier("disk", f"{shown} exceed {format_bytes(ram)} of RAM for samples")
 
 
 def _cached(where: Literal["ram", "disk"], needed: int, budget: int, row_bytes: int, count: int) -> Tier:
     rows = min(count, budget // max(1, row_bytes))
     if not rows:
-        return Tier("source", f"no room to keep {format_bytes(needed)} of decoded samples")
+        return Tier("source", f"no room to cache {format_bytes(needed)} of decoded samples")
     what = "RAM" if where == "ram" else "disk"
     shown = f"{format_bytes(needed)} decoded" if rows == count else f"{rows:,} of {count:,} decoded samples"
-    return Tier(where, f"{shown}, and {format_bytes(budget)} of {what} for them", rows)
+    return Tier(where, f"{shown} fit in {format_bytes(budget)} of {what} for samples", rows)
 
 
-def _too_much(act: str, keep: Keep, shown: str, needed: str) -> InvalidOption:
-    found = f"keep={keep!r}, and {shown} of samples"
-    return InvalidOption(cannot(act, found, f"no more than {needed}", "Use keep='auto'"))
+def _too_much(act: str, keep: Keep, shown: str, room: str) -> InvalidOption:
+    found = f"keep={keep!r}, but the samples take {shown}"
+    return InvalidOption(cannot(act, found, f"at most {room}", "Use keep='auto'"))
 
 
 def promised_bytes() -> int:
@@ -268,7 +271,7 @@ class RowCache:
 def _nameless_map(folder: Path, size: int) -> mmap.mmap:
     """Create a file with reserved space, map it and remove its name, so the kernel frees it with the map."""
     path = folder / f".colabkit-cache-{uuid.uuid4().hex}"
-    with file_changes.translated(f"keep decoded images below {str(folder)!r}"):
+    with file_changes.translated(f"cache decoded images in {str(folder)!r}"):
         file_changes.make_folder(folder)
         fd = file_changes.create(path)
         try:

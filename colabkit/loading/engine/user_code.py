@@ -6,7 +6,7 @@ import itertools
 import operator
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,38 +30,43 @@ from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import BatchPlan, EpochRange, Share, next_count
 
 _SHOWN = 3
+_RUN_TRANSFORM = "Run transform on a batch of these samples to see the error"
 
 
-def loader_failed(
-    error: Exception | str, next_step: str = "Check them with one sample", where: str = ""
-) -> LoaderFailed:
+def loader_failed(text: str, next_step: str) -> LoaderFailed:
     """Return the `LoaderFailed` to raise for an error of user code.
 
     Args:
-        error: the error, or its text.
-        next_step: how to reproduce it.
-        where: the samples, as described by `describe_samples`; empty if unknown.
+        text: the operation that raised the error, and the error's own text, which may have many lines.
+        next_step: how to reproduce the error.
     """
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    # The text may be a traceback of many lines.
-    found = " ".join(text.split())
-    if where:
-        found, next_step = f"{where}: {found}", "Run transform on a batch of these samples to see it"
+    found = " ".join(text.split()).rstrip(" .:")
     # torchvision's old ToTensor raises this for tensors.
     if "pic should be PIL Image" in found and "torch.Tensor" in found:
-        next_step = "Samples are tensors: use v2.ToDtype(torch.float32, scale=True), or Normalize of colabkit.augment"
-    return LoaderFailed(cannot("make a batch", found, "a data set and transforms without errors", next_step))
+        next_step = "Replace ToTensor with v2.ToDtype(torch.float32, scale=True), or with Normalize of colabkit.augment"
+    return LoaderFailed(cannot("make a batch", found, "", next_step))
 
 
 @contextmanager
-def reporting_errors(describe: Callable[[], str] = str) -> Iterator[None]:
-    """Raise `LoaderFailed` for any error of user code in the block; `describe` returns the samples it worked on."""
+def reporting_errors(describe: Callable[[], str], next_step: str = _RUN_TRANSFORM) -> Iterator[None]:
+    """Raise `LoaderFailed` for any error of user code in the block.
+
+    Args:
+        describe: returns the operation that raised the error, for the message.
+        next_step: how to reproduce the error.
+    """
     try:
         yield
     except ColabkitError:
         raise
     except Exception as error:
-        raise loader_failed(error, where=describe()) from error
+        raise loader_failed(f"{describe()} raised {type(error).__name__}: {error}", next_step) from error
+
+
+def reporting_loading_errors() -> AbstractContextManager[None]:
+    """Raise `LoaderFailed` for errors of user code that `reporting_errors` inside the block does not attribute."""
+    next_step = "Check the sampler, the transform and one sample of the data set"
+    return reporting_errors(lambda: "loading samples", next_step)
 
 
 def check_collated(transform: object, images: Any, samples: int) -> None:
@@ -73,9 +78,9 @@ def check_collated(transform: object, images: Any, samples: int) -> None:
         samples: number of samples passed to `collate_fn`.
     """
     if isinstance(transform, Transform) and isinstance(images, Tensor) and images.ndim and len(images) != samples:
-        found = f"a batch of {len(images)} that collate_fn made of {format_things(samples, 'sample')}"
-        next_step = "Leave samples out by sampler= or a Subset, or transform them in collate_fn"
-        raise LoaderFailed(cannot("transform a batch", found, "one for each sample", next_step))
+        found = f"collate_fn made a batch of {len(images)} from {format_things(samples, 'sample')}"
+        next_step = "Exclude samples with sampler= or a Subset, or apply the transform in collate_fn"
+        raise LoaderFailed(cannot("transform a batch", found, "one item per sample", next_step))
 
 
 def describe_samples(epoch: int, indices: Sequence[int], name_of: Callable[[int], str] | None) -> str:
@@ -190,7 +195,7 @@ class SamplerPlanner:
             InvalidOption: during iteration, if the sampler yields anything other than sample indices.
             LoaderFailed: if the sampler fails.
         """
-        with reporting_errors():
+        with reporting_errors(lambda: "the sampler", "Iterate over the sampler to see the error"):
             samples = _start_sampler(self.sampler, self.seed, epoch)
         return self._plans(samples, start, min(most_batches, _AHEAD_BATCHES))
 
@@ -216,7 +221,7 @@ class SamplerPlanner:
         position = 0
         for some in samples:
             if not isinstance(some, Collection):
-                raise _sampler_error(some, "lists of samples, as its first is one")
+                raise _sampler_error(some, "a list of sample indices, like its first item")
             batch = list(some)
             position += len(batch)
             if batch and position > start:
@@ -304,8 +309,8 @@ def _plan_of(batches: list[Sequence[Any]], stop: int, n: int, share: Share) -> B
     except (TypeError, OverflowError):
         is_good = False
     if not is_good or (_MAYBE_MASKS.intersection(map(type, samples)) and any(map(_is_bool, samples))):
-        needed = f"numbers of samples from 0 to {n - 1}"
-        raise next(_sampler_error(some, needed) for some in samples if not _is_index(some, n))
+        expected = f"sample indices from 0 to {n - 1}"
+        raise next(_sampler_error(some, expected) for some in samples if not _is_index(some, n))
     # Number the samples as if the ranks took turns, as in torch's DistributedSampler.
     positions = np.arange(stop - len(indices), stop) * share.world_size + share.rank
     return BatchPlan(indices, positions, sizes, tuple(ends.tolist()))
@@ -323,5 +328,5 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or getattr(value, "dtype", None) in (torch.bool, np.bool_)
 
 
-def _sampler_error(found: Any, needed: str) -> InvalidOption:
-    return InvalidOption(cannot("make a batch", f"a sampler that gives {shown(found)}", needed, "Check the sampler"))
+def _sampler_error(item: Any, expected: str) -> InvalidOption:
+    return InvalidOption(cannot("make a batch", f"the sampler yielded {shown(item)}", expected, "Correct the sampler"))

@@ -68,10 +68,9 @@ class Balanced(PureOrder):
     def __init__(self, labels: npt.ArrayLike, *, num_samples: int | None = None, seed: int = 0) -> None:
         checked = _numbers("a Balanced order", "labels", labels)
         if checked.dtype.kind not in "iub":
-            found = f"labels of type {checked.dtype}"
-            raise InvalidOption(
-                cannot("make a Balanced order", found, "whole numbers", "Pass classes as whole numbers")
-            )
+            found = f"the labels have dtype {checked.dtype}"
+            next_step = "Convert the labels with numpy.unique(labels, return_inverse=True)[1]"
+            raise InvalidOption(cannot("make a Balanced order", found, "whole numbers", next_step))
         set_whole_number(self, "num_samples", checked.size if num_samples is None else num_samples, 1)
         set_whole_number(self, "seed", seed, 0)
         members = np.argsort(checked, kind="stable").astype(np.int64, copy=False)
@@ -169,9 +168,9 @@ class Weighted(PureOrder):
         with np.errstate(over="ignore"):
             total = float(checked.sum())
         if not (checked.min() >= 0 and 0 < total < np.inf):
-            found = f"weights from {checked.min()} to {checked.max()} that add up to {total}"
-            needed = "finite weights of 0 or more with a sum above 0"
-            raise InvalidOption(cannot("make a Weighted order", found, needed, "Correct the weights"))
+            found = f"the weights range from {checked.min()} to {checked.max()}, with a sum of {total}"
+            expected = "finite weights of 0 or more with a sum above 0"
+            raise InvalidOption(cannot("make a Weighted order", found, expected, "Correct the weights"))
         checked.setflags(write=False)
         object.__setattr__(self, "weights", checked)
         object.__setattr__(self, "replacement", bool(replacement))
@@ -251,9 +250,9 @@ def _numbers(order: str, name: str, values: npt.ArrayLike, dtype: Any = None) ->
     try:
         array = np.asarray(values)
         array = array if dtype is None else array.astype(dtype)
-        found = f"{name} of shape {array.shape}"
         if array.ndim == 1 and array.size:
             return array
+        found = f"the {name} have shape {array.shape}"
     except (TypeError, ValueError, RuntimeError):
-        found = f"{name} in {kind_of(values)} that NumPy cannot read"
-    raise InvalidOption(cannot(f"make {order}", found, "one number a sample", "Pass an array of shape [N]"))
+        found = f"NumPy cannot convert the {name} ({kind_of(values)}) to an array of numbers"
+    raise InvalidOption(cannot(f"make {order}", found, "one number per sample", "Pass an array of shape [N]"))
