@@ -175,16 +175,19 @@ REFUSED = [
     (lambda: MixUp(3, alpha=0), "alpha=0"),
     (lambda: MixUp(3, alpha=-1), "alpha=-1"),
     (lambda: MixUp(3, alpha=float("inf")), "alpha=inf"),
-    (lambda: Compose([]), "none"),
+    (lambda: Compose([]), "the list is empty"),
     (lambda: Compose(FLIP), "a RandomHorizontalFlip"),
-    (lambda: Compose([FLIP, 3]), "transform=3, a callable. Pass a list of transforms."),
-    (lambda: RandomHorizontalFlip(2), "p=2, a finite number from 0 to 1. Use p=0.5."),
-    (lambda: MixUp(3, alpha=0), "alpha=0, a finite number of 0.001 or more. Use alpha=0.2."),
-    (lambda: Cutout(3, fill=None), "fill=None, a finite number. Use fill=0."),
-    (lambda: CenterCrop(8.0), "size=8.0, a whole number of 1 or more. Use size=8."),
-    (lambda: CenterCrop(8.5), "size=8.5, a whole number of 1 or more. Use size=1, say."),
-    (lambda: Compose([CenterCrop]), "a class, a callable. Create an instance: transform=CenterCrop(...)."),
-    (lambda: Compose(FLIP, FLIP), "2 arguments, a list of them. Put them in brackets: Compose([...])."),
+    (lambda: Compose([FLIP, 3]), "transform=3; expected a callable. Pass a list of callables."),
+    (lambda: RandomHorizontalFlip(2), "p=2; expected a finite number from 0 to 1. For example, use p=0.5."),
+    (lambda: MixUp(3, alpha=0), "alpha=0; expected a finite number of 0.001 or more. For example, use alpha=0.2."),
+    (lambda: Cutout(3, fill=None), "fill=None; expected a finite number. For example, use fill=0."),
+    (lambda: CenterCrop(8.0), "size=8.0; expected a whole number of 1 or more. Use size=8."),
+    (lambda: CenterCrop(8.5), "size=8.5; expected a whole number of 1 or more. For example, use size=1."),
+    (lambda: Compose([CenterCrop]), "is a class; expected a callable. Create an instance: transform=CenterCrop(...)."),
+    (
+        lambda: Compose(FLIP, FLIP),
+        "2 arguments; expected one list of transforms. Put the transforms in brackets: Compose([...]).",
+    ),
 ]
 
 

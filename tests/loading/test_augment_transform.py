@@ -79,7 +79,9 @@ def test_an_empty_batch_stays_empty():
 @pytest.mark.parametrize("batch", [images().int(), images()[0], images().bool(), images().numpy(), [1]])
 def test_what_is_no_batch_of_images_is_refused(batch):
     for transform in ALL:
-        with pytest.raises(InvalidOption, match=r"Cannot .*: .*, a uint8 or floating tensor \[B, C, H, W\]"):
+        with pytest.raises(
+            InvalidOption, match=r"Cannot .*: the images .*; expected a uint8 or floating-point tensor \[B, C, H, W\]"
+        ):
             transform(batch, LABELS)
 
 

@@ -75,7 +75,7 @@ def test_the_user_is_told_once_that_memory_cannot_be_pinned_and_batches_come_all
         use()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "cannot be pinned (CUDA error: planned); they will be slower" in record.getMessage()
+    assert "memory cannot be pinned (CUDA error: planned), so copies to the GPU are slower" in record.getMessage()
 
 
 def test_memory_that_was_lent_in_inference_mode_can_be_filled_outside_it(unlocked):

@@ -393,7 +393,7 @@ def test_close_leaves_work_that_hangs_alone_and_says_so(start, monkeypatch, capl
         began = time.monotonic()
         running.close()
         assert time.monotonic() - began < DEADLINE_S / 2
-        assert "left alone" in caplog.text
+        assert "are abandoned" in caplog.text
     finally:
         release.set()
         wait_until(lambda: not loader_threads())

@@ -100,15 +100,15 @@ def test_samples_live_where_there_is_room(keep, room, gigabytes, kind, name, row
 @pytest.mark.parametrize(
     ("keep", "room", "gigabytes", "kind", "message"),
     [
-        ("gpu", WITH_GPU, 41, FILE, "no more than 40.0 GiB for them on the GPU"),
-        ("gpu", WITH_GPU, 41, DECODED, "no more than 40.0 GiB for them on the GPU"),
-        ("gpu", Room(100 * GIB, 10 * GIB, 0), 35, DECODED, "no more than 7.0 GiB for them in RAM"),
-        ("ram", ROOMY, 71, FILE, "71.0 GiB of samples, no more than 70.0 GiB for them in RAM. Use keep='auto'"),
-        ("ram", ROOMY, 71, DECODED, "71.0 GiB of samples, no more than 70.0 GiB for them in RAM. Use keep='auto'"),
-        ("ram", ROOMY, None, DECODED, "cannot be kept .*differ in size.*rows of one size.*give size="),
-        ("disk", ROOMY, None, ARRAY, "cannot be kept .*made one by one.*Leave keep out"),
-        ("disk", ROOMY, 1, ARRAY, r"keep='disk' for arrays, which are in memory already.*pack\(\) them first"),
-        ("gpu", WITH_GPU, None, DECODED, "cannot be kept"),
+        ("gpu", WITH_GPU, 41, FILE, "samples take 41.0 GiB; expected at most 40.0 GiB on the GPU"),
+        ("gpu", WITH_GPU, 41, DECODED, "at most 40.0 GiB on the GPU"),
+        ("gpu", Room(100 * GIB, 10 * GIB, 0), 35, DECODED, "at most 7.0 GiB in RAM, where samples are decoded"),
+        ("ram", ROOMY, 71, FILE, "71.0 GiB; expected at most 70.0 GiB in RAM. Use keep='auto'"),
+        ("ram", ROOMY, 71, DECODED, "71.0 GiB; expected at most 70.0 GiB in RAM. Use keep='auto'"),
+        ("ram", ROOMY, None, DECODED, "keep='ram', but .*differ in size.*samples of one size.*pass size="),
+        ("disk", ROOMY, None, ARRAY, "keep='disk', but .*loaded one by one.*Omit keep="),
+        ("disk", ROOMY, 1, ARRAY, r"arrays are already in memory.*colabkit\.pack\("),
+        ("gpu", WITH_GPU, None, DECODED, "differ in size"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(keep, room, gigabytes, kind, message):
@@ -121,7 +121,7 @@ def test_reasons_name_the_bytes_that_decided():
     assert "71.0 GiB" in chosen("auto", ROOMY, 71, FILE).reason
     assert "500 of 1,000" in chosen("auto", Room(None, 10 * GIB, 100 * GIB), 160, DECODED).reason
     assert "size=" in chosen("auto", ROOMY, None, DECODED).reason
-    assert chosen("disk", ROOMY, 1, FILE).reason == "as asked for"
+    assert chosen("disk", ROOMY, 1, FILE).reason == "requested with keep='disk'"
 
 
 @pytest.mark.parametrize("processes", [1, 2, 7])
@@ -229,10 +229,10 @@ def test_ram_that_others_were_promised_is_left_to_them_unless_it_is_asked_for_an
     near = replace(room, gpu_bytes=None)
     tier = chosen("auto", near, 5, DECODED)
     assert tier.name == "disk"
-    assert tier.reason.endswith("; 8.0 GiB of RAM are promised to other loaders")
+    assert tier.reason.endswith("; 8.0 GiB of RAM are reserved by other loaders")
     assert chosen("ram", near, 5, DECODED).name == "ram"
     assert chosen("gpu", room, 5, DECODED).name == "gpu"
-    assert "promised" not in chosen("auto", replace(near, promised_bytes=0), 50, DECODED).reason
+    assert "reserved" not in chosen("auto", replace(near, promised_bytes=0), 50, DECODED).reason
 
 
 SHAPE = (4, 5, 3)
@@ -412,7 +412,7 @@ def test_a_file_of_rows_has_no_name_and_takes_its_room_at_once(tmp_path):
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(number, tmp_path, file_hook):
     before = len(os.listdir("/proc/self/fd"))
     file_hook(AtChange(number, fill_disk))
-    with pytest.raises(NotEnoughSpace, match=r"Cannot keep decoded images below .*No space left.*Free some space"):
+    with pytest.raises(NotEnoughSpace, match=r"Cannot cache decoded images in .*Free some space"):
         kept(COUNT, "disk", tmp_path / "new")
     file_hook(None)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -422,13 +422,13 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(number, tmp_path, fil
 def test_a_disk_that_is_fuller_than_it_said_is_one_clear_error_of_the_loader(source, monkeypatch, file_hook):
     limit(monkeypatch, 0, 1 << 30)
     file_hook(AtChange(2, fill_disk))
-    with pytest.raises(NotEnoughSpace, match="Cannot keep decoded images"):
+    with pytest.raises(NotEnoughSpace, match="Cannot cache decoded images"):
         Loader(FileDataset(source), 4, size=16)
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(FileFailed, match="Cannot keep decoded images"):
+    with pytest.raises(FileFailed, match="Cannot cache decoded images"):
         kept(COUNT, "disk", tmp_path / "file" / "folder")
 
 

@@ -159,7 +159,7 @@ def test_functions_of_a_batch_so_marked_run_in_the_background(data):
 def test_an_error_in_a_transform_is_a_loader_error_with_its_cause_and_the_loader_may_be_used_again(data):
     loader = Loader(data, 4, transform=fails_at(3))
     with pytest.raises(
-        LoaderFailed, match=r"Cannot make a batch: samples 12 .* of epoch 0: ValueError: planned"
+        LoaderFailed, match=r"Cannot make a batch: transforming samples 12 .* of epoch 0 raised ValueError: planned"
     ) as caught:
         list(loader)
     assert isinstance(caught.value.__cause__, ValueError)
@@ -253,7 +253,7 @@ def test_as_many_batches_as_asked_for_are_made_ahead_and_never_more(folder, pref
 
 @pytest.mark.parametrize("what", [iter([1, 2, 3]), 5, "data.h5", None, {1, 2}])
 def test_what_has_no_length_and_index_is_no_data_set(what):
-    with pytest.raises(InvalidOption, match="a data set with a length and an index"):
+    with pytest.raises(InvalidOption, match="a data set with __getitem__ and __len__, or arrays"):
         Loader(what, 1)
 
 

@@ -42,12 +42,14 @@ def refused(dataset: Any, batch_size: Any = 4, **options: Any) -> str:
 
 @pytest.mark.parametrize("collate_fn", [None, default_collate])
 def test_a_whole_pack_is_refused_with_the_split_to_pass(pack, collate_fn):
-    assert refused(pack, collate_fn=collate_fn).endswith("a whole pack, one of its splits. Pass pack['train'].")
+    assert refused(pack, collate_fn=collate_fn).endswith(
+        "a whole pack; expected one of its splits. Pass pack['train']."
+    )
 
 
 @pytest.mark.parametrize("collate_fn", [None, default_collate])
 def test_a_list_of_arrays_is_refused_also_beside_collate_fn(collate_fn):
-    assert "Pass a tuple: (images, labels)" in refused([IMAGES, torch.arange(20)], collate_fn=collate_fn)
+    assert "Pass a tuple such as (images, labels)" in refused([IMAGES, torch.arange(20)], collate_fn=collate_fn)
 
 
 def test_a_list_of_samples_is_a_data_set_all_the_same():
@@ -57,22 +59,33 @@ def test_a_list_of_samples_is_a_data_set_all_the_same():
 
 @pytest.mark.parametrize("path", ["data.h5", "/a/folder", Path("/a/folder")])
 def test_a_path_is_refused_with_what_to_open_it_by(path):
-    assert "Pass FileDataset(path) for a folder of images, or open_pack(path)['train'] for a pack." in refused(path)
+    message = refused(path)
+    assert "Pass colabkit.FileDataset(path) for a folder of images" in message
+    assert "colabkit.open_pack(path)['train'] for a pack" in message
 
 
 @pytest.mark.parametrize(
     ("options", "next_step"),
     [
-        ({"batch_size": 32.0}, "batch_size=32.0, a whole number of 1 or more. Use batch_size=32."),
-        ({"batch_size": "16"}, "batch_size='16', a whole number of 1 or more. Use batch_size=16."),
-        ({"batch_size": -32.0}, "batch_size=-32.0, a whole number of 1 or more. Use batch_size=1, say."),
-        ({"batch_size": float("inf")}, "batch_size=inf, a whole number of 1 or more. Use batch_size=1, say."),
-        ({"batch_size": "many"}, "batch_size='many', a whole number of 1 or more. Use batch_size=1, say."),
-        ({"num_workers": 0.0}, "num_workers=0.0, a whole number of 0 or more. Use num_workers=0."),
-        ({"seed": np.float64(7)}, "seed=np.float64(7.0), a whole number of 0 or more. Use seed=7."),
+        ({"batch_size": 32.0}, "batch_size=32.0; expected a whole number of 1 or more. Use batch_size=32."),
+        ({"batch_size": "16"}, "batch_size='16'; expected a whole number of 1 or more. Use batch_size=16."),
+        (
+            {"batch_size": -32.0},
+            "batch_size=-32.0; expected a whole number of 1 or more. For example, use batch_size=1.",
+        ),
+        (
+            {"batch_size": float("inf")},
+            "batch_size=inf; expected a whole number of 1 or more. For example, use batch_size=1.",
+        ),
+        (
+            {"batch_size": "many"},
+            "batch_size='many'; expected a whole number of 1 or more. For example, use batch_size=1.",
+        ),
+        ({"num_workers": 0.0}, "num_workers=0.0; expected a whole number of 0 or more. Use num_workers=0."),
+        ({"seed": np.float64(7)}, "seed=np.float64(7.0); expected a whole number of 0 or more. Use seed=7."),
         (
             {"prefetch_batches": True},
-            "prefetch_batches=True, a whole number of 1 or more. Use prefetch_batches=1, say.",
+            "prefetch_batches=True; expected a whole number of 1 or more. For example, use prefetch_batches=1.",
         ),
     ],
 )
@@ -93,23 +106,23 @@ def test_numbers_out_of_bounds_and_devices_that_do_not_exist_are_refused_by_name
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"transform": [RandomCrop(4), Normalize()]}, "Combine them with Compose([...]) of colabkit.augment."),
-        ({"transform": (v2.RandomCrop(4),)}, "Combine them with Compose([...]) of torchvision's v2."),
+        ({"transform": [RandomCrop(4), Normalize()]}, "Combine the transforms with colabkit.augment.Compose([...])."),
+        ({"transform": (v2.RandomCrop(4),)}, "Combine the transforms with torchvision.transforms.v2.Compose([...])."),
         (
             {"transform": Normalize},
-            "transform=Normalize, a class, a callable or None. Create an instance: transform=Normalize(",
+            "transform=Normalize is a class; expected a callable or None. Create an instance: transform=Normalize(",
         ),
-        ({"transform": "flip"}, "transform='flip', a callable or None. Pass a function of a batch of images."),
-        ({"collate_fn": dict}, "collate_fn=dict, a class"),
-        ({"transform": 3}, "transform=3, a callable or None"),
-        ({"collate_fn": 3}, "Pass a function of a list of samples."),
+        ({"transform": "flip"}, "transform='flip'; expected a callable or None. Pass a function that takes a batch."),
+        ({"collate_fn": dict}, "collate_fn=dict is a class"),
+        ({"transform": 3}, "transform=3; expected a callable or None"),
+        ({"collate_fn": 3}, "Pass a function that takes a list of samples."),
         ({"shuffle": "yes"}, "True, False or 'block'"),
     ],
 )
-def test_what_is_no_transform_is_refused_with_how_to_make_one(options, said):
-    assert said in refused(IMAGES, **options)
+def test_what_is_no_transform_is_refused_with_how_to_make_one(options, message):
+    assert message in refused(IMAGES, **options)
 
 
 def test_size_may_be_the_one_that_rows_already_have(pack):
@@ -117,9 +130,10 @@ def test_size_may_be_the_one_that_rows_already_have(pack):
     for images, (resized, _) in zip(expected, Loader(pack["train"], 4, size=(4, 3)), strict=True):
         assert torch.equal(images, resized)
     for size in ((3, 4), 4):
-        said = refused(pack["train"], size=size)
-        assert "for images that are stored decoded, their size (4, 3). Leave size= out: a transform" in said
-    assert "for samples that need no decoding" in refused(torch.zeros(9, 5), size=8)
+        message = refused(pack["train"], size=size)
+        assert "the images are stored with size (4, 3). Omit size=, resize with a transform" in message
+        assert message.endswith("or run colabkit.pack(..., size=(3, 4))." if size != 4 else "size=(4, 4)).")
+    assert "these samples need no decoding. Omit size=" in refused(torch.zeros(9, 5), size=8)
 
 
 @pytest.mark.parametrize("size", [(8, 8, 8), (), "8", 0, (8, -1)])
@@ -128,50 +142,53 @@ def test_a_size_that_cannot_be_meant_is_refused(files, size):
 
 
 def test_several_arguments_in_the_way_are_all_named_and_only_these(files):
-    said = refused(files, transform=v2.RandomCrop(4), size=8, on_bad="skip", fields=["X"])
-    assert "fields=, size=, on_bad= beside a transform of torchvision" in said
-    assert "as_dict" not in said
-    assert "beside a transform of torchvision" in refused(files, transform=nn.Sequential(v2.RandomCrop(4)), size=8)
-    assert "beside PerSample" in refused(files, transform=PerSample(torch.neg), as_dict=True)
+    message = refused(files, transform=v2.RandomCrop(4), size=8, on_bad="skip", fields=["X"])
+    assert "torchvision transforms samples one by one, which does not support fields=, size=, on_bad=." in message
+    assert "as_dict" not in message
+    assert "torchvision transforms" in refused(files, transform=nn.Sequential(v2.RandomCrop(4)), size=8)
+    assert "PerSample transforms" in refused(files, transform=PerSample(torch.neg), as_dict=True)
 
 
 def test_keep_gpu_for_batches_on_the_cpu_is_one_error_with_or_without_a_gpu(pack, files, monkeypatch):
     for dataset in (pack["train"], IMAGES, files):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        assert "keep='gpu', and no usable GPU here" in refused(dataset, keep="gpu")
+        assert "keep='gpu', but torch finds no usable GPU" in refused(dataset, keep="gpu")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        said = refused(dataset, keep="gpu")
-        assert said.endswith("keep='gpu' with batches on the CPU, a GPU to which batches go. Pass device='cuda' too.")
+        message = refused(dataset, keep="gpu")
+        assert "keep='gpu', but the batches are on the CPU" in message
+        assert message.endswith("Pass device='cuda' as well.")
 
 
 def test_keep_disk_is_refused_for_what_is_in_memory(pack):
-    assert "keep='disk' for arrays, which are in memory already" in refused(IMAGES, keep="disk")
+    assert "keep='disk', but arrays are already in memory" in refused(IMAGES, keep="disk")
     assert Loader(pack["train"], 4, keep="disk").tier.name == "disk"
 
 
 def test_drop_last_without_a_full_batch_says_which_batch_size_would_do():
     assert refused(IMAGES, 21, drop_last=True).endswith(
-        "at least one full batch. Use batch_size=20 or less, or drop_last=False."
+        "no batch from 20 samples; expected at least 21 samples. Use batch_size=20 or less, or drop_last=False."
     )
-    said = refused(IMAGES, 4, drop_last=True, rank=0, world_size=6)
-    assert "20 samples for 6 processes, a full batch for each, 24 samples. Use batch_size=3 or less, or drop_" in said
+    message = refused(IMAGES, 4, drop_last=True, rank=0, world_size=6)
+    assert "20 samples in 6 processes; expected at least 24 samples. Use batch_size=3 or less, or drop_" in message
     assert len(Loader(IMAGES, 3, drop_last=True, rank=0, world_size=6)) == 1
     for drop_last in (False, True):
-        said = refused(IMAGES, 4, drop_last=drop_last, rank=0, world_size=21)
-        assert said.endswith("20 samples, one for each of 21 processes. Use fewer processes.")
+        message = refused(IMAGES, 4, drop_last=drop_last, rank=0, world_size=21)
+        assert "only 20 samples for 21 processes; expected at least one sample per process" in message
+        assert message.endswith("Use fewer processes.")
 
 
 def test_skipping_bad_images_is_refused_in_several_processes_which_would_get_unequally_many_batches(files, monkeypatch):
     for sampler in (None, DistributedSampler(range(12), 2, 0)):
-        said = refused(files, on_bad="skip", rank=0, world_size=2, sampler=sampler)
-        assert "on_bad='skip' in 2 processes, equally many batches in each. Use on_bad='blank'" in said
+        message = refused(files, on_bad="skip", rank=0, world_size=2, sampler=sampler)
+        assert "on_bad='skip' may give the 2 processes different numbers of batches" in message
+        assert "Use on_bad='blank'" in message
     assert len(Loader(files, 4, on_bad="blank", rank=0, world_size=2)) == 2
     assert len(list(Loader(files, 4, on_bad="skip", rank=0, world_size=1))) == 3
     late = Loader(files, 4, on_bad="skip")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(InvalidOption, match="Cannot load batches: on_bad='skip' in 2 processes"):
+    with pytest.raises(InvalidOption, match="Cannot load batches: on_bad='skip' may give the 2 processes"):
         iter(late)
 
 

@@ -201,11 +201,11 @@ def test_the_share_is_that_of_torch_distributed_also_when_it_starts_after_the_lo
 
 
 def test_more_ranks_than_samples_are_refused_also_when_they_come_after_the_loader_was_made(monkeypatch):
-    with pytest.raises(InvalidOption, match="5 samples, one for each of 6 processes"):
+    with pytest.raises(InvalidOption, match="only 5 samples for 6 processes; expected at least one sample per process"):
         ranks(5, 1, 6)
     loader = Loader(torch.arange(5), 1)
     initialise(monkeypatch, rank=0, world_size=6)
-    with pytest.raises(InvalidOption, match="5 samples, one for each of 6 processes"):
+    with pytest.raises(InvalidOption, match="only 5 samples for 6 processes; expected at least one sample per process"):
         list(loader)
 
 
@@ -244,13 +244,14 @@ def test_a_state_under_a_sampler_of_the_users_own_serves_all_ranks_of_as_many(na
     state = state_of(taken)
     assert (state["samples"], state["world_size"], state["global_batch"]) == (8, 2, 8)
     assert got + steps(loaders(2, state)) == expected[0]
-    with pytest.raises(InvalidOption, match="a state without world_size"):
+    with pytest.raises(InvalidOption, match="the state lacks world_size"):
         loaders(2, {name: value for name, value in state.items() if name != "world_size"})
     with pytest.raises(InvalidOption) as caught:
         loaders(1, state)
     assert str(caught.value) == (
-        "Cannot resume the Loader: a state within an epoch that a sampler split among 2 processes, as many now, not 1."
-        " Start as many, or start this epoch again: set_epoch(0)."
+        "Cannot resume the Loader: 2 processes saved this state of a custom sampler inside an epoch;"
+        " expected the same number now, not 1."
+        " Start 2 processes, or start the epoch again with loader.set_epoch(0)."
     )
     steps(taken)  # the next epoch
     (alone,) = loaders(1, state_of(taken))

@@ -396,33 +396,35 @@ def test_an_error_of_a_batch_names_its_epoch_and_first_samples(make_data, make, 
     loader.set_epoch(1)
     where = ", ".join(map(str, order[5:8]))
     with pytest.raises(
-        LoaderFailed, match=rf"a batch: samples {where} and 2 more of epoch 1: ValueError: plann"
+        LoaderFailed, match=rf"transforming samples {where} and 2 more of epoch 1 raised ValueError: plann"
     ) as caught:
         list(loader)
-    assert str(caught.value).endswith("Run transform on a batch of these samples to see it.")
+    assert str(caught.value).endswith("Run transform on a batch of these samples to see the error.")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_of_a_slice_of_a_batch_names_its_samples(num_workers):
     loader = Loader(torch.arange(12).view(12, 1), 3, transform=FailsInSlices(7), num_workers=num_workers)
-    with pytest.raises(LoaderFailed, match=r"samples 6, 7, 8 of epoch 0: ValueError: planned"):
+    with pytest.raises(LoaderFailed, match=r"transforming samples 6, 7, 8 of epoch 0 raised ValueError: planned"):
         list(loader)
 
 
 @pytest.mark.parametrize("mark", [PerBatch, lambda function: function])
 def test_an_error_of_a_batch_says_what_the_data_set_calls_its_first_sample(tmp_path, mark):
     tree = make_tree(tmp_path / "tree", 2, (12, 10))
-    names = r"samples 0 \('.*/000\.\w+' of '.*tree'\), 1 of epoch 0: ValueError: planned"
+    names = r"samples 0 \('.*/000\.\w+' of '.*tree'\), 1 of epoch 0 raised ValueError: planned"
     with pytest.raises(LoaderFailed, match=names):
         list(Loader(FileDataset(tree), 2, transform=mark(fails)))
-    with pytest.raises(LoaderFailed, match=r"sample 0 \('.*/000\.\w+'\) of epoch 0: ValueError: planned"):
+    with pytest.raises(LoaderFailed, match=r"sample 0 \('.*/000\.\w+'\) of epoch 0 raised ValueError: planned"):
         list(Loader(ImageFolder(tree, transform=v2.PILToTensor()), 1, transform=mark(fails), num_workers=0))
 
 
 def test_an_error_of_a_batch_of_a_sampler_of_the_users_own_says_its_position():
     values = torch.arange(12).view(12, 1)
     loader = Loader(values, 5, sampler=torch.utils.data.SequentialSampler(values), transform=fails_on(7))
-    with pytest.raises(LoaderFailed, match=r"a batch: 5 samples from position 5 of epoch 0: ValueError: planned"):
+    with pytest.raises(
+        LoaderFailed, match=r"transforming 5 samples from position 5 of epoch 0 raised ValueError: planned"
+    ):
         list(loader)
 
 
@@ -434,5 +436,5 @@ class Unnamed(Made):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_has_no_name_is_told_by_its_number(num_workers):
-    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 0: ValueError: planned"):
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 0 raised ValueError: planned"):
         list(Loader(Unnamed(fails), 4, num_workers=num_workers))
