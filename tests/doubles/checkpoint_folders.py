@@ -1,4 +1,4 @@
-"""CheckpointFolder with known content, shared by their tests: made, read back, and looked through for what was left."""
+"""Checkpoint folders with known content: helpers that create them, read them back and find leftovers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 def content(step: int) -> dict[str, Any]:
-    """Return what the checkpoint of a step holds."""
+    """Return the content of the checkpoint of a step."""
     return {"state": {"weights": torch.full((5,), float(step))}, "history": [{"epoch": step, "values": {"loss": 0.5}}]}
 
 
 def save(folder: Path, *steps: int, **options: Any) -> Path:
-    """Save a checkpoint of each step, publish them where that applies, and return the path of the last."""
-    with CheckpointFolder(folder, **options) as kept:
+    """Save a checkpoint of each step, publish them if the folder is remote, and return the path of the last one."""
+    with CheckpointFolder(folder, **options) as checkpoints:
         for step in steps:
-            kept.save(step, content(step), wait=True)
-        kept.finish()
-        assert kept.latest is not None
-        return kept.latest
+            checkpoints.save(step, content(step), wait=True)
+        checkpoints.finish()
+        assert checkpoints.latest is not None
+        return checkpoints.latest
 
 
 def found(folder: Path) -> tuple[int, list[str]]:
-    """Return the step of the newest good checkpoint after checking its content, and the names passed over."""
+    """Return the step of the newest good checkpoint, after checking its content, and the names of skipped files."""
     newest = CheckpointFolder(folder).newest()
     assert newest is not None
     assert torch.equal(newest.content["state"]["weights"], content(newest.step)["state"]["weights"])
@@ -44,7 +44,7 @@ def found(folder: Path) -> tuple[int, list[str]]:
 
 
 def steps_at(folder: Path) -> list[int]:
-    """Return the steps of the sealed checkpoints of a folder, after checking that nothing else of ours is there."""
+    """Return the steps of the sealed checkpoints of a folder, after checking that it has no other files of ours."""
     seals = sorted(path for path in folder.iterdir() if path.suffix == ".json")
     files = sorted(path for path in folder.iterdir() if path.suffix == ".pt")
     assert len(seals) == len(files), [path.name for path in folder.iterdir()]
@@ -53,32 +53,32 @@ def steps_at(folder: Path) -> list[int]:
 
 
 def near_of(near_storage: Path) -> Path:
-    """Return the one near folder of checkpoints that there is."""
+    """Return the only local folder of checkpoints."""
     (folder,) = (near_storage / "checkpoints").iterdir()
     return folder
 
 
 def pretend_far(patch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Let a folder of this disk count as one behind a mount."""
+    """Treat a folder of this disk as one behind a mount."""
     for module in (checkpoint_folder, files):
         patch.setattr(module, "can_hang", lambda path, table: path.startswith(str(folder)))
     return folder
 
 
 def save_again(folder: Path, number: int) -> None:
-    """Save the one checkpoint of a folder, of step 20, with a number in it."""
-    with CheckpointFolder(folder, keep_last=1) as kept:
-        kept.save(20, {**content(20), "number": number}, wait=True)
+    """Save the only checkpoint of a folder, of step 20, with a number in it."""
+    with CheckpointFolder(folder, keep_last=1) as checkpoints:
+        checkpoints.save(20, {**content(20), "number": number}, wait=True)
 
 
 def with_far(work: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
-    """Call `work` in another process, where a folder of this disk shall count as one behind a mount."""
+    """Call `work` in another process that treats a folder of this disk as one behind a mount."""
     with pytest.MonkeyPatch.context() as patch:
         return work(pretend_far(patch, folder), *arguments)
 
 
 def assert_nothing_runs(folder: Path) -> None:
-    """Check that no thread of colabkit and no open file below a folder is left."""
+    """Check that no thread of colabkit and no open file below a folder remains."""
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit")] == []
     descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     names = [os.readlink(path) for path in descriptors if os.path.lexists(path)]
@@ -87,11 +87,11 @@ def assert_nothing_runs(folder: Path) -> None:
 
 
 class HeldDisk:
-    """A disk that does not answer: changes of files wait from the first one of a kind on, until they are released.
+    """A disk that does not answer: from the first change of a kind on, changes of files wait until they are released.
 
     Args:
         set_hook: the fixture `file_hook`.
-        operation: the first that waits, as `"create"`.
+        operation: kind of the first change that waits, such as `"create"`.
     """
 
     def __init__(self, set_hook: Callable[[Callable[[str, Path], None] | None], None], operation: str) -> None:
@@ -108,16 +108,16 @@ class HeldDisk:
 
     @property
     def is_released(self) -> bool:
-        """Whether it answers again."""
+        """Whether the disk answers again."""
         return self._released.is_set()
 
     def release(self) -> None:
-        """Answer everything again, and return when the threads that waited have ended."""
+        """Answer all changes again, and return when the waiting threads have ended."""
         self._set_hook(None)
         self._released.set()
-        wait_for(lambda: not writers(), "the end of what hung")
+        wait_for(lambda: not writers(), "the end of the hanging threads")
 
 
 def writers() -> list[threading.Thread]:
-    """Return the threads that write checkpoints."""
+    """Return the running threads that write checkpoints."""
     return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]

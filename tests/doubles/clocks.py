@@ -1,4 +1,4 @@
-"""A GPU's clock without a GPU: its stream has come by every mark, and each step begins when its batch is given."""
+"""A GPU's clock without a GPU: its stream has passed every mark, and each step begins when it receives its batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from colabkit.foundation.meters.steps import DeviceClock, StepTotals
 
 
 class Done(NamedTuple):
-    """A mark that its stream has come by."""
+    """A mark that its stream has passed."""
 
     at_s: float
 
@@ -20,7 +20,7 @@ class Done(NamedTuple):
 
 
 class PromptClock(DeviceClock):
-    """Times the steps of a GPU that is never behind; made as a `HostClock` is."""
+    """Times the steps of a GPU that never lags; constructed like a `HostClock`."""
 
     def __init__(self, totals: StepTotals) -> None:
         super().__init__(lambda: Done(self.now_s))

@@ -1,8 +1,8 @@
-"""Colab's image of 2026-08-19, as far as colabkit or what it needs names it: versions, and what these packages need.
+"""Colab's image of 2026-08-19: versions and requirements of the packages that colabkit depends on.
 
-Versions are from `googlecolab/backend-info` (`pip-freeze.txt`, `pip-freeze.gpu.txt`), needs from the packages' own
-metadata. What torch's build for CUDA 12.8 needs of NVIDIA's wheels, and what Jupyter's packages need, is left out:
-nothing else names it.
+Versions are from `googlecolab/backend-info` (`pip-freeze.txt`, `pip-freeze.gpu.txt`), requirements from the packages'
+metadata. NVIDIA's wheels for torch's CUDA 12.8 build and the requirements of Jupyter's packages are left out, because
+no other package requires them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 
 
 def make_image(folder: Path, versions: Mapping[str, str]) -> Path:
-    """Make a virtual environment in which pip sees these packages, though only their metadata is there.
+    """Create a virtual environment in which pip sees these packages, although only their metadata exists.
 
     Returns:
         Its interpreter.

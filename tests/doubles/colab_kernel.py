@@ -1,6 +1,6 @@
-"""A kernel like hosted Colab's: its shell, its host name, the double of `google.colab`, and no mounts but its own.
+"""A kernel like hosted Colab's: with its shell, its host name, a fake `google.colab`, and only its own mounts.
 
-`python tests/colab_kernel.py -f CONNECTION_FILE`, with the double, tests and colabkit on PYTHONPATH.
+`python tests/doubles/colab_kernel.py -f CONNECTION_FILE`, with the fake, the doubles and colabkit on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from colabkit.foundation import mount_table as mounts
 from colabkit.foundation.environment import runtime_report as places
 
 MOUNTS = "/content/"
-ABSENT = ("lightning",)  # what Colab does not bring
+# Packages that Colab does not include.
+ABSENT = ("lightning",)
 
 
 class Kernel(IPythonKernel):
@@ -25,7 +26,7 @@ class Kernel(IPythonKernel):
 
 
 def see_only_content() -> None:
-    """Hide the remote mounts of others on this machine, before anything has imported what reads them."""
+    """Hide the remote mounts of other processes on this machine; call it before importing the code that reads them."""
     real = mounts.mounts
 
     def own(read: mounts.Reader = mounts.read_file) -> list[mounts.Mount]:
@@ -36,6 +37,7 @@ def see_only_content() -> None:
 
 if __name__ == "__main__":
     see_only_content()
-    places._HOSTNAME = __file__  # a file that is there
+    # Any existing file.
+    places._HOSTNAME = __file__
     sys.modules.update(dict.fromkeys(ABSENT))
     IPKernelApp.launch_instance(kernel_class=Kernel)

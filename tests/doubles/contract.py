@@ -1,4 +1,4 @@
-"""Promises that several modules keep, as checks that their tests call: files that change, streams that resume."""
+"""Contracts of several modules, as checks that their tests call: atomic changes of files, and resumable streams."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def seal_fields(
     tables: tuple[str, ...] = (),
     **meta: Any,
 ) -> Path:
-    """Seal a pack of given fields, by name and split, and return its path.
+    """Seal a pack of the given fields, by name and split, and return its path.
 
-    A list of bytes is a ragged field. `contents` tells what each field is, labels `Y` apart; fields in `tables` are
-    covered by CRCs of their own, the others by the CRC of each sample.
+    A list of bytes is a ragged field. `contents` has the kind of each field except the labels `Y`. Fields in `tables`
+    have their own CRCs; the others are covered by the CRC of each sample.
     """
     arrays: dict[str, np.ndarray] = {}
     counts = {split: len(values) for split, values in fields["X"].items()}
@@ -68,7 +68,7 @@ def seal_fields(
                 crcs = [crc32(blob, crc) for blob, crc in zip(blobs, crcs, strict=True)]
         arrays[f"crc_{split}"] = np.array(crcs, "<u4")
     first = next(iter(fields["X"].values()))
-    said = {
+    description = {
         "source": "made",
         "encoding": "source" if ragged["X"] else "raw" if contents["X"] == "image" else "array",
         "fields": {name: [contents.get(name, "labels"), ragged[name]] for name in fields},
@@ -82,7 +82,9 @@ def seal_fields(
         "bad": [],
         **meta,
     }
-    placed, crcs_of_tables = create_pack(path, [DataSet(n, a.shape, a.dtype.str) for n, a in arrays.items()], said)
+    placed, crcs_of_tables = create_pack(
+        path, [DataSet(n, a.shape, a.dtype.str) for n, a in arrays.items()], description
+    )
     with path.open("r+b") as file:
         for name, array in arrays.items():
             file.seek(placed[name].offset)
@@ -94,7 +96,7 @@ def seal_fields(
 
 
 def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4, 3, 3), **meta: Any) -> Path:
-    """Seal an index and its shards, each with as many samples as `counts` tells, and return the index's path."""
+    """Seal an index and its shards with the numbers of samples in `counts`, and return the index's path."""
     shards, labels = [], {}
     for number, count in enumerate(counts):
         shard = make_pack(path.with_name(f"{path.stem}-{number:05d}.h5"), shape, seed=number, **count)
@@ -104,8 +106,8 @@ def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4
             labels.setdefault(split, []).append(info.map(f"Y_{split}"))
     whole = {f"Y_{split}": np.concatenate(some) for split, some in labels.items()}
     splits = {split: len(whole[f"Y_{split}"]) for split in labels}
-    said = {**info.meta, "splits": splits, "shards": shards, **meta}
-    placed, crcs = create_pack(path, [DataSet(name, a.shape, a.dtype.str) for name, a in whole.items()], said)
+    description = {**info.meta, "splits": splits, "shards": shards, **meta}
+    placed, crcs = create_pack(path, [DataSet(name, a.shape, a.dtype.str) for name, a in whole.items()], description)
     with path.open("r+b") as file:
         for name, array in whole.items():
             file.seek(placed[name].offset)
@@ -115,7 +117,7 @@ def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4
 
 
 def whole_content(path: Path) -> tuple[object, ...]:
-    """Return everything that a pack means, read in every way there is."""
+    """Return the whole content of a pack, read in every possible way."""
     info = read_pack(path)
     content = {name: info.map(name).tobytes() for name in info.data_sets}
     tables = {name: info.table(name).tobytes() for name in info.table_crcs}
@@ -123,7 +125,7 @@ def whole_content(path: Path) -> tuple[object, ...]:
 
 
 class AtChange:
-    """A hook that acts at the `number`-th change of files; with `lasting` also at each later one that writes."""
+    """A hook that acts at the `number`-th change of files, and with `lasting` at each later change that writes."""
 
     def __init__(self, number: int, act: Callable[[], object], lasting: bool = False) -> None:
         self.number = number
@@ -141,17 +143,17 @@ class AtChange:
 
     @property
     def was_reached(self) -> bool:
-        """Whether the change came at all."""
+        """Whether this change was reached."""
         return self.count >= self.number
 
 
 def fill_disk() -> None:
-    """Fail as a full disk does."""
+    """Fail like a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def kills(killed_at: Callable[[int, Any], bool], work: partial[object]) -> Iterator[int]:
-    """Yield after each kill of `work` at its 1st, 2nd, … change, until it runs to its end untouched."""
+    """Yield after each kill of `work` at its 1st, 2nd, … change, until it finishes undisturbed."""
     number = 1
     while killed_at(number, work):
         yield number
@@ -167,9 +169,9 @@ def failures(
     lasting: bool = False,
     at_removals: bool = False,
 ) -> Iterator[int]:
-    """Yield after each failure of `work` by `act` at its 1st, 2nd, … change, until it runs to its end untouched.
+    """Yield after each failure of `work` by `act` at its 1st, 2nd, … change, until it finishes undisturbed.
 
-    Removals, by which work cleans up, do not fail unless `at_removals` is true.
+    Removals, which clean up, fail only if `at_removals` is true.
     """
     for number in itertools.count(1):
         hook = AtChange(number, act, lasting)
@@ -193,20 +195,20 @@ def _but_removals(hook: AtChange, operation: str, path: Path) -> None:
 
 
 class StreamContract:
-    """What holds for everything that yields batches epoch after epoch and goes on from a saved state.
+    """The contract of everything that yields batches for several epochs and resumes from a saved state.
 
-    A test class inherits from it and defines `make`, which gives a fresh and equal stream on each call, and `dropped`,
+    A test class inherits from it and defines `make`, which returns a new but equal stream on each call, and `dropped`,
     the number of samples that each epoch leaves out.
     """
 
     dropped = 0
 
     def make(self, fail_at: int | None = None) -> Any:
-        """Return a stream of several batches an epoch; its batch `fail_at`, counted from 0, fails with "planned"."""
+        """Return a stream with several batches per epoch; batch `fail_at`, counted from 0, fails with "planned"."""
         raise NotImplementedError
 
     def samples(self, batch: Any) -> Samples:
-        """Return the samples of a batch, comparable and hashable."""
+        """Return the samples of a batch as comparable, hashable values."""
         raise NotImplementedError
 
     def everything(self) -> Samples:
@@ -221,7 +223,7 @@ class StreamContract:
         return [sample for batch in stream for sample in self.samples(batch)]
 
     def first(self, stream: Any, batches: int) -> Samples:
-        """Take some batches of the next epoch, stop there, and return their samples."""
+        """Take some batches of the next epoch, stop, and return their samples."""
         got: Samples = []
         if batches:
             for number, batch in enumerate(stream, 1):
@@ -231,7 +233,7 @@ class StreamContract:
         return got
 
     def resumed(self, state: dict[str, Any]) -> Any:
-        """Return a fresh stream that goes on from a state which went through a file."""
+        """Return a new stream that resumes from a state after it was saved to a file and loaded."""
         stream = self.make()
         stream.load_state_dict(json.loads(json.dumps(state)))
         return stream
@@ -239,12 +241,12 @@ class StreamContract:
     def batches(self) -> int:
         return sum(1 for _ in self.make())
 
-    def test_every_epoch_gives_every_sample_once(self):
+    def test_every_epoch_yields_every_sample_once(self):
         stream = self.make()
         for _ in range(2):
             self.assert_whole(self.epoch(stream))
 
-    def test_equal_streams_give_equal_epochs(self):
+    def test_equal_streams_yield_equal_epochs(self):
         one, other = self.make(), self.make()
         for _ in range(3):
             assert self.epoch(one) == self.epoch(other)
@@ -271,18 +273,18 @@ class StreamContract:
                 stream = self.resumed(stream.state_dict())
                 assert got + self.epoch(stream) == expected
 
-    def test_resume_at_the_end_of_an_epoch_gives_the_next_one_whole(self):
+    def test_resume_at_the_end_of_an_epoch_yields_the_complete_next_epoch(self):
         stream = self.make()
         self.epoch(stream)
         assert self.epoch(self.resumed(stream.state_dict())) == self.epoch(stream) != []
 
-    def test_resume_after_the_last_batch_without_asking_for_more_gives_the_next_epoch(self):
+    def test_resume_after_the_last_batch_of_an_unfinished_iteration_yields_the_next_epoch(self):
         stream, reference = self.make(), self.make()
         self.first(stream, self.batches())
         self.epoch(reference)
         assert self.epoch(self.resumed(stream.state_dict())) == self.epoch(reference) != []
 
-    def test_a_loaded_state_is_used_up_by_one_epoch(self):
+    def test_a_loaded_state_applies_to_one_epoch_only(self):
         stream, reference = self.make(), self.make()
         self.first(stream, 1)
         resumed = self.resumed(stream.state_dict())
@@ -290,7 +292,7 @@ class StreamContract:
         self.epoch(resumed)
         assert self.epoch(resumed) == self.epoch(reference)
 
-    def test_a_loaded_state_that_is_not_used_yet_is_the_state(self):
+    def test_a_loaded_state_is_returned_until_it_is_used(self):
         stream = self.make()
         self.first(stream, 2)
         state = stream.state_dict()
@@ -302,7 +304,7 @@ class StreamContract:
         got = self.first(stream, 2)
         assert got + self.epoch(self.resumed(stream.state_dict())) == expected
 
-    def test_a_break_in_a_resumed_epoch_keeps_the_position_too(self):
+    def test_a_break_in_a_resumed_epoch_also_keeps_the_position(self):
         stream = self.make()
         expected = self.epoch(self.make())
         got = self.first(stream, 1)
@@ -310,13 +312,13 @@ class StreamContract:
         got += self.first(stream, 1)
         assert got + self.epoch(self.resumed(stream.state_dict())) == expected
 
-    def test_a_new_iteration_after_a_break_is_the_next_epoch_whole(self):
+    def test_a_new_iteration_after_a_break_is_the_complete_next_epoch(self):
         stream, reference = self.make(), self.make()
         self.first(stream, 1)
         self.epoch(reference)
         assert self.epoch(stream) == self.epoch(reference)
 
-    def test_what_was_prefetched_but_not_received_does_not_count(self):
+    def test_batches_that_were_prefetched_but_not_received_do_not_count(self):
         stream = self.make()
         expected = self.epoch(self.make())
         running = iter(stream)
@@ -328,7 +330,7 @@ class StreamContract:
             assert len(self.first(self.make(), taken)) == len(expected) - len(rest)
         running.close()
 
-    def test_nothing_is_lost_and_nothing_comes_twice_around_a_stop(self):
+    def test_a_stop_loses_and_repeats_no_samples(self):
         for stop in range(1, self.batches()):
             stream = self.make()
             got = self.first(stream, stop)
@@ -343,7 +345,7 @@ class StreamContract:
         assert pickle.dumps(state) == kept
         assert stream.state_dict() != state
 
-    def test_taking_states_disturbs_nothing_and_each_is_small(self):
+    def test_states_are_small_and_saving_them_changes_nothing(self):
         stream, watched, states = self.make(), self.make(), []
         expected = self.epoch(stream) + self.epoch(stream)
         got: Samples = []
@@ -354,7 +356,7 @@ class StreamContract:
         assert got == expected
         assert max(states) < 400
 
-    def test_streams_of_the_same_data_share_nothing(self):
+    def test_streams_of_the_same_data_are_independent(self):
         expected = self.epoch(self.make())
         one, other = self.make(), self.make()
         got: tuple[Samples, Samples] = [], []
@@ -365,7 +367,7 @@ class StreamContract:
         assert got == (expected, expected)
 
     @pytest.mark.parametrize("fail_at", [0, 1, 2])
-    def test_an_error_comes_at_its_place_and_the_state_is_the_last_batch_received(self, fail_at):
+    def test_an_error_is_raised_at_its_batch_and_the_state_is_that_of_the_last_batch_received(self, fail_at):
         expected = self.epoch(self.make())
         stream = self.make(fail_at=fail_at)
         got: Samples = []

@@ -1,4 +1,4 @@
-"""Cases as the doctor sees them, made of the few numbers that matter; all else is quiet, or not known."""
+"""Cases for the doctor, made of the few relevant numbers; all other values are inconspicuous or unknown."""
 
 from __future__ import annotations
 
@@ -69,29 +69,29 @@ T4 = GpuSnapshot(
 
 
 def with_gpu(host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
-    """Return a machine with a T4 that is changed."""
+    """Return a machine with a T4 and these changes."""
     return replace(host, gpus=(replace(T4, **changes),))
 
 
 def steps_of(
     wait: float = 0.0, copy: float = 0.0, compute: float = 0.1, other: float = 0.0, samples: int = 64, count: int = 100
 ) -> list[StepTimes]:
-    """Return equal steps of so many seconds; the first one begins a pass."""
+    """Return equal steps with these times in seconds; the first one begins a pass."""
     return [StepTimes(wait, copy, compute, other, samples, number == 0) for number in range(count)]
 
 
 def part(
     name: str, busy_s: float, cpu_s: float = 0.0, wait_s: float = 0.0, size: int = 0, samples: int = 6400
 ) -> PartSnapshot:
-    """Return a part of a loader by what it spent on each sample."""
+    """Return a part of a loader with these costs per sample."""
     return PartSnapshot(
         name, samples, size * samples, busy_s * samples, wait_s * samples, samples // 64, busy_s, cpu_s * samples
     )
 
 
 def spent_of(steps: Sequence[StepTimes], **more: Any) -> MetersSnapshot:
-    """Return what meters counted that timed some steps."""
-    told: dict[str, Any] = {
+    """Return the snapshot of meters that timed some steps."""
+    counted: dict[str, Any] = {
         "batches": len(steps),
         "samples": sum(step.samples for step in steps),
         "wait_s": sum(step.wait_s for step in steps),
@@ -103,7 +103,7 @@ def spent_of(steps: Sequence[StepTimes], **more: Any) -> MetersSnapshot:
         "steps": len(steps),
         "recent": tuple(steps[-512:]),
     }
-    return MetersSnapshot(**{**told, **more})
+    return MetersSnapshot(**{**counted, **more})
 
 
 def made(
@@ -121,26 +121,27 @@ def made(
     samples: int = 64,
     **more: Any,
 ) -> RunProfile:
-    """Return the case of a run of equal steps, or of these; `more` is said of what the meters counted."""
-    told = steps_of(wait, copy, compute, other, samples) if steps is None else steps
-    spent = spent_of(told, **{"parts": tuple(parts), **more})
+    """Return the case of a run with equal steps, or with given ones; `more` sets values of the meters."""
+    taken = steps_of(wait, copy, compute, other, samples) if steps is None else steps
+    spent = spent_of(taken, **{"parts": tuple(parts), **more})
     hosts = [] if host is None else [host] * 3
     return profile_run(spent, facts, hosts, cost_share=cost_share, precision=precision)
 
 
 def check_advice(advice: Advice) -> None:
-    """Check that advice reads well, and that its call is Python that could be run."""
+    """Check the text of advice, and that its call is valid Python."""
     for text in (advice.found, advice.action):
         assert not re.search(r"None|nan|inf\b|\.\.\.|  |\b1 (workers|CPUs|files|samples|reads)\b| by $", text), text
         assert not text.endswith("."), text
-        assert ": " not in text, text  # one colon stands between the two
+        # Action and cause are joined by a colon.
+        assert ": " not in text, text
     assert advice.action[0].isupper(), advice
     assert advice.samples_per_s is None or 0 <= advice.samples_per_s < float("inf"), advice
     check_call(advice.call)
 
 
 def check_call(text: str) -> None:
-    """Check that every call in a line exists and takes these arguments, and every option alone is one of a loader."""
+    """Check that every call in a line exists and accepts these arguments, and that single options are a loader's."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

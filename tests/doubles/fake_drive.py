@@ -1,7 +1,7 @@
-"""Google Drive as gdown sees it: a proxy that is drive.google.com and its sisters, with a certificate of its own.
+"""A fake Google Drive for gdown: a proxy with its own certificate that answers for drive.google.com and its subdomains.
 
-The pages hold what gdown looks for: the form of the confirmation, the caption of an error, the listing of a folder as
-gdown 5 reads it (`_DRIVE_ivd`) and as gdown 6 does (`embeddedfolderview`).
+The pages contain what gdown parses: the confirmation form, the caption of an error, and the listing of a folder for
+gdown 5 (`_DRIVE_ivd`) and gdown 6 (`embeddedfolderview`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 
 
 def drive_id(name: str) -> str:
-    """Return an id as long as Drive's."""
+    """Return an ID as long as Drive's."""
     return f"1{name:x<27}"
 
 
 @dataclass
 class DriveFile:
-    """A file: what its link shows is `page`, `"small"`, `"large"`, `"quota"`, `"private"`, `"document"` or `"busy"`."""
+    """A file; its link shows `page`: `"small"`, `"large"`, `"quota"`, `"private"`, `"document"` or `"busy"`."""
 
     name: str
     content: bytes
@@ -54,14 +54,14 @@ class DriveFile:
 
 @dataclass
 class DriveFolder:
-    """A folder: names and ids of its files and folders."""
+    """A folder: names and IDs of its files and folders."""
 
     name: str
     inside: list[tuple[str, str]]
 
 
 class FakeDrive(WebServer):
-    """A proxy that answers for Drive itself; `asked` lists the addresses that it was asked for.
+    """A proxy that answers instead of Drive; `asked` lists the requested addresses.
 
     A page of a folder's listing takes `listing_s` seconds.
     """
@@ -76,7 +76,7 @@ class FakeDrive(WebServer):
         self.listing_s = 0.0
 
     def add(self, name: str, content: bytes = b"", page: str = "small", *plans: Plan) -> DriveFile:
-        """Put a file there under the id of its name."""
+        """Add a file under the ID derived from its name."""
         made = DriveFile(name, content, page, list(plans))
         self.files[drive_id(name.partition(".")[0])] = made
         return made
@@ -183,13 +183,13 @@ class DriveHandler(Handler):
 
 @pytest.fixture(scope="session")
 def authority() -> trustme.CA:
-    """Return who vouches for the fake Drive."""
+    """Return the certificate authority of the fake Drive."""
     return trustme.CA()
 
 
 @pytest.fixture(scope="session", params=["gdown==5.2.2", "gdown>=6"])
 def gdown(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> str:
-    """Return a folder with gdown from PyPI in it, kept in the cache; marks below choose the line."""
+    """Return a folder with gdown from PyPI, cached by pytest; marks of tests choose the version."""
     return installed(request.param, pytestconfig)
 
 
@@ -204,7 +204,7 @@ only_new = pytest.mark.parametrize("gdown", ["gdown>=6"], indirect=True)
 def drive(
     authority: trustme.CA, gdown: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeDrive]:
-    """Return a Drive of the test's own, which leaves no child behind."""
+    """Return a Drive for one test, and check that no child process remains."""
     monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
     with fake_drive(authority, gdown, tmp_path_factory.mktemp("home"), monkeypatch) as server:
         yield server
@@ -212,7 +212,7 @@ def drive(
 
 
 def installed(line: str, config: pytest.Config) -> str:
-    """Return the folder of a line of gdown, installed there once."""
+    """Return the folder of a version of gdown, which is installed once."""
     name = f"{line.translate(str.maketrans('=>', '--'))}-{sys.version_info.major}.{sys.version_info.minor}"
     folder = config.cache.mkdir("gdown") / name
     with (folder.parent / f"{name}.lock").open("w") as lock:
@@ -228,7 +228,7 @@ def installed(line: str, config: pytest.Config) -> str:
 
 @contextlib.contextmanager
 def fake_drive(authority: trustme.CA, gdown: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[FakeDrive]:
-    """Run a fake Drive for the block, which children reach in place of the real one, with this gdown."""
+    """Run a fake Drive for the block; children reach it instead of the real one, with this gdown."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert(*HOSTS).configure_cert(context)
     authority.cert_pem.write_to_path(folder / "ca.pem")
@@ -244,12 +244,12 @@ def fake_drive(authority: trustme.CA, gdown: str, folder: Path, patch: pytest.Mo
 
 
 def children() -> list[int]:
-    """Return the processes that this one has started and that run."""
+    """Return the running child processes of this process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            # Multiprocessing's helpers stay as long as this process.
+            # Helper processes of multiprocessing run as long as this process.
             is_own = not re.search(rb"resource_tracker|forkserver", path.with_name("cmdline").read_bytes())
             if int(parent) == os.getpid() and is_own and state != "Z":  # one that hung and died is reaped later
                 found.append(int(path.parent.name))
@@ -257,7 +257,7 @@ def children() -> list[int]:
 
 
 def running(text: str) -> list[int]:
-    """Return the processes that have a text in their command line."""
+    """Return the processes whose command line contains a text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

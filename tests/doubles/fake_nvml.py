@@ -1,6 +1,7 @@
-"""NVML of a machine that is not there: cards, MIG instances, and errors as the driver gives them."""
+"""A fake NVML: GPUs, MIG instances, and the errors that the driver returns."""
 
-# ruff: noqa: N802, N815  # the names are those of the binding
+# The names are those of the binding.
+# ruff: noqa: N802, N815
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class NvmlError(Exception):
 
 @dataclass(eq=False)
 class Chip:
-    """A card or a MIG instance, which is its own handle."""
+    """A GPU or a MIG instance, which is its own handle."""
 
     uuid: str
     name: str = "Tesla T4"
@@ -37,9 +38,9 @@ class Chip:
 
 
 class FakeNvml:
-    """The binding; `failing` maps a function to the error that it raises, and `absent` functions are not in it.
+    """The binding; `failing` maps functions to the errors that they raise, and `absent` functions do not exist.
 
-    `calls` lists the functions that were called.
+    `calls` lists the called functions.
     """
 
     NVMLError = NvmlError
@@ -145,7 +146,7 @@ class FakeNvml:
 
 
 def fake_torch(devices: list[str], memory: dict[int, tuple[int, int]] | None = None, initialized: bool = True) -> Any:
-    """Return a torch that sees devices by their UUIDs, and holds (tensors, reserved) bytes of some by their number."""
+    """Return a fake torch with devices by UUID, and with (tensor, reserved) bytes of some devices by number."""
 
     def stats(index: int) -> dict[str, Any]:
         held, reserved = (memory or {}).get(index, (0, 0))

@@ -1,4 +1,4 @@
-"""Real far mounts for tests: the slow drive of slow_drive.py under control, and real `rclone mount`."""
+"""Real remote mounts for tests: the slow drive of slow_drive.py, which tests control, and real `rclone mount`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def has_rclone() -> bool:
 
 
 class _Mount:
-    """A child process that serves a mount; leaving the block kills it and takes the mount away, also when it hangs."""
+    """A child process that serves a mount; leaving the block kills it and unmounts, even if it hangs."""
 
     def __init__(self, point: Path, fstype: str) -> None:
         self.point = point
@@ -69,7 +69,7 @@ class _Mount:
             raise
 
     def kill(self) -> None:
-        """Kill the process with SIGKILL; the mount stays, dead."""
+        """Kill the process with SIGKILL; the dead mount remains."""
         assert self._child is not None
         self._child.kill()
         self._child.wait(DEADLINE_S)
@@ -89,22 +89,22 @@ class _Mount:
 
 
 class FuseMount(_Mount):
-    """The folder `root` once more at `point`, through a process, by default with nothing cached: all reads reach it.
+    """A FUSE mount at `point` that shows the folder `root`. By default nothing is cached, so every read reaches it.
 
     Args:
-        point: where it is mounted; made if missing.
-        root: the folder that shows there, for reading and writing.
+        point: mount point; created if missing.
+        root: the folder to show, for reading and writing.
         fstype: its type in /proc/mounts, beginning with `"fuse."`.
-        latency_s: each open, listing and read is answered so much later.
+        latency_s: delay of each open, listing and read.
         locks: false for a file system on which `flock` and `fcntl` locks fail, as on network mounts.
-        at_once: opens, listings and reads that are worked on at the same time; others wait.
-        open_s: latency of opens, in place of `latency_s`.
-        list_s: of listings.
-        read_s: of reads.
-        bandwidth: bytes a second of all reads together.
-        attr_s: so long the kernel may keep what it knows of names, sizes and times.
-        direct_io: false to let the kernel keep and read ahead the bytes of open files.
-        plan: what goes wrong, as planned_faults.py says.
+        at_once: maximum number of concurrent opens, listings and reads; others wait.
+        open_s: latency of opens instead of `latency_s`.
+        list_s: latency of listings.
+        read_s: latency of reads.
+        bandwidth: total bytes per second of all reads.
+        attr_s: seconds for which the kernel may cache names, sizes and times.
+        direct_io: false lets the kernel cache and read ahead the bytes of open files.
+        plan: planned faults; see planned_faults.py.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class FuseMount(_Mount):
             if_it_fails.callback(os.close, self._log)
             try:
                 os.write(plan, json.dumps(self._plan).encode())
-                told = [f"--shared={shared}", f"--log={self._log}", f"--plan=/dev/fd/{plan}"]
-                self._start([*self._command, *told], pass_fds=(shared, self._log, plan))
+                shared_options = [f"--shared={shared}", f"--log={self._log}", f"--plan=/dev/fd/{plan}"]
+                self._start([*self._command, *shared_options], pass_fds=(shared, self._log, plan))
             finally:
                 os.close(shared)
                 os.close(plan)
@@ -155,7 +155,7 @@ class FuseMount(_Mount):
         os.close(self._log)
 
     def hang(self, operation: Operation | None = None, after: int = 0) -> None:
-        """Answer no operation from now on, or none of one kind after so many more of them."""
+        """Stop answering all operations, or operations of one kind after a number of them."""
         if operation is None:
             os.kill(self.pid, signal.SIGSTOP)
         else:
@@ -163,25 +163,25 @@ class FuseMount(_Mount):
             self._numbers[slow_drive.HANG + kind] = self._numbers[slow_drive.COUNT + kind] + after + 1
 
     def go_on(self) -> None:
-        """Answer everything again, also what waits."""
+        """Answer all operations again, including waiting ones."""
         for kind in range(len(slow_drive.KINDS)):
             self._numbers[slow_drive.HANG + kind] = 0
         self._numbers[slow_drive.GO_ON] = 1
         os.kill(self.pid, signal.SIGCONT)
 
     def fail(self, number: int, one_in: int = 1) -> None:
-        """Let one in so many reads and listings fail with this errno from now on; 0 ends that."""
+        """From now on, fail one in `one_in` reads and listings with this errno; 0 ends that."""
         self._numbers[slow_drive.ONE_IN] = one_in
         self._numbers[slow_drive.FAIL] = number
 
     @property
     def opened(self) -> int:
-        """How many times files were opened."""
+        """Number of opens of files."""
         return self._numbers[slow_drive.COUNT + slow_drive.OPEN]
 
     @property
     def listed(self) -> int:
-        """How many times folders were opened for listing."""
+        """Number of opens of folders for listing."""
         return self._numbers[slow_drive.COUNT + slow_drive.LIST]
 
     @property
@@ -191,31 +191,31 @@ class FuseMount(_Mount):
 
     @property
     def read_bytes(self) -> int:
-        """How many bytes were answered to reads."""
+        """Number of bytes returned to reads."""
         return self._numbers[slow_drive.READ_BYTES]
 
     @property
     def busiest(self) -> int:
-        """The largest number of opens, listings and reads that were worked on at the same time."""
+        """Largest number of concurrent opens, listings and reads."""
         return self._numbers[slow_drive.BUSIEST]
 
     @property
     def faults(self) -> int:
-        """How many planned faults happened."""
+        """Number of planned faults that occurred."""
         return self._numbers[slow_drive.FAULTS]
 
 
 class RcloneMount(_Mount):
-    """A local folder through a real `rclone mount`.
+    """A local folder behind a real `rclone mount`.
 
     Args:
-        point: where it is mounted; made if missing.
-        root: the folder that shows there.
+        point: mount point; created if missing.
+        root: the folder to show.
         cache: rclone's cache folder.
-        mode: `"full"`, `"writes"` or `"off"`: what of files it caches.
-        rc: let it be asked and told over HTTP at `url`.
-        user: who may ask; by default anybody.
-        password: of the user.
+        mode: caching of files: `"full"`, `"writes"` or `"off"`.
+        rc: serve the remote control over HTTP at `url`.
+        user: user name for the remote control; by default none is required.
+        password: password of the user.
         options: further arguments.
     """
 
@@ -249,27 +249,28 @@ class RcloneMount(_Mount):
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
-    """Return when a condition holds; it is an error if it does not in time."""
+    """Wait until a condition holds; raise `TimeoutError` after the deadline."""
     if not comes_true(condition, seconds):
-        raise TimeoutError(f"{what} did not come in {seconds} s")
+        raise TimeoutError(f"{what} did not happen within {seconds} s")
 
 
 def in_child(code: str, *arguments: object, seconds: float = 5.0) -> str:
-    """Return what Python code prints in a child that may touch a mount that hangs; `"hung"` after the deadline."""
+    """Return the output of Python code in a child process that may use a hanging mount; `"hung"` after the deadline."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         return child.communicate(timeout=seconds)[0].decode().strip()
     except subprocess.TimeoutExpired:
-        child.kill()  # it dies at the latest when the mount is taken away
+        # A child that hangs in the kernel dies when the mount is removed.
+        child.kill()
         assert child.stdout is not None
         child.stdout.close()
         return "hung"
 
 
 def serve_here(point: str, root: str, fstype: str) -> None:
-    """Be a file system's process until its mount is taken away."""
+    """Serve a file system until it is unmounted."""
     shared, _ = slow_drive.shared_numbers()
     slow_drive.serve(root, point, fstype, slow_drive.Behaviour(), shared, os.open(os.devnull, os.O_WRONLY))
 

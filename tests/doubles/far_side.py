@@ -1,4 +1,4 @@
-"""Hosted Colab, and google-drive-ocamlfuse, as tests have them: doubles that make real mounts."""
+"""Fakes of hosted Colab and of google-drive-ocamlfuse that make real mounts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAMS = Path(__file__).parent / "ocamlfuse_double"
 
 
 class Colab:
-    """A hosted Colab: `plan` says how the double behaves, `events` what was called."""
+    """A fake hosted Colab: `plan` sets its behavior, `events` returns the calls."""
 
     def __init__(self, folder: Path) -> None:
         self.home = folder / "home"
@@ -41,39 +41,40 @@ class Colab:
         self.plan()
 
     def plan(self, **wanted: Any) -> None:
-        """Set how the double behaves from now on."""
+        """Set the behavior of the fake from now on."""
         self._file.write_text(json.dumps({"root": str(self.root), "point": self.point, **wanted}))
 
     def events(self) -> list[str]:
-        """Return the calls of the double so far."""
+        """Return the calls of the fake so far."""
         path = Path(f"{self._file}.events")
         return path.read_text().splitlines() if path.exists() else []
 
     def count(self, event: str) -> int:
-        """Return how often a call was made."""
+        """Return the number of calls of this kind."""
         return sum(line.split()[0] == event for line in self.events())
 
     @property
     def served(self) -> FuseMount:
-        """The mount that the double made last."""
+        """The latest mount of the fake."""
         return served()[-1]
 
 
 def served() -> list[FuseMount]:
-    """Return the mounts that the double made."""
+    """Return the mounts of the fake."""
     double = sys.modules.get("google.colab.drive")
     return double.served if double else []
 
 
 def forget_double(patch: pytest.MonkeyPatch) -> None:
-    """Let `google.colab` be imported anew."""
+    """Forget `google.colab`, so that it is imported again."""
     for name in [name for name in sys.modules if name.split(".")[0] == "google"]:
         patch.delitem(sys.modules, name)
 
 
 def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Hide the remote mounts of other tests that may run on this machine."""
-    for room in ("fetching", "probing", "staging"):  # what they import by name must be the real thing
+    # These packages import functions by name, which must be the real ones.
+    for room in ("fetching", "probing", "staging"):
         importlib.import_module(f"colabkit.storage.{room}.api")
     real = mounts.mounts
 
@@ -85,14 +86,14 @@ def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def be_at(place: Place, patch: pytest.MonkeyPatch) -> None:
-    """Make `drive` believe that it runs at a place."""
+    """Make `drive` detect this kind of machine."""
     for module in (drive, drivefs):
         patch.setattr(module, "current_place", lambda: place)
 
 
 @contextmanager
 def hosted_colab(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Colab]:
-    """Make this process look like a kernel of hosted Colab, with the double of `google.colab` on the path."""
+    """Make this process look like a kernel of hosted Colab, with the fake `google.colab` on the path."""
     colab = Colab(folder)
     see_only(folder, patch)
     be_at(Place("Colab", "kernel", True), patch)
@@ -111,7 +112,7 @@ def hosted_colab(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Colab]:
 
 
 class Ocamlfuse:
-    """A mount by the double of google-drive-ocamlfuse."""
+    """A mount by the fake google-drive-ocamlfuse."""
 
     def __init__(self, folder: Path, label: str = "default", options: tuple[str, ...] = ()) -> None:
         self.home, self.root, self.point = folder / "home", folder / "content", folder / "my drive"
@@ -145,17 +146,17 @@ class Ocamlfuse:
         return [daemon.pid for daemon in daemons("google-drive-ocamlfuse") if str(self.point) in daemon.arguments]
 
     def kill(self) -> None:
-        """Kill the program; the mount stays, dead."""
+        """Kill the program; the dead mount remains."""
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda pid=pid: not os.path.exists(f"/proc/{pid}"), "the end of the program")
 
     def calls(self) -> list[str]:
-        """Return the arguments of every start so far."""
+        """Return the arguments of all starts so far."""
         return (self.home / "ocamlfuse.calls").read_text().splitlines()
 
     def queue(self, *states: str) -> None:
-        """Set what waits to be uploaded."""
+        """Set the queue of uploads."""
         with closing(sqlite3.connect(self.cache / "cache.db")) as database, database:
             database.execute("DELETE FROM upload_queue")
             database.execute("DELETE FROM resource")

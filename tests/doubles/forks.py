@@ -1,4 +1,4 @@
-"""Work in forks of this process: their exit status, and kills at a change of the file system."""
+"""Work in forked processes: their exit status, and kills at a change of the file system."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_fork(work: Callable[[], object]) -> int:
 
 
 def is_killed_at(number: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a fork that is killed at its `number`-th change of the file system; return whether it was."""
+    """Run `work` in a fork that is killed at its `number`-th change of files; return whether it was killed."""
     count = 0
 
     def kill(operation: str, path: Path) -> None:
@@ -42,14 +42,14 @@ def is_killed_at(number: int, work: Callable[[], object]) -> bool:
 
 
 def make_pair(path: Path, text: str) -> None:
-    """Make a folder of two files that hold `text`."""
+    """Create a folder with two files that contain `text`."""
     file_changes.make_folder(path)
     for name in ("one", "two"):
         file_changes.write_file(path / name, text.encode())
 
 
 def pair_text(path: Path) -> str | None:
-    """Return the text that both files of such a folder hold, None where there is no folder."""
+    """Return the text in both files of such a folder; None if there is no folder."""
     if not path.exists():
         return None
     texts = {(path / name).read_text() for name in ("one", "two")}

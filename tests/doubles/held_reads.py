@@ -1,4 +1,4 @@
-"""A folder whose reads are counted and can be held up."""
+"""A folder source that counts its reads and can delay them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colabkit.storage.sources.items import Item
 
 
 class HeldReads(FolderSource):
-    """A folder that counts its reads; each waits until `may_read` allows it."""
+    """A folder source that counts its reads; each read waits until `may_read` allows it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -39,7 +39,7 @@ class HeldReads(FolderSource):
         return super().open(item)
 
     def go_on(self) -> None:
-        """Let all reads through, also those that wait."""
+        """Allow all reads, including waiting ones."""
         with self.changed:
             self.may_read = lambda _: True
             self.changed.notify_all()

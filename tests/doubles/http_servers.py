@@ -1,4 +1,4 @@
-"""A local web server that misbehaves as asked: each request takes the next of its plans, the last one stays."""
+"""A local web server with planned faults: each request follows the next plan, and the last plan is repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Server = TypeVar("Server", bound="WebServer")
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serves `content` at every path; `requests` holds the headers of each request, `paths` what was asked for."""
+    """Serves `content` at every path; `requests` holds the headers of each request, `paths` the requested paths."""
 
     daemon_threads = True
     block_on_close = False
@@ -37,16 +37,16 @@ class WebServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/data/file.bin"
 
     def next_plan(self) -> Plan:
-        """Return what the next request meets."""
+        """Return the plan of the next request."""
         with self.lock:
             return self.plans.pop(0) if len(self.plans) > 1 else self.plans[0] if self.plans else serve
 
     def ranges(self) -> list[str | None]:
-        """Return the ranges that were asked for, None for the whole."""
+        """Return the requested ranges; None for the whole file."""
         return [request.get("Range") for request in self.requests]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: clients leave as they like."""
+        """Print nothing, because clients may disconnect at any time."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, status: int, headers: dict[str, object], body: bytes = b"") -> None:
-        """Send a whole reply; `Content-Length` is the body's unless given."""
+        """Send a complete reply; `Content-Length` is the size of the body unless given."""
         self.send_response(status)
         for name, value in {"Content-Length": len(body), **headers}.items():
             if value is not None:
@@ -74,23 +74,23 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def content(self) -> bytes:
-        """The file that is asked for."""
+        """The requested file."""
         return self.server.content
 
     @property
     def facts(self) -> dict[str, str]:
-        """Headers of the file that is asked for."""
+        """Headers of the requested file."""
         return self.server.headers
 
     def start(self) -> int:
-        """Return the first byte that is asked for, if the client's version is still the server's."""
+        """Return the first requested byte if the client's version is still the server's, otherwise 0."""
         found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         known = self.headers.get("If-Range")
         versions = (None, self.facts.get("ETag"), self.facts.get("Last-Modified"))
         return int(found[1]) if found and known in versions else 0
 
     def reply(self) -> tuple[int, dict[str, object], bytes]:
-        """Return status, headers and body of an honest reply."""
+        """Return status, headers and body of a correct reply."""
         start, content = self.start(), self.content
         if start >= len(content) and "Range" in self.headers:
             return 416, {"Content-Range": f"bytes */{len(content)}"}, b""
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(handler: Handler) -> None:
-    """Answer as a good server."""
+    """Answer like a correct server."""
     handler.answer(*handler.reply())
 
 
@@ -116,7 +116,7 @@ def without_ranges(handler: Handler) -> None:
 
 
 def cut_after(count: int, is_ranged: bool = True) -> Plan:
-    """Announce the whole and close the connection after `count` bytes of it."""
+    """Announce the whole file and close the connection after `count` bytes."""
 
     def plan(handler: Handler) -> None:
         whole = (200, dict(handler.facts), handler.content)
@@ -127,7 +127,7 @@ def cut_after(count: int, is_ranged: bool = True) -> Plan:
 
 
 def hang_after(count: int) -> Plan:
-    """Send `count` bytes and then nothing."""
+    """Send `count` bytes and then stall."""
 
     def plan(handler: Handler) -> None:
         status, headers, body = handler.reply()
@@ -148,14 +148,14 @@ def slammed(handler: Handler) -> None:
 
 
 def drip(handler: Handler) -> None:
-    """Send the body a byte at a time."""
+    """Send the body one byte at a time."""
     status, headers, body = handler.reply()
     handler.answer(status, {"Content-Length": len(body), **headers})
     drops(handler, body)
 
 
 def drip_headers(handler: Handler) -> None:
-    """Send headers a byte at a time, without end."""
+    """Send endless headers, one byte at a time."""
     drops(handler, b"HTTP/1.1 200 OK\r\n" + b"".join(b"X-%d: y\r\n" % number for number in range(100_000)))
 
 
@@ -169,7 +169,7 @@ def drops(handler: Handler, data: bytes) -> None:
 
 
 def ranged(headers: Callable[[int, int], dict[str, object]], is_whole: bool = False) -> Plan:
-    """Answer a range by 206 and headers made from its start and the total, with the rest or the whole as body."""
+    """Answer a range with 206 and headers made from its start and the total, with the rest or the whole as body."""
 
     def plan(handler: Handler) -> None:
         content, start = handler.content, handler.start()
@@ -186,7 +186,7 @@ def status(code: int, **headers: object) -> Plan:
 
 
 def redirect(to: str, code: int = 302) -> Plan:
-    """Lead elsewhere."""
+    """Redirect to another address."""
     return lambda handler: handler.answer(code, {"Location": to}, b"moved")
 
 
@@ -214,7 +214,7 @@ def served(content: bytes, *plans: Plan) -> Iterator[WebServer]:
 
 @contextlib.contextmanager
 def running(server: Server) -> Iterator[Server]:
-    """Run a server that is made already for the block."""
+    """Run an existing server for the block."""
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

@@ -9,7 +9,7 @@ from colabkit.augment import Draws
 
 
 def images(count: int = 10, channels: int = 3, height: int = 23, width: int = 31, least: int = 0) -> torch.Tensor:
-    """Return `uint8 [count, channels, height, width]` from `least` on, in channels-last memory as a loader gives it."""
+    """Return `uint8 [count, channels, height, width]` of at least `least`, in channels-last memory like a loader's."""
     generator = torch.Generator().manual_seed(count * 1000 + height)
     batch = torch.randint(least, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
     return batch.contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Kernels that tests run notebooks in: with the newest packages, and with Colab's.
+"""Kernels in which tests run notebooks: with the newest packages, and with Colab's.
 
 `COLABKIT_COLAB_PYTHON` names the interpreter of an environment with IPython 7.34, ipykernel 6.17.1, ipywidgets 7.7.1
 and torch.
@@ -21,7 +21,7 @@ KINDS = ("newest", "colab")
 
 
 def python_of(kind: str) -> str:
-    """Return the interpreter of a kind; the test is skipped where there is none."""
+    """Return the interpreter of a kind; skip the test if there is none."""
     if kind == "newest":
         return sys.executable
     python = os.environ.get("COLABKIT_COLAB_PYTHON", "")
@@ -31,7 +31,7 @@ def python_of(kind: str) -> str:
 
 @contextmanager
 def kernel_of(kind: str, folder: Path) -> Iterator[str]:
-    """Give the name of a kernel of a kind, which keeps what it writes in a folder."""
+    """Yield the name of a kernel of a kind, which writes its files to a folder."""
     search = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     with kernel_at(folder, [python_of(kind), "-m", "ipykernel_launcher"], search) as name:
         yield name
@@ -41,13 +41,13 @@ def kernel_of(kind: str, folder: Path) -> Iterator[str]:
 def kernel_at(
     folder: Path, command: Sequence[str], search: Sequence[str | Path], environ: Mapping[str, str] = {}
 ) -> Iterator[str]:
-    """Give the name of a kernel that a command starts, and that keeps what it writes in a folder.
+    """Yield the name of a kernel that a command starts, and that writes its files to a folder.
 
     Args:
-        folder: for all that it writes.
-        command: without the connection file.
-        search: where it looks for modules before its own.
-        environ: further variables.
+        folder: folder for everything that it writes.
+        command: command line without the connection file.
+        search: folders to search for modules before its own.
+        environ: additional environment variables.
     """
     kernel = folder / "kernels" / "tested"
     kernel.mkdir(parents=True)

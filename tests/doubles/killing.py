@@ -1,4 +1,4 @@
-"""Work that is killed at a change of files, in forks of a process that is small: one with torch takes long to fork."""
+"""Work that is killed at a change of files, in forks of a small process: forking one with torch is slow."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from colabkit.packs.packing.api import pack
 
 
 class Killing:
-    """A process that forks itself for each work; what it unpickles it imports once.
+    """A process that forks itself for each task, so that modules are imported only once.
 
-    Works are `functools.partial` of functions that can be imported, and know nothing of what a test has patched.
+    Tasks are `functools.partial` objects of importable functions. They do not see what a test has patched.
     """
 
     def __enter__(self) -> Self:
@@ -41,7 +41,7 @@ class Killing:
         self._process.communicate()
 
     def at(self, number: int, work: partial[object]) -> bool:
-        """Run `work` in a process that is killed at its `number`-th change; return whether it came so far."""
+        """Run `work` in a process that is killed at its `number`-th change; return whether it reached this change."""
         pickle.dump((number, dict(os.environ), os.getcwd(), work), self._process.stdin)
         self._process.stdin.flush()
         status = int(self._process.stdout.readline())
@@ -50,7 +50,7 @@ class Killing:
 
 
 def _serve() -> None:
-    """Fork for each work that comes, and write the status its process ended with, until no more can come."""
+    """Fork for each task on stdin and write the exit status of its process, until stdin is closed."""
     _import_what_is_needed_late()
     while True:
         try:
@@ -64,7 +64,7 @@ def _serve() -> None:
 
 
 def _import_what_is_needed_late() -> None:
-    """Pack, or each fork would import what that imports when it is needed."""
+    """Pack once, because each fork would otherwise repeat the imports that packing makes on demand."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tree" / "ants").mkdir(parents=True)
         for kind in ("PNG", "JPEG"):

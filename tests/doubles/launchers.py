@@ -1,4 +1,4 @@
-"""The launcher without a browser: its form filled in, its buttons clicked."""
+"""Helpers that fill in the launcher's form and click its buttons without a browser."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def fill(panel: Launcher, **values: object) -> None:
 
 
 def click(panel: Launcher, action: str) -> str:
-    """Click a button, and return what the panel says when its work is over."""
+    """Click a button, wait for its work, and return the text of the panel."""
     panel.view.buttons[action].click()
     return panel.view.said
 
 
 def pointed(panel: Launcher) -> list[str]:
-    """Return the fields that are marked."""
+    """Return the fields that are marked as invalid."""
     return [name for name, field in panel.view.fields.items() if POINTED in field._dom_classes]

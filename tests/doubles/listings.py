@@ -1,4 +1,4 @@
-"""Listings of sources, by the paths of their files or the columns of their table."""
+"""Listings of sources, made of the paths of files or the columns of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the loader do with its batches and threads, and the contract of streams for loaders."""
+"""Helpers for tests of the loader: its batches, its threads, and the contract of streams for loaders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colabkit.loading import Loader
 
 
 def epoch(loader: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """Return the images and the labels of an epoch, each in one tensor."""
+    """Return the images and the labels of an epoch as one tensor each."""
     images, labels = zip(*loader, strict=True)
     return torch.cat(images), torch.cat(labels)
 
@@ -29,12 +29,12 @@ def same(some: list[Any], others: list[Any]) -> bool:
 
 
 def loader_threads(prefix: str = "colabkit-loader") -> list[threading.Thread]:
-    """Return the threads of loaders that are alive."""
+    """Return the running threads of loaders."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
 
 
 def fails_at(number: int) -> Callable[[Tensor], Tensor]:
-    """Return a transform that changes nothing and fails at its call `number`, counted from 0."""
+    """Return a transform that changes nothing and fails at call `number`, counted from 0."""
     calls = iter(range(10**6))
 
     def transform(images: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def fails_at(number: int) -> Callable[[Tensor], Tensor]:
 
 
 class LoaderContract(StreamContract):
-    """The contract for a loader of images and labels: of `data`, with `options`."""
+    """The contract for a loader of images and labels from `data`, with `options`."""
 
     data: Any
     options: Mapping[str, Any]

@@ -1,6 +1,6 @@
-"""One process of a `torchrun`: loads its share of a pack of numbers, and writes down which samples it got.
+"""One process of a `torchrun`: loads its share of a pack of numbers and records which samples it received.
 
-Called as `loader_rank.py PACK STATE FOLDER BATCH_SIZE BATCHES`: it goes on from the state, takes the rest of that
+Called as `loader_rank.py PACK STATE FOLDER BATCH_SIZE BATCHES`: it resumes from the state, takes the rest of that
 epoch, then BATCHES batches of the next one, and writes `FOLDER/RANK.json`.
 """
 
@@ -22,8 +22,9 @@ DEADLINE_S = 60
 
 
 def main(pack: str, state: str, folder: str, batch_size: str, batches: str) -> None:
-    """Load as told above."""
-    signal.alarm(2 * DEADLINE_S)  # a process whose launcher was killed ends too
+    """Load batches as described above."""
+    # End even if the launcher was killed.
+    signal.alarm(2 * DEADLINE_S)
     loader = Loader(open_pack(pack)["train"], int(batch_size), shuffle=True)
     batches_alone = len(loader)
     torch.distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=DEADLINE_S))
@@ -35,9 +36,11 @@ def main(pack: str, state: str, folder: str, batch_size: str, batches: str) -> N
         taken = [samples.tolist() for samples, _ in itertools.islice(loader, most)]
         everyones: list[list[list[int]]] = [[] for _ in range(world_size)]
         torch.distributed.all_gather_object(everyones, taken)
-        assert len({len(rank_batches) for rank_batches in everyones}) == 1, "ranks got unequal numbers of batches"
+        assert len({len(rank_batches) for rank_batches in everyones}) == 1, (
+            "the ranks received different numbers of batches"
+        )
         everything = [sample for rank_batches in everyones for batch in rank_batches for sample in batch]
-        assert len(set(everything)) == len(everything), "a sample came twice"
+        assert len(set(everything)) == len(everything), "a sample was repeated"
         epochs.append(taken)
     torch.distributed.destroy_process_group()
     record = {

@@ -1,4 +1,4 @@
-"""What the tests of staging share: archives, sources in memory, and the state of folders."""
+"""Helpers for tests of staging: archives, sources in memory, and the state of folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colabkit.storage.staging.reports import StageReport
 
 
 def tarred(folder: Path, archive: Path) -> Path:
-    """Write a tar archive of a folder, compressed as its name says."""
+    """Write a tar archive of a folder, compressed according to its suffix."""
     mode = archive.suffix.lstrip(".")
     with tarfile.open(archive, f"w:{mode}" if mode in ("gz", "bz2", "xz") else "w") as file:
         for path in sorted(folder.rglob("*")):
@@ -33,7 +33,7 @@ def zipped(folder: Path, archive: Path, compression: int = zipfile.ZIP_DEFLATED)
 
 
 def data_of(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files of a folder but the seal."""
+    """Return the bytes of all files of a folder except the seal."""
     return {
         os.fsdecode(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -42,7 +42,7 @@ def data_of(folder: Path) -> dict[str, bytes]:
 
 
 def state_of(folder: Path) -> list[tuple[object, ...]]:
-    """Return all that a write to a folder would change."""
+    """Return the state of a folder that any write would change."""
     return sorted(
         (str(path), path.lstat().st_mtime_ns, path.lstat().st_size, path.lstat().st_mode, path.lstat().st_ino)
         for path in [folder, *folder.rglob("*")]
@@ -50,12 +50,12 @@ def state_of(folder: Path) -> list[tuple[object, ...]]:
 
 
 def copy(source: object, to: object = "disk", **options: object) -> StageReport:
-    """Stage without a progress bar, to disk unless told otherwise."""
+    """Stage without a progress bar, by default to disk."""
     return stage(source, to, progress=False, **options)
 
 
 class MemorySource:
-    """A source of files in memory, whose opens a test can watch."""
+    """A source of files in memory; a test can observe its opens."""
 
     name = "memory"
     can_hang = False
@@ -74,11 +74,11 @@ class MemorySource:
 
 
 class WalkedSource(MemorySource):
-    """A source in memory that can only be read from its front, though it is no tar; it counts its passes.
+    """A source in memory that can only be read sequentially, although it is not a tar; it counts its passes.
 
     Attributes:
-        passes: how often `walk()` was used up to its end.
-        largest_read: bytes of the largest read.
+        passes: number of complete iterations of `walk()`.
+        largest_read: size of the largest read in bytes.
     """
 
     is_sequential = True
@@ -98,7 +98,7 @@ class WalkedSource(MemorySource):
 
 
 class _ForwardFile(io.BytesIO):
-    """A file that is read forwards, in short pieces."""
+    """A file that only supports short, sequential reads."""
 
     def __init__(self, source: WalkedSource, data: bytes) -> None:
         super().__init__(data)
@@ -114,5 +114,5 @@ class _ForwardFile(io.BytesIO):
 
 
 def kept_partials(folder: Path) -> list[Path]:
-    """Return what interrupted runs have kept in a folder."""
+    """Return the partial data of interrupted runs in a folder."""
     return sorted(folder.glob(".colabkit-*-kept.partial"))

@@ -1,4 +1,4 @@
-"""An IPython shell with colabkit loaded, and what it shows."""
+"""An IPython shell with colabkit loaded, and its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from traitlets.config import Config
 
 @contextmanager
 def loaded_shell() -> Iterator[InteractiveShell]:
-    """Give a shell with the magics, which is gone afterwards."""
+    """Yield a shell with the magics, and remove it afterwards."""
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     shell.extension_manager.load_extension("colabkit")
     try:
@@ -25,11 +25,11 @@ def loaded_shell() -> Iterator[InteractiveShell]:
 
 
 def run(shell: InteractiveShell, cell: str) -> ExecutionResult:
-    """Run a cell as a front end does, and count it."""
+    """Run a cell as a front end does, and increase the execution count."""
     return shell.run_cell(cell, store_history=True)
 
 
 def shown_by(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the lines that came out since the last time, without colours."""
+    """Return the lines of output since the last call, without colors."""
     shown = capsys.readouterr()
     return re.sub(r"\x1b\[[\d;]*m", "", shown.out + shown.err).strip().splitlines()

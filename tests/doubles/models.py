@@ -1,4 +1,4 @@
-"""Models that tests train: a ViT, a ResNet and a small CNN in plain torch, the same weights for the same seed."""
+"""Models that tests train: a ViT, a ResNet and a small CNN in plain torch, with reproducible weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def small_vit(classes: int = 10, seed: int = 0) -> nn.Module:
 
 
 def resnet18(classes: int = 10, width: int = 64, seed: int = 0) -> nn.Module:
-    """Return a residual network of 18 layers for 224x224 images of three channels, its first stage so wide.
+    """Return a residual network of 18 layers for 224x224 images in RGB; its first stage has `width` channels.
 
     He et al. 2015, "Deep Residual Learning for Image Recognition", table 1; with `width=64` it has their sizes.
-    Below 16, the backward pass of its 1x1 convolutions writes past its memory on a CPU with AVX-512, in channels-last
-    (https://github.com/uxlfoundation/oneDNN/issues/6035; below 8 on others).
+    Below a width of 16 in channels-last, the backward pass of its 1x1 convolutions writes past its memory on a CPU with
+    AVX-512 (https://github.com/uxlfoundation/oneDNN/issues/6035; below 8 on others).
     """
     torch.manual_seed(seed)
     layers: list[nn.Module] = [
@@ -104,7 +104,7 @@ class _Transformer(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention and a perceptron, each after a norm and around a sum."""
+    """Attention and a perceptron, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""The stored notebooks: how they are read, and the one form they are stored in.
+"""Reads the notebooks of the repository, and writes them in one format.
 
-`python tests/notebook_files.py` brings all of them to that form: no outputs, no counts, cells' ids kept, sorted keys.
+`python tests/doubles/notebook_files.py` rewrites all of them in this format: without outputs and execution counts, with
+the cells' ids and sorted keys.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def read(path: Path) -> NotebookNode:
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
-    """Return the cells that run."""
+    """Return the code cells."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def stored(notebook: NotebookNode) -> str:
-    """Return the text in which a notebook is stored."""
+    """Return a notebook's text in the stored format."""
     made = nbformat.from_dict({**notebook, "metadata": METADATA})
     for cell in made.cells:
         cell.metadata = {name: value for name, value in cell.metadata.items() if name in CELL_METADATA}

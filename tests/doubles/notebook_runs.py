@@ -21,38 +21,38 @@ __all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "with_parameters"]
 TESTS = Path(__file__).parent
 CELL_DEADLINE_S = 120
 STARTING = threading.Lock()
-"""Held while a kernel starts, which is found by an environment variable of the process."""
+"""Held while a kernel starts, because kernels are found through an environment variable of the process."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A notebook with its outputs, and the seconds that it took."""
+    """A notebook with its outputs, and its run time in seconds."""
 
     notebook: NotebookNode
     seconds: float
 
     def outputs(self, cell: str) -> list[NotebookNode]:
-        """Return what a cell, by its id, has put out."""
+        """Return the outputs of a cell, given by its id."""
         (found,) = [one for one in code_cells(self.notebook) if one.id == cell]
         return found.outputs
 
     def text(self, cell: str = "") -> str:
-        """Return all that a cell, or the whole notebook, says as text."""
+        """Return all text output of a cell, or of the whole notebook."""
         chosen = self.outputs(cell) if cell else [each for one in code_cells(self.notebook) for each in one.outputs]
         return "\n".join(each.get("text") or each.get("data", {}).get("text/plain", "") for each in chosen)
 
     def data(self, cell: str, kind: str) -> list[str]:
-        """Return what a cell shows of a kind, as `"text/html"`."""
+        """Return a cell's outputs of a MIME type, such as `"text/html"`."""
         return [each.data[kind] for each in self.outputs(cell) if kind in each.get("data", {})]
 
     def panels(self, cell: str) -> list[str]:
-        """Return the text of the panels that a cell shows."""
+        """Return the texts of the panels that a cell shows."""
         shown = [each.data for each in self.outputs(cell) if "Training panel" in str(each.get("data", {}))]
         return [data["text/plain"] for data in shown]
 
 
 def with_parameters(name: str, **values: object) -> NotebookNode:
-    """Return a stored notebook whose form has these values; all others stay as they are."""
+    """Return a stored notebook with these values in its form; other values stay unchanged."""
     notebook = read(FOLDER / f"{name}.ipynb")
     (form,) = [cell for cell in code_cells(notebook) if "parameters" in cell.metadata.get("tags", [])]
     lines = form.source.splitlines()
@@ -64,13 +64,13 @@ def with_parameters(name: str, **values: object) -> NotebookNode:
 
 
 class Kernel:
-    """A kernel that runs one notebook after another, or the same again."""
+    """A kernel that runs several notebooks, or the same one several times."""
 
     def __init__(self, client: NotebookClient) -> None:
         self._client = client
 
     def run(self, notebook: NotebookNode) -> Ran:
-        """Run all cells from top to bottom; a cell that fails is an error."""
+        """Run all cells from top to bottom; raise an error if a cell fails."""
         self._client.nb = notebook
         began = time.monotonic()
         for number, cell in enumerate(notebook.cells):
@@ -85,11 +85,11 @@ def kernel(
     """Run a kernel for the block.
 
     Args:
-        folder: for all that it writes.
+        folder: folder for everything that it writes.
         python: its interpreter.
-        search: where it looks for modules before its own.
-        work: the folder that it works in; None for one of its own.
-        environ: further variables.
+        search: folders to search for modules before its own.
+        work: its working folder; None for a new one.
+        environ: additional environment variables.
     """
     with _started(folder, [python, "-m", "ipykernel_launcher"], search, work, environ) as started:
         yield started
@@ -97,11 +97,11 @@ def kernel(
 
 @contextmanager
 def colab_kernel(folder: Path, **environ: str) -> Iterator[Kernel]:
-    """Run a kernel like hosted Colab's for the block; the test is skipped without an environment with its versions.
+    """Run a kernel like hosted Colab's for the block; skip the test without an environment with Colab's versions.
 
     Args:
-        folder: for all that it writes.
-        environ: further variables.
+        folder: folder for everything that it writes.
+        environ: additional environment variables.
     """
     command = [python_of("colab"), str(TESTS / "colab_kernel.py")]
     with _started(folder, command, (TESTS / "colab_double", ROOT, TESTS), None, environ) as started:
@@ -116,7 +116,8 @@ def _started(
     work.mkdir(parents=True, exist_ok=True)
     own = {
         "KERAS_HOME": str(folder / "keras"),
-        "OMP_NUM_THREADS": "1",  # threads that wait for each other take long where other processes are busy
+        # Threads that wait for each other are slow while other processes use the CPU.
+        "OMP_NUM_THREADS": "1",
         **environ,
     }
     with ExitStack() as running:

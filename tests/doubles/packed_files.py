@@ -1,4 +1,4 @@
-"""Folders of photos to pack, ways to pack them, and what the packs then hold."""
+"""Folders of photos to pack, ways to pack them, and the content of the packs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colabkit.packs.packing.api import PackReport, pack
 from colabkit.packs.packing.verification import verify
 
 ROW = 6 * 5 * 3
-"""Bytes of an image of `make_tree()`."""
+"""Size in bytes of an image of `make_tree()`."""
 
 ENCODINGS: list[dict[str, Any]] = [{"encoding": "raw"}, {"encoding": "source"}, {"encoding": "jpeg"}]
 
@@ -29,14 +29,14 @@ WORKS: dict[str, dict[str, Any]] = {
     "source, one left out": {"encoding": "source", "on_bad": "skip"},
     "jpeg, one black": {"encoding": "jpeg", "on_bad": "blank", "fields": {"name": os.fspath}},
 }
-"""Options of packs that are written in different ways: at once, with lengths that are known late, with gaps."""
+"""Options of packs that are written in different ways: directly, with lengths known late, and with gaps."""
 
 WAYS = {
     "inline": {"threads": 1},
     "threads": {"threads": 3},
     "processes": {"threads": "auto"},
 }
-"""Options of `pack()` by what makes the samples; `fork` has to be called for processes."""
+"""Options of `pack()` by the kind of worker; call `fork` to use processes."""
 
 
 def photos(
@@ -64,7 +64,7 @@ def packed(source: Any, out: Path, **options: Any) -> Path:
 
 
 def assert_refused(error: Any, match: str, source: Any, out: Path, **options: Any) -> None:
-    """Assert that packing raises an error of one line that matches, and leaves nothing beside the target."""
+    """Assert that packing raises a matching one-line error and leaves no other files next to the target."""
     before = out.parent.exists() and names_in(out.parent)
     with pytest.raises(error, match=match) as caught:
         pack(source, out, progress=False, **options)
@@ -78,32 +78,32 @@ def opened(source: Any, out: Path, **options: Any) -> Pack:
 
 
 def sharded(source: Any, out: Path, shard_bytes: int | None = 4 * ROW, **options: Any) -> PackReport:
-    """Pack a source into shards, in one thread if nothing else is asked for."""
+    """Pack a source into shards, by default in one thread."""
     return pack(source, out, **{"shard_bytes": shard_bytes, "threads": 1, "progress": False, **options})
 
 
 def shards_beside(index: Path) -> list[Path]:
-    """Return the shards that lie beside an index."""
+    """Return the shards of an index."""
     return sorted(index.parent.glob(f"{index.stem}-0*.h5"))
 
 
 def kept_shards(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the identities of the shards that an interrupted call left in hidden folders, by name."""
+    """Return the identities of the shards that an interrupted call left in hidden folders, by file name."""
     return {path.name: identity(path) for path in folder.glob(".colabkit-*/data/p-*.h5")}
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Return what differs for a file that was written again."""
+    """Return the identity of a file, which differs after it is written again."""
     return path.stat().st_ino, path.stat().st_mtime_ns
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return what is in a folder, hidden or not."""
+    """Return the entries of a folder, including hidden ones."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def photos_for(options: dict[str, Any], folder: Path) -> Path:
-    """Write six photos, the fourth broken where the options allow bad files, and return their folder."""
+    """Write six photos and return their folder; the fourth is broken if the options allow bad files."""
     photos(folder, per_class=2)
     if "on_bad" in options:
         files_of(folder)[3].write_bytes(b"no image")
@@ -111,7 +111,7 @@ def photos_for(options: dict[str, Any], folder: Path) -> Path:
 
 
 def content(path: Path) -> dict[str, list[tuple[bytes, ...]]]:
-    """Return all samples of each split, read by the public data set."""
+    """Return all samples of each split, read through the public dataset."""
     found = {}
     for split, data in open_pack(path).items():
         samples = [data[number] for number in range(len(data))]
@@ -121,7 +121,7 @@ def content(path: Path) -> dict[str, list[tuple[bytes, ...]]]:
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """Assert that two packs hold the same samples, labels, fields and notes, whatever files they lie in."""
+    """Assert that two packs hold the same samples, labels, fields and metadata, regardless of their files."""
     assert content(path) == content(other)
     info, expected = read_pack(path), read_pack(other)
     assert sorted(info.meta["bad"], key=str) == sorted(expected.meta["bad"], key=str)
@@ -146,7 +146,7 @@ def flip_byte(path: Path, at: int, bits: int = 1) -> None:
 
 
 def stored(path: Path, split: str = "train", field: str = "X") -> list[Any]:
-    """Return what is stored of each sample: rows, or bytes."""
+    """Return the stored samples of a split: rows, or bytes."""
     info = read_pack(path)
     if not info.fields[field].is_ragged:
         return list(np.array(info.map(f"{field}_{split}")))
@@ -160,7 +160,7 @@ def labels_of(path: Path, split: str = "train") -> list[Any]:
 
 
 def fork(monkeypatch: pytest.MonkeyPatch, chunk_samples: int = 2, cpus: int = 2) -> None:
-    """Let samples be made by forked processes however few and slow they are, so many of them in a task."""
+    """Make samples in forked processes regardless of their number and speed, with this many in a task."""
     monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
     monkeypatch.setattr(sample_writer, "_TINY_S", float("inf"))
     monkeypatch.setattr(sample_writer, "_FORKING_S", -1.0)

@@ -1,4 +1,4 @@
-"""What tests let other processes do, in a module that imports little."""
+"""Functions that tests run in other processes, in a module with few imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 
 class Squares:
-    """A map-style data set that cannot be asked by two threads at once."""
+    """A map-style dataset that does not support concurrent calls from two threads."""
 
     def __init__(self) -> None:
         self.is_busy = False
@@ -30,7 +30,7 @@ class Squares:
 
 
 class Noise:
-    """A map-style data set of images of one size."""
+    """A map-style dataset of images of one size."""
 
     def __len__(self) -> int:
         return 40
@@ -41,7 +41,7 @@ class Noise:
 
 
 def die_once(flag: Path, path: str) -> int:
-    """Kill the process that asks for one of the samples, but only the first."""
+    """Kill the first process that requests one of the samples."""
     if path == "bees/004.png" and not flag.exists():
         flag.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +49,7 @@ def die_once(flag: Path, path: str) -> int:
 
 
 def hold(folder: Path, path: str) -> int:
-    """Leave a file at one of the samples, and never return from it; others that come there later do."""
+    """At one of the samples, write a file and hang; later calls for this sample return."""
     if path == "bees/004.png" and not (folder / "held").exists():
         (folder / "held").touch()
         threading.Event().wait()
@@ -57,12 +57,12 @@ def hold(folder: Path, path: str) -> int:
 
 
 def fail(path: str) -> int:
-    """Raise an error of the user's own at one of the samples."""
+    """Raise a custom error at one of the samples."""
     if path == "bees/004.png":
         raise ZeroDivisionError("of mine")
     return 1
 
 
 def process_of(path: str) -> int:
-    """Return which process made a sample."""
+    """Return the ID of the process that made a sample."""
     return os.getpid()

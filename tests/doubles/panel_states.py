@@ -1,4 +1,4 @@
-"""States of the panel, and stand-ins for what it shows and where, shared by its tests and pictures."""
+"""States of the panel, and fakes of its inputs and its screen, for its tests and pictures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DIAGNOSIS = Diagnosis(
 
 
 def wave(points: int, middle: float, height: float) -> tuple[float, ...]:
-    """Return a curve without chance that has no two equal neighbours."""
+    """Return a deterministic curve without equal neighbors."""
     return tuple(middle + height * math.sin(number / 3) + height / 3 * math.sin(2 * number) for number in range(points))
 
 
@@ -96,7 +96,7 @@ def render(state: PanelState) -> tuple[str, str]:
 
 
 class Frames:
-    """A screen that keeps what it is given."""
+    """A screen that records its frames."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[str, str, bool]] = []
@@ -110,7 +110,7 @@ class Frames:
 
 
 class Machine:
-    """Stands in for a sampler: the machine as it has been told."""
+    """A fake sampler that returns a given state of the machine."""
 
     cost_share = 0.001
 
@@ -130,31 +130,31 @@ class Machine:
 
 @contextmanager
 def machine() -> Iterator[Machine]:
-    """Give a machine that is always the same."""
+    """Yield a machine whose state never changes."""
     yield Machine()
 
 
 class ToldClock:
-    """Tells of steps that were never taken."""
+    """Publishes events of steps that never happened."""
 
     def __init__(self, steps: Sequence[StepTimes]) -> None:
         self.steps = list(steps)
         self.left_s = 0.0
 
     def settled(self) -> list[StepTimes]:
-        told, self.steps = self.steps, []
-        return told
+        steps, self.steps = self.steps, []
+        return steps
 
 
 def took(counts: LoaderMeters, steps: int, wait_s: float, compute_s: float, samples: int = 4) -> None:
-    """Count steps of so many seconds each."""
+    """Publish steps of this many seconds each."""
     counts.batches += steps
     counts.samples += steps * samples
     counts.settle(ToldClock([StepTimes(wait_s, 0.0, compute_s, 0.0, samples)] * steps))
 
 
 class FakeTime:
-    """A clock that goes on when it is told to."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

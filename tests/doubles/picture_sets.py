@@ -1,4 +1,4 @@
-"""The same 24 pictures in three classes, as every kind of file that holds samples."""
+"""The same 24 pictures in three classes, in every file format that holds samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("ant", "bee", "cat")
 
 
 def png(number: int) -> bytes:
-    """Return one of the pictures as PNG."""
+    """Return one of the pictures in PNG format."""
     return saved(PIXELS[number], "PNG")
 
 
@@ -30,7 +30,7 @@ def class_folders(place: Path) -> Path:
 
 
 def archive_of(tree: Path, path: Path) -> Path:
-    """Write a tree as the archive that the name says, not in the order of its classes."""
+    """Write a tree as an archive in the format of the name's suffix, not in the order of its classes."""
     files = sorted(tree.rglob("*.png"), key=lambda file: file.name)
     if path.suffix == ".zip":
         with zipfile.ZipFile(path, "w") as archive:
@@ -44,14 +44,14 @@ def archive_of(tree: Path, path: Path) -> Path:
 
 
 def path_table(folder: Path, root: str = "") -> pd.DataFrame:
-    """Return a table of the pictures in class folders below `folder`, by their paths in it behind `root`."""
+    """Return a table of the pictures in the class folders below `folder`, with their relative paths below `root`."""
     paths = sorted(class_folders(folder / "tree").glob("*/*.png"))
     names = [f"{root}{path.relative_to(folder)}" for path in paths]
     return pd.DataFrame({"path": names, "label": [path.parent.name for path in paths]})
 
 
 def web_shards(place: Path) -> Path:
-    """Write the pictures in four shards of webdataset, those of the last named as a test."""
+    """Write the pictures in four WebDataset shards; those of the last shard are named as test samples."""
     place.mkdir()
     rows = [
         {"__key__": f"{n:06d}", "png": png(n), "cls": n % 3, "txt": f"word {n}", "json": {"age": n / 2}}
@@ -63,7 +63,7 @@ def web_shards(place: Path) -> Path:
 
 
 def tf_records(place: Path) -> Path:
-    """Write the pictures in two files, the second named as a test."""
+    """Write the pictures in two files; the second is named as the test split."""
     place.mkdir()
     for split, numbers in (("train", range(18)), ("test", range(18, 24))):
         records = (
@@ -77,7 +77,7 @@ def tf_records(place: Path) -> Path:
 
 
 def database(place: Path) -> Path:
-    """Write the pictures as an LMDB in the layout of scene text."""
+    """Write the pictures as an LMDB in the layout of scene text recognition."""
     values = {}
     for n in range(24):
         values[b"image-%09d" % n] = png(n)

@@ -1,4 +1,4 @@
-"""Pictures and image files for the tests of decoding, and what Pillow makes of them."""
+"""Pictures and image files for the tests of decoding, and their decoding by Pillow."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from colabkit.packs.decode import images, jpeg
 from colabkit.packs.decode.images import row_decoder
 
 AGREEMENT = 2
-"""Two JPEG decoders may round differently, by at most this many of 255."""
+"""Largest difference of rounding between two JPEG decoders, out of 255."""
 
 PACKAGES = ["simplejpeg", "torchcodec", "torchvision", None]
-"""The back ends by name; None is Pillow alone."""
+"""The backends by name; None is Pillow alone."""
 
 
 def photo(height: int = 45, width: int = 61, seed: int = 5) -> np.ndarray:
-    """Return a smooth picture with some edges, as photos are."""
+    """Return a smooth picture with some edges, like a photo."""
     random = np.random.default_rng(seed)
     small = Image.fromarray(random.integers(0, 256, (6, 7, 3), dtype=np.uint8))
     return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def noise(height: int = 33, width: int = 47) -> np.ndarray:
-    """Return saturated noise, which no photo is as hard as."""
+    """Return saturated noise, which is harder to decode than any photo."""
     return np.random.default_rng(9).choice(np.array([0, 255], np.uint8), (height, width, 3))
 
 
@@ -45,7 +45,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def exif(orientation: int) -> Image.Exif:
-    """Return EXIF that tells an orientation, among other things."""
+    """Return EXIF data with an orientation and other entries."""
     found = Image.Exif()
     found[0x010F] = "Maker of cameras"
     found[0x0112] = orientation
@@ -54,11 +54,12 @@ def exif(orientation: int) -> Image.Exif:
 
 
 def by_pillow(data: bytes, channels: int = 3) -> np.ndarray:
-    """Return the upright picture that Pillow makes of a file, without anything of colabkit."""
+    """Return the upright picture that Pillow alone decodes from a file."""
     image = Image.open(io.BytesIO(data))
     mode = "L" if channels == 1 else "RGB"
     if channels == 1:
-        image.draft("L", None)  # a JPEG holds its luminance
+        # A JPEG stores its luminance.
+        image.draft("L", None)
     image = ImageOps.exif_transpose(image)
     if image.mode == "P":
         image = image.convert("RGBA")
@@ -66,7 +67,7 @@ def by_pillow(data: bytes, channels: int = 3) -> np.ndarray:
 
 
 def fitted_by_pillow(data: bytes, size: tuple[int, int], channels: int = 3) -> np.ndarray:
-    """Return what `ImageOps.fit` makes of the upright picture, decoded in full."""
+    """Return the result of `ImageOps.fit` on the upright picture, decoded at full size."""
     whole = by_pillow(data, channels)
     image = Image.fromarray(whole[:, :, 0] if channels == 1 else whole)
     fitted = ImageOps.fit(image, (size[1], size[0]), method=Image.Resampling.BILINEAR)
@@ -85,7 +86,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def take(package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a package the one that decodes JPEG files, None for Pillow; Pillow never sees what the package takes."""
+    """Decode JPEG files with one package, None for Pillow; Pillow never receives files that the package decodes."""
     chosen = None
     if package is not None:
         try:
@@ -98,6 +99,6 @@ def take(package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it an error that Pillow decodes anything for colabkit."""
+    """Fail the test if Pillow decodes anything for colabkit."""
     monkeypatch.setattr(images, "decode_with_pillow", lambda *a: pytest.fail("Pillow decodes"))
     monkeypatch.setattr(images, "check_with_pillow", lambda *a: pytest.fail("Pillow checks"))

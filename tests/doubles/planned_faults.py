@@ -1,4 +1,4 @@
-"""What a drive does wrong, and when, by a plan that replays.
+"""Planned faults of a drive, which can be replayed.
 
 A plan is JSON: `{"seed": 0, "mtime_grain_s": 2.0, "faults": [{"on": "read", "path": "*/003.png", "do": "short"}]}`.
 """
@@ -21,28 +21,29 @@ DEEDS = ("error", "short", "vanish", "hide", "change", "hang", "die")
 
 _ALL_BYTES = bytes(range(256))
 _TICK_S = 0.01
-_CHANGE_S = 60  # a change is that much later than the one before: more than any coarse clock hides
+# Time between two changes, longer than the grain of any coarse clock.
+_CHANGE_S = 60
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong at some requests.
+    """A fault that occurs at some requests.
 
     Args:
-        on: `"open"`, `"read"`, `"list"` or `"stat"`. The kernel itself stats what is opened by name.
+        on: `"open"`, `"read"`, `"list"` or `"stat"`. The kernel itself stats paths that are opened.
         path: glob of paths from the mount's root, as in `"/birds/1.png"`; `*` matches slashes too. With `"hide"` it is
-            the path of what is hidden, else of the file or folder that the request is for.
-        do: `"error"`: the request fails with `errno`. `"short"`: a read returns half of what it should.
-            `"vanish"`: the path is not found from then on, though listed. `"hide"`: a listing leaves the name out.
-            `"change"`: from then on each byte of the file is one larger, one byte `+` follows the last, and the file is
-            a minute younger; again at each further request. `"hang"`: no answer until all go on.
-            `"die"`: the drive's process ends and leaves the mount dead.
-        first: the first of the matching requests that goes wrong, from 1.
-        count: so many of them in a row; without it all that follow.
-        each: true to count the requests of each path by themselves, which replays also when many run at once.
-        one_in: of the paths that match, the plan's seed picks one in so many.
+            the hidden path, otherwise the file or folder of the request.
+        do: `"error"`: the request fails with `errno`. `"short"`: a read returns half of its bytes.
+            `"vanish"`: the path is no longer found, although it is listed. `"hide"`: a listing leaves the name out.
+            `"change"`: from then on each byte of the file is one larger, a byte `+` is appended, and the file is a
+            minute newer; this repeats at each further request. `"hang"`: no answer until all requests are released.
+            `"die"`: the drive's process ends and leaves a dead mount.
+        first: number of the first matching request that fails, from 1.
+        count: number of consecutive faults; by default all further requests fail.
+        each: count the requests of each path separately, so that concurrent requests can be replayed.
+        one_in: the plan's seed picks one in this many of the matching paths.
         offset_from: reads that begin before this byte do not match.
-        errno: the name of an error.
+        errno: name of the error, such as `"EIO"`.
     """
 
     on: str
@@ -62,13 +63,13 @@ class Fault:
 
 
 class Plan:
-    """The faults of a drive and what has come of them.
+    """The planned faults of a drive, and their state.
 
     Args:
-        signals: two shared numbers: the first becomes 1 when hung requests go on, the second counts what went wrong.
-        seed: picks the paths of faults with `one_in`.
-        faults: the arguments of each `Fault`; of several that are due the first acts.
-        mtime_grain_s: times of changes are rounded down to whole multiples of it.
+        signals: two shared numbers: the first becomes 1 when hung requests are released, the second counts faults.
+        seed: seed that picks the paths of faults with `one_in`.
+        faults: the arguments of each `Fault`; if several are due, the first one occurs.
+        mtime_grain_s: modification times are rounded down to multiples of it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Plan:
         self._lock = threading.Lock()
 
     def meet(self, kind: str, path: str, offset: int = 0) -> str:
-        """Count a request and let happen what is planned for it; return that, or nothing."""
+        """Count a request and return the fault that is planned for it, or None."""
         if path in self._gone:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         due = [
@@ -124,7 +125,7 @@ class Plan:
         return left_out
 
     def disguise(self, path: str, found: Any) -> None:
-        """Change what a stat found to what is said of the file."""
+        """Apply planned changes to the result of a stat."""
         changes = self._changes[path]
         found.st_size += changes
         modified = found.st_mtimespec
@@ -134,7 +135,7 @@ class Plan:
         modified.tv_sec, modified.tv_nsec = divmod(time_ns, 10**9)
 
     def read(self, path: str, into: Any, offset: int, file: int) -> int:
-        """Fill a buffer with the file's bytes as they are now said to be and return how many."""
+        """Fill a buffer with the file's bytes after planned changes, and return their number."""
         changes = self._changes[path]
         if not changes:
             return os.preadv(file, [into], offset)

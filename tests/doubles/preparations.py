@@ -1,4 +1,4 @@
-"""Calls of `prepare()` whose reports are checked, and sessions that begin with nothing local."""
+"""Calls of `prepare()` with checked reports, and sessions that start without local data."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def ready(source: object, **options: Any) -> PreparedPack:
 
 
 def samples(prepared: PreparedPack) -> int:
-    """Return how many samples a pack has."""
+    """Return the number of samples of a pack."""
     return sum(len(prepared[split]) for split in prepared)
 
 
 def forget_local(near_storage: Path) -> None:
-    """Begin a new session, in which nothing is local."""
+    """Start a new session without local data."""
     for path in near_storage.iterdir():
         shutil.rmtree(path)
 
 
 def left_over(near_storage: Path) -> list[str]:
-    """Return the threads that still run, and half-done files."""
+    """Return the threads that still run, and unfinished files."""
     return [*map(str, reader_threads()), *leftovers(near_storage), *map(str, near_storage.rglob("*.staged"))]

@@ -1,4 +1,4 @@
-"""Files and folders to publish, in an old and a new version, and what is at a place."""
+"""Files and folders to publish, in an old and a new version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(place: Path, files: dict[str, bytes]) -> Path:
 
 
 def content(place: Path) -> dict[str, bytes] | None:
-    """Return what is at a place."""
+    """Return the content at a path."""
     if place.is_file():
         return {"": place.read_bytes()}
     if not place.exists():
@@ -39,7 +39,7 @@ def bring(path: Path, to: object, **options: Any) -> PublishReport:
 
 
 def assert_nothing_is_open(folder: Path) -> None:
-    """Look for threads and open files of a folder that stayed."""
+    """Assert that no reader thread and no open file of a folder remains."""
     assert reader_threads() == []
     descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     names = [os.readlink(path) for path in descriptors if os.path.lexists(path)]

@@ -1,4 +1,4 @@
-"""What the ranks of one training get from their loaders, step by step."""
+"""The samples that the ranks of one training receive from their loaders in each step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from colabkit.loading import Loader
 
 State = dict[str, Any]
-Steps = list[list[list[int]]]  # of each step, of each rank, the samples
+# For each step and rank, the numbers of its samples.
+Steps = list[list[list[int]]]
 
 
 def steps(loaders: list[Loader], most: int | None = None) -> Steps:
-    """Return what the ranks get in each step of the next epoch; they must all end at the same step."""
+    """Return the samples of all ranks in each step of the next epoch; all ranks must end at the same step."""
     taken = [[batch.tolist() for batch in itertools.islice(loader, most)] for loader in loaders]
     return [list(step) for step in zip(*taken, strict=True)]
 
@@ -22,7 +23,7 @@ def in_order(taken: Steps) -> list[int]:
 
 
 def state_of(loaders: list[Loader]) -> State:
-    """Return the state of a training, which is the same on all ranks."""
+    """Return the state of the training, which must be the same on all ranks."""
     states = [loader.state_dict() for loader in loaders]
     assert all(state == states[0] for state in states)
     return states[0]

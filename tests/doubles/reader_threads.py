@@ -1,4 +1,4 @@
-"""The threads of concurrent reading."""
+"""The threads that read concurrently."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 
 def reader_threads() -> list[threading.Thread]:
-    """Return the threads of the engine."""
+    """Return the running reader threads."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-read")]
 
 
 def no_reader_threads() -> bool:
-    """Return whether every thread of the engine has ended."""
+    """Return whether all reader threads end in time."""
     return not reader_threads()

@@ -1,8 +1,8 @@
-"""README's table of magics and commands, made from the table of options.
+"""README's table of magics and commands, generated from the table of options.
 
     python tests/doubles/readme_tables.py
 
-prints it, to be put between README's marks.
+prints the table for the place between README's marks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["verbs_table"]
 
 
 def verbs_table() -> str:
-    """Return the table as Markdown: what is called how, what it does, its options."""
+    """Return the table as Markdown: calls, descriptions and options."""
     lines = ["| | does | options |", "|---|---|---|"]
     lines += [_row("%" if verb.is_magic else "colabkit ", verb) for verb in VERBS]
     lines += [_row("%%", verb) for verb in CELLS]
@@ -22,7 +22,7 @@ def verbs_table() -> str:
 
 
 def _usage(verb: Verb) -> str:
-    """Return a verb with what it is given by its place."""
+    """Return a verb with its positional arguments."""
     words = [
         option.name.upper() if option.is_required else f"[{option.name.upper()}]"
         for option in verb.options

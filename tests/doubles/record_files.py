@@ -1,4 +1,4 @@
-"""Writes record files of every kind by the libraries that people write them with."""
+"""Writes record files of every format with their usual libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [(2, 3), (40, 60), (1, 1), (90, 90)]
 
 
 def image(number: int, kind: str = "PNG") -> bytes:
-    """Return an image file of noise, from under 100 bytes to some pages of an LMDB."""
+    """Return an image file of noise, with a size from under 100 bytes to several pages of an LMDB."""
     random = np.random.default_rng(number)
     file = io.BytesIO()
     pixels = random.integers(0, 256, (*SIZES[number % len(SIZES)], 3), dtype=np.uint8)
@@ -28,7 +28,7 @@ def image(number: int, kind: str = "PNG") -> bytes:
 
 
 def lmdb_of(path: Path, values: Mapping[bytes, bytes], subdir: bool = True, **options: Any) -> Path:
-    """Write an LMDB by LMDB's own library."""
+    """Write an LMDB with LMDB's own library."""
     with lmdb.open(str(path), map_size=1 << 28, subdir=subdir, sync=False, **options) as environment:
         for begin in range(0, len(values), 500):
             with environment.begin(write=True) as transaction:
@@ -38,14 +38,14 @@ def lmdb_of(path: Path, values: Mapping[bytes, bytes], subdir: bool = True, **op
 
 
 def shards_of(pattern: str, samples: Iterable[Mapping[str, Any]], per_shard: int) -> None:
-    """Write shards by webdataset's own writer."""
+    """Write shards with webdataset's own writer."""
     with webdataset.ShardWriter(pattern, maxcount=per_shard, verbose=0) as writer:
         for sample in samples:
             writer.write(sample)
 
 
 def tar_of(path: Path, *members: tuple[str, bytes]) -> Path:
-    """Write a tar with members of any names in this order."""
+    """Write a tar with members of these names in this order."""
     with tarfile.open(path, "w") as archive:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -55,7 +55,7 @@ def tar_of(path: Path, *members: tuple[str, bytes]) -> Path:
 
 
 def masked(data: bytes) -> int:
-    """Return the CRC that stands in a TFRecord file."""
+    """Return the masked CRC that a TFRecord file stores."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

@@ -1,4 +1,4 @@
-"""Parameters of which plain `pytest` runs a few and `pytest --full` all."""
+"""Parameters of tests: plain `pytest` runs a few of them, `pytest --full` runs all."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 
 def sampled(values: Iterable[Any], count: int) -> Sequence[Any]:
-    """Return parameters of which an evenly spaced few, the first and (unless it is one) the last, run without `--full`.
+    """Return parameters of which only evenly spaced ones run without `--full`, including the first and the last.
 
     Args:
         values: the parameters; a tuple stands for several arguments.
-        count: how many run without `--full`; of 1 it is the first.
+        count: number that run without `--full`; 1 means only the first.
     """
     listed = list(values)
     kept = {0} if count == 1 else {round(number * (len(listed) - 1) / (count - 1)) for number in range(count)}

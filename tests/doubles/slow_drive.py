@@ -1,8 +1,8 @@
-"""A slow, faulty drive: a folder once more at a mount point, late, through one narrow line, and with planned faults.
+"""A slow, faulty drive: a FUSE mount of a folder with latency, one shared bandwidth and planned faults.
 
-By hand: `python tests/slow_drive.py ROOT POINT --open-ms 40 --list-ms 40 --at-once 16 --bandwidth 50M` mounts until
+`python tests/doubles/slow_drive.py ROOT POINT --open-ms 40 --list-ms 40 --at-once 16 --bandwidth 50M` mounts it until
 Ctrl-C or until it is unmounted. `far_mounts.FuseMount` runs the same command and shares memory with it, so that a
-test can tell and ask it also while it hangs.
+test can control and query it even while it hangs.
 """
 
 from __future__ import annotations
@@ -30,31 +30,34 @@ from planned_faults import Plan
 
 KINDS = ("open", "read", "list")
 OPEN, READ, LIST = range(3)
-# Places in the shared numbers: HANG and COUNT hold one for each kind.
+# Indices into the shared numbers: HANG and COUNT have one for each kind of request.
 FAIL, ONE_IN, HANG, COUNT, READ_BYTES, BUSIEST, GO_ON, FAULTS = 0, 1, 2, 5, 8, 9, 10, 11
 SHARED_BYTES = 8 * 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _TICK_S = 0.01
-_CATCH_UP_S = 0.01  # a line that was idle for less goes on as if it had not been: readers wake a little late
+# A shorter idle time of the line is ignored, because readers wake up a little late.
+_CATCH_UP_S = 0.01
 _THREADS = 128
-_MOST_BYTES = 1 << 20  # of one request: the kernel's 256 pages
-_MOST_READ_AHEAD = 1000  # requests that the kernel makes of itself, as Colab's drive asks for
+# Maximum size of one request: the kernel's 256 pages.
+_MOST_BYTES = 1 << 20
+# Maximum number of read-ahead requests of the kernel, as for Colab's Drive.
+_MOST_READ_AHEAD = 1000
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """How a drive answers.
+    """Speed and features of a drive.
 
     Args:
-        open_s: each open is answered so much later.
-        list_s: each listing.
-        read_s: each read.
-        bandwidth: bytes a second of all reads together; 0 for no limit.
-        at_once: opens, listings and reads that are worked on at the same time; others wait.
+        open_s: latency of opens.
+        list_s: latency of listings.
+        read_s: latency of reads.
+        bandwidth: total bytes per second of all reads; 0 for no limit.
+        at_once: maximum number of concurrent opens, listings and reads; others wait.
         locks: false for a drive on which `flock` and `fcntl` locks fail, as on network mounts.
-        attr_s: so long the kernel may keep what it knows of names, sizes and times.
-        direct_io: false to let the kernel keep and read ahead the bytes of open files.
+        attr_s: seconds for which the kernel may cache names, sizes and times.
+        direct_io: false lets the kernel cache and read ahead the bytes of open files.
     """
 
     open_s: float = 0.0
@@ -68,14 +71,14 @@ class Behaviour:
 
 
 class Drive:
-    """The file system's answers, as mfusepy asks for them; `getattr` and `read` as `_without_copies` does.
+    """The file system's operations for mfusepy; `getattr` and `read` have the signatures of `_without_copies`.
 
     Args:
-        root: the folder that shows.
-        behaviour: how late and how narrow.
+        root: the folder to show.
+        behaviour: speed and features.
         shared: descriptor of the shared numbers.
         log: descriptor that takes the paths of opened files, each ending with a zero byte.
-        plan: what goes wrong: the arguments of a `planned_faults.Plan`.
+        plan: planned faults: the arguments of a `planned_faults.Plan`.
     """
 
     use_ns = True
@@ -89,19 +92,22 @@ class Drive:
         self._numbers = numbers_at(shared)
         self._plan = Plan(self._numbers[GO_ON : FAULTS + 1], **plan) if plan else None
         self._log = log
-        self._lock = threading.Lock()  # for the numbers, the line and the log
-        self._line_free = 0.0  # when the last byte reserved so far will have come
+        # Guards the numbers, the line and the log.
+        self._lock = threading.Lock()
+        # Time at which the last byte reserved so far will have arrived.
+        self._line_free = 0.0
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(behaviour.at_once):
             self._places.put(None)
 
     def init_with_config(self, connection: Any, config: Any) -> None:
-        connection.max_read = _MOST_BYTES  # libfuse wants it here and as an option
+        # libfuse needs this both here and as an option.
+        connection.max_read = _MOST_BYTES
         connection.max_background = _MOST_READ_AHEAD
         connection.congestion_threshold = _MOST_READ_AHEAD
 
     def _begin(self, kind: int, latency_s: float) -> int:
-        """Count a request, take a place for it, which the caller gives back, and wait its latency."""
+        """Count a request, take a slot, which the caller releases, and wait for the latency."""
         numbers = self._numbers
         with self._lock:
             numbers[COUNT + kind] = number = numbers[COUNT + kind] + 1
@@ -123,7 +129,7 @@ class Drive:
             raise OSError(failing, os.strerror(failing))
 
     def _transfer(self, size: int) -> None:
-        """Wait until so many bytes have come through the line, after all that were asked for before."""
+        """Wait until this many bytes have passed the line, after all bytes requested before."""
         with self._lock:
             self._numbers[READ_BYTES] += size
             now = time.monotonic()
@@ -135,7 +141,7 @@ class Drive:
             time.sleep(wait_s)
 
     def getattr(self, path: bytes, found: Any, fh: int | None) -> int:
-        """Fill libfuse's own `struct stat`."""
+        """Fill libfuse's `struct stat`."""
         plan = self._plan
         if plan:
             plan.meet("stat", os.fsdecode(path))
@@ -166,7 +172,8 @@ class Drive:
         return 0
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        with self._lock:  # writes to a memfd from several threads overwrite each other
+        # Concurrent writes to a memfd overwrite each other.
+        with self._lock:
             os.write(self._log, os.fsencode(path) + b"\0")
         try:
             self._begin(OPEN, self._open_s)
@@ -180,7 +187,7 @@ class Drive:
         return self.open(path, flags | os.O_CREAT, mode)
 
     def read(self, path: str, into: Any, offset: int, fh: int) -> int:
-        """Fill libfuse's own buffer and return the number of bytes."""
+        """Fill libfuse's buffer and return the number of bytes."""
         try:
             self._check(self._begin(READ, self._read_s))
             if self._plan:
@@ -264,12 +271,12 @@ def _without_locks(self: object, *asked: object) -> int:
 
 
 def _without_copies(fuse: type) -> type:
-    """Return mfusepy's class made twice as fast: a request takes about 25 us of a processor instead of 50 us."""
+    """Return mfusepy's class with half the overhead: a request takes about 25 µs of CPU time instead of 50 µs."""
     thread = threading.local()
 
     class Fuse(fuse):
         def _wrapper(self, function: Any, *arguments: Any) -> int:
-            # Otherwise Python makes and frees its state of libfuse's thread, and maps memory for it, at each request.
+            # Otherwise Python creates and frees its state of libfuse's thread, and maps memory for it, at each request.
             if not hasattr(thread, "is_kept"):
                 ctypes.pythonapi.PyGILState_Ensure()
                 thread.is_kept = True
@@ -294,7 +301,7 @@ def serve(
     log: int,
     plan: dict[str, Any] | None = None,
 ) -> None:
-    """Be the file system's process until its mount is taken away."""
+    """Serve the file system until it is unmounted."""
     import mfusepy
 
     kind: type[Drive] = Drive
@@ -332,13 +339,13 @@ def numbers_at(shared: int) -> memoryview:
 
 
 def mounted_at(point: Path) -> list[str]:
-    """Return the types of what is mounted at a folder, in the kernel's order."""
+    """Return the types of the mounts at a folder, in the kernel's order."""
     lines = [line.split(" ") for line in Path("/proc/mounts").read_text().splitlines()]
     return [fields[2] for fields in lines if fields[1] == str(point).replace(" ", "\\040")]
 
 
 def detach(point: Path) -> None:
-    """Take the mount away, also when it hangs or is dead."""
+    """Unmount, even if the mount hangs or is dead."""
     for command in (["fusermount3", "-u", "-z", str(point)], ["umount", "-l", str(point)]):
         if mounted_at(point) and shutil.which(command[0]):
             subprocess.run(command, capture_output=True, check=False, timeout=15)
@@ -352,18 +359,20 @@ def _size(text: str) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Show ROOT once more at POINT, as a slow drive would.")
+    parser = argparse.ArgumentParser(description="Mount ROOT at POINT as a slow drive.")
     parser.add_argument("root", type=os.path.abspath)
     parser.add_argument("point", type=os.path.abspath)
     parser.add_argument("--open-ms", type=float, default=0.0, help="latency of each open")
     parser.add_argument("--list-ms", type=float, default=0.0, help="latency of each listing")
     parser.add_argument("--read-ms", type=float, default=0.0, help="latency of each read")
-    parser.add_argument("--at-once", type=int, default=_THREADS, help="requests in flight; others wait")
-    parser.add_argument("--bandwidth", type=_size, default=0.0, help="bytes a second of all reads, as in 50M")
-    parser.add_argument("--attr-s", type=float, default=0.0, help="seconds for which the kernel keeps attributes")
-    parser.add_argument("--page-cache", action="store_true", help="let the kernel keep and read ahead file contents")
-    parser.add_argument("--plan", help="JSON file of planned faults; planned_faults.py says what it may hold")
-    parser.add_argument("--no-locks", action="store_true", help="let file locks fail")
+    parser.add_argument(
+        "--at-once", type=int, default=_THREADS, help="maximum number of concurrent requests; others wait"
+    )
+    parser.add_argument("--bandwidth", type=_size, default=0.0, help="total bytes per second of all reads, such as 50M")
+    parser.add_argument("--attr-s", type=float, default=0.0, help="seconds for which the kernel caches attributes")
+    parser.add_argument("--page-cache", action="store_true", help="let the kernel cache and read ahead file contents")
+    parser.add_argument("--plan", help="JSON file of planned faults; see planned_faults.py for its format")
+    parser.add_argument("--no-locks", action="store_true", help="make file locks fail")
     parser.add_argument("--fstype", default="fuse.drive", help='type in the table of mounts, beginning with "fuse."')
     parser.add_argument("--shared", type=int, help="descriptor of shared numbers; the drive then ends with its stdin")
     parser.add_argument("--log", type=int, help="descriptor for the paths of opened files")
@@ -371,40 +380,41 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    told = _arguments()
+    arguments = _arguments()
     behaviour = Behaviour(
-        open_s=told.open_ms / 1e3,
-        list_s=told.list_ms / 1e3,
-        read_s=told.read_ms / 1e3,
-        bandwidth=told.bandwidth,
-        at_once=told.at_once,
-        locks=not told.no_locks,
-        attr_s=told.attr_s,
-        direct_io=not told.page_cache,
+        open_s=arguments.open_ms / 1e3,
+        list_s=arguments.list_ms / 1e3,
+        read_s=arguments.read_ms / 1e3,
+        bandwidth=arguments.bandwidth,
+        at_once=arguments.at_once,
+        locks=not arguments.no_locks,
+        attr_s=arguments.attr_s,
+        direct_io=not arguments.page_cache,
     )
-    plan = json.loads(Path(told.plan).read_text()) if told.plan else {}
-    point = Path(told.point)
-    # The main thread is free for signals, also when requests hang; all others leave them to it.
+    plan = json.loads(Path(arguments.plan).read_text()) if arguments.plan else {}
+    point = Path(arguments.point)
+    # The main thread stays free to handle signals even if requests hang; all other threads block signals.
     ends = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, signal.SIGUSR1})
-    if told.shared is None:
+    if arguments.shared is None:
         shared, numbers = shared_numbers()
         log = os.open(os.devnull, os.O_WRONLY)
-        width = f"{told.bandwidth / 1e6:g} MB/s" if told.bandwidth else "no limit of bandwidth"
+        width = f"{arguments.bandwidth / 1e6:g} MB/s" if arguments.bandwidth else "unlimited bandwidth"
         print(
-            f"{told.root} shows at {told.point}: {told.open_ms:g} ms an open, {told.list_ms:g} ms a listing, "
-            f"{told.read_ms:g} ms a read, {told.at_once} requests at once, {width}, "
-            f"{len(plan.get('faults', []))} planned faults; Ctrl-C ends it, SIGUSR1 lets what hangs go on",
+            f"{arguments.root} shows at {arguments.point}: {arguments.open_ms:g} ms per open, "
+            f"{arguments.list_ms:g} ms per listing, {arguments.read_ms:g} ms per read, "
+            f"{arguments.at_once} requests at once, {width}, {len(plan.get('faults', []))} planned faults; "
+            "press Ctrl-C to unmount, or send SIGUSR1 to release hanging requests",
             flush=True,
         )
     else:
-        shared, log = told.shared, told.log
+        shared, log = arguments.shared, arguments.log
         numbers = numbers_at(shared)
         threading.Thread(target=end_with_stdin, args=(point,), daemon=True).start()
 
     def run() -> None:
         try:
-            serve(told.root, told.point, told.fstype, behaviour, shared, log, plan)
+            serve(arguments.root, arguments.point, arguments.fstype, behaviour, shared, log, plan)
         except Exception as error:
             print(f"{point} cannot be mounted: {error}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -1,4 +1,4 @@
-"""What every source promises, as checks that its tests call."""
+"""The contract of every source, as checks that its tests call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNDECODABLE = os.fsdecode(b"dogs/caf\xe9.jpg")
 
 
 def check_source(source: Source, expected: Mapping[str, bytes], is_sorted: bool = True) -> None:
-    """Check a source that has exactly these files."""
+    """Check a source with exactly these files."""
     listing = source.list()
     paths = [item.path for item in listing.items]
     assert paths == (sorted(expected) if is_sorted else list(expected))
@@ -46,20 +46,20 @@ def check_source(source: Source, expected: Mapping[str, bytes], is_sorted: bool 
 
 
 def contents(source: Source | str | Path) -> dict[str, bytes]:
-    """Return the bytes of all items of a source, or of what a path is taken for."""
+    """Return the bytes of all items of a source, or of the source at a path."""
     opened = source if isinstance(source, Source) else open_records(source) or open_source(source)
     return {item.path: read_item(opened, item, Retries()) for item in opened.list().items}
 
 
 def check_threads(source: Source, items: tuple[Item, ...], expected: Mapping[str, bytes]) -> None:
-    """Check that every item has the same bytes when 8 threads read all at once."""
+    """Check that every item has the same bytes if 8 threads read all of them concurrently."""
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda item: (item.path, read_item(source, item, Retries())), items * 8))
     assert all(data == expected[path] for path, data in found)
 
 
 def check_seek(source: Source, item: Item, data: bytes) -> None:
-    """Check that an open item is read from wherever it was moved to, forwards and backwards."""
+    """Check that an open item can be read after seeking forwards and backwards."""
     with source.open(item) as file:
         assert file.read(10) == data[:10]
         for place in (len(data) // 2, len(data), 0, max(0, len(data) - 7)):
@@ -74,7 +74,7 @@ def check_seek(source: Source, item: Item, data: bytes) -> None:
 
 
 def check_untouched(folder: Path, act: Callable[[], object]) -> None:
-    """Check that nothing in a folder is another after `act`: names, bytes or times of change."""
+    """Check that `act` changes no names, bytes or modification times in a folder."""
     before = _state(folder)
     act()
     assert _state(folder) == before

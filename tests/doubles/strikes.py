@@ -1,4 +1,4 @@
-"""A hook for `file_hook` that fails at one change of the file system, as a full disk or Ctrl-C does."""
+"""A hook for `file_hook` that fails at one change of the file system, like a full disk or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Strike:
-    """A hook that strikes once, at the `number`-th change of the file system; `error` is what came of it."""
+    """A hook that strikes once, at the `number`-th change of the file system; `error` is the resulting error."""
 
     error: BaseException
 
@@ -31,7 +31,7 @@ class Strike:
 
     @property
     def struck(self) -> bool:
-        """Whether the operation was reached."""
+        """Whether this change was reached."""
         return self.left <= 0
 
 
@@ -42,7 +42,7 @@ def struck_runs(
     error: type[BaseException],
     step: int = 1,
 ) -> Iterator[tuple[int, Strike]]:
-    """Yield the number of each change at which `work` was struck, after it raised `error`, until it ends well."""
+    """Yield the number of each change at which `work` was struck, after it raised `error`, until it succeeds."""
     for number in itertools.count(1, step):
         strike = Strike(number, act)
         file_hook(strike)
@@ -50,7 +50,8 @@ def struck_runs(
             work()
         except error as raised:
             assert strike.struck
-            strike.error = raised  # as a notebook keeps the last error, with all its frames
+            # A notebook also keeps the last error with all its frames.
+            strike.error = raised
         else:
             break
         finally:
@@ -60,7 +61,7 @@ def struck_runs(
 
 
 def killed_runs(killed_at: Callable[[int, partial[object]], bool], work: partial[object]) -> Iterator[int]:
-    """Yield the number of each change at which a process that did `work` was killed, until it ends well."""
+    """Yield the number of each change at which a process running `work` was killed, until it succeeds."""
     for number in itertools.count(1):
         if not killed_at(number, work):
             return
@@ -68,17 +69,17 @@ def killed_runs(killed_at: Callable[[int, partial[object]], bool], work: partial
 
 
 def full() -> None:
-    """Fail as a full disk does."""
+    """Fail like a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def interrupt() -> None:
-    """Fail as Ctrl-C does."""
+    """Fail like Ctrl-C."""
     raise KeyboardInterrupt
 
 
 def interrupt_at(name: str) -> Callable[[str, Path], None]:
-    """Return a hook that fails as Ctrl-C does where a file changes whose path ends so."""
+    """Return a hook that fails like Ctrl-C when a file with this path suffix changes."""
 
     def hook(operation: str, path: Path) -> None:
         if str(path).endswith(name):

@@ -1,4 +1,4 @@
-"""Tar archives, plain and compressed, from the bytes of files."""
+"""Tar archives, plain and compressed, made of the bytes of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zstandard
 
 
 def packed(data: bytes, ending: str) -> bytes:
-    """Return data compressed as a file of this ending is."""
+    """Return data compressed in the format of this suffix."""
     if ending in (".tar.gz", ".tgz"):
         return gzip.compress(data, mtime=0)
     if ending in (".tar.bz2", ".tbz2"):
@@ -25,7 +25,7 @@ def packed(data: bytes, ending: str) -> bytes:
 
 
 def tar_bytes(files: Mapping[str, bytes], layout: int = tarfile.PAX_FORMAT) -> bytes:
-    """Return a plain tar of files, each a second older than the next."""
+    """Return an uncompressed tar of files, each one second older than the next."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=layout) as archive:
         for number, (path, data) in enumerate(files.items()):
@@ -36,7 +36,7 @@ def tar_bytes(files: Mapping[str, bytes], layout: int = tarfile.PAX_FORMAT) -> b
 
 
 def tar_of(path: Path, files: Mapping[str, bytes], layout: int = tarfile.PAX_FORMAT) -> Path:
-    """Write a tar, compressed as its ending says."""
+    """Write a tar, compressed according to its suffix."""
     ending = path.name[path.name.index(".") :]
     path.write_bytes(packed(tar_bytes(files, layout), ending))
     return path

@@ -1,7 +1,7 @@
-"""One process of a training under `torchrun`: DDP over a pack of numbers, noting which samples it trained on.
+"""One process of a training under `torchrun`: DDP over a pack of numbers; it records its samples.
 
-Called as `training_rank.py PACK FOLDER BATCH_SIZE EPOCHS STOP_AFTER`: it trains for so many epochs with checkpoints in
-FOLDER, or is stopped after so many steps by a signal to one process only, and writes `FOLDER/RANK-STEP.json`.
+Called as `training_rank.py PACK FOLDER BATCH_SIZE EPOCHS STOP_AFTER`: it trains for EPOCHS epochs with checkpoints in
+FOLDER, or is stopped after STOP_AFTER steps by a signal to one process only, and writes `FOLDER/RANK-STEP.json`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ DEADLINE_S = 90
 
 
 def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
-    """Train as told above."""
-    signal.alarm(2 * DEADLINE_S)  # a process whose launcher was killed ends too
+    """Train as described above."""
+    # End even if the launcher was killed.
+    signal.alarm(2 * DEADLINE_S)
     torch.set_num_threads(1)
     is_launched = distributed.is_initialized()
     if "RANK" in os.environ and not is_launched:
         distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=DEADLINE_S))
     trained(pack, folder, batch_size, epochs, stop_after)
-    gc.collect()  # the model's DDP holds the group, whose threads have to end before the process does
+    # The model's DDP holds the group, whose threads must end before the process.
+    gc.collect()
     if distributed.is_initialized() and not is_launched:
         distributed.destroy_process_group()
 
 
 def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
-    """Train, and write down what came of it."""
+    """Train and record the results."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
-    torch.manual_seed(rank)  # DDP brings the first one's weights to all
+    # DDP copies the first rank's weights to all ranks.
+    torch.manual_seed(rank)
     model = nn.Linear(1, 2)
     with torch.no_grad():
         model.weight.fill_(0.1)

@@ -1,4 +1,4 @@
-"""Trainings that tests run: with steps that change nothing, in full, and in other processes that end by a signal."""
+"""Trainings that tests run: with steps that change nothing, complete ones, and ones in processes that are killed."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ EPOCHS = 4
 
 DEADLINE_S = 100.0
 
-# The server has no threads, and imports once what each child would import: the first update of an optimizer imports
+# The server has no threads, and imports the modules of all children once: the first update of an optimizer imports
 # `torch._dynamo`, which takes seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "pytest", "colabkit.augment", "colabkit.training.trainer"])
 
 
 def train(step: Any, loader: Any, **options: Any) -> TrainReport:
-    """Train with a step that changes nothing, unless something else is said."""
+    """Train, by default with a step that changes nothing."""
     if not hasattr(step, "state_dict"):
         options = {"state": {}, **options}
     return colabkit.train(step, loader, **options)
 
 
 def nothing(batch: object) -> None:
-    """Be a step that does nothing."""
+    """A training step that does nothing."""
 
 
 def statuses_of(works: Iterable[tuple[Any, ...]]) -> list[int]:
-    """Return how processes ended that call importable functions at once: each its exit code, or its signal below 0.
+    """Call importable functions in concurrent processes; return their exit codes, negative after a signal.
 
     Args:
         works: a function and its arguments for each process.
@@ -71,7 +71,7 @@ def _alone(work: Callable[..., object], *arguments: object) -> None:
 
 
 class SmallTraining:
-    """A fresh model with dropout and momentum, whose run depends on every random generator."""
+    """A new model with dropout and momentum, whose training depends on every random generator."""
 
     def __init__(self, data: PackedDataset, **options: Any) -> None:
         random.seed(1)
@@ -106,12 +106,12 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def history(report: TrainReport) -> list[tuple[object, ...]]:
-    """Return what does not depend on the clock."""
+    """Return the part of a report that does not depend on the clock."""
     return [(r.epoch, r.steps, r.samples, dict(r.values), dict(r.validation)) for r in report.epochs]
 
 
 def make_packs(folder: Path) -> dict[str, PackedDataset]:
-    """Return the digits, and coloured images like CIFAR's; `COLABKIT_CIFAR` may name its archive of JPEG files."""
+    """Return the digits, and color images like CIFAR's; `COLABKIT_CIFAR` may name its archive of JPEG files."""
     digits = folder / "digits.h5"
     colabkit.stage("samples:digits", folder / "digits", progress=False)
     colabkit.pack(folder / "digits", digits, progress=False)
@@ -133,9 +133,9 @@ def _split(path: Path) -> PackedDataset:
 
 
 class NotedTraining:
-    """A step and its surroundings, with dropout, momentum, a scheduler, augmentation and accumulated gradients.
+    """A training with dropout, momentum, a scheduler, augmentation and accumulated gradients.
 
-    Each step notes the numbers of its samples in a file, which outlives the process.
+    Each step records the numbers of its samples in a file, which outlives the process.
     """
 
     def __init__(self, data: PackedDataset, folder: Path, log: Path, **options: Any) -> None:
@@ -180,7 +180,7 @@ class NotedTraining:
         return colabkit.train(self, self.loader, state=self._usual.parts, save_to=self._folder, **arguments)
 
     def came_to(self) -> tuple[list[Tensor], dict[int, list[list[int]]]]:
-        """Return the weights, and for each epoch the samples of its steps; a repeated step counts as it was last."""
+        """Return the weights, and for each epoch the samples of its steps; of a repeated step, the last run counts."""
         steps: dict[tuple[int, int], list[int]] = {}
         for line in self._log.read_text().splitlines():
             epoch, step, numbers = json.loads(line)
@@ -190,7 +190,7 @@ class NotedTraining:
 
 
 def stop_after(step: int) -> Callable[[meters.StepDone], None]:
-    """Return what presses Ctrl-C after a step."""
+    """Return a callback that raises Ctrl-C after a step."""
 
     def stop(done: meters.StepDone) -> None:
         if done.step == step:

@@ -1,4 +1,4 @@
-"""Image trees, what colabkit leaves half-done, and skips for missing tools."""
+"""Image trees, unfinished files of colabkit, and skips for missing tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_tree(folder: Path, images_per_class: int, size: tuple[int, int] = (6, 5
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return everything below a folder that colabkit left half-done."""
+    """Return the unfinished files that colabkit left below a folder."""
     return [path for path in map(str, folder.rglob("*")) if ".partial" in path]
 
 
@@ -33,9 +33,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def needs(tool: str, available: bool) -> None:
-    """Skip a test whose tool is missing; with COLABKIT_CI=1 fail instead, since CI installs all of them."""
+    """Skip a test whose tool is missing; with COLABKIT_CI=1 fail instead, because CI installs all tools."""
     if available:
         return
     if os.environ.get("COLABKIT_CI") == "1":
-        pytest.fail(f"{tool} is missing, and COLABKIT_CI=1 asks for every test")
+        pytest.fail(f"{tool} is missing, and COLABKIT_CI=1 requires every test")
     pytest.skip(f"{tool} is missing")

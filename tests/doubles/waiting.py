@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does; it takes long only where a test fails."""
+"""Waiting for another thread or process; it takes long only if a test fails."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 LONG_S = 30.0
-"""What no test waits for, unless it fails."""
+"""Deadline in seconds, reached only by failing tests."""
 
 
 def comes_true(condition: Callable[[], object], seconds: float = LONG_S) -> bool:
-    """Return whether a condition holds before long."""
+    """Return whether a condition becomes true before the deadline."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -18,5 +18,5 @@ def comes_true(condition: Callable[[], object], seconds: float = LONG_S) -> bool
 
 
 def wait_until(condition: Callable[[], object], seconds: float = LONG_S) -> None:
-    """Return when a condition holds; the test fails if it does not before long."""
-    assert comes_true(condition, seconds), "waited in vain"
+    """Wait until a condition holds; fail the test after the deadline."""
+    assert comes_true(condition, seconds), "the condition did not become true in time"

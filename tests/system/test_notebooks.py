@@ -1,4 +1,4 @@
-"""Notebooks as they are stored: clean, in one form, short cells, magics that exist with options that parse."""
+"""Stored notebooks have one format, no outputs and short cells, and use existing magics with valid options."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ LINE_MAGIC = re.compile(r"^(\s*(?:\w+ = )?)%(\w+)(.*)$", re.MULTILINE)
 CELL_MAGIC = re.compile(r"\A%%(\w+)(.*)\n")
 PIP = re.compile(r"^\s*[%!]pip (.*)$", re.MULTILINE)
 MOST_LINES = 18
-MOST_COLUMNS = 100  # a cell in Colab cuts off more on a small screen
+# On a small screen, Colab cuts off longer lines.
+MOST_COLUMNS = 100
 MOST_LINES_OF_A_FUNCTION = 5
 
 
 def as_python(source: str) -> str:
-    """Return a cell without what only IPython reads."""
+    """Return a cell's source without magics."""
     return LINE_MAGIC.sub(r"\1None", CELL_MAGIC.sub("", source))
 
 
@@ -39,31 +40,31 @@ def settings_of(notebook: NotebookNode) -> NotebookNode:
 
 
 def magics_of(source: str) -> Iterator[tuple[str, str, dict[str, Verb]]]:
-    """Yield name, line and table of each magic in a cell."""
+    """Yield the name, the line and the table of each magic in a cell."""
     if found := CELL_MAGIC.match(source):
         yield found[1], found[2], BODIES
     for match in LINE_MAGIC.finditer(CELL_MAGIC.sub("", source)):
         yield match[2], match[3], LINES
 
 
-def test_there_are_three() -> None:
+def test_there_are_three_notebooks() -> None:
     names = ["bring_your_own_loop", "colabkit_template", "why_is_my_training_slow"]
     assert [path.stem for path in NOTEBOOKS] == names
 
 
-def test_readme_lists_each() -> None:
+def test_the_readme_lists_every_notebook() -> None:
     readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
     assert {path.name for path in NOTEBOOKS} <= set(re.findall(r"\(notebooks/([\w.]+)\)", readme))
 
 
 @by_notebook
-def test_they_are_valid_and_stored_in_the_one_form(path: Path) -> None:
+def test_notebooks_are_valid_and_stored_in_one_format(path: Path) -> None:
     notebook = read(path)
     nbformat.validate(notebook)
     assert path.read_text(encoding="utf-8") == stored(notebook), "run python tests/doubles/notebook_files.py"
 
 
-def test_the_one_form_has_no_outputs_and_keeps_ids_and_forms(tmp_path: Path) -> None:
+def test_the_stored_format_has_no_outputs_and_keeps_ids_and_forms(tmp_path: Path) -> None:
     cell = nbformat.v4.new_code_cell("1", id="one", execution_count=3, metadata={"cellView": "form", "scrolled": True})
     cell.outputs = [nbformat.v4.new_output("stream", text="1")]
     file = tmp_path / "run.ipynb"
@@ -77,7 +78,7 @@ def test_the_one_form_has_no_outputs_and_keeps_ids_and_forms(tmp_path: Path) -> 
 
 
 @by_notebook
-def test_cells_are_short_named_and_none_is_empty(path: Path) -> None:
+def test_cells_are_short_named_and_not_empty(path: Path) -> None:
     notebook = read(path)
     assert notebook.cells[0].source.startswith("# ")
     names = [cell.id for cell in notebook.cells]
@@ -104,7 +105,7 @@ def test_titles_are_in_sentence_case(path: Path) -> None:
 
 
 @by_notebook
-def test_functions_have_five_lines_at_most(path: Path) -> None:
+def test_functions_have_at_most_five_lines(path: Path) -> None:
     for cell in code_cells(read(path)):
         for node in ast.walk(ast.parse(as_python(cell.source))):
             if isinstance(node, ast.FunctionDef | ast.Lambda):
@@ -112,7 +113,7 @@ def test_functions_have_five_lines_at_most(path: Path) -> None:
 
 
 @by_notebook
-def test_settings_are_a_form_and_say_where_colabkit_comes_from(path: Path) -> None:
+def test_settings_are_a_form_that_starts_with_the_source_of_colabkit(path: Path) -> None:
     settings = settings_of(read(path))
     assert settings.metadata["cellView"] == "form"
     assert settings.source.startswith("# @title Settings\n")
@@ -128,7 +129,7 @@ def test_settings_are_a_form_and_say_where_colabkit_comes_from(path: Path) -> No
 
 
 @by_notebook
-def test_magics_exist_and_their_options_parse(path: Path) -> None:
+def test_magics_exist_and_their_options_are_valid(path: Path) -> None:
     notebook = read(path)
     values: dict[str, object] = {}
     exec(settings_of(notebook).source, values)
@@ -142,21 +143,21 @@ def test_magics_exist_and_their_options_parse(path: Path) -> None:
 
 
 @by_notebook
-def test_all_arguments_of_pip_are_quoted_that_a_shell_would_read(path: Path) -> None:
+def test_arguments_of_pip_with_shell_characters_are_quoted(path: Path) -> None:
     for cell in code_cells(read(path)):
         for line in PIP.findall(cell.source):
             assert not re.search(r"[<>|&;$]", re.sub(r'"[^"]*"', "", line)), line
 
 
 @by_notebook
-def test_they_name_no_addresses_and_no_places_of_one_machine(path: Path) -> None:
+def test_notebooks_contain_no_addresses_and_no_absolute_paths(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert "http" not in text
     assert not re.search(r"[\"'` ]/(?!content\b)\w+/", text)
 
 
 @by_notebook
-def test_a_cell_shows_its_last_expression_instead_of_printing_it(path: Path) -> None:
+def test_cells_show_their_last_expression_instead_of_printing_it(path: Path) -> None:
     for cell in code_cells(read(path)):
         *_, last = ast.parse(as_python(cell.source)).body
         is_print = isinstance(last, ast.Expr) and ast.unparse(last).startswith("print(")

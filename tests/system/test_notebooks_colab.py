@@ -1,4 +1,4 @@
-"""The template in a kernel like hosted Colab's, with Drive at /content/drive: a slow FUSE mount behind google.colab."""
+"""The template runs in a kernel like hosted Colab's, with a slow FUSE mount as Drive at /content/drive."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LATENCY_S = 0.01
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Iterator[Colab]:
-    """Return a Drive with a folder of images, not mounted yet; nothing of it is left in the end."""
+    """Return a Drive that is not mounted yet and holds a folder of images; remove it after the test."""
     needs("FUSE", has_fuse())
     if os.geteuid() != 0:
         pytest.skip(f"only root can make {CONTENT}")
     if CONTENT.exists() and (mounted_at(POINT) or {*CONTENT.iterdir()} - {POINT}):
-        pytest.skip(f"there is a {CONTENT} already")
+        pytest.skip(f"{CONTENT} already exists")
     colab = Colab(tmp_path / "colab")
     colab.plan(point=str(POINT), latency_s=LATENCY_S)
     with zipfile.ZipFile(sample_archive("digits")) as archive:
@@ -44,27 +44,27 @@ def drive(tmp_path: Path) -> Iterator[Colab]:
 
 
 def run_on_drive(colab: Colab, folder: Path) -> Ran:
-    """Run the template in a new kernel on a new machine: nothing is near."""
-    notebook = with_parameters("colabkit_template", SOURCE="drive:digits", SAVE_TO="drive:kept", EPOCHS=2)
+    """Run the template in a new kernel on a new machine, without local copies."""
+    notebook = with_parameters("colabkit_template", SOURCE="drive:digits", SAVE_TO="drive:saved", EPOCHS=2)
     with colab_kernel(folder, COLAB_DOUBLE=str(colab._file), HOME=str(colab.home)) as started:
         return started.run(notebook)
 
 
 @pytest.mark.full
-def test_the_template_trains_from_drive_saves_there_and_goes_on_in_the_next_session(
+def test_the_template_trains_from_drive_and_saves_there_and_resumes_in_the_next_session(
     drive: Colab, tmp_path: Path
 ) -> None:
     first = run_on_drive(drive, tmp_path / "first")
     assert "Drive mounted at '/content/drive/MyDrive' (DriveFS)" in first.text("mount")
     assert "Packed the source to" in first.text("prepare")
     assert "Trained 2 epochs" in first.text("train")
-    kept = drive.root / "MyDrive" / "kept"
-    (run,) = [path for path in kept.iterdir() if path.is_dir()]
+    saved = drive.root / "MyDrive" / "saved"
+    (run,) = [path for path in saved.iterdir() if path.is_dir()]
     assert (run / "model.pt").is_file()
-    assert [path for path in kept.iterdir() if path.suffix == ".h5"]
+    assert [path for path in saved.iterdir() if path.suffix == ".h5"]
     assert mounted_at(POINT) == []
 
     second = run_on_drive(drive, tmp_path / "second")
-    assert "Staged the pack that was saved at '/content/drive/MyDrive/kept/" in second.text("prepare")
+    assert "Staged the pack that was saved at '/content/drive/MyDrive/saved/" in second.text("prepare")
     assert "nothing was left to do" in second.text("train")
     assert drive.count("consent") == 2

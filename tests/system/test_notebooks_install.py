@@ -1,4 +1,4 @@
-"""The first cells of a notebook install colabkit: from a wheel, an address, or the repository that they lie in."""
+"""The first cells of a notebook install colabkit from a wheel, an address, or the repository around the notebook."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHERE = "import colabkit\n\ncolabkit.__file__"
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with all packages of this environment but colabkit."""
+    """Return a folder with all packages of this environment except colabkit."""
     folder = tmp_path_factory.mktemp("packages")
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if not path.name.startswith(("colabkit", "__editable__")) and path.suffix != ".pth":
@@ -32,7 +32,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path, packages: Path) -> Path:
-    """Return the interpreter of an environment in which colabkit is not installed."""
+    """Return the interpreter of an environment without colabkit."""
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/*/site-packages")
@@ -62,7 +62,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(python: Path, folder: Path, work: Path, install_from: str) -> tuple[str, str]:
-    """Run the first cells; return what they say, and where colabkit is then found."""
+    """Run the first cells; return the output of the installation and the path of the installed colabkit."""
     notebook = with_parameters("colabkit_template", INSTALL_FROM=install_from)
     last = [cell.id for cell in notebook.cells].index("install")
     notebook.cells = [*notebook.cells[: last + 1], nbformat.v4.new_code_cell(WHERE, id="where")]
@@ -73,11 +73,11 @@ def installed(python: Path, folder: Path, work: Path, install_from: str) -> tupl
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["wheel", "address", "repository"])
-def test_colabkit_is_installed_from(kind: str, python: Path, wheel: Path, tree: Path, tmp_path: Path) -> None:
+def test_notebooks_install_colabkit(kind: str, python: Path, wheel: Path, tree: Path, tmp_path: Path) -> None:
     given = {"wheel": str(wheel), "address": wheel.as_uri(), "repository": ""}[kind]
     work = tree / "notebooks" if kind == "repository" else tmp_path
-    said, where = installed(python, tmp_path / "kernel", work, given)
-    assert "ERROR" not in said
+    output, where = installed(python, tmp_path / "kernel", work, given)
+    assert "ERROR" not in output
     assert str(python.parent.parent) in where
     names = {path.name for path in python.parent.parent.glob("lib/*/site-packages/*")}
     (info,) = [name for name in names if name.endswith(".dist-info")]

@@ -1,6 +1,7 @@
-"""Every notebook runs twice in one kernel, with this environment's packages and with Colab's, and says what it should.
+"""Every notebook runs twice in one kernel, with this environment's packages and with Colab's.
 
-Here with its own settings, in Colab's kernel with smaller ones. Without `--full` only the template runs, and only here.
+With this environment's packages it uses its own settings, in Colab's kernel smaller ones. Without `--full`, only the
+template runs, with this environment's packages.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ Twice: TypeAlias = tuple[Ran, Ran]
 
 @pytest.fixture(scope="module", params=["newest", pytest.param("colab", marks=pytest.mark.full)])
 def stack(request: pytest.FixtureRequest) -> str:
-    """Return whose packages show a notebook."""
+    """Return the name of the packages to run with: the newest, or Colab's."""
     return request.param
 
 
 class Runs:
-    """Runs a notebook with both stacks at once, each twice in a kernel of its own.
+    """Runs notebooks with both stacks concurrently, twice each, in a separate kernel for each notebook and stack.
 
     Args:
-        folder: for all that they write.
-        pool: with a thread for each stack.
+        folder: folder for everything that the notebooks write.
+        pool: a pool with a thread for each stack.
         is_full: whether both stacks are needed.
     """
 
@@ -86,19 +87,19 @@ def loop(runs: Runs, stack: str) -> Twice:
 
 
 def number(pattern: str, text: str) -> float:
-    """Return the number that stands where the pattern says."""
+    """Return the number in the first group of the pattern."""
     found = re.search(pattern, text)
     assert found, text
     return float(found[1].replace(",", ""))
 
 
 def rows(ran: Ran, cell: str) -> list[list[str]]:
-    """Return the rows of the table that a cell shows, without its header."""
+    """Return the rows of the table that a cell shows, without the header."""
     (table,) = ran.data(cell, "text/markdown")
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
-def test_the_template_says_where_it_is_and_needs_no_drive(template: Twice, stack: str) -> None:
+def test_the_template_shows_the_machine_and_needs_no_drive(template: Twice, stack: str) -> None:
     first, _ = template
     assert first.text("install") == ""
     assert first.text("runtime").startswith({"newest": "Jupyter", "colab": "Colab"}[stack])
@@ -114,7 +115,7 @@ def test_the_template_packs_once(template: Twice) -> None:
     assert "Used the local pack" in first.text("python-prepare")
 
 
-def test_the_template_trains_beside_one_panel_and_has_nothing_left_to_do_then(template: Twice, stack: str) -> None:
+def test_the_template_trains_with_one_panel_and_then_has_nothing_left_to_do(template: Twice, stack: str) -> None:
     first, second = template
     epochs = {"newest": 3, "colab": 2}[stack]
     (panel,) = first.panels("train")
@@ -126,27 +127,30 @@ def test_the_template_trains_beside_one_panel_and_has_nothing_left_to_do_then(te
     assert second.panels("train") == []
 
 
-def test_the_template_goes_on_bit_for_bit_where_it_was_stopped(template: Twice) -> None:
+def test_the_template_resumes_bit_for_bit_after_an_interruption(template: Twice) -> None:
     for ran in template:
         assert "Training stopped after step 12" in ran.text("resume")
         assert "Resumed from" in ran.text("resume")
-        assert ran.text("resume-same") == "'The same 16 losses and the same weights, bit for bit, as without the stop'"
+        assert (
+            ran.text("resume-same")
+            == "'All 16 losses and all weights equal those of the uninterrupted run, bit for bit'"
+        )
         assert ran.panels("resume") == []
 
 
-def test_the_template_publishes_a_model_that_is_read_back_as_good_as_it_was(template: Twice) -> None:
+def test_the_template_publishes_a_model_with_the_same_accuracy_after_reading_it_back(template: Twice) -> None:
     for ran in template:
         assert "/model.pt'" in ran.text("publish")
         assert "all bytes read back" in ran.text("publish")
         trained = number(r"accuracy ([\d.]+)$", ran.text("train").splitlines()[-2 if ran is template[1] else -1])
-        assert number(r"read back: ([\d.]+)%", ran.text("load")) == pytest.approx(100 * trained, abs=0.06)
+        assert number(r"reading it back: ([\d.]+)%", ran.text("load")) == pytest.approx(100 * trained, abs=0.06)
         assert " freed" in ran.text("clean")
 
 
 def test_the_templates_mistakes_name_their_next_step(template: Twice) -> None:
     lines = template[0].text("errors").strip().splitlines()
     assert len(lines) == 3
-    assert all(re.fullmatch(r"Cannot .+: .+, .+\. [A-Z].+\.", line) for line in lines)
+    assert all(re.fullmatch(r"Cannot .+: .+\. [A-Z].+\.", line) for line in lines)
 
 
 @pytest.mark.full
@@ -158,7 +162,7 @@ def test_a_slow_drive_answers_many_at_once(slow: Twice) -> None:
 
 
 @pytest.mark.full
-def test_the_doctor_tells_why_it_is_slow_and_what_to_do(slow: Twice) -> None:
+def test_the_doctor_reports_the_cause_of_slow_training_and_a_remedy(slow: Twice) -> None:
     for ran in slow:
         assert "waits for data" in ran.text("naive-doctor")
         assert "Pack the samples once, decoded, and load them with colabkit.Loader" in ran.text("naive-doctor")
@@ -169,7 +173,7 @@ def test_the_doctor_tells_why_it_is_slow_and_what_to_do(slow: Twice) -> None:
 
 
 @pytest.mark.full
-def test_the_table_holds_what_the_doctor_measured(slow: Twice, stack: str) -> None:
+def test_the_table_shows_the_doctors_measurements(slow: Twice, stack: str) -> None:
     latency_ms = {"newest": 20, "colab": 5}[stack]
     for ran in slow:
         measured = [float(cells[1].replace(",", "")) for cells in rows(ran, "compare")]
@@ -184,7 +188,7 @@ def test_the_table_holds_what_the_doctor_measured(slow: Twice, stack: str) -> No
 
 
 @pytest.mark.full
-def test_what_was_brought_near_is_given_back_and_comes_again(slow: Twice) -> None:
+def test_local_copies_are_removed_and_staged_again(slow: Twice) -> None:
     for ran in slow:
         assert "Staged 1,797 files" in ran.text("drive")
         assert "Staged 1,797 files" in ran.text("stage")
@@ -193,7 +197,7 @@ def test_what_was_brought_near_is_given_back_and_comes_again(slow: Twice) -> Non
 
 
 @pytest.mark.full
-def test_a_plain_loop_and_a_cell_train_beside_the_panel(loop: Twice, stack: str) -> None:
+def test_a_plain_loop_and_a_cell_train_with_the_panel(loop: Twice, stack: str) -> None:
     epochs = {"newest": 5, "colab": 1}[stack]
     for ran in loop:
         for cell in ("loop", "cell"):
@@ -204,7 +208,7 @@ def test_a_plain_loop_and_a_cell_train_beside_the_panel(loop: Twice, stack: str)
 
 
 @pytest.mark.full
-def test_other_frameworks_train_on_a_loader_or_say_that_they_are_skipped(loop: Twice, stack: str) -> None:
+def test_other_frameworks_train_on_a_loader_or_are_reported_as_skipped(loop: Twice, stack: str) -> None:
     for ran in loop:
         if stack == "colab":
             assert ran.text("lightning") == "lightning is not installed: skipped\n"
@@ -232,7 +236,7 @@ def test_folds_are_compared(loop: Twice) -> None:
 
 
 @pytest.mark.full
-def test_they_end_in_time_without_a_complaint(template: Twice, slow: Twice, loop: Twice) -> None:
+def test_notebooks_finish_in_time_without_warnings(template: Twice, slow: Twice, loop: Twice) -> None:
     for ran in (*template, *slow, *loop):
         assert ran.seconds < MOST_S
         assert not re.search(r"Traceback|Warning|failed", ran.text())

@@ -1,5 +1,5 @@
-"""A double of `google.colab` for tests: its calls, their order and every error of its Drive mount.
+"""A fake `google.colab` for tests: its calls, their order and every error of its Drive mount.
 
-It does what the file named by `COLAB_DOUBLE` says, a JSON object; see `plan` of `drive`. It is found only where a test
-puts this folder on the path.
+A JSON file named by `COLAB_DOUBLE` controls its behavior; see `plan` in `drive`. It can be imported only if a test puts
+this folder on the path.
 """

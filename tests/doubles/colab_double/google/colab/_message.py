@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class MessageError(Exception):
-    """The browser refused, or answered with an error."""
+    """The browser refused the request or answered with an error."""

@@ -1,4 +1,4 @@
-"""The shell of Colab's kernel; its module's name is how it is told from others."""
+"""The shell of Colab's kernel, which is recognized by the name of its module."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 
 
 class Shell(ZMQInteractiveShell):
-    """As Colab's, without its additions."""
+    """A shell like Colab's, without its additions."""

@@ -1,4 +1,4 @@
-"""Drive's mount as hosted Colab has it: consent first, then the look whether it is mounted, then DriveFS."""
+"""A fake of hosted Colab's Drive mount: it asks for consent, checks for an existing mount, then starts DriveFS."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from google.colab import _message
 
 served: list[Any] = []
-"""The mounts that were made; the tests end what is left of them."""
+"""The mounts so far; tests end the remaining ones."""
 
 LOG = ".config/Google/DriveFS/Logs/drive_fs.txt"
 
 
 class TIMEOUT(Exception):
-    """As `pexpect.TIMEOUT`, which no pattern of the wait for DriveFS catches."""
+    """Like `pexpect.TIMEOUT`, which no pattern of the wait for DriveFS catches."""
 
 
 def plan() -> dict[str, Any]:
-    """Return what the test wants.
+    """Return the behavior that the test requests.
 
     `hosted`, `consent`, `mount`, `push`, `log`, `prints`, `point`, `root` (files), `latency_s`.
     """
@@ -31,7 +31,7 @@ def plan() -> dict[str, Any]:
 
 
 def note(event: str) -> None:
-    """Record a call, for the test to read."""
+    """Record a call for the test."""
     with open(os.environ["COLAB_DOUBLE"] + ".events", "a") as file:
         file.write(event + "\n")
 
@@ -75,7 +75,8 @@ def _ask_for_consent(wanted: dict[str, Any]) -> None:
     if answer == "hangs":
         time.sleep(3600)
     if answer == "never comes":
-        return  # the request answers None then, and nobody looks at it
+        # The request then returns None, which Colab ignores.
+        return
     if answer == "refused":
         raise _message.MessageError("Error: credential propagation was unsuccessful")
 
