@@ -11,6 +11,6 @@ from checkpoint_folders import assert_nothing_runs
 
 @pytest.fixture
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Look after the test for threads and open files that stayed."""
+    """Check after the test that no threads and open files are left."""
     yield
     assert_nothing_runs(tmp_path)

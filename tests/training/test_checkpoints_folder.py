@@ -1,4 +1,4 @@
-"""Checkpoints: the newest good one is always found, the last and the best are kept, nothing in them is executed."""
+"""`CheckpointFolder`: finds the newest undamaged checkpoint, keeps the newest and the best, and executes no code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def draws() -> tuple[object, ...]:
-    """Return what each of the random generators gives next."""
+    """Return the next numbers of each random generator."""
     return (
         [random.random() for _ in range(3)],
         random.gauss(0, 1),
@@ -39,7 +39,7 @@ def draws() -> tuple[object, ...]:
     )
 
 
-def test_what_was_saved_is_loaded(tmp_path):
+def test_saved_content_is_loaded_unchanged(tmp_path):
     saved = {
         "state": {"model": torch.nn.Linear(3, 2).state_dict(), "nested": {"a": [1, 2.5, "ü", None, True, (b"x", 1j)]}},
         "history": [],
@@ -59,7 +59,7 @@ def test_what_was_saved_is_loaded(tmp_path):
         assert torch.equal(newest.content["state"]["model"][name], value)
 
 
-def test_the_file_is_one_of_torch_and_the_seal_one_of_json(tmp_path):
+def test_the_file_is_a_torch_file_and_the_seal_is_json(tmp_path):
     path = save(tmp_path, 3)
     assert torch.equal(torch.load(path, weights_only=True)["content"]["state"]["weights"], torch.full((5,), 3.0))
     seal = json.loads(path.with_suffix(".json").read_text())
@@ -67,13 +67,13 @@ def test_the_file_is_one_of_torch_and_the_seal_one_of_json(tmp_path):
     assert (seal["format"], seal["file"], seal["step"], seal["bytes"]) == (2, path.name, 3, path.stat().st_size)
 
 
-def test_torchs_own_files_keep_their_crcs(tmp_path):
+def test_the_crc_option_of_torch_is_restored(tmp_path):
     before = torch.serialization.get_crc32_options()
     save(tmp_path, 1)
     assert torch.serialization.get_crc32_options() == before
 
 
-def test_a_folder_without_checkpoints_gives_none(tmp_path):
+def test_a_folder_without_checkpoints_returns_none(tmp_path):
     (tmp_path / "checkpoint-00000001.pt").write_bytes(b"no seal")
     (tmp_path / "checkpoint-x.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "none"):
@@ -88,9 +88,10 @@ def seed_all() -> None:
     torch.manual_seed(3)
 
 
-def test_all_random_generators_go_on_where_they_were(tmp_path):
+def test_all_random_generators_are_restored(tmp_path):
     seed_all()
-    draws()  # leaves a cached normal value in each
+    # This leaves a cached normal value in each generator.
+    draws()
     with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"random": random_state()}, wait=True)
         expected = draws()
@@ -99,7 +100,7 @@ def test_all_random_generators_go_on_where_they_were(tmp_path):
     assert draws() == expected
 
 
-def test_saving_moves_no_random_generator(tmp_path):
+def test_saving_changes_no_random_generator(tmp_path):
     seed_all()
     expected = draws()
     seed_all()
@@ -108,7 +109,7 @@ def test_saving_moves_no_random_generator(tmp_path):
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
-def test_the_last_ones_are_kept(tmp_path, keep_last):
+def test_the_newest_checkpoints_are_kept(tmp_path, keep_last):
     steps = [5, 10, 20, 100_000_000, 200_000_000]
     for count, step in enumerate(steps, 1):
         save(tmp_path, step, keep_last=keep_last)
@@ -117,33 +118,34 @@ def test_the_last_ones_are_kept(tmp_path, keep_last):
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 20), ("max", 40)])
-def test_the_best_stays_beside_the_last_ones(tmp_path, mode, best):
+def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, mode, best):
     scores = {10: 0.5, 20: 0.1, 30: float("nan"), 40: 0.9, 50: None, 60: 0.5, 70: 0.5, 80: float("inf")}
     with CheckpointFolder(tmp_path, mode=mode) as kept:
         for step, score in scores.items():
             kept.save(step, content(step), score=score, wait=True)
         assert kept.best == tmp_path / f"checkpoint-{best:08d}.pt"
     assert steps_at(tmp_path) == sorted({best, 70, 80})
-    with CheckpointFolder(tmp_path, mode=mode) as resumed:  # the score is on disk
+    # The score is read from disk.
+    with CheckpointFolder(tmp_path, mode=mode) as resumed:
         assert resumed.newest().step == 80
         assert resumed.best == tmp_path / f"checkpoint-{best:08d}.pt"
         resumed.save(90, content(90), score=0.5, wait=True)
     assert steps_at(tmp_path) == sorted({best, 80, 90})
 
 
-def test_of_equal_scores_the_earliest_is_best_and_a_score_may_be_a_tensor(tmp_path):
+def test_the_earliest_of_equal_scores_is_best_and_a_score_may_be_a_tensor(tmp_path):
     with CheckpointFolder(tmp_path) as kept:
         for step in (1, 2, 3, 4):
             kept.save(step, content(step), score=torch.tensor(0.25), wait=True)
         assert kept.best == tmp_path / "checkpoint-00000001.pt"
 
 
-def test_the_newest_step_is_told_without_reading(tmp_path):
+def test_newest_step_does_not_read_the_file(tmp_path):
     save(tmp_path, 5, 10).write_bytes(b"damaged")
     assert CheckpointFolder(tmp_path).newest_step() == 10
 
 
-def test_other_files_in_the_folder_are_left_alone(tmp_path):
+def test_other_files_in_the_folder_are_unchanged(tmp_path):
     others = ("checkpoint-best.pt", "notes.json", "checkpoint-00000001.txt", "checkpoint-00000100.pt")
     for name in others:
         (tmp_path / name).write_text("kept")
@@ -152,7 +154,7 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
     assert found(tmp_path) == (100, [])
 
 
-def test_the_same_step_again_replaces_it(tmp_path):
+def test_saving_the_same_step_again_replaces_the_checkpoint(tmp_path):
     save(tmp_path, 10, 20)
     for number in range(3):
         with CheckpointFolder(tmp_path) as kept:
@@ -176,7 +178,7 @@ def flip(path: Path) -> None:
 
 
 def sealed_by(content: str | bytes | dict[str, Any]) -> Callable[[Path], None]:
-    """Return what gives a checkpoint another seal, or other values in it."""
+    """Return a function that replaces the seal of a checkpoint, or values in it."""
 
     def change(path: Path) -> None:
         seal = path.with_suffix(".json")
@@ -203,7 +205,7 @@ DAMAGES = [
 ]
 
 
-def test_damaged_ones_are_passed_over_with_the_reason_and_all_damaged_is_corrupt(tmp_path):
+def test_damaged_checkpoints_are_skipped_with_the_reason_and_only_damaged_ones_raise_corrupt(tmp_path):
     for number, (damage, reason) in enumerate(DAMAGES):
         folder = tmp_path / str(number)
         first, newest = save(folder, 10), save(folder, 20)
@@ -221,7 +223,7 @@ def test_damaged_ones_are_passed_over_with_the_reason_and_all_damaged_is_corrupt
 
 
 @pytest.mark.parametrize("damage", [truncate, zero, os.remove])
-def test_several_damaged_ones_are_passed_over_in_order(tmp_path, damage):
+def test_several_damaged_checkpoints_are_skipped_in_order(tmp_path, damage):
     save(tmp_path, 10, 20, 30, 40, keep_last=4)
     names = []
     for step in (40, 30, 20):
@@ -231,25 +233,27 @@ def test_several_damaged_ones_are_passed_over_in_order(tmp_path, damage):
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, sealed_by(b"\xff{"), os.remove])
-def test_a_damaged_checkpoint_never_drives_out_a_good_one(tmp_path, damage):
+def test_a_damaged_checkpoint_never_replaces_a_good_one(tmp_path, damage):
     save(tmp_path, 10, 20, 30, 40, keep_last=4)
     for step in (30, 40):
         damage(tmp_path / f"checkpoint-{step:08d}.pt")
     with CheckpointFolder(tmp_path) as kept:
         assert kept.newest().step == 20
         assert kept.latest == tmp_path / "checkpoint-00000020.pt"
-        for step in (25, 30, 35, 45):  # past the damaged ones
+        # These steps include and pass those of the damaged checkpoints.
+        for step in (25, 30, 35, 45):
             kept.save(step, content(step), wait=True)
             assert kept.latest.name.startswith(f"checkpoint-{step:08d}")
             seal = tmp_path / f"checkpoint-{step:08d}.json"
             seal.rename(tmp_path / "hidden")
-            assert found(tmp_path)[0] < step  # if the newest were lost, there would be another
+            # If the newest were lost, there would be another one.
+            assert found(tmp_path)[0] < step
             (tmp_path / "hidden").rename(seal)
     assert found(tmp_path) == (45, [])
     assert steps_at(tmp_path) == [35, 45]
 
 
-def test_nothing_is_removed_while_the_last_ones_are_not_whole(tmp_path):
+def test_nothing_is_removed_while_the_newest_checkpoints_are_incomplete(tmp_path):
     save(tmp_path, 10, 20)
     truncate(tmp_path / "checkpoint-00000020.pt")
     save(tmp_path, 30)
@@ -257,15 +261,16 @@ def test_nothing_is_removed_while_the_last_ones_are_not_whole(tmp_path):
     assert found(tmp_path)[0] == 10
 
 
-def test_a_checkpoint_without_its_seal_counts_as_absent(tmp_path):
+def test_a_checkpoint_without_a_seal_is_ignored_and_removed_by_the_next_save(tmp_path):
     save(tmp_path, 10, 20).with_suffix(".json").unlink()
     assert found(tmp_path) == (10, [])
     save(tmp_path, 30)
-    assert steps_at(tmp_path) == [10, 30]  # and what is left of it is removed
+    # `steps_at` also checks that no file of step 20 is left.
+    assert steps_at(tmp_path) == [10, 30]
 
 
 class Hostile:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -275,7 +280,7 @@ class Hostile:
 
 
 def seal_for(path: Path, data: bytes) -> None:
-    """Write a checkpoint that somebody else made, with a seal that matches."""
+    """Write a foreign checkpoint with a matching seal."""
     path.write_bytes(data)
     seal = {"format": 2, "file": path.name, "step": 20, "bytes": len(data), "score": None}
     path.with_suffix(".json").write_text(json.dumps({**seal, "sha256": hashlib.sha256(data).hexdigest()}))
@@ -290,11 +295,12 @@ def test_a_hostile_pickle_is_not_executed(tmp_path, dump):
     assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
-    assert (tmp_path / "executed").exists()  # it would have been
+    # Plain unpickling would have executed it.
+    assert (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("made", [5, [1], {}, {"content": {}}, {"content": {}, "made_by": 5}, {"made_by": "x"}])
-def test_a_sealed_file_of_something_else_is_passed_over(tmp_path, made):
+def test_a_sealed_file_with_other_content_is_skipped(tmp_path, made):
     save(tmp_path, 10)
     torch.save(made, tmp_path / "other")
     seal_for(tmp_path / "checkpoint-00000020.pt", (tmp_path / "other").read_bytes())
@@ -302,7 +308,7 @@ def test_a_sealed_file_of_something_else_is_passed_over(tmp_path, made):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path, caplog, wait):
+def test_a_folder_that_cannot_be_created_raises_file_failed(tmp_path, caplog, wait):
     (tmp_path / "file").write_text("x")
     with CheckpointFolder(tmp_path / "file" / "folder") as kept:
         for step in (1, 2):
@@ -315,7 +321,7 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path, caplog, wait):
     assert len(caplog.records) == (0 if wait else 1)
 
 
-def test_a_close_takes_back_what_is_not_sealed_and_lets_nothing_follow(tmp_path, file_hook):
+def test_close_discards_unsealed_checkpoints_and_later_saves_are_refused(tmp_path, file_hook):
     save(tmp_path, 10)
     disk = HeldDisk(file_hook, "sync")
     kept = CheckpointFolder(tmp_path)

@@ -1,4 +1,4 @@
-"""CheckpointFolder on a mount: near first, published behind, whatever the mount does."""
+"""`CheckpointFolder` on a mount: writes locally first and publishes in the background, whatever the mount does."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., FuseMount]]:
 
 
 def elsewhere(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Be another machine, with nothing near."""
+    """Pretend to be another machine, without local checkpoints."""
     patch.setenv("COLABKIT_NEAR", str(folder))
 
 
-def test_a_checkpoint_on_a_drive_is_written_near_and_published(tmp_path, near_storage, drive, monkeypatch):
+def test_a_checkpoint_on_drive_is_written_locally_and_published(tmp_path, near_storage, drive, monkeypatch):
     drive()
     folder = tmp_path / "drive" / "my" / "run"
     with CheckpointFolder(folder) as kept:
@@ -70,7 +70,7 @@ def test_a_checkpoint_on_a_drive_is_written_near_and_published(tmp_path, near_st
     assert steps_at(tmp_path / "root" / "my" / "run") == [30, 40]
 
 
-def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
+def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpoint(
     tmp_path, near_storage, drive, monkeypatch, caplog, file_hook
 ):
     mount = drive()
@@ -85,7 +85,8 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
         file_hook(None)
         kept.save(30, content(30), score=0.2)
         kept.finish()
-        assert [step for step, _ in kept.failures] == [20, 30, 20]  # the best is tried once more, too
+        # The best checkpoint is tried once more.
+        assert [step for step, _ in kept.failures] == [20, 30, 20]
         assert "has answered nothing for" in kept.failures[0][1]
         assert (
             f"The checkpoint remains at {str(near_of(near_storage) / 'checkpoint-00000020.pt')!r}"
@@ -104,7 +105,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
     assert steps_at(tmp_path / "root" / "run") == [20, 40]
 
 
-def test_a_drive_that_hangs_for_long_holds_few_threads(tmp_path, drive, monkeypatch):
+def test_a_drive_that_hangs_for_long_blocks_few_threads(tmp_path, drive, monkeypatch):
     mount = drive()
     monkeypatch.setattr(files, "STALLED_S", 0.1)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.01)
@@ -118,7 +119,7 @@ def test_a_drive_that_hangs_for_long_holds_few_threads(tmp_path, drive, monkeypa
         mount.go_on()
 
 
-def test_a_drive_that_dies_fails_no_training(tmp_path, near_storage, drive, file_hook):
+def test_a_drive_that_dies_does_not_fail_the_training(tmp_path, near_storage, drive, file_hook):
     mount = drive()
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
@@ -136,7 +137,7 @@ def test_a_drive_that_dies_fails_no_training(tmp_path, near_storage, drive, file
         CheckpointFolder(folder).newest()
 
 
-def test_a_drive_that_is_taken_away_is_not_written_beside(tmp_path, near_storage, drive):
+def test_nothing_is_written_below_the_mountpoint_of_a_drive_that_is_gone(tmp_path, near_storage, drive):
     mount = drive()
     folder = tmp_path / "drive" / "run"
     with CheckpointFolder(folder) as kept:
@@ -152,7 +153,7 @@ def test_a_drive_that_is_taken_away_is_not_written_beside(tmp_path, near_storage
 
 @pytest.mark.full
 @pytest.mark.parametrize("operation", sampled([None, "list", "open", "read"], 1))
-def test_a_drive_that_hangs_at_resume_is_one_error_in_time(tmp_path, near_storage, drive, monkeypatch, operation):
+def test_a_drive_that_hangs_on_resume_raises_timed_out(tmp_path, near_storage, drive, monkeypatch, operation):
     mount = drive()
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
@@ -166,7 +167,7 @@ def test_a_drive_that_hangs_at_resume_is_one_error_in_time(tmp_path, near_storag
     assert found(folder) == (10, [])
 
 
-def test_an_interrupt_of_finish_comes_through_and_close_ends_all(tmp_path, near_storage, drive, file_hook):
+def test_an_interrupt_of_finish_is_raised_and_close_ends_the_threads(tmp_path, near_storage, drive, file_hook):
     mount = drive()
     folder = tmp_path / "drive" / "run"
     hangs = threading.Event()
@@ -188,14 +189,15 @@ def test_an_interrupt_of_finish_comes_through_and_close_ends_all(tmp_path, near_
             interrupting.start()
             kept.finish()
         interrupting.join()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("colabkit-")] == ["colabkit-read"]  # as it hangs
+    # This thread hangs in the mount.
+    assert [t.name for t in threading.enumerate() if t.name.startswith("colabkit-")] == ["colabkit-read"]
     mount.go_on()
     wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
     assert steps_at(near_of(near_storage)) == [10]
     assert list((tmp_path / "root" / "run").iterdir()) == []
 
 
-def test_other_bytes_that_are_read_back_are_no_publication(tmp_path, near_storage, drive):
+def test_a_publication_that_reads_back_other_bytes_fails(tmp_path, near_storage, drive):
     drive(plan={"faults": [{"on": "read", "path": "/run/.colabkit-*.partial", "do": "change", "count": 1}]})
     with CheckpointFolder(tmp_path / "drive" / "run") as kept:
         kept.save(10, content(10))
@@ -208,7 +210,7 @@ def test_other_bytes_that_are_read_back_are_no_publication(tmp_path, near_storag
     assert steps_at(tmp_path / "root" / "run") == [20]
 
 
-def test_a_far_one_that_is_newer_wins_and_a_damaged_one_is_passed_over(tmp_path, near_storage, monkeypatch):
+def test_a_newer_remote_checkpoint_is_loaded_and_a_damaged_one_is_skipped(tmp_path, near_storage, monkeypatch):
     folder = pretend_far(monkeypatch, tmp_path / "far")
     save(folder, 10)
     with pytest.MonkeyPatch.context() as patch:
@@ -217,17 +219,18 @@ def test_a_far_one_that_is_newer_wins_and_a_damaged_one_is_passed_over(tmp_path,
     assert CheckpointFolder(folder).newest_step() == 30
     (folder / "checkpoint-00000030.pt").write_bytes(b"cut")
     assert found(folder) == (20, ["checkpoint-00000030.pt"])
-    near = near_of(near_storage)
-    (near / "checkpoint-00000020.pt").write_bytes(b"cut")  # near it is damaged, far it is not
+    local = near_of(near_storage)
+    # Only the local copy is damaged, not the remote one.
+    (local / "checkpoint-00000020.pt").write_bytes(b"cut")
     assert found(folder) == (20, ["checkpoint-00000030.pt", "checkpoint-00000020.pt"])
-    assert steps_at(near) == [10, 20]
-    for path in [*near.iterdir(), *folder.iterdir()]:
+    assert steps_at(local) == [10, 20]
+    for path in [*local.iterdir(), *folder.iterdir()]:
         path.write_bytes(b"")
     with pytest.raises(Corrupt, match="seal cannot be read"):
         CheckpointFolder(folder).newest()
 
 
-def test_of_several_that_wait_only_the_newest_and_the_best_are_published(
+def test_only_the_newest_and_the_best_of_several_pending_checkpoints_are_published(
     tmp_path, near_storage, monkeypatch, file_hook
 ):
     folder = pretend_far(monkeypatch, tmp_path / "far")
@@ -244,7 +247,8 @@ def test_of_several_that_wait_only_the_newest_and_the_best_are_published(
         assert reached.wait(30)
         for step, score in ((20, 1), (30, 2), (40, 3), (50, 4)):
             kept.save(step, content(step), score=score, wait=True)
-        assert steps_at(near_of(near_storage)) == [10, 20, 40, 50]  # 10 is on its way, 20 the best
+        # 10 is being published, and 20 is the best.
+        assert steps_at(near_of(near_storage)) == [10, 20, 40, 50]
         go_on.set()
         kept.finish()
         assert kept.failures == ()
@@ -252,12 +256,12 @@ def test_of_several_that_wait_only_the_newest_and_the_best_are_published(
     assert found(folder) == (50, [])
 
 
-def test_a_writer_gives_way_to_training(tmp_path, monkeypatch):
+def test_the_writer_has_a_lower_priority_unless_the_caller_waits_for_it(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(files.os, "setpriority", lambda which, thread, nice: given.append((thread, nice)))
     with CheckpointFolder(tmp_path) as kept:
         kept.save(1, content(1), wait=True)
-        assert given == []  # who waits for it wants it soon
+        assert given == []
         kept.save(2, content(2))
         kept.finish()
     assert [nice for _, nice in given] == [10]

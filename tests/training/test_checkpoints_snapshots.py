@@ -1,4 +1,4 @@
-"""What `save()` copies: nothing that happens later reaches the file, and tensors come back as they were."""
+"""The copies of `save()`: later changes do not reach the file, and tensors are loaded unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Return what comes back of content that is saved and loaded."""
+    """Return content after it was saved and loaded."""
     with CheckpointFolder(folder) as kept:
         kept.save(1, content, wait=True)
         newest = kept.newest()
@@ -50,7 +50,7 @@ def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
     assert "new" not in content["numbers"]
 
 
-def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path, file_hook):
+def test_a_save_waits_for_the_previous_one_whose_buffers_it_reuses(tmp_path, file_hook):
     held = HeldDisk(file_hook, "create")
     weights = torch.zeros(50)
     with CheckpointFolder(tmp_path) as kept:
@@ -62,7 +62,7 @@ def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path, file_ho
         releasing.start()
         weights.fill_(2)
         kept.save(2, {"weights": weights})
-        assert held.is_released  # it did not come back before
+        assert held.is_released
         releasing.join()
         kept.finish()
     for step in (1, 2):
@@ -70,7 +70,7 @@ def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path, file_ho
         assert torch.equal(saved["weights"], torch.full((50,), 2.0 * (step - 1)))
 
 
-def test_memory_is_kept_from_save_to_save(tmp_path):
+def test_buffers_are_reused(tmp_path):
     kept = snapshots.ContentCopier()
 
     def places(content: dict[str, Any]) -> set[int]:
@@ -101,7 +101,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_comes_back_with_its_values_type_and_strides(tmp_path, name):
+def test_a_tensor_is_loaded_with_its_values_dtype_and_strides(tmp_path, name):
     tensor = TENSORS[name]()
     back = through_file(tmp_path, {"tensor": tensor})["tensor"]
     assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
@@ -110,7 +110,7 @@ def test_a_tensor_comes_back_with_its_values_type_and_strides(tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse")
-def test_sparse_tensors_come_back(tmp_path):
+def test_sparse_tensors_are_loaded(tmp_path):
     back = through_file(tmp_path, {"sparse": torch.eye(3).to_sparse()})["sparse"]
     assert torch.equal(back.to_dense(), torch.eye(3))
 
@@ -124,7 +124,7 @@ def test_tied_weights_stay_tied(tmp_path):
     assert back["apart"][2, 3] != 77.0
 
 
-def test_a_slice_of_a_large_tensor_takes_the_slice_alone(tmp_path):
+def test_only_the_slice_of_a_large_tensor_is_saved(tmp_path):
     large = torch.randn(1000, 1000)
     with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"row": large[500], "next": large[501, :10]}, wait=True)
@@ -134,7 +134,7 @@ def test_a_slice_of_a_large_tensor_takes_the_slice_alone(tmp_path):
     assert torch.equal(content["next"], large[501, :10])
 
 
-def test_containers_come_back_as_they_were(tmp_path):
+def test_containers_are_loaded_unchanged(tmp_path):
     cycle: list[Any] = [1]
     cycle.append(cycle)
     one = {"x": 1}
@@ -166,7 +166,7 @@ class Colour(IntEnum):
 
 
 @pytest.mark.parametrize("value", [object(), np.datetime64("2020"), np.zeros(3), Colour.RED, Path("x"), lambda: 0])
-def test_what_cannot_be_loaded_safely_is_refused_at_once(tmp_path, value):
+def test_objects_that_cannot_be_loaded_safely_are_refused_immediately(tmp_path, value):
     with CheckpointFolder(tmp_path / "run") as kept:
         with pytest.raises(
             InvalidOption, match=r"Cannot save .+: the state has an object of the type [\w.<>]+; expected"
@@ -178,7 +178,7 @@ def test_what_cannot_be_loaded_safely_is_refused_at_once(tmp_path, value):
         assert kept.newest().content == {"state": 1}
 
 
-def test_without_memory_for_a_copy_it_is_written_at_once_from_the_tensors_themselves(tmp_path, monkeypatch):
+def test_without_memory_for_a_copy_the_original_tensors_are_written_before_save_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "memory_limits", lambda _: MemoryReport(1 << 30, 1000, "test"))
     monkeypatch.setattr(snapshots, "_UNCHECKED_BYTES", 1000)
     weights = torch.ones(100_000)
@@ -189,7 +189,8 @@ def test_without_memory_for_a_copy_it_is_written_at_once_from_the_tensors_themse
         assert torch.equal(kept.newest().content["weights"], torch.ones(100_000))
     with CheckpointFolder(tmp_path / "file") as kept:
         (tmp_path / "file").write_text("x")
-        kept.save(1, {"weights": weights})  # as with a copy: what fails in the middle of a training costs none of it
+        # As with a copy, a failure in the middle of a training does not raise.
+        kept.save(1, {"weights": weights})
         assert "Cannot save" in kept.failures[0][1]
         with pytest.raises(OSError, match="Cannot save"):
             kept.save(2, {"weights": weights}, wait=True)
@@ -197,7 +198,7 @@ def test_without_memory_for_a_copy_it_is_written_at_once_from_the_tensors_themse
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_tensors_of_a_gpu_come_back_and_later_changes_do_not_reach_the_file(tmp_path, file_hook):
+def test_gpu_tensors_are_loaded_and_later_changes_do_not_reach_the_file(tmp_path, file_hook):
     held = HeldDisk(file_hook, "create")
     weight = torch.randn(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
     expected = weight.cpu()
@@ -213,14 +214,14 @@ def test_tensors_of_a_gpu_come_back_and_later_changes_do_not_reach_the_file(tmp_
     assert content["tied"].untyped_storage().data_ptr() == content["weight"].untyped_storage().data_ptr()
 
 
-def test_numbers_of_numpy_come_back_as_numbers(tmp_path):
+def test_numpy_numbers_are_loaded_as_python_numbers(tmp_path):
     given = {"rate": np.float64(0.1), "half": np.float32(0.5), "count": np.int64(3), "is_on": np.bool_(True)}
     found = through_file(tmp_path, {"numbers": [given]})["numbers"][0]
     assert found == {"rate": 0.1, "half": 0.5, "count": 3, "is_on": True}
     assert [type(one) for one in found.values()] == [float, float, int, bool]
 
 
-def test_tensors_over_one_memory_of_numpy_come_back_each_in_its_length(tmp_path):
+def test_tensors_that_share_numpy_memory_are_loaded_in_their_own_lengths(tmp_path):
     memory = np.arange(10.0)
     for first, second in ((memory, memory[:5]), (memory[:5], memory)):
         given = {"one": torch.from_numpy(first), "other": torch.from_numpy(second)}

@@ -1,4 +1,4 @@
-"""CheckpointFolder on a disk that stops answering: no call waits for ever, and the folder stays consistent."""
+"""`CheckpointFolder` on a disk that does not respond: no call waits forever, and the folder stays consistent."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 @pytest.fixture
 def disk(file_hook) -> Iterator[HeldDisk]:
-    """Return a disk that answers nothing from its first write on, until it is released."""
+    """Return a disk that does not respond from its first write until it is released."""
     held = HeldDisk(file_hook, "write")
     yield held
     held.release()
 
 
-def test_every_call_gives_up_a_write_that_hangs_and_the_next_one_succeeds(tmp_path, file_hook):
+def test_every_call_abandons_a_write_that_hangs_and_the_next_write_succeeds(tmp_path, file_hook):
     save(tmp_path, 10)
     for step, operation in enumerate(("create", "write", "sync"), 20):
         with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as kept:
@@ -41,7 +41,7 @@ def test_every_call_gives_up_a_write_that_hangs_and_the_next_one_succeeds(tmp_pa
                     call(number, content(number), wait=True)
             with pytest.raises(TimedOut, match=r"Cannot finish .+ has not responded for .+ Check the disk"):
                 kept.finish()
-            assert kept.is_free  # nothing waits for it any more
+            assert kept.is_free
             assert [step for step, _ in kept.failures] == [step, step + 1]
             assert found(tmp_path)[0] == 10
             disk.release()
@@ -52,7 +52,7 @@ def test_every_call_gives_up_a_write_that_hangs_and_the_next_one_succeeds(tmp_pa
             (tmp_path / "checkpoint-00000030.json").unlink()
 
 
-def test_a_write_that_hangs_after_its_content_is_whole_comes_late_and_whole(tmp_path, file_hook):
+def test_a_write_that_hangs_after_its_content_is_complete_is_published_late(tmp_path, file_hook):
     with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as kept:
         disk = HeldDisk(file_hook, "rename")
         with pytest.raises(TimedOut):
@@ -64,7 +64,7 @@ def test_a_write_that_hangs_after_its_content_is_whole_comes_late_and_whole(tmp_
         kept.finish()
 
 
-def test_without_waiting_a_write_that_hangs_is_a_failure_that_is_said_once(tmp_path, disk, caplog):
+def test_without_waiting_a_write_that_hangs_is_listed_and_logged_once(tmp_path, disk, caplog):
     with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as kept:
         for step in (10, 20, 30):
             kept.save(step, content(step))
@@ -74,7 +74,7 @@ def test_without_waiting_a_write_that_hangs_is_a_failure_that_is_said_once(tmp_p
         disk.release()
 
 
-def test_a_close_that_would_wait_for_ever_raises_unless_another_error_counts(tmp_path, file_hook):
+def test_a_close_that_would_wait_forever_raises_unless_there_is_another_error(tmp_path, file_hook):
     def leave(error: Exception | None) -> None:
         disk = HeldDisk(file_hook, "write")
         kept = CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S)
@@ -86,7 +86,8 @@ def test_a_close_that_would_wait_for_ever_raises_unless_another_error_counts(tmp
                     raise error
         finally:
             assert [step for step, _ in kept.failures] == [10]
-            kept.close()  # a second time it is known
+            # The second call does not raise again.
+            kept.close()
             disk.release()
 
     with pytest.raises(ValueError, match="planned"):
@@ -96,11 +97,12 @@ def test_a_close_that_would_wait_for_ever_raises_unless_another_error_counts(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_training_goes_on_while_its_disk_hangs_and_says_what_was_not_saved(tmp_path, data, file_hook):
+def test_training_continues_while_its_disk_hangs_and_reports_failed_saves(tmp_path, data, file_hook):
     disks: list[HeldDisk] = []
 
     def note(done: meters.StepDone) -> None:
-        if done.step == 7:  # of the second of four epochs of 6 steps
+        # This is the first step of the second epoch.
+        if done.step == 7:
             wait_for(lambda: not writers(), "the checkpoint of the first one")
             disks.append(HeldDisk(file_hook, "create"))
         if done.step == 20:
@@ -113,7 +115,7 @@ def test_a_training_goes_on_while_its_disk_hangs_and_says_what_was_not_saved(tmp
     assert steps_at(tmp_path)[-1] == 24
 
 
-def test_an_error_waits_for_the_checkpoint_that_a_slow_disk_is_writing(tmp_path, data, file_hook):
+def test_an_error_waits_for_the_checkpoint_that_is_written_to_a_slow_disk(tmp_path, data, file_hook):
     def note(done: meters.StepDone) -> None:
         if done.step == 1:
             wait_for(lambda: not writers(), "the first checkpoint")
@@ -129,7 +131,7 @@ def test_an_error_waits_for_the_checkpoint_that_a_slow_disk_is_writing(tmp_path,
     assert steps_at(tmp_path) == [0, 6]
 
 
-def test_a_training_whose_last_checkpoint_hangs_ends_with_an_error(tmp_path, data, file_hook):
+def test_a_training_whose_last_checkpoint_hangs_raises(tmp_path, data, file_hook):
     disks: list[HeldDisk] = []
 
     def note(done: meters.StepDone) -> None:

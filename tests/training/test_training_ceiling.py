@@ -1,4 +1,4 @@
-"""`headspace()`: the speed of a step without waiting, and nothing is changed by measuring it."""
+"""`headspace()`: measures the speed of a step alone and changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Setup:
 
 
 @pytest.mark.parametrize("taken", [0, 2, 6])
-def test_training_goes_on_as_if_nothing_had_been_measured(data, taken):
+def test_training_continues_as_without_a_measurement(data, taken):
     ends = []
     for measures in (False, True):
         setup = Setup(data)
@@ -48,7 +48,7 @@ def test_training_goes_on_as_if_nothing_had_been_measured(data, taken):
     assert ends[0][3:] == ends[1][3:]
 
 
-def test_gradients_stay(data):
+def test_gradients_are_restored(data):
     setup = Setup(data)
     weight = setup.model[1].weight
     weight.grad = torch.full_like(weight, 3.0)
@@ -57,7 +57,7 @@ def test_gradients_stay(data):
     assert setup.model[1].bias.grad is None
 
 
-def test_a_step_of_ones_own_says_what_it_changes(data):
+def test_a_custom_step_requires_state(data):
     setup = Setup(data)
     calls = []
 
@@ -76,7 +76,7 @@ def test_a_step_of_ones_own_says_what_it_changes(data):
     assert "loader alone" in report._repr_html_()
 
 
-def test_a_step_that_fails_leaves_all_as_it_was(data):
+def test_a_step_that_fails_changes_nothing(data):
     setup = Setup(data)
     position = setup.loader.state_dict()
 
@@ -92,7 +92,7 @@ def test_a_step_that_fails_leaves_all_as_it_was(data):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_another_loader_gives_its_first_batches_and_goes_on_where_it_was(data, workers):
+def test_the_first_batches_of_another_loader_are_used_and_its_position_is_kept(data, workers):
     setup = Setup(data)
     seen = []
 
@@ -120,7 +120,7 @@ def test_another_loader_gives_its_first_batches_and_goes_on_where_it_was(data, w
     assert len({one.data_ptr() for one in seen}) == 2
 
 
-def test_a_watched_loader_of_ours_does_not_move(data):
+def test_the_position_of_a_watched_loader_is_kept(data):
     setup = Setup(data)
     before = setup.loader.state_dict()
     watched = colabkit.watch(setup.loader)
@@ -129,7 +129,7 @@ def test_a_watched_loader_of_ours_does_not_move(data):
 
 
 class Reused:
-    """A loader that gives the same memory again and again."""
+    """A loader that returns the same memory for each batch."""
 
     def __iter__(self):
         buffer = torch.zeros(4, 3, 2, 2)
@@ -137,13 +137,13 @@ class Reused:
             yield buffer.fill_(number), torch.zeros(4)
 
 
-def test_a_loader_that_gives_the_same_memory_again_and_again_is_copied():
+def test_batches_of_a_loader_that_reuses_memory_are_copied():
     seen = set()
     colabkit.headspace(lambda batch: seen.add(batch[0].mean().item()), Reused(), state={}, seconds=0.02)
     assert seen == {0.0, 1.0, 2.0, 3.0}
 
 
-def test_what_can_be_iterated_once_is_refused_and_left_alone():
+def test_an_iterator_is_refused_and_not_advanced():
     batches = iter(Reused())
     with pytest.raises(
         InvalidOption, match=r"^Cannot measure the headspace: loader is a generator, which can be iterated only once"
@@ -154,12 +154,12 @@ def test_what_can_be_iterated_once_is_refused_and_left_alone():
         colabkit.headspace(lambda batch: None, [], state={})
 
 
-def test_batches_that_do_not_tell_their_size_have_that_of_the_loader():
+def test_batches_of_unknown_size_have_the_batch_size_of_the_loader():
     theirs = DataLoader(TensorDataset(torch.zeros(32, 3)), 16, collate_fn=lambda samples: {"graph", "of", "nodes"})
     assert colabkit.headspace(lambda batch: None, theirs, state={}, seconds=0.02).batch_size == 16
 
 
-def test_each_step_counts_with_its_own_samples(data, monkeypatch):
+def test_throughput_uses_the_samples_of_each_step(data, monkeypatch):
     monkeypatch.setattr(ceiling, "_timed", lambda step, batch, gpus: 0.001 * len(batch))
     uneven = DataLoader(torch.zeros(12, 3), 8)
     report = colabkit.headspace(len, uneven, state={}, seconds=1)
@@ -167,7 +167,7 @@ def test_each_step_counts_with_its_own_samples(data, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"batches": 0}, {"seconds": 0}, {"seconds": "soon"}])
-def test_what_cannot_be_meant_is_one_line(data, options):
+def test_invalid_arguments_are_refused(data, options):
     setup = Setup(data)
     with pytest.raises(InvalidOption, match=r"^Cannot measure the headspace: "):
         colabkit.headspace(setup.step, setup.loader, **options)
@@ -175,7 +175,7 @@ def test_what_cannot_be_meant_is_one_line(data, options):
         colabkit.headspace(setup.step, data)
 
 
-def test_what_no_state_holds_is_put_back_too_and_half_a_step_is_refused(data):
+def test_buffers_outside_the_state_are_restored_and_pending_gradients_are_refused(data):
     setup = Setup(data)
     setup.model.register_buffer("count", torch.zeros(()), persistent=False)
 

@@ -1,4 +1,4 @@
-"""`k_fold()`: every sample is held out once, over one pack, and the numbers are told with their spread."""
+"""`k_fold()`: holds out every sample once, over one pack, and reports the mean and spread of the numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_sample_is_held_out_once_and_all_folds_share_one_pack(data):
     assert repr(report) == "3 folds: fold 1 ± 1"
 
 
-def test_reports_of_train_are_compared_by_their_last_numbers(tmp_path, data):
+def test_reports_of_train_are_averaged_over_their_last_epochs(tmp_path, data):
     def run(train, held_out, fold):
         torch.manual_seed(fold)
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
@@ -63,21 +63,21 @@ def test_reports_of_train_are_compared_by_their_last_numbers(tmp_path, data):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"folds": 1}, "folds=1"), ({"folds": 99}, "99"), ({"folds": "3"}, "folds='3'")]
+    ("options", "message"), [({"folds": 1}, "folds=1"), ({"folds": 99}, "99"), ({"folds": "3"}, "folds='3'")]
 )
-def test_folds_that_cannot_be_made_are_one_line(data, options, said):
-    with pytest.raises(InvalidOption, match=said):
+def test_invalid_numbers_of_folds_are_refused(data, options, message):
+    with pytest.raises(InvalidOption, match=message):
         colabkit.k_fold(lambda train, held_out, fold: {}, data, **options)
 
 
-def test_what_returns_no_numbers_and_what_is_no_pack_are_refused(data):
+def test_a_function_without_numbers_and_other_data_are_refused(data):
     with pytest.raises(InvalidOption, match="run returned a str"):
         colabkit.k_fold(lambda train, held_out, fold: "text", data)
     with pytest.raises(InvalidOption, match="a split of a pack"):
         colabkit.k_fold(lambda train, held_out, fold: {}, [1, 2, 3])
 
 
-def test_folds_end_where_training_was_stopped_and_say_so(data):
+def test_k_fold_ends_at_a_stopped_training_and_reports_it(data):
     def waits(batch):
         deadline = time.monotonic() + 1.5
         while time.monotonic() < deadline:
@@ -92,7 +92,7 @@ def test_folds_end_where_training_was_stopped_and_say_so(data):
     assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline, make the same call again to continue"
 
 
-def test_a_fold_whose_number_is_not_finite_costs_no_other_fold(data):
+def test_a_number_that_is_not_finite_affects_no_other_number(data):
     values = {"nan": (1.0, math.nan, 2.0), "inf": (1.0, 2.0, math.inf), "loss": (1.0, 2.0, 3.0)}
     report = colabkit.k_fold(lambda train, held_out, fold: {name: values[name][fold] for name in values}, data, folds=3)
     assert len(report.folds) == 3
@@ -101,6 +101,6 @@ def test_a_fold_whose_number_is_not_finite_costs_no_other_fold(data):
     assert "nan nan" in repr(report)
 
 
-def test_what_is_no_function_is_refused_before_the_first_fold(data):
+def test_a_value_that_is_not_callable_is_refused_before_the_first_fold(data):
     with pytest.raises(InvalidOption, match="run=3; expected a callable"):
         colabkit.k_fold(3, data)

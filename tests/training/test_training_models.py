@@ -1,4 +1,4 @@
-"""The small network, and networks that learn: a transformer on digits, a residual network on photos of leaves."""
+"""`small_network()`, and models that learn: a transformer on digits, and a residual network on larger images."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Arrays = dict[str, dict[str, np.ndarray]]
 
 @pytest.mark.parametrize("shape", [(8, 8, 3), (1, 1, 1), (28, 28, 1), (64, 48, 3), (224, 224, 3)])
 @pytest.mark.parametrize("classes", [1, 10])
-def test_it_gives_a_score_for_each_class_of_images_of_any_shape(shape: tuple[int, int, int], classes: int) -> None:
+def test_it_returns_a_score_for_each_class_for_images_of_any_shape(shape: tuple[int, int, int], classes: int) -> None:
     model = colabkit.small_network(classes, shape)
     images = torch.rand(2, shape[2], *shape[:2])
     assert model.eval()(images).shape == (2, classes)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
 
 
-def test_the_seed_decides_the_weights_and_torchs_generator_stays_as_it_is() -> None:
+def test_the_seed_determines_the_weights_and_torchs_generator_is_unchanged() -> None:
     before = torch.random.get_rng_state()
     first, same, other = (colabkit.small_network(3, (8, 8, 3), seed=seed) for seed in (0, 0, 1))
     assert torch.equal(before, torch.random.get_rng_state())
@@ -35,16 +35,16 @@ def test_the_seed_decides_the_weights_and_torchs_generator_stays_as_it_is() -> N
 
 
 @pytest.mark.parametrize(
-    ("classes", "shape", "said"),
+    ("classes", "shape", "message"),
     [(0, (8, 8, 3), "classes=0"), (3, (), r"shape=\(\)"), (3, (8, 8), r"shape=\(8, 8\)"), (3, (0, 8, 3), "shape")],
 )
-def test_what_is_no_image_or_no_class_is_refused(classes: int, shape: tuple[int, ...], said: str) -> None:
-    with pytest.raises(InvalidOption, match=said):
+def test_invalid_shapes_and_numbers_of_classes_are_refused(classes: int, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
         colabkit.small_network(classes, shape)
 
 
 def drawn(shape: tuple[int, int, int], classes: int, train: int, dev: int, spread: float, seed: int = 3) -> Arrays:
-    """Return images `uint8 [N, H, W, C]` and labels by split: for each class a coarse picture under noise."""
+    """Return images `uint8 [N, H, W, C]` and labels by split: a coarse picture for each class, with noise."""
     random = np.random.default_rng(seed)
     height, width, channels = shape
     coarse = random.uniform(40, 215, (classes, 7, 7, channels))
@@ -60,7 +60,7 @@ def drawn(shape: tuple[int, int, int], classes: int, train: int, dev: int, sprea
 def learned(
     model: nn.Module, arrays: Arrays, out: Path, batch_size: int, epochs: int, rate: float
 ) -> tuple[float, float, colabkit.TrainReport]:
-    """Pack, load and train; return loss and accuracy on `dev` before, and what came of it."""
+    """Pack, load and train; return loss and accuracy on `dev` before the training, and the report."""
     data = colabkit.open_pack(colabkit.pack(arrays, out, progress=False).path)
     loader = colabkit.Loader(data["train"], batch_size, shuffle=True, transform=colabkit.augment.Normalize())
     judged = colabkit.Loader(data["dev"], batch_size, transform=colabkit.augment.Normalize())
@@ -82,7 +82,7 @@ def learned(
     ),
     ids=["ViT on digits", "ResNet on leaves"],
 )
-def test_a_model_learns_what_is_in_the_images(tmp_path, model, arrays, batch_size, epochs, rate):
+def test_a_model_learns_to_classify_the_images(tmp_path, model, arrays, batch_size, epochs, rate):
     made = drawn(*arrays)
     loss, accuracy, report = learned(model(), made, tmp_path / "data.h5", batch_size, epochs, rate)
     chance = 1 / arrays[1]

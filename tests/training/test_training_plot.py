@@ -1,4 +1,4 @@
-"""`TrainReport.plot()`: a figure of where the time went, of speed, of the machine, and of every value."""
+"""`TrainReport.plot()`: a figure of the time, the throughput, the machine, and every value."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ RUN = TrainReport((), 0, 0, 1.0, 10.0, 0.2, {}, {}, (), None, None, None, None, 
 
 
 def epoch(number: int, **changes: float) -> EpochRecord:
-    """Return an epoch of 10 s, of which 2 s were waited for data, 1 s was copies, 6 s steps and 1 s other work."""
+    """Return an epoch of 10 s: 2 s waiting for data, 1 s of copies, 6 s of steps and 1 s of other work."""
     parts = {"seconds": 10.0, "wait_s": 2.0, "copy_s": 1.0, "compute_s": 6.0, "other_s": 1.0, **changes}
     return EpochRecord(epoch=number, steps=5, samples=100, values={"loss": 1.0}, **parts)
 
 
 def run(epochs: int = 3, **changes: Any) -> TrainReport:
-    """Return the report of a run with a loss that falls."""
+    """Return the report of a run with a decreasing loss."""
     curve = {"loss": [(step, 1 / step) for step in range(1, 5 * epochs + 1)]}
     return replace(RUN, epochs=tuple(map(epoch, range(epochs))), trained=epochs, **{"curve": curve, **changes})
 
 
 def machine(count: int, gpus: int, **changes: Any) -> tuple[HostSnapshot, ...]:
-    """Return snapshots of a machine, of which the first knows no rates."""
+    """Return snapshots of a machine; the first one has no rates."""
     cards = [GpuSnapshot(f"GPU-{place}", utilization_rate=0.1 * (place + 1)) for place in range(gpus)]
     rates = {"cpu_rate": 0.6, "own_cpu_rate": 0.5, **changes}
     known = {"ram_used_bytes": 1, "ram_total_bytes": 4, "gpus": tuple(cards)}
@@ -47,11 +47,11 @@ def axes_of(report: TrainReport) -> dict[str, Any]:
 
 
 def legend_of(axes: Any) -> list[str]:
-    """Return the words of a legend."""
+    """Return the labels of a legend."""
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_a_figure_is_written_where_it_is_asked_for_whole_or_not_at_all(tmp_path):
+def test_a_figure_is_written_atomically_to_the_requested_path(tmp_path):
     path = tmp_path / "run.png"
     path.write_text("the one before")
     assert run().plot(str(path)).axes
@@ -62,17 +62,17 @@ def test_a_figure_is_written_where_it_is_asked_for_whole_or_not_at_all(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("run.odt", "'.odt' is not an image format"), ("run", "its name has no extension")]
+    ("name", "message"), [("run.odt", "'.odt' is not an image format"), ("run", "its name has no extension")]
 )
-def test_a_figures_name_says_its_format_or_is_one_line_of_error(tmp_path, name, said):
+def test_a_figure_name_without_an_image_format_is_refused(tmp_path, name, message):
     with pytest.raises(
-        InvalidOption, match=rf"Cannot save the figure as '.*': {said}.*; expected one of .*png, .*\. .*run\.png"
+        InvalidOption, match=rf"Cannot save the figure as '.*': {message}.*; expected one of .*png, .*\. .*run\.png"
     ):
         run().plot(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_value_has_its_axes_with_training_and_validation(tmp_path, data):
+def test_every_value_has_axes_with_training_and_validation(tmp_path, data):
     report = train(
         lambda batch: {"loss": torch.tensor(0.5), "rate": 3},
         Loader(data, 4),
@@ -89,7 +89,7 @@ def test_every_value_has_its_axes_with_training_and_validation(tmp_path, data):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_the_time_of_an_epoch_is_stacked_and_told_apart_without_colour():
+def test_the_parts_of_an_epoch_are_stacked_and_distinguishable_without_color():
     axes = axes_of(run())["Where the time went"]
     assert legend_of(axes) == ["waiting for data 20%", "copy 10%", "step 60%", "other 10%"]
     first = [container[0] for container in axes.containers]
@@ -99,7 +99,7 @@ def test_the_time_of_an_epoch_is_stacked_and_told_apart_without_colour():
     assert axes.get_ylabel() == "seconds"
 
 
-def test_parts_without_time_are_not_named_and_time_without_parts_is():
+def test_parts_without_time_are_omitted_and_untimed_time_is_shown():
     epochs = (epoch(0, copy_s=0.0, compute_s=0.0, other_s=0.0),)
     assert legend_of(axes_of(replace(run(1), epochs=epochs))["Where the time went"]) == [
         "waiting for data 20%",
@@ -108,13 +108,13 @@ def test_parts_without_time_are_not_named_and_time_without_parts_is():
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(10.0, "seconds"), (600.0, "minutes"), (20_000.0, "hours")])
-def test_long_epochs_are_told_in_longer_units(seconds, unit):
+def test_long_epochs_use_longer_units(seconds, unit):
     epochs = (epoch(0, seconds=seconds, compute_s=seconds - 4),)
     assert axes_of(replace(run(1), epochs=epochs))["Where the time went"].get_ylabel() == unit
 
 
 @pytest.mark.parametrize("count", [1, 3, 12, 30, 41, 200])
-def test_any_number_of_epochs_is_drawn_with_as_much_as_has_room(count):
+def test_any_number_of_epochs_is_drawn_with_the_details_that_fit(count):
     axes = axes_of(run(count, hosts=machine(20, 1)))
     time, speed = axes["Where the time went"], axes["Throughput"]
     assert len(time.containers) == (4 if count <= 40 else 0)
@@ -127,7 +127,7 @@ def test_throughput_is_written_on_the_bars():
     assert [text.get_text() for text in axes_of(run(2))["Throughput"].texts] == ["10", "10"]
 
 
-def test_use_of_the_machine_is_drawn_over_time_from_its_snapshots():
+def test_machine_utilization_is_drawn_over_time():
     axes = axes_of(run(hosts=machine(11, 1)))["Use of the machine"]
     assert legend_of(axes) == ["GPU", "CPU", "CPU of this process", "RAM"]
     gpu, cpu, own, ram = axes.lines
@@ -138,32 +138,33 @@ def test_use_of_the_machine_is_drawn_over_time_from_its_snapshots():
     assert len({line.get_linestyle() for line in (cpu, own, ram)}) == 3
 
 
-def test_several_gpus_are_a_mean_and_a_range():
+def test_several_gpus_are_drawn_as_mean_and_range():
     axes = axes_of(run(hosts=machine(11, 3)))["Use of the machine"]
     assert legend_of(axes)[0] == "GPUs, mean of 3 and range"
     assert axes.lines[0].get_ydata()[5] == pytest.approx(20)
     assert len(axes.collections) == 1
 
 
-def test_what_a_machine_does_not_tell_is_left_out():
+def test_unknown_values_of_a_machine_are_omitted():
     hosts = machine(11, 0, cpu_rate=None)
     assert legend_of(axes_of(run(hosts=hosts))["Use of the machine"]) == ["CPU of this process", "RAM"]
     lost = replace(hosts[4], gpus=(GpuSnapshot(is_lost=True),))
     assert legend_of(axes_of(run(hosts=(lost, *hosts)))["Use of the machine"]) == ["CPU of this process", "RAM"]
 
 
-def test_long_watches_are_thinned_to_what_the_eye_can_follow():
+def test_many_snapshots_are_averaged_to_few_points():
     axes = axes_of(run(hosts=machine(600, 1)))["Use of the machine"]
     assert len(axes.lines[0].get_xdata()) == 150
-    assert axes.lines[0].get_xdata()[0] == pytest.approx(1.5 / 60)  # the mean of four
+    # The first point is the mean of four snapshots.
+    assert axes.lines[0].get_xdata()[0] == pytest.approx(1.5 / 60)
 
 
 @pytest.mark.parametrize("hosts", [(), machine(1, 1)])
-def test_without_snapshots_the_rest_is_drawn(hosts):
+def test_a_run_without_snapshots_is_drawn_without_the_machine(hosts):
     assert list(axes_of(run(hosts=hosts))) == ["Where the time went", "Throughput", "loss"]
 
 
-def test_a_loss_that_breaks_is_drawn_until_then_and_its_step_named():
+def test_a_loss_that_becomes_nan_is_drawn_until_then_with_its_step():
     curve = {"loss": [(step, 1 / step if step < 40 else math.nan) for step in range(1, 101)]}
     axes = axes_of(run(20, curve=curve))["loss"]
     assert legend_of(axes) == ["training", "not finite at step 40"]
@@ -171,7 +172,7 @@ def test_a_loss_that_breaks_is_drawn_until_then_and_its_step_named():
     assert [math.isfinite(value) for value in smoothed] == [True] * 39 + [False] * 61
 
 
-def test_a_loss_that_recovers_is_drawn_again():
+def test_a_loss_that_is_finite_again_is_drawn_again():
     curve = {"loss": [(step, math.inf if step == 50 else 1.0) for step in range(1, 101)]}
     smoothed = axes_of(run(20, curve=curve))["loss"].lines[1].get_ydata()
     assert [math.isfinite(value) for value in smoothed].count(False) == 1
@@ -179,14 +180,14 @@ def test_a_loss_that_recovers_is_drawn_again():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
-def test_what_cannot_be_drawn_is_left_out(tmp_path, data, value):
+def test_values_that_are_not_finite_are_omitted(tmp_path, data, value):
     report = train(lambda batch: value, Loader(data, 4), on_nonfinite="continue")
     report.plot().savefig(tmp_path / "figure.png")
     if value is not None:
         assert legend_of(axes_of(report)["loss"]) == ["not finite at step 1"]
 
 
-def test_a_run_that_was_stopped_in_its_first_epoch_shows_its_values():
+def test_a_run_stopped_in_its_first_epoch_shows_its_values():
     report = replace(run(1), epochs=(), validations=(Validation(3, {"score": 1.0}),))
     assert list(axes_of(report)) == ["loss", "score"]
 
@@ -195,7 +196,7 @@ def test_the_headline_is_that_of_the_report():
     assert run().plot().get_suptitle() == "Trained 3 epochs in 1.0 s: 10 images/s, 20% waiting for data"
 
 
-def test_nothing_trained_or_nothing_to_draw_with_is_one_line(data, monkeypatch):
+def test_a_report_without_steps_and_a_missing_matplotlib_are_errors(data, monkeypatch):
     with pytest.raises(InvalidOption, match="the report has no steps"):
         train(lambda batch: None, Loader(data, 4), epochs=0).plot()
     report = train(lambda batch: 1.0, Loader(data, 4))

@@ -1,4 +1,4 @@
-"""What steps return: means over samples, and a curve of a thousand points whatever the length of the run."""
+"""The values that steps return: means over samples, and a curve of at most 1,000 points for runs of any length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colabkit.training.records import SampleMeans, ValueCurve, ValueRecorder
 
 
 @pytest.mark.parametrize("parts", [[3_000], [1, 2_999], [999, 1, 1_000, 1_000], [1_500, 1_500]])
-def test_reading_in_any_parts_comes_to_the_same_bits(parts):
+def test_reading_at_any_steps_gives_bit_identical_means(parts):
     draws = torch.rand(3_000, generator=torch.Generator().manual_seed(1))
     curve, means = ValueCurve(), SampleMeans()
     recorder = ValueRecorder(curve, means)
@@ -35,7 +35,7 @@ def test_reading_in_any_parts_comes_to_the_same_bits(parts):
 
 
 @pytest.mark.parametrize("steps", [1, 10, 999, 1_000, 1_001, 12_345])
-def test_a_curve_has_at_most_a_thousand_points_which_are_means(steps):
+def test_a_curve_has_at_most_1000_points_which_are_means(steps):
     curve = ValueCurve()
     for step in range(1, steps + 1):
         curve.add("step", step, float(step))
@@ -48,7 +48,7 @@ def test_a_curve_has_at_most_a_thousand_points_which_are_means(steps):
     assert points[-1][1] <= steps
 
 
-def test_values_may_be_of_any_kind_and_come_and_go():
+def test_values_may_have_any_numeric_type_and_be_missing_in_some_steps():
     curve, means = ValueCurve(), SampleMeans()
     recorder = ValueRecorder(curve, means)
     recorder.add(1, 2, {"loss": torch.tensor(1.0)})
@@ -60,7 +60,7 @@ def test_values_may_be_of_any_kind_and_come_and_go():
     assert curve.points()["odd"] == [(2, 4.0)]
 
 
-def test_what_is_no_number_stays_so():
+def test_nan_values_give_a_nan_mean():
     curve, means = ValueCurve(), SampleMeans()
     recorder = ValueRecorder(curve, means)
     recorder.add(1, 1, {"loss": float("nan")})
@@ -68,5 +68,5 @@ def test_what_is_no_number_stays_so():
     assert math.isnan(means.read()["loss"])
 
 
-def test_means_of_several_processes_count_samples():
+def test_means_of_several_processes_are_weighted_by_samples():
     assert SampleMeans.of_all([{"a": (6.0, 2)}, {"a": (3.0, 1), "b": (1.0, 1)}, {}]).read() == {"a": 3.0, "b": 1.0}

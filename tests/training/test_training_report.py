@@ -1,4 +1,4 @@
-"""`TrainReport` as plain values and as a file: small for long runs, and read again as it was written."""
+"""`TrainReport` as plain values and as a file: small even for long runs, and read back unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGET_BYTES = 200_000
 
 
 def long_run(epochs: int, gpus: int) -> TrainReport:
-    """Return the report of a run with awkward numbers in every field, and as much of each as there can be."""
+    """Return the report of a run with numbers of many digits in every field, and the maximum of everything."""
     values = {"loss": 1 / 3, "accuracy": 2 / 3, "rate": 1e-3 / 7}
     part = PartSnapshot("gather", 10, 100, 1 / 3)
     steps = tuple(StepTimes(1 / 3, 1 / 7, 1 / 9, 1 / 11, 4) for _ in range(512))
@@ -57,65 +57,65 @@ def long_run(epochs: int, gpus: int) -> TrainReport:
 
 @pytest.mark.parametrize("epochs", sampled([1, 200, 5000], 2))
 @pytest.mark.parametrize("gpus", sampled([0, 1, 8], 2))
-def test_the_longest_run_is_json_within_its_budget(epochs, gpus):
-    told = long_run(epochs, gpus).to_dict()
-    text = json.dumps(told)
+def test_the_longest_run_is_json_within_the_size_limit(epochs, gpus):
+    values = long_run(epochs, gpus).to_dict()
+    text = json.dumps(values)
     assert len(text) < BUDGET_BYTES
-    assert json.loads(text) == told
+    assert json.loads(text) == values
 
 
-def test_long_lists_are_thinned_with_first_and_last_kept():
+def test_long_lists_are_thinned_and_keep_the_first_and_last_entry():
     report = long_run(5000, 1)
-    told = report.to_dict()
-    assert len(told["epochs"]) == len(told["validations"]) == 200
-    assert [told["epochs"][place]["epoch"] for place in (0, -1)] == [0, 4999]
-    assert [told["validations"][place]["step"] for place in (0, -1)] == [391, 391 * 5000]
-    assert [told["curve"]["loss"][place][0] for place in (0, -1)] == [391, 391_000]
-    assert told["hosts"][-1]["at_s"] == pytest.approx(report.hosts[-1].at_s, rel=1e-4)
-    assert len(told["hosts"]) == 60
+    values = report.to_dict()
+    assert len(values["epochs"]) == len(values["validations"]) == 200
+    assert [values["epochs"][place]["epoch"] for place in (0, -1)] == [0, 4999]
+    assert [values["validations"][place]["step"] for place in (0, -1)] == [391, 391 * 5000]
+    assert [values["curve"]["loss"][place][0] for place in (0, -1)] == [391, 391_000]
+    assert values["hosts"][-1]["at_s"] == pytest.approx(report.hosts[-1].at_s, rel=1e-4)
+    assert len(values["hosts"]) == 60
     assert len(report.epochs) == 5000
 
 
-def test_a_short_run_is_told_whole():
+def test_a_short_run_is_not_thinned():
     report = replace(long_run(3, 1), hosts=())
-    told = report.to_dict()
-    assert told["epochs"] == [asdict(record) for record in report.epochs]
-    assert told["facts"]["batch_size"] == 128
-    assert told["spent"]["wait_s"] == report.spent.wait_s
-    assert told["spent"]["parts"][0]["name"] == "gather"
-    assert "recent" not in told["spent"]
+    values = report.to_dict()
+    assert values["epochs"] == [asdict(record) for record in report.epochs]
+    assert values["facts"]["batch_size"] == 128
+    assert values["spent"]["wait_s"] == report.spent.wait_s
+    assert values["spent"]["parts"][0]["name"] == "gather"
+    assert "recent" not in values["spent"]
 
 
-def test_a_saved_report_is_read_back_as_it_was_told(tmp_path):
+def test_a_saved_report_is_read_back_unchanged(tmp_path):
     report = long_run(3, 1)
     path = report.save(tmp_path / "runs" / "first.json")
     assert path == tmp_path / "runs" / "first.json"
-    told = json.loads(path.read_text(encoding="utf-8"))
-    assert told["spent"].pop("recent") == [pytest.approx(list(step), rel=1e-4) for step in report.spent.recent]
-    assert told == report.to_dict()
+    values = json.loads(path.read_text(encoding="utf-8"))
+    assert values["spent"].pop("recent") == [pytest.approx(list(step), rel=1e-4) for step in report.spent.recent]
+    assert values == report.to_dict()
     replace(report, trained=7).save(str(path))
     assert json.loads(path.read_text(encoding="utf-8"))["trained"] == 7
     assert [file.name for file in path.parent.iterdir()] == ["first.json"]
 
 
-def test_numbers_that_json_does_not_know_are_null_in_the_file(tmp_path):
+def test_nan_and_infinity_are_null_in_the_file(tmp_path):
     report = replace(long_run(1, 0), best_value=math.inf, curve={"loss": [(1, math.nan), (2, 0.5)]})
 
     def refuse(constant: str) -> None:
-        pytest.fail(f"{constant} is no JSON")
+        pytest.fail(f"{constant} is not JSON")
 
-    told = json.loads(report.save(tmp_path / "report.json").read_text(), parse_constant=refuse)
-    assert told["best_value"] is None
-    assert told["curve"]["loss"] == [[1, None], [2, 0.5]]
+    values = json.loads(report.save(tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert values["best_value"] is None
+    assert values["curve"]["loss"] == [[1, None], [2, 0.5]]
 
 
 def test_a_report_of_a_real_run_is_saved(tmp_path, data):
     report = train(lambda batch: 1.0, Loader(data, 4), epochs=2)
-    told = json.loads(report.save(tmp_path / "report.json").read_text())
-    assert [record["samples"] for record in told["epochs"]] == [22, 22]
+    values = json.loads(report.save(tmp_path / "report.json").read_text())
+    assert [record["samples"] for record in values["epochs"]] == [22, 22]
 
 
-def test_where_a_report_cannot_be_saved_one_line_says_why(tmp_path):
+def test_a_path_that_cannot_be_written_raises_file_failed(tmp_path):
     report = long_run(1, 0)
     (tmp_path / "file").write_text("")
     with pytest.raises(FileFailed, match="Cannot save the report"):
@@ -125,19 +125,19 @@ def test_where_a_report_cannot_be_saved_one_line_says_why(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_report_for_drive_needs_drive(monkeypatch):
+def test_saving_to_drive_requires_a_mount(monkeypatch):
     monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
     with pytest.raises(NotMounted):
         long_run(1, 0).save("drive:report.json")
 
 
-def test_records_of_earlier_versions_are_read_without_the_newer_parts():
+def test_records_of_earlier_versions_have_no_newer_times():
     record = EpochRecord(epoch=0, steps=1, samples=2, seconds=3.0, wait_s=1.0, values={}, validation={})
     assert (record.copy_s, record.compute_s, record.other_s) == (0, 0, 0)
 
 
-def test_the_table_tells_all_that_the_lines_tell(tmp_path):
+def test_the_table_and_the_summary_have_all_incidents(tmp_path):
     report = replace(
         long_run(1, 0),
         stopped="SIGTERM",
@@ -147,6 +147,6 @@ def test_the_table_tells_all_that_the_lines_tell(tmp_path):
         failed_saves=((12, "the disk is full"),),
     )
     html = report._repr_html_()
-    for told in ("by SIGTERM", "00000007", "it ends early", "the scheduler", "at step 12: the disk is full"):
-        assert told in html
-        assert told in repr(report)
+    for text in ("by SIGTERM", "00000007", "it ends early", "the scheduler", "at step 12: the disk is full"):
+        assert text in html
+        assert text in repr(report)

@@ -1,4 +1,4 @@
-"""When `train()` saves and judges: by steps, by the clock, by epochs; the best checkpoint stays."""
+"""The checkpoints and validations of `train()`: by steps, by time and by epochs; the best checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from colabkit.training.steps import supervised_step
 
 
 def nothing(batch: object) -> None:
-    """Be a step that does nothing."""
+    """Act as a step that does nothing."""
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -35,13 +35,13 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def judged(data: PackedDataset, folder: Path, losses: list[float], **options: object) -> TrainReport:
-    """Train one epoch for each loss that a validation is to find."""
+    """Train one epoch for each loss that a validation returns."""
     left = iter(losses)
     options = {"validate": lambda: {"loss": next(left)}, "epochs": len(losses), **options}
     return train(nothing, Loader(data, 4), save_to=folder, **options)
 
 
-def test_the_last_ones_and_the_best_stay(tmp_path, data):
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, data):
     report = judged(data, tmp_path, [3.0, 1.0, 2.0, 2.5, 4.0])
     assert steps_in(tmp_path) == [12, 24, 30]
     assert (report.best, report.best_value) == (tmp_path / "checkpoint-00000012.pt", 1.0)
@@ -52,14 +52,14 @@ def test_the_last_ones_and_the_best_stay(tmp_path, data):
     assert steps_in(tmp_path) == [36, 42]
 
 
-def test_the_highest_may_be_best_and_what_is_no_number_never_is(tmp_path, data):
+def test_the_highest_value_may_be_best_and_nan_never_is(tmp_path, data):
     report = judged(data, tmp_path, [0.2, 0.9, float("nan"), 0.5], mode="max", monitor="loss")
     assert (report.best_value, report.best) == (0.9, tmp_path / "checkpoint-00000012.pt")
     report = judged(data, tmp_path / "nan", [float("nan")] * 2)
     assert (report.best_value, report.best) == (None, None)
 
 
-def test_without_a_validation_the_loss_of_the_training_judges(tmp_path, data):
+def test_without_validation_the_training_loss_selects_the_best(tmp_path, data):
     losses = iter([3.0, 1.0, 2.0])
     now = [0.0]
 
@@ -75,14 +75,14 @@ def test_without_a_validation_the_loss_of_the_training_judges(tmp_path, data):
     assert (report.best_value, report.best) == (1.0, tmp_path / "checkpoint-00000012.pt")
 
 
-def test_a_monitor_that_is_not_there_is_said_and_nothing_is_lost(tmp_path, data):
+def test_an_unknown_monitor_is_refused_after_a_checkpoint(tmp_path, data):
     with pytest.raises(InvalidOption, match=r"monitor='accuracy' is not among .*; expected one of 'loss'"):
         judged(data, tmp_path, [1.0, 2.0], monitor="accuracy")
     report = judged(data, tmp_path, [1.0, 2.0], epochs=2)
     assert (report.steps, len(report.epochs)) == (12, 2)
 
 
-def test_validations_come_every_n_steps_and_the_best_of_them_is_saved(tmp_path, data):
+def test_validations_run_every_n_steps_and_the_best_one_is_saved(tmp_path, data):
     found = iter([5.0, 4.0, 6.0, 3.0])
     report = train(
         nothing,
@@ -98,7 +98,7 @@ def test_validations_come_every_n_steps_and_the_best_of_them_is_saved(tmp_path, 
     assert (report.best_value, report.best) == (3.0, tmp_path / "checkpoint-00000012.pt")
 
 
-def test_a_loader_is_evaluated_by_the_usual_step(data):
+def test_a_validation_loader_is_evaluated_by_supervised_step(data):
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
     step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -110,15 +110,16 @@ def test_a_loader_is_evaluated_by_the_usual_step(data):
         train(nothing, Loader(data, 4), validate=Loader(data, 5))
 
 
-def test_checkpoints_come_every_n_steps(tmp_path, data):
+def test_checkpoints_are_saved_every_n_steps(tmp_path, data):
     train(nothing, Loader(data, 4), epochs=2, save_to=tmp_path, save_every=4, keep_last=99)
     found = steps_in(tmp_path)
     assert found[0] == 0
     assert found[-1] == 12
-    assert 2 <= len(found) <= 5  # one that is due while another is written comes later
+    # A checkpoint that is due while another one is being written is postponed.
+    assert 2 <= len(found) <= 5
 
 
-def test_checkpoints_come_by_the_clock(monkeypatch):
+def test_checkpoints_are_saved_by_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
     schedule = SaveSchedule("5min")
@@ -139,7 +140,7 @@ def test_a_schedule_of_steps_counts_from_the_last_checkpoint():
     assert [step for step in range(5, 13) if schedule.is_due(step)] == [8, 9, 10, 11, 12]
 
 
-def test_a_full_disk_in_the_middle_costs_no_training(tmp_path, data, monkeypatch):
+def test_a_full_disk_in_the_middle_does_not_stop_the_training(tmp_path, data, monkeypatch):
     calls = []
     written = checkpoint_folder.write
 
@@ -158,7 +159,7 @@ def test_a_full_disk_in_the_middle_costs_no_training(tmp_path, data, monkeypatch
     assert steps_in(tmp_path)[-1] == 24
 
 
-def test_a_step_with_a_state_of_its_own_is_saved_too(tmp_path, data):
+def test_the_state_of_a_custom_step_is_saved(tmp_path, data):
     class Counts:
         def __init__(self) -> None:
             self.count = 0
@@ -178,13 +179,13 @@ def test_a_step_with_a_state_of_its_own_is_saved_too(tmp_path, data):
     assert again.count == 12
     step, part = Counts(), Counts()
     part.count = 40
-    train(step, Loader(data, 4), state={"step": part}, save_to=tmp_path / "named alike")
+    train(step, Loader(data, 4), state={"step": part}, save_to=tmp_path / "same name")
     step, part = Counts(), Counts()
-    train(step, Loader(data, 4), state={"step": part}, save_to=tmp_path / "named alike")
+    train(step, Loader(data, 4), state={"step": part}, save_to=tmp_path / "same name")
     assert (step.count, part.count) == (6, 40)
 
 
-def test_the_usual_step_needs_no_state(tmp_path, data):
+def test_supervised_step_needs_no_state(tmp_path, data):
     def run(epochs: int) -> tuple[torch.nn.Module, TrainReport]:
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
@@ -201,7 +202,7 @@ def test_the_usual_step_needs_no_state(tmp_path, data):
     assert torch.equal(resumed[1].weight, whole[1].weight)
 
 
-def test_time_is_told_without_validations(data):
+def test_epoch_times_exclude_validation(data):
     def validate() -> dict[str, float]:
         began = time.perf_counter()
         while time.perf_counter() - began < 0.05:
@@ -213,13 +214,13 @@ def test_time_is_told_without_validations(data):
     assert sum(record.seconds for record in report.epochs) < report.seconds - 0.1
 
 
-def test_a_step_whose_state_is_unknown_is_not_saved_without_a_word(tmp_path, data):
+def test_saving_a_custom_step_without_state_is_refused(tmp_path, data):
     with pytest.raises(InvalidOption, match=r"state= is missing; expected the objects that the step changes\."):
         colabkit.train(nothing, Loader(data, 4), save_to=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_loader_that_was_looked_into_before_begins_its_epochs_anew(tmp_path, data):
+def test_a_partly_iterated_loader_starts_with_a_new_epoch(tmp_path, data):
     loader = Loader(data, 4)
     next(iter(loader))
 
@@ -234,7 +235,7 @@ def test_a_loader_that_was_looked_into_before_begins_its_epochs_anew(tmp_path, d
     assert [(record.steps, record.samples) for record in report.epochs] == [(6, 22)]
 
 
-def test_the_trainings_loader_is_no_loader_to_validate_on(data):
+def test_the_training_loader_cannot_be_used_for_validation(data):
     loader = Loader(data, 4)
     with pytest.raises(InvalidOption, match="validate is the training Loader"):
         train(nothing, loader, validate=loader)
@@ -243,7 +244,7 @@ def test_the_trainings_loader_is_no_loader_to_validate_on(data):
 
 
 class Accumulating:
-    """A step that sums numbers, and applies every third sum; what is saved must be whole."""
+    """A step that accumulates sums of three batches; its saved state has no pending sums."""
 
     def __init__(self) -> None:
         self.sum, self.applied, self.seen = 0.0, 0.0, 0
@@ -271,7 +272,7 @@ class Accumulating:
 
 @pytest.mark.parametrize("every", sampled([1, 2, 4, 5, 6], 3))
 @pytest.mark.parametrize("stop_in", sampled(range(1, 7), 2))
-def test_validations_see_whole_states_and_an_interrupted_one_is_made_good(tmp_path, data, every, stop_in):
+def test_validations_see_no_pending_gradients_and_interrupted_ones_are_repeated(tmp_path, data, every, stop_in):
     def run(folder: Path, stop_in: int = 0) -> tuple[Accumulating, TrainReport]:
         torch.manual_seed(1)
         step, calls = Accumulating(), []
@@ -295,10 +296,11 @@ def test_validations_see_whole_states_and_an_interrupted_one_is_made_good(tmp_pa
     assert resumed.applied == whole.applied
     assert report.validations == expected.validations
     assert report.best_value == expected.best_value
-    assert report.best.stem[:19] == expected.best.stem[:19]  # one that was saved anew has "-2" behind its step
+    # A checkpoint that replaced another one has "-2" after its step.
+    assert report.best.stem[:19] == expected.best.stem[:19]
 
 
-def test_an_error_in_a_validation_costs_no_training(tmp_path, data):
+def test_an_error_in_a_validation_loses_no_training(tmp_path, data):
     def fails() -> dict[str, float]:
         raise ValueError("planned")
 
@@ -309,7 +311,7 @@ def test_an_error_in_a_validation_costs_no_training(tmp_path, data):
     assert [dict(record.validation) for record in report.epochs] == [{"loss": 1.0}]
 
 
-def test_another_judge_forgets_the_best_of_the_one_before(tmp_path, data):
+def test_another_monitor_resets_the_best_value(tmp_path, data):
     judged(data, tmp_path, [2.0, 3.0])
     found = iter([0.5, 0.4])
     report = train(
@@ -325,7 +327,7 @@ def test_another_judge_forgets_the_best_of_the_one_before(tmp_path, data):
     assert report.not_kept == ("the best checkpoint was selected by min loss, now by max accuracy",)
 
 
-def test_what_a_checkpoint_overrides_is_said(tmp_path, data):
+def test_settings_that_a_checkpoint_overrides_are_reported(tmp_path, data):
     def run(rate: float, **options: Any) -> TrainReport:
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
         step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=rate))
@@ -333,12 +335,12 @@ def test_what_a_checkpoint_overrides_is_said(tmp_path, data):
 
     run(0.1, shuffle=True)
     assert run(0.1, shuffle=True).not_kept == ()
-    said = "\n".join(run(0.5, shuffle=True, seed=3).not_kept)
-    assert "learning rates 0.5 of 'optimizer' are ignored, the checkpoint has 0.1" in said
-    assert "seed=3 of the Loader is ignored, the checkpoint has 0" in said
+    changed = "\n".join(run(0.5, shuffle=True, seed=3).not_kept)
+    assert "learning rates 0.5 of 'optimizer' are ignored, the checkpoint has 0.1" in changed
+    assert "seed=3 of the Loader is ignored, the checkpoint has 0" in changed
 
 
-def test_another_kind_of_object_is_refused(tmp_path, data):
+def test_an_object_of_another_class_is_refused(tmp_path, data):
     def run(kind: Any) -> TrainReport:
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
         return train(supervised_step(model, kind(model.parameters(), lr=0.1)), Loader(data, 4), save_to=tmp_path)
@@ -350,19 +352,19 @@ def test_another_kind_of_object_is_refused(tmp_path, data):
 
 @pytest.mark.parametrize("defaults", [{}, {"lr": None}])
 def test_an_optimizer_without_a_learning_rate_is_resumed(tmp_path, data, defaults):
-    class FindsItself(torch.optim.Optimizer):
+    class WithoutRate(torch.optim.Optimizer):
         def step(self, closure: object = None) -> None:
             pass
 
     def run(epochs: int) -> TrainReport:
-        optimizer = FindsItself(torch.nn.Linear(1, 1).parameters(), defaults)
+        optimizer = WithoutRate(torch.nn.Linear(1, 1).parameters(), defaults)
         return train(nothing, Loader(data, 4), epochs=epochs, state={"optimizer": optimizer}, save_to=tmp_path)
 
     run(1)
     assert (run(2).trained, run(2).not_kept) == (1, ())
 
 
-def test_a_rate_of_numpy_is_saved(tmp_path, data):
+def test_a_numpy_learning_rate_is_saved(tmp_path, data):
     def run(epochs: int) -> TrainReport:
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))
@@ -374,7 +376,7 @@ def test_a_rate_of_numpy_is_saved(tmp_path, data):
     assert (run(2).trained, run(2).not_kept) == (1, ())
 
 
-def test_the_best_stays_the_best_if_a_stop_follows_its_validation_at_the_end_of_an_epoch(tmp_path, data, monkeypatch):
+def test_the_best_value_is_kept_if_training_stops_after_the_last_validation_of_an_epoch(tmp_path, data, monkeypatch):
     now, found = [1000.0], iter([0.5, 0.9])
 
     def validate() -> dict[str, float]:
@@ -395,7 +397,7 @@ def test_the_best_stays_the_best_if_a_stop_follows_its_validation_at_the_end_of_
     assert report.best.name.startswith("checkpoint-00000006")
 
 
-def test_a_value_that_a_step_adds_to_is_kept_as_it_was(data):
+def test_a_value_that_the_step_modifies_in_place_is_recorded_unchanged(data):
     total = torch.zeros(())
 
     def step(batch: object) -> torch.Tensor:

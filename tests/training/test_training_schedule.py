@@ -1,4 +1,4 @@
-"""What ends `train()` before its time: Ctrl-C, SIGTERM, deadlines; after a whole step, with a last checkpoint."""
+"""Ctrl-C, SIGTERM and deadlines end `train()` after the running step, with a final checkpoint."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Hold each test to giving the signals back."""
+    """Check that each test restores the signal handlers."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def pressed(numbers: int | list[int], at_step: int, times: int = 1) -> Callable[[object], None]:
-    """Return a step that raises signals in the middle of itself."""
+    """Return a step that raises signals while it runs."""
     raised = [numbers] * times if isinstance(numbers, int) else numbers
     steps: list[object] = []
 
@@ -49,7 +49,7 @@ def pressed(numbers: int | list[int], at_step: int, times: int = 1) -> Callable[
     return step
 
 
-def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_a_report(tmp_path, data, heard):
+def test_ctrl_c_ends_the_training_after_the_step_with_a_checkpoint_and_a_report(tmp_path, data, heard):
     step = pressed(signal.SIGINT, 3)
     with pytest.raises(TrainingInterrupted, match=r"stopped after step 3: checkpoint '.*checkpoint-0*3\.pt'") as caught:
         train(step, Loader(data, 4), epochs=2, save_to=tmp_path)
@@ -67,26 +67,26 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_a_report(tmp_path, dat
     assert [record.samples for record in again.epochs] == [22, 22]
 
 
-def test_ctrl_c_without_a_folder_still_gives_the_report_and_promises_no_checkpoint(data, caplog):
+def test_ctrl_c_without_a_folder_returns_the_report_and_saves_nothing(data, caplog):
     with pytest.raises(TrainingInterrupted, match=r"step 2: nothing is saved\. Name a folder with save_to=") as caught:
         train(pressed(signal.SIGINT, 2), Loader(data, 4))
     assert caught.value.report.checkpoint is None
     assert caplog.messages == ["stopping after this step without saving; press Ctrl-C again to stop immediately"]
 
 
-def test_ctrl_c_with_a_folder_promises_a_last_checkpoint(tmp_path, data, caplog):
+def test_ctrl_c_with_a_folder_announces_a_final_checkpoint(tmp_path, data, caplog):
     with pytest.raises(TrainingInterrupted):
         train(pressed(signal.SIGINT, 2), Loader(data, 4), save_to=tmp_path)
     expected = "stopping after this step with a final checkpoint; press Ctrl-C again to stop immediately"
     assert caplog.messages == [expected]
 
 
-def test_a_key_that_bounces_is_pressed_once(tmp_path, data):
+def test_a_key_bounce_counts_as_one_ctrl_c(tmp_path, data):
     with pytest.raises(TrainingInterrupted):
         train(pressed(signal.SIGINT, 3, times=3), Loader(data, 4), save_to=tmp_path)
 
 
-def test_a_second_ctrl_c_ends_at_once_and_leaves_the_checkpoint_before(tmp_path, data, monkeypatch):
+def test_a_second_ctrl_c_ends_immediately_and_keeps_the_previous_checkpoint(tmp_path, data, monkeypatch):
     monkeypatch.setattr(schedule, "BOUNCE_S", 0.0)
     step = pressed(signal.SIGINT, 3, times=2)
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -124,7 +124,7 @@ def test_ctrl_c_while_waiting_for_data_ends_the_wait(tmp_path, data):
     assert numbers == data.labels[8:].tolist()
 
 
-def test_ctrl_c_in_a_validation_is_made_good_after_a_resume(tmp_path, data):
+def test_a_validation_interrupted_by_ctrl_c_is_repeated_after_a_resume(tmp_path, data):
     def run(folder, stop=False):
         torch.manual_seed(5)
 
@@ -165,7 +165,7 @@ def test_a_stop_waits_until_accumulated_gradients_are_applied(data, accumulate):
     assert caught.value.report.steps == accumulate
 
 
-def test_signals_that_somebody_else_handles_are_left_to_them(data):
+def test_custom_signal_handlers_stay_in_place(data):
     heard: list[int] = []
     former = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
@@ -175,7 +175,7 @@ def test_signals_that_somebody_else_handles_are_left_to_them(data):
     assert (heard, report.stopped, report.trained) == ([signal.SIGINT], None, 1)
 
 
-def test_training_in_another_thread_leaves_signals_alone(data):
+def test_training_in_another_thread_does_not_handle_signals(data):
     reports = []
     thread = threading.Thread(target=lambda: reports.append(train(lambda batch: None, Loader(data, 4))))
     thread.start()
@@ -183,14 +183,14 @@ def test_training_in_another_thread_leaves_signals_alone(data):
     assert reports[0].trained == 1
 
 
-def test_a_deadline_ends_early_enough_with_a_checkpoint(tmp_path, data):
+def test_a_deadline_reserves_time_for_the_final_checkpoint(tmp_path, data):
     with pytest.raises(InvalidOption, match=r"deadline='4s' is within the 5 s that are reserved for the final"):
         train(lambda batch: None, Loader(data, 4), epochs=9, save_to=tmp_path, deadline="4s")
     report = train(lambda batch: None, Loader(data, 4), epochs=1, save_to=tmp_path, deadline="12h")
     assert (report.stopped, report.steps) == (None, 6)
 
 
-def test_a_deadline_passes_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch):
+def test_a_deadline_stops_the_training_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
 
@@ -199,12 +199,12 @@ def test_a_deadline_passes_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch
 
     report = train(step, Loader(data, 4), epochs=9, save_to=tmp_path, deadline=timedelta(seconds=850), timeout="1h")
     assert report.stopped == "deadline"
-    assert report.steps == 9  # at 900 s, since five are kept for the checkpoint
+    assert report.steps == 9
     assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
 
 
-def test_a_deadline_that_cannot_be_meant_is_one_line(data):
-    dates = datetime(2020, 1, 1, tzinfo=UTC), datetime(1, 1, 1)  # noqa: DTZ001 - of no zone, as users write it
+def test_invalid_deadlines_are_refused(data):
+    dates = datetime(2020, 1, 1, tzinfo=UTC), datetime(1, 1, 1)  # noqa: DTZ001 - without a time zone, as users write it
     for deadline in ("soon", "5 weeks", "5 ms", -3, 0, "", True, *dates, 10**400, 10**5000):
         with pytest.raises(InvalidOption, match="Cannot train: deadline="):
             train(lambda batch: None, Loader(data, 4), deadline=deadline)
@@ -212,10 +212,10 @@ def test_a_deadline_that_cannot_be_meant_is_one_line(data):
 
 def test_durations_are_numbers_or_text_with_units():
     seconds = {"5min": 300, "1h 30min": 5400, "90s": 90, 12: 12, timedelta(hours=2): 7200, "1.5h": 5400, "2m": 120}
-    for said, expected in {**seconds, "90 seconds": 90, "1 day": 86400}.items():
-        assert check_duration("train", "save_every", said) == expected
+    for text, expected in {**seconds, "90 seconds": 90, "1 day": 86400}.items():
+        assert check_duration("train", "save_every", text) == expected
 
 
-def test_a_moment_may_be_a_date():
+def test_a_deadline_may_be_a_datetime():
     in_an_hour = datetime.now(UTC) + timedelta(hours=1)
     assert moment("train", "deadline", in_an_hour) == pytest.approx(time.monotonic() + 3600, abs=5)

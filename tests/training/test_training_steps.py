@@ -1,4 +1,4 @@
-"""`supervised_step()`: the loop written by hand, and what it does beyond."""
+"""`supervised_step()`: equals a hand-written loop; accumulation, clipping, state, evaluation and accuracy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colabkit.training import steps
 from colabkit.training.steps import SupervisedStep, supervised_step
 
 
-def test_it_is_the_loop_by_hand_bit_for_bit():
+def test_it_equals_a_hand_written_loop_bit_for_bit():
     model, step = make_step(nn.Sequential(small_cnn(width=8), nn.Dropout(0.5)))
     hand = nn.Sequential(small_cnn(width=8), nn.Dropout(0.5))
     optimizer = sgd(hand)
@@ -49,7 +49,7 @@ def test_a_step_reads_no_value_from_the_device(monkeypatch):
         assert set(step(batch)) == {"loss", "accuracy"}
 
 
-def test_bytes_are_brought_to_one_and_what_is_normalised_stays():
+def test_uint8_images_are_scaled_to_one_and_floats_are_unchanged():
     images = torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8)
     labels = torch.arange(8)
     kept = images.clone()
@@ -64,7 +64,7 @@ def test_bytes_are_brought_to_one_and_what_is_normalised_stays():
     assert torch.equal(step((normalised, labels))["loss"], expected)
 
 
-def test_accumulated_batches_are_one_large_batch():
+def test_accumulated_batches_equal_one_large_batch():
     many, step = make_step(accumulate=4)
     one, large = make_step()
     some = batches()
@@ -80,7 +80,7 @@ def test_accumulated_batches_are_one_large_batch():
     assert not same(many, small_cnn(width=8))
 
 
-def test_flush_applies_the_mean_of_what_is_there():
+def test_flush_applies_the_mean_of_the_pending_gradients():
     many, step = make_step(accumulate=4)
     one, large = make_step()
     some = batches(2)
@@ -97,7 +97,7 @@ def test_flush_applies_the_mean_of_what_is_there():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_clip_bounds_the_norm_of_all_gradients_of_an_update(accumulate):
+def test_clip_limits_the_norm_of_all_gradients_of_an_update(accumulate):
     model, step = make_step(clip=0.01, accumulate=accumulate)
     for batch in batches(accumulate):
         step(batch)
@@ -105,7 +105,7 @@ def test_clip_bounds_the_norm_of_all_gradients_of_an_update(accumulate):
     assert norm.item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_the_scheduler_moves_on_once_an_update():
+def test_the_scheduler_is_stepped_once_per_update():
     model = small_cnn(width=8)
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -119,7 +119,7 @@ def test_the_scheduler_moves_on_once_an_update():
     assert (scheduler.last_epoch, step.updates) == (3, 3)
 
 
-def test_a_state_goes_on_where_it_was_taken():
+def test_a_step_resumes_from_its_state():
     def run(model: nn.Module) -> tuple[torch.optim.Optimizer, SupervisedStep]:
         optimizer = sgd(model)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
@@ -149,7 +149,7 @@ def test_a_state_goes_on_where_it_was_taken():
         make_step()[1].load_state_dict(saved["step"])
 
 
-def test_a_state_of_another_kind_of_scheduler_is_refused():
+def test_a_state_with_a_scheduler_of_another_class_is_refused():
     def run(kind: Any) -> SupervisedStep:
         model = small_cnn(width=8)
         optimizer = sgd(model)
@@ -158,11 +158,12 @@ def test_a_state_of_another_kind_of_scheduler_is_refused():
     saved = run(torch.optim.lr_scheduler.CosineAnnealingLR).state_dict()
     with pytest.raises(InvalidOption, match="the step is StepLR, but that of the state is CosineAnnealingLR"):
         run(torch.optim.lr_scheduler.StepLR).load_state_dict(saved)
-    del saved["scheduler_kind"]  # as in checkpoints of before
+    # Checkpoints of earlier versions have no such entry.
+    del saved["scheduler_kind"]
     run(torch.optim.lr_scheduler.CosineAnnealingLR).load_state_dict(saved)
 
 
-def test_a_loaded_state_drops_gradients_of_other_weights():
+def test_loading_a_state_drops_pending_gradients():
     model, step = make_step(accumulate=2)
     start = step.state_dict()
     step(batches()[0])
@@ -195,14 +196,14 @@ def test_a_batch_is_a_pair_or_a_dict(kind):
         (None, "None"),
     ],
 )
-def test_another_batch_is_one_clear_line(batch, found):
+def test_an_invalid_batch_is_refused(batch, found):
     _, step = make_step()
     with pytest.raises(InvalidOption, match="a function of the batch that calls this step") as caught:
         step(batch)
     assert str(caught.value).startswith(f"Cannot train on a batch: the batch is {found}; expected two tensors,")
 
 
-def test_a_batch_on_another_device_is_one_clear_line():
+def test_a_batch_on_another_device_is_refused():
     images, labels = batches()[0]
     _, step = make_step()
     for batch in ((images.to("meta"), labels), (images, labels.to("meta"))):
@@ -212,23 +213,25 @@ def test_a_batch_on_another_device_is_one_clear_line():
             step(batch)
 
 
-def test_a_move_of_the_model_is_taken_up_at_the_next_batch(monkeypatch):
+def test_the_step_adapts_to_a_moved_model_at_the_next_batch(monkeypatch):
     asked: list[torch.device] = []
     monkeypatch.setattr(steps, "check_precision", lambda act, precision, device: asked.append(device))
     model, step = make_step()
     for batch in batches()[:2]:
         step(batch)
     assert asked == [torch.device("cpu")]
-    step._device = torch.device("cuda:0")  # as if it had been there before
+    # Pretend that the model was on another device before.
+    step._device = torch.device("cuda:0")
     step(batches()[2])
     assert asked == [torch.device("cpu")] * 2
     assert step.updates == 3
-    model.to("meta")  # which makes new parameters, as a move between CPU and GPU does not
+    # Unlike a move between CPU and GPU, this creates new parameters.
+    model.to("meta")
     with pytest.raises(InvalidOption, match=r"no longer those of the optimizer.*Move the model to its device before"):
         step(tuple(tensor.to("meta") for tensor in batches()[0]))
 
 
-def test_a_part_in_evaluation_mode_stays_so_until_the_model_is_brought_back_to_training():
+def test_a_submodule_stays_in_evaluation_mode_until_the_model_returns_to_training_mode():
     model, step = make_step(nn.Sequential(small_cnn(width=8), nn.BatchNorm1d(10)))
     model[1].eval()
     step(batches()[0])
@@ -260,7 +263,7 @@ def test_evaluate_returns_means_over_samples_and_changes_nothing():
         step.evaluate([])
 
 
-def test_evaluate_gives_the_batches_back_and_the_modes_when_it_fails():
+def test_evaluate_closes_the_batches_and_restores_the_modes_after_an_error():
     closed = []
 
     def failing():
@@ -313,13 +316,13 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
         ({"compile": None}, "compile=None"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line_at_once(options, message):
+def test_invalid_arguments_are_refused_immediately(options, message):
     with pytest.raises(InvalidOption, match=message):
         supervised_step(**{"model": CNN, "optimizer": sgd(CNN), **options})
 
 
 @pytest.mark.parametrize(("channels", "is_last"), [(8, False), (16, True)])
-def test_models_on_which_torch_fails_in_channels_last_memory_do_not_get_it(channels, is_last):
+def test_models_that_fail_with_channels_last_images_get_contiguous_ones(channels, is_last):
     model = nn.Sequential(
         nn.Conv2d(3, channels, 3), nn.Conv2d(channels, 4, 1, stride=2), nn.Flatten(), nn.LazyLinear(3)
     )
@@ -334,7 +337,7 @@ def test_models_on_which_torch_fails_in_channels_last_memory_do_not_get_it(chann
     assert seen == [is_last]
 
 
-def test_channels_last_lays_out_weights_images_and_what_the_optimizer_knows():
+def test_channels_last_converts_weights_images_and_optimizer_state():
     model, step = make_step()
     step(batches()[0])
     optimizer = step.parts["optimizer"]
@@ -378,7 +381,7 @@ mse, bce = nn.functional.mse_loss, nn.BCEWithLogitsLoss()
         (torch.randn(8, 10, 3), torch.zeros(8, 3, dtype=torch.int64), nn.functional.cross_entropy, False),
     ],
 )
-def test_there_is_an_accuracy_where_labels_tell_the_highest_score(scores, labels, loss, has_accuracy):
+def test_accuracy_is_returned_where_the_labels_define_it(scores, labels, loss, has_accuracy):
     _, step = make_step(Constant(scores), loss)
     values = step((torch.zeros(8, 3), labels))
     found = step.evaluate([(torch.zeros(8, 3), labels)])
@@ -391,7 +394,7 @@ def test_there_is_an_accuracy_where_labels_tell_the_highest_score(scores, labels
 
 
 class Constant(nn.Module):
-    """Gives the same scores for all images, and nearly so after a step."""
+    """Returns the same scores for all images, and almost the same after a step."""
 
     def __init__(self, scores: Tensor) -> None:
         super().__init__()
@@ -402,7 +405,7 @@ class Constant(nn.Module):
         return self.scores + self.offset
 
 
-def test_errors_of_the_model_keep_their_own_traceback():
+def test_errors_of_the_model_are_raised_unchanged():
     class Failing(Constant):
         def forward(self, images):
             raise ZeroDivisionError("planned")
@@ -414,7 +417,7 @@ def test_errors_of_the_model_keep_their_own_traceback():
     assert caught.traceback[-1].name == "forward"
 
 
-def test_a_loss_that_is_no_number_passes_and_one_of_many_is_refused():
+def test_a_nan_loss_is_returned_and_a_loss_of_several_numbers_is_refused():
     batch = (torch.zeros(8, 3), CLASSES)
     _, step = make_step(Constant(SCORES * float("nan")))
     assert step(batch)["loss"].isnan()
@@ -426,7 +429,7 @@ def test_a_loss_that_is_no_number_passes_and_one_of_many_is_refused():
             make_step(Constant(SCORES), loss)[1](batch)
 
 
-def test_outputs_of_any_kind_reach_the_loss_as_they_are():
+def test_outputs_of_any_type_are_passed_to_the_loss():
     class Two(Constant):
         def forward(self, images):
             return self.scores + self.offset, self.offset

@@ -1,4 +1,4 @@
-"""`supervised_step()` in mixed precision and compiled: what is chosen, and that it trains."""
+"""`supervised_step()` in mixed precision and compiled: which precision is chosen, and that it trains."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from colabkit.training.steps import supervised_step
 @pytest.mark.parametrize(
     ("capability", "name"), [((6, 1), False), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")]
 )
-def test_auto_goes_by_what_the_gpu_computes_in(monkeypatch, capability, name):
+def test_auto_selects_the_precision_by_compute_capability(monkeypatch, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)  # as on GPUs that emulate it
+    # This is also true on GPUs that emulate bfloat16.
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     chosen = precision_on(torch.device("cuda:0"), "auto")
     assert (chosen.name, chosen.dtype) == (name, {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name))
     assert chosen.reason == f"the GPU has compute capability {capability[0]}.{capability[1]}"
@@ -30,7 +31,7 @@ def test_auto_goes_by_what_the_gpu_computes_in(monkeypatch, capability, name):
     assert precision_on(torch.device("cuda:0"), "auto", torch.bfloat16).name is False
 
 
-def test_the_cpu_computes_in_float32_unless_asked_for_more():
+def test_the_cpu_uses_float32_unless_requested_otherwise():
     _, step = make_step()
     assert step.amp is False
     assert "amp=False (" in repr(step)
@@ -45,7 +46,7 @@ def test_fp16_on_the_cpu_is_refused_at_the_first_batch():
         step(batches()[0])
 
 
-def test_bf16_computes_the_loss_in_float32_and_goes_on_from_a_state():
+def test_bf16_computes_the_loss_in_float32_and_resumes_from_a_state():
     seen: list[torch.dtype] = []
 
     def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -77,13 +78,13 @@ def test_bf16_computes_the_loss_in_float32_and_goes_on_from_a_state():
 
 @pytest.fixture
 def scaled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU train with scaled gradients, which it is otherwise not asked to."""
+    """Let the CPU train with scaled gradients, which is refused otherwise."""
     monkeypatch.setattr(steps, "check_precision", lambda *_: None)
     monkeypatch.setattr(steps, "precision_on", lambda *_: Scaled("fp16", "planned"))
 
 
 class Scaled(Precision):
-    """Scales as in float16, and computes in float32."""
+    """Scales gradients as with float16, but computes in float32."""
 
     dtype = None
 
@@ -93,7 +94,7 @@ def of_scale(scale: float) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("error")
-def test_scaled_gradients_train_clip_and_accumulate_as_others_do(scaled_on_cpu):
+def test_scaled_gradients_train_clip_and_accumulate_like_unscaled_ones(scaled_on_cpu):
     model, step = make_step(clip=0.1, accumulate=2)
     step.load_state_dict({"updates": 0, "scheduler": None, "scaler": of_scale(1024.0)})
     for batch in batches(3):
@@ -111,7 +112,7 @@ def test_scaled_gradients_train_clip_and_accumulate_as_others_do(scaled_on_cpu):
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_update_that_overflows_is_left_out_and_the_scheduler_waits(scaled_on_cpu):
+def test_an_update_that_overflows_is_skipped_and_the_scheduler_not_stepped(scaled_on_cpu):
     model = small_cnn(width=8)
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -129,7 +130,8 @@ def test_an_update_that_overflows_is_left_out_and_the_scheduler_waits(scaled_on_
     step(batches()[0])
     assert (step.updates, scheduler.last_epoch) == (1, 1)
     assert step.state_dict()["scaler"]["scale"] == 2.0
-    step.load_state_dict(state)  # of a step that had made no scaler yet
+    # This state is of a step without a scaler.
+    step.load_state_dict(state)
     assert step.state_dict()["scaler"]["scale"] == 65536.0
     assert len(optimizer._optimizer_step_post_hooks) == 0
 
@@ -141,7 +143,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-def test_a_compiled_model_trains_the_same_under_its_own_names(eager):
+def test_a_compiled_model_trains_the_same_and_keeps_its_names(eager):
     model, step = make_step(compile=True)
     plain, other = make_step()
     for batch in batches(2):
@@ -153,7 +155,7 @@ def test_a_compiled_model_trains_the_same_under_its_own_names(eager):
     assert "compile=True" in repr(step)
 
 
-def test_a_model_that_comes_compiled_or_wrapped_is_saved_under_its_own_names():
+def test_a_compiled_or_wrapped_model_is_saved_with_its_own_names():
     model = small_cnn(width=8)
     for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
         _, step = make_step(wrapped)
@@ -161,13 +163,13 @@ def test_a_model_that_comes_compiled_or_wrapped_is_saved_under_its_own_names():
         step(batches()[0])
 
 
-def test_an_unknown_mode_is_one_clear_line():
+def test_an_unknown_compile_mode_is_refused():
     _, step = make_step(compile="fastest")
     with pytest.raises(InvalidOption, match=r"Cannot compile Sequential: compile='fastest' fails with .*compile=True"):
         step(batches()[0])
 
 
-def test_a_missing_compiler_is_one_clear_line_and_other_errors_pass(monkeypatch):
+def test_a_missing_compiler_raises_missing_package_and_other_errors_are_unchanged(monkeypatch):
     error = RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')")
 
     def failing(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""`train()`: the hand-written loop, killed and resumed at will, bit for bit."""
+"""`train()`: equals a hand-written loop bit for bit, also after resuming; arguments, errors, events and reports."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def no_loader_thread_is_left() -> Iterator[None]:
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")] == []
 
 
-def test_train_is_the_hand_written_loop_bit_for_bit(data):
+def test_train_equals_a_hand_written_loop_bit_for_bit(data):
     ours, hand = SmallTraining(data), SmallTraining(data)
     report = ours.train(3)
     ours_next = random.random(), np.random.rand(), torch.rand(1).item()
@@ -73,7 +73,7 @@ def test_stopped_after_any_epoch_and_resumed_equals_uninterrupted(tmp_path, data
     assert report.resumed_from == tmp_path / "run" / f"checkpoint-{stops[-1] * len(whole.loader):08d}.pt"
 
 
-def test_a_damaged_checkpoint_costs_an_epoch_and_is_said(tmp_path, data):
+def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, data):
     whole = SmallTraining(data)
     expected = whole.train(3)
     newest = SmallTraining(data).train(2, save_to=tmp_path).checkpoint
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_costs_an_epoch_and_is_said(tmp_path, data):
     assert f"Skipped {newest.name!r}" in repr(report)
 
 
-def test_all_checkpoints_damaged_is_an_error_and_changes_nothing(tmp_path, data):
+def test_only_damaged_checkpoints_raise_corrupt_and_change_nothing(tmp_path, data):
     SmallTraining(data).train(2, save_to=tmp_path)
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(b"damaged")
@@ -100,7 +100,7 @@ def test_all_checkpoints_damaged_is_an_error_and_changes_nothing(tmp_path, data)
     assert same(setup.weights(), before)
 
 
-def test_nothing_left_to_do_gives_the_history(tmp_path, data):
+def test_a_complete_training_returns_its_history(tmp_path, data):
     first = SmallTraining(data).train(2, save_to=tmp_path)
     setup = SmallTraining(data)
     again = setup.train(2, save_to=tmp_path)
@@ -110,7 +110,7 @@ def test_nothing_left_to_do_gives_the_history(tmp_path, data):
     assert "nothing was left to do" in repr(again)
 
 
-def test_resume_false_insists_on_an_empty_folder(tmp_path, data):
+def test_resume_false_requires_a_folder_without_checkpoints(tmp_path, data):
     SmallTraining(data).train(1, save_to=tmp_path, resume=False)
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     setup = SmallTraining(data)
@@ -168,7 +168,7 @@ def test_a_validation_that_returns_something_else_is_refused(data):
             train(nothing, Loader(data, 4), validate=lambda result=result: result)
 
 
-def test_on_step_hears_each_step_in_order(data):
+def test_on_step_is_called_for_each_step_in_order(data):
     done: list[meters.StepDone] = []
     train(lambda batch: {"size": len(batch[1])}, Loader(data, 4), epochs=2, on_step=done.append)
     assert [(event.epoch, event.step, event.values["size"]) for event in done] == [
@@ -189,19 +189,19 @@ def test_on_step_hears_each_step_in_order(data):
         ({"loss": torch.tensor(0.5), "rate": 3, "share": np.float64(0.25)}, {"loss": 0.5, "rate": 3.0, "share": 0.25}),
     ],
 )
-def test_a_step_may_return_a_loss_a_dict_or_nothing(data, result, expected):
+def test_a_step_may_return_a_loss_a_dict_or_none(data, result, expected):
     report = train(lambda batch: result, Loader(data, 4))
     assert dict(report.epochs[0].values) == expected
     assert all(type(value) is float for value in report.epochs[0].values.values())
 
 
-def test_values_are_means_over_samples_and_not_over_batches(data):
+def test_values_are_means_over_samples_instead_of_batches(data):
     report = train(lambda batch: {"index": batch[1].float().mean()}, Loader(data, 4))
     assert report.epochs[0].values["index"] == pytest.approx(data.labels.float().mean().item())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(math.nan)])
-def test_a_step_that_returns_no_finite_number_ends_the_training(data, value):
+def test_a_value_that_is_not_finite_ends_the_training(data, value):
     losses = iter([torch.tensor(1.0), torch.tensor(2.0), value])
     with pytest.raises(TrainingDiverged, match=r"step 3 returned loss=.*on_nonfinite='continue'"):
         train(lambda batch: next(losses), Loader(data, 4))
@@ -216,19 +216,19 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(data, tmp_path):
 
 
 def diverging(step: int):
-    """Return a step that returns NaN from a step on."""
+    """Return a step function that returns NaN from a given step."""
     steps = itertools.count(1)
     return lambda batch: 1.0 if next(steps) < step else math.nan
 
 
-def test_training_and_validation_have_labels_of_their_own(data):
+def test_training_and_validation_values_have_different_labels(data):
     report = train(lambda batch: 1.0, Loader(data, 4), validate=lambda: {"loss": 2.0, "f1": 3.0}, monitor="val_loss")
     assert report.epochs[-1].shown == {"loss": 1.0, "val_loss": 2.0, "f1": 3.0}
     assert "loss 1, val_loss 2, f1 3" in repr(report)
     assert "loss 1, val_loss 2, f1 3" in report._repr_html_()
 
 
-def test_a_loss_that_is_not_a_number_is_shown_as_such(data):
+def test_a_nan_loss_is_shown_as_nan(data):
     report = train(lambda batch: float("nan"), Loader(data, 4), on_nonfinite="continue")
     assert math.isnan(report.epochs[0].values["loss"])
     assert "loss nan" in repr(report)
@@ -250,7 +250,7 @@ def test_a_step_that_returns_something_else_is_refused_at_its_first_batch(data, 
 
 @pytest.mark.parametrize("error", [ValueError("planned"), KeyboardInterrupt("planned"), SystemExit("planned")])
 @pytest.mark.parametrize("at", ["step", "on_step", "validate"])
-def test_an_error_passes_unchanged_and_the_run_is_said_to_have_ended(data, error, at, heard):
+def test_an_error_is_raised_unchanged_and_the_end_of_the_run_is_published(data, error, at, heard):
     def fail(*args: object) -> None:
         raise error
 
@@ -260,7 +260,7 @@ def test_an_error_passes_unchanged_and_the_run_is_said_to_have_ended(data, error
     assert [event.error for event in heard if isinstance(event, meters.RunEnded)] == [type(error).__name__]
 
 
-def test_an_error_in_an_epoch_keeps_the_checkpoint_before_it(tmp_path, data):
+def test_an_error_in_an_epoch_keeps_the_previous_checkpoint(tmp_path, data):
     whole = SmallTraining(data)
     expected = whole.train(3)
 
@@ -275,7 +275,7 @@ def test_an_error_in_an_epoch_keeps_the_checkpoint_before_it(tmp_path, data):
     assert same(resumed.weights(), whole.weights())
 
 
-def test_an_error_of_the_loader_is_a_loader_error(data, heard):
+def test_an_error_in_the_loader_raises_loader_failed(data, heard):
     def transform(images: Tensor) -> Tensor:
         raise ValueError("planned")
 
@@ -284,7 +284,7 @@ def test_an_error_of_the_loader_is_a_loader_error(data, heard):
     assert heard[-1] == meters.RunEnded("LoaderFailed")
 
 
-def test_events_tell_the_run_from_start_to_end(tmp_path, data, heard):
+def test_a_run_publishes_its_events_from_start_to_end(tmp_path, data, heard):
     loader = Loader(data, 4)
     train(nothing, loader, epochs=1, save_to=tmp_path)
     assert heard[0] == meters.RunStarted(loader.meters, 1, 6)
@@ -298,21 +298,21 @@ def test_events_tell_the_run_from_start_to_end(tmp_path, data, heard):
     assert [event.step for event in heard if isinstance(event, meters.StepDone)] == [7, 8, 9, 10, 11, 12]
 
 
-def test_each_validation_is_an_event(data, heard):
+def test_each_validation_publishes_an_event(data, heard):
     numbers = iter((0.5, 0.25))
     train(nothing, Loader(data, 4), epochs=2, validate=lambda: {"loss": next(numbers)})
     found = [event for event in heard if isinstance(event, meters.ValidationDone)]
     assert found == [meters.ValidationDone(6, {"loss": 0.5}), meters.ValidationDone(12, {"loss": 0.25})]
 
 
-def test_no_epochs_train_nothing(data, heard):
+def test_zero_epochs_train_nothing(data, heard):
     report = train(nothing, Loader(data, 4), epochs=0)
     assert (report.epochs, report.samples_per_s) == ((), 0.0)
     assert heard == []
     assert repr(report).startswith("Trained 0 epochs")
 
 
-def test_the_report_is_true_short_and_safe_to_show(tmp_path, data):
+def test_the_report_is_correct_short_and_escaped(tmp_path, data):
     folder = tmp_path / "<b>run"
     report = SmallTraining(data).train(2, save_to=folder)
     assert isinstance(report.epochs[0], EpochRecord)
@@ -326,12 +326,12 @@ def test_the_report_is_true_short_and_safe_to_show(tmp_path, data):
     html = report._repr_html_()
     assert "epoch 2" in html
     assert "<b>" not in html
-    told = json.loads(json.dumps(report.to_dict()))
-    assert told["epochs"][1]["samples"] == 22
-    assert told["checkpoint"] == str(report.checkpoint)
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["epochs"][1]["samples"] == 22
+    assert values["checkpoint"] == str(report.checkpoint)
 
 
-def test_supervised_step_takes_bytes_and_floats_and_counts_right_answers(data):
+def test_supervised_step_takes_uint8_and_float_images_and_returns_the_accuracy(data):
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     with torch.no_grad():
         model[1].weight.zero_()
@@ -346,17 +346,18 @@ def test_supervised_step_takes_bytes_and_floats_and_counts_right_answers(data):
     assert images.dtype == torch.uint8
 
 
-def test_supervised_step_brings_the_model_back_to_training_after_a_validation(data):
+def test_supervised_step_sets_training_mode_after_a_validation(data):
     setup = SmallTraining(data)
     setup.model.eval()
     setup.train(1)
-    assert not setup.model.training  # `validate` came last
+    # `validate` was called last.
+    assert not setup.model.training
     setup.usual(next(iter(setup.loader)))
     assert setup.model.training
 
 
 class Odd:
-    """A part whose state is nothing that a safe load brings back."""
+    """A part whose state cannot be loaded safely."""
 
     def state_dict(self):
         return {"best": np.datetime64("2026-01-01")}
@@ -365,7 +366,7 @@ class Odd:
         raise AssertionError
 
 
-def test_a_state_that_could_not_be_loaded_again_is_refused_before_training(tmp_path, data):
+def test_a_state_that_cannot_be_loaded_safely_is_refused_before_training(tmp_path, data):
     steps = []
     with pytest.raises(InvalidOption, match="tensors, numbers, text"):
         train(steps.append, Loader(data, 4), state={"odd": Odd()}, save_to=tmp_path / "run")
@@ -373,7 +374,7 @@ def test_a_state_that_could_not_be_loaded_again_is_refused_before_training(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, data):
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, data):
     steps = []
     (tmp_path / "file").write_text("")
     with pytest.raises(FileFailed):
@@ -381,7 +382,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, data
     assert steps == []
 
 
-def test_arguments_of_the_wrong_kind_are_one_line(data):
+def test_invalid_arguments_are_refused(data):
     wrong = [
         ({"step": None}, "step=None; expected a callable"),
         ({"step": nn.Linear(1, 1)}, r"step is a Linear, a model; .+ Use colabkit\.supervised_step"),
@@ -406,7 +407,7 @@ def test_arguments_of_the_wrong_kind_are_one_line(data):
             train(**{"step": nothing, "loader": Loader(data, 4), **options})
 
 
-def test_a_run_stopped_in_its_first_epoch_begins_again_in_the_same_kernel(tmp_path, data):
+def test_a_run_stopped_in_its_first_epoch_can_be_repeated_in_the_same_process(tmp_path, data):
     expected = SmallTraining(data).train(2)
     setup = SmallTraining(data)
 
@@ -419,7 +420,7 @@ def test_a_run_stopped_in_its_first_epoch_begins_again_in_the_same_kernel(tmp_pa
     assert history(setup.train(2, save_to=tmp_path)) == history(expected)
 
 
-def test_the_report_tells_this_calls_epochs_from_all(tmp_path, data):
+def test_the_report_distinguishes_the_epochs_of_this_call_from_all(tmp_path, data):
     SmallTraining(data).train(2, save_to=tmp_path)
     report = SmallTraining(data).train(3, save_to=tmp_path)
     assert (report.trained, len(report.epochs)) == (1, 3)

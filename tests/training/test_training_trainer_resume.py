@@ -1,4 +1,4 @@
-"""`train()` killed at any moment and resumed: the same samples, the same history, the same weights bit for bit."""
+"""`train()` stopped at any step and resumed: the same samples, history and weights bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PackedDataset]:
-    """Return the digits, and coloured images like CIFAR's."""
+    """Return a pack of digits, and one of color images like those of CIFAR."""
     return make_packs(tmp_path_factory.mktemp("packs"))
 
 
@@ -66,7 +66,8 @@ def test_stopped_after_any_step_and_resumed_with_other_threads_equals_uninterrup
 
     with pytest.raises(TrainingInterrupted) as caught:
         stopped.train(on_step=stop, save_every="epoch")
-    assert caught.value.report.steps in (at_step, at_step + 1)  # gradients of two steps are applied together
+    # Gradients of two steps are applied together.
+    assert caught.value.report.steps in (at_step, at_step + 1)
     resumed = NotedTraining(packs["images"], tmp_path / "run", tmp_path / "run.log", **options)
     report = resumed.train(save_every="epoch")
     assert history(report) == history(expected)
@@ -76,7 +77,7 @@ def test_stopped_after_any_step_and_resumed_with_other_threads_equals_uninterrup
     assert report.not_kept == ()
 
 
-def test_another_batch_size_goes_on_and_says_what_it_cannot_keep(tmp_path, packs):
+def test_a_run_resumes_with_another_batch_size_and_reports_the_change(tmp_path, packs):
     data = packs["images"]
     first = Loader(data, 20, shuffle=True)
     with pytest.raises(TrainingInterrupted):
@@ -88,14 +89,15 @@ def test_another_batch_size_goes_on_and_says_what_it_cannot_keep(tmp_path, packs
     assert "Changed: batches had 20 samples, now 30" in repr(report)
 
 
-def test_shuffled_validations_go_on_after_a_stop_as_if_nothing_had_been(tmp_path, packs):
+def test_shuffled_validations_after_a_resume_equal_uninterrupted_ones(tmp_path, packs):
     data = packs["digits"]
 
     def trained(folder: Path, **options: Any) -> TrainReport:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Flatten(), nn.Linear(data[0][0].numel(), 10))
         step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        validate = Loader(data, 500, shuffle=True, drop_last=True)  # each pass leaves other samples out
+        # Each pass omits different samples.
+        validate = Loader(data, 500, shuffle=True, drop_last=True)
         return train(step, Loader(data, 300), validate=validate, save_to=folder, epochs=EPOCHS, **options)
 
     whole = trained(tmp_path / "whole")
@@ -104,7 +106,7 @@ def test_shuffled_validations_go_on_after_a_stop_as_if_nothing_had_been(tmp_path
     assert trained(tmp_path / "stopped").validations == whole.validations
 
 
-def test_a_validation_is_a_whole_pass_wherever_its_loader_stands(packs):
+def test_a_validation_is_a_full_pass_at_any_position_of_its_loader(packs):
     data, seen = packs["digits"], list[list[int]]()
     for samples in (0, 500):
         validate = Loader(data, 500)

@@ -159,7 +159,7 @@ def look_at_launcher(page: Page, address: str, folder: Path, pictures: Path) -> 
     results += [
         check("launcher: trained to the end", said(page), said(page).startswith("Done")),
         check("launcher: frames of the live panel", len(frames), len(frames) >= 3),
-        check("launcher: goes on where it was", "(6 in all)" in text, "(6 in all)" in text),
+        check("launcher: resumes the training", "(6 in total)" in text, "(6 in total)" in text),
         check("launcher: reports", "Already staged" in text, "Already staged" in text and "Already packed" in text),
     ]
 
