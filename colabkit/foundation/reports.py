@@ -119,12 +119,14 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if has_references(value):
+        return PYTHON.render(tuple(value) if isinstance(value, list) else value)
     if dataclasses.is_dataclass(value):
         return _fields(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return PYTHON.render(tuple(value)) if has_references(value) else [_plain(item) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
     return value

@@ -1,4 +1,4 @@
-"""The family of errors, the one form of their messages, and gates over the source that hold both and the seam."""
+"""The exception classes, the form of their messages, and rules for the source code of the package."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ BUILTINS = {
     "TrainingDiverged": FloatingPointError,
 }
 OTHERWISE_WORDED = {
-    # `decode` and what takes samples of a data set know no file name: their caller builds the message of the reason.
+    # The decoders and the samples of a data set do not know the file's name: the caller adds it to the reason.
     *((path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()),
     ("dataset_samples.py", "BadImage"),
-    # The message of another error is taken over.
+    # It repeats the message of another error.
     ("bucket.py", "FetchFailed"),
 }
 
@@ -63,7 +63,7 @@ def test_the_list_of_errors_is_complete():
     assert "errors" in colabkit.__all__
 
 
-def test_each_error_is_the_matching_builtin_and_the_docstring_says_so():
+def test_each_error_is_also_the_matching_builtin_and_is_listed_in_the_docstring():
     assert str(MESSAGE) == "Cannot read 'x': the file has 3 bytes; expected at least 4. Download it again."
     for name, builtin in BUILTINS.items():
         error = getattr(errors, name)(MESSAGE)
@@ -85,7 +85,7 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_a_notebook_shows_one_line_and_debugging_the_whole_traceback_with_its_cause(monkeypatch):
+def test_a_notebook_shows_one_line_and_colabkit_debug_shows_the_full_traceback_with_its_cause(monkeypatch):
     for name in BUILTINS:
         error = raised(getattr(errors, name)(MESSAGE))
         monkeypatch.delenv("COLABKIT_DEBUG", raising=False)
@@ -96,19 +96,22 @@ def test_a_notebook_shows_one_line_and_debugging_the_whole_traceback_with_its_ca
             assert part in text
 
 
-# Gates over the source: what a module may not do is found by reading it.
+# The following tests read the source code of all modules.
 
 
 def unformed(source: str, module: str) -> list[str]:
     """Return the places where an error of the family is made or raised without a message from `cannot`."""
     tree = ast.parse(source)
-    made_by_cannot = {
+    makers = {"cannot"} | {
         function.name
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef)
-        for returned in [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-        if is_call_of(returned, {"cannot"})
+        and (
+            (function.returns is not None and "Message" in ast.unparse(function.returns))
+            or any(is_call_of(one.value, {"cannot"}) for one in ast.walk(function) if isinstance(one, ast.Return))
+        )
     }
+    messages = message_names(tree, makers)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and named(node.exc) in FAMILY:
@@ -119,9 +122,22 @@ def unformed(source: str, module: str) -> list[str]:
             and (module, named(node.func)) not in OTHERWISE_WORDED
         ):
             message = node.args[0] if len(node.args) == 1 and not node.keywords else None
-            if not is_call_of(message, {"cannot", *made_by_cannot}):
+            is_name = isinstance(message, ast.Name) and message.id in messages
+            if not is_name and not is_call_of(message, makers):
                 found.append(f"{module}:{node.lineno} makes {named(node.func)} without cannot(...)")
     return found
+
+
+def message_names(tree: ast.AST, makers: set[str]) -> set[str]:
+    """Return the names of variables that are only assigned messages, and of parameters of the type `Message`."""
+    good, bad = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            names = {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+            (good if is_call_of(node.value, makers) else bad).update(names)
+        elif isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) == "Message":
+            good.add(node.arg)
+    return good - bad
 
 
 def named(node: ast.AST | None) -> str:
@@ -130,11 +146,11 @@ def named(node: ast.AST | None) -> str:
 
 
 def is_call_of(node: ast.AST | None, names: set[str]) -> bool:
-    """Return whether the node calls one of these."""
+    """Return whether the node is a call of one of these functions."""
     return isinstance(node, ast.Call) and named(node.func) in names
 
 
-def test_every_error_of_the_family_gets_its_message_from_cannot():
+def test_every_error_gets_its_message_from_cannot():
     assert [found for path in MODULES for found in unformed(path.read_text(), path.name)] == []
 
 
@@ -148,13 +164,18 @@ def test_every_error_of_the_family_gets_its_message_from_cannot():
         ("raise BadSource(cannot(a, b, c, d), extra)", 1),
         ("def f():\n    return BadArchive('it broke')", 1),
         ("def f():\n    return 'it broke'\nraise BadArchive(f())", 1),
+        ("message = 'it broke'\nraise BadSource(message)", 1),
+        ("message = cannot(a, b, c, d)\nmessage = 'it broke'\nraise BadSource(message)", 1),
         ("raise BadSource(cannot(a, b, c, d)) from error", 0),
+        ("message = cannot(a, b, c, d)\nraise BadSource(message)", 0),
+        ("def f() -> tuple[str, Message]:\n    ...\ncause, message = f()\nraise BadSource(message)", 0),
+        ("def f(message: Message) -> None:\n    raise BadSource(message)", 0),
         ("def f():\n    return cannot(a, b, c, d)\nraise BadArchive(f())", 0),
-        ("raise ValueError('a builtin is none of the family')", 0),
+        ("raise ValueError('a builtin may have any message')", 0),
         ("except BadSource: pass", None),
     ],
 )
-def test_the_gate_over_messages_finds_what_it_should(source, count):
+def test_an_error_without_cannot_is_found(source, count):
     source = source if count is not None else f"try:\n    pass\n{source}"
     assert len(unformed(source, "any.py")) == (count or 0)
 
@@ -173,12 +194,12 @@ PATH_CHANGES = words(
 )
 READING_SHUTIL = frozenset({"disk_usage", "get_terminal_size", "which"})
 SCRATCH = {"demonstration.py": "tempfile.TemporaryDirectory", "ranks.py": "tempfile.TemporaryFile"}
-"""What lives as long as one call, and whose path no user ever sees."""
+"""Temporary files that exist during one call only, and whose path no user sees."""
 CREATING_FLAGS = frozenset({"O_APPEND", "O_CREAT", "O_TRUNC"})
 
 
 def changes(source: str) -> Iterator[str]:
-    """Yield the places of a module that change files otherwise than through `file_changes`."""
+    """Yield the places of a module that change files without `file_changes`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in CREATING_FLAGS:
             yield f"{node.lineno}: {node.attr}"
@@ -210,11 +231,11 @@ def modes(call: ast.Call) -> list[str]:
 
 
 def opens_for_writing(call: ast.Call, owner: str, name: str) -> bool:
-    """Return whether a call of some `open` has a mode that writes, or none that can be read here."""
+    """Return whether a call of some `open` has a mode that writes, or a mode that is only known at run time."""
     if owner == "os" and name == "open":
-        return False  # the flags that create are found by themselves; writing needs os.write
+        return False  # the flags that create files are found separately; writing requires os.write
     if name == "File" and not any(mode == "r" for mode in modes(call)):
-        return True  # h5py's mode has to be told
+        return True  # h5py's mode must be given
     return any(re.fullmatch(r"[rwaxbt+]{1,3}", mode) and set(mode) & set("wax+") for mode in modes(call))
 
 
@@ -265,13 +286,13 @@ READING = (
 )
 
 
-def test_the_gate_over_changes_finds_what_it_should_and_lets_reading_pass():
+def test_changes_of_files_are_found_and_reading_is_allowed():
     assert [source for source in WRITING if not list(changes(source))] == []
     assert [source for source in READING if list(changes(source))] == []
 
 
 class MLP:
-    """A name that is spelt."""
+    """A class whose name is spelled letter by letter."""
 
 
 @pytest.mark.parametrize(
@@ -287,5 +308,5 @@ class MLP:
         (pytest, "a module"),
     ],
 )
-def test_what_a_value_is_has_its_article(value: object, text: str) -> None:
+def test_the_type_of_a_value_has_its_article(value: object, text: str) -> None:
     assert kind_of(value) == text
