@@ -233,7 +233,7 @@ _UNWANTED = {
     r"\bas (it|they) (is|are)\b": "unchanged",
     r"expected (expected|but|so|then|which)\b|\b(needed|required) *[.;]": "the expected thing as a noun",
     r"; expected [^.]*\b(is|are|has|have|it may|it has|must) (needed|required|be|to)\b": "the expected thing as a noun",
-    r"[.;:,] *[.;:,]": "one punctuation mark",
+    r"(?<!\.)[.;:,] *[;:,]|[.;:,] +\.(?!\.)|(?<![.'])\.\.(?![.'])": "one punctuation mark",
     r": (no|not|none) (?!\w+ (is|are|was|were|has|have|exists?)\b)\w+[;.]": "a clause with a verb",
     r"pip install colabkit": "the repository: that package is another project",
 }
