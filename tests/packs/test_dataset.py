@@ -1,4 +1,4 @@
-"""Packs as torch data sets: right samples, copies, any number of processes, and never another pack's data."""
+"""Packs as PyTorch datasets: correct samples, copies, pickling and threads, and no samples of another pack."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_pack_is_a_mapping_of_its_splits(packed):
     assert opened["train"] is opened["train"]
 
 
-def test_val_is_another_name_of_dev_and_an_unknown_split_a_key_error(packed, tmp_path):
+def test_val_selects_dev_and_an_unknown_split_raises_key_error(packed, tmp_path):
     pack = open_pack(make_pack(tmp_path / "p.h5", train=4, dev=2))
     assert len(pack["val"]) == len(pack["dev"]) == 2
     opened = open_pack(packed)
@@ -54,7 +54,7 @@ def test_val_is_another_name_of_dev_and_an_unknown_split_a_key_error(packed, tmp
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_samples_and_labels_are_the_packs(packed, split):
+def test_samples_and_labels_equal_the_stored_ones(packed, split):
     data = open_pack(packed)[split]
     for index, image in enumerate(images(packed, split)):
         sample, label = data[index]
@@ -65,18 +65,18 @@ def test_samples_and_labels_are_the_packs(packed, split):
     assert torch.equal(data.rows.permute(0, 3, 1, 2), images(packed, split))
 
 
-def test_an_index_counts_from_either_end_and_no_further(train):
+def test_negative_indices_count_from_the_end_and_others_raise(train):
     for index in range(1, 21):
         assert torch.equal(train[-index][0], train[20 - index][0])
     for index in (20, -21, 10**12):
-        with pytest.raises(IndexError, match=f"sample {index} of 20"):
+        with pytest.raises(IndexError, match=f"index {index} is out of range for 20 samples"):
             train[index]
     for index in (np.int64(3), torch.tensor(3)):
         assert torch.equal(train[index][0], train[3][0])
     assert sum(1 for _ in train) == 20
 
 
-def test_a_sample_is_a_copy_and_not_a_view(packed, train):
+def test_changing_a_sample_changes_neither_the_dataset_nor_the_file(packed, train):
     before = packed.read_bytes()
     train[3][0].zero_()
     train[3][0].fill_(9)
@@ -84,15 +84,15 @@ def test_a_sample_is_a_copy_and_not_a_view(packed, train):
     assert packed.read_bytes() == before
 
 
-def test_several_samples_at_once_are_the_same_samples(train):
+def test_getitems_returns_the_same_samples_as_getitem(train):
     for (image, label), index in zip(train.__getitems__([5, -1, 0]), (5, 19, 0), strict=True):
         assert torch.equal(image, train[index][0])
         assert label == train[index][1]
 
 
-def test_data_sets_that_are_gone_hold_no_descriptors(packed):
+def test_deleted_datasets_leave_no_open_file_descriptors(packed):
     if not os.path.isdir("/proc/self/fd"):
-        pytest.skip("no list of descriptors here")
+        pytest.skip("this system does not list open descriptors")
     before = len(os.listdir("/proc/self/fd"))
     held = [open_pack(packed)["train"] for _ in range(5)]
     assert held[0][0][1] == 0
@@ -100,7 +100,7 @@ def test_data_sets_that_are_gone_hold_no_descriptors(packed):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_pickled_data_set_or_pack_is_small_and_opens_again(packed, train):
+def test_a_pickled_dataset_or_pack_is_small_and_reopens(packed, train):
     data = pickle.dumps(train)
     again = pickle.loads(data)
     assert len(data) < 1000
@@ -112,7 +112,7 @@ def test_a_pickled_data_set_or_pack_is_small_and_opens_again(packed, train):
     assert torch.equal(pack["test"].rows, open_pack(packed)["test"].rows)
 
 
-def test_splits_and_packs_have_their_own_fingerprints(tmp_path, packed):
+def test_fingerprints_differ_between_splits_and_packs(tmp_path, packed):
     other = open_pack(make_pack(tmp_path / "other.h5", (6, 5, 3), train=20, test=8))
     prints = [data.fingerprint for pack in (open_pack(packed), other) for data in pack.values()]
     assert len(set(prints)) == 4
@@ -126,21 +126,21 @@ def replaced(packed: Path) -> Path:
     return make_pack(packed.with_name("other.h5"), (6, 5, 3), seed=12, train=20, test=7)
 
 
-def test_a_data_set_keeps_its_samples_when_its_pack_is_replaced(packed, train, replaced):
+def test_an_open_dataset_keeps_its_samples_if_its_file_is_replaced(packed, train, replaced):
     expected = images(packed, "train")
     os.replace(replaced, packed)
     assert torch.equal(train.rows.permute(0, 3, 1, 2), expected)
 
 
-def test_another_pack_in_its_place_is_never_taken_for_it(packed, train, replaced):
+def test_unpickling_or_opening_a_split_raises_if_the_file_was_replaced(packed, train, replaced):
     opened, data = open_pack(packed), pickle.dumps(train)
     os.replace(replaced, packed)
     for take in (lambda: pickle.loads(data), lambda: opened["train"], lambda: opened["test"]):
-        with pytest.raises(InvalidOption, match="another pack is there now"):
+        with pytest.raises(InvalidOption, match="the path now holds another pack"):
             take()
 
 
-def test_what_is_no_whole_pack_is_refused(tmp_path, packed):
+def test_missing_and_damaged_packs_raise(tmp_path, packed):
     (tmp_path / "text.h5").write_text("text")
     for path, error in ((tmp_path / "none.h5", SourceMissing), (tmp_path / "text.h5", BadSource)):
         with pytest.raises(error):
@@ -164,12 +164,12 @@ def test_damaged_labels_of_one_split_leave_the_others_readable(packed):
         opened["test"]
 
 
-def test_a_path_with_a_tilde_is_the_home_folders(packed, monkeypatch):
+def test_a_tilde_in_the_path_is_expanded(packed, monkeypatch):
     monkeypatch.setenv("HOME", str(packed.parent))
     assert open_pack("~/made.h5").path == packed
 
 
-def test_reports_say_what_is_inside_and_escape_it(tmp_path, packed):
+def test_repr_describes_the_contents_and_html_is_escaped(tmp_path, packed):
     opened = open_pack(packed)
     for part in ("train 20", "test 7", "images 6x5x3", "3 classes", str(packed)):
         assert part in repr(opened)
@@ -179,7 +179,7 @@ def test_reports_say_what_is_inside_and_escape_it(tmp_path, packed):
     assert "&lt;b&gt;" in open_pack(odd)._repr_html_()
 
 
-def test_any_number_of_threads_may_read_one_data_set(packed, train):
+def test_threads_can_read_one_dataset_concurrently(packed, train):
     expected = images(packed, "train")
     indices = list(itertools.islice(itertools.cycle(range(20)), 400))
     with ThreadPoolExecutor(4) as pool:

@@ -1,4 +1,4 @@
-"""What a sample consists of: images, arrays, text, bytes and labels of every kind, alone, in batches, and damaged."""
+"""Fields of samples: images, arrays, text, bytes and labels of every kind, alone, in batches, and damaged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def everything(tmp_path: Path) -> PackedDataset:
 
 @pytest.fixture
 def encoded(tmp_path: Path) -> Path:
-    """Return a pack of image files of several sizes, the fourth left blank."""
+    """Return a pack of image files of different sizes; the fourth is blank."""
     blobs = [png(IMAGES[number, : 3 + number % 3]) for number in range(10)]
     blobs[3] = b""
     return seal_fields(
@@ -49,7 +49,7 @@ def encoded(tmp_path: Path) -> Path:
     )
 
 
-def test_a_batch_of_none_has_the_shape_of_a_sample(everything, encoded):
+def test_an_empty_batch_has_the_shape_of_a_sample(everything, encoded):
     empty = dict(zip(everything.fields, everything[[]], strict=True))
     assert (empty["X"].shape, empty["X"].dtype, empty["Z"].shape) == ((0, 3, 6, 5), torch.uint8, (0, 2, 4))
     assert (empty["Y"].shape, empty["caption"], empty["raw"]) == ((0,), [], [])
@@ -64,7 +64,7 @@ def same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def test_further_fields_follow_in_the_packs_order_as_tensors_text_and_bytes(everything):
+def test_additional_fields_follow_in_the_packs_order_as_tensors_text_or_bytes(everything):
     assert everything.fields == ("X", "Y", "Z", "caption", "raw", "age", "code")
     image, label, array, caption, raw, age, code = everything[4]
     assert torch.equal(image, torch.from_numpy(IMAGES[4]).permute(2, 0, 1))
@@ -73,7 +73,7 @@ def test_further_fields_follow_in_the_packs_order_as_tensors_text_and_bytes(ever
     assert (int(age), age.dtype, age.ndim) == (4, torch.int16, 0)
 
 
-def test_a_batch_stacks_what_can_be_stacked(everything):
+def test_a_batch_stacks_tensors_and_lists_text_and_bytes(everything):
     images, labels, arrays, captions, raws, ages, codes = everything[2:5]
     assert images.shape == (3, 3, 6, 5)
     assert labels.tolist() == [2, 0, 1]
@@ -100,7 +100,7 @@ def test_a_batch_stacks_what_can_be_stacked(everything):
     ],
     ids=repr,
 )
-def test_slices_and_arrays_of_any_kind_give_the_samples_of_their_integers(
+def test_slices_and_index_arrays_return_the_same_samples_as_their_integers(
     everything, encoded, tmp_path, index, numbers
 ):
     rows = open_pack(make_pack(tmp_path / "rows.h5", (6, 5, 3), train=10))["train"]
@@ -115,16 +115,16 @@ def test_slices_and_arrays_of_any_kind_give_the_samples_of_their_integers(
         assert len(batch[1]) == len(numbers)
 
 
-def test_what_is_no_index_or_out_of_range_is_refused(everything):
+def test_invalid_indices_and_indices_out_of_range_raise(everything):
     for index in (1.5, "x", None, [0.5], [[1]], np.zeros((2, 2), int), [True, False], np.array(0.0), [1, [2, 3]]):
         with pytest.raises(InvalidOption, match="integers, 10 bools or a slice"):
             everything[index]
     for index in ([10], [0, -11], np.array([99])):
-        with pytest.raises(IndexError, match="of 10"):
+        with pytest.raises(IndexError, match="for 10 samples"):
             everything[index]
 
 
-def test_image_files_are_decoded_and_bad_ones_are_black(encoded):
+def test_image_files_are_decoded_and_blank_ones_are_black(encoded):
     data = open_pack(encoded)["train"]
     for number in range(10):
         image, label = data[number]
@@ -137,7 +137,7 @@ def test_image_files_are_decoded_and_bad_ones_are_black(encoded):
     assert labels.tolist() == [0, 1, 2]
 
 
-def test_blank_images_have_the_shape_of_the_others_and_grey_packs_one_channel(tmp_path):
+def test_blank_images_have_the_common_shape_and_grayscale_packs_one_channel(tmp_path):
     fields = {"X": {"train": [png(IMAGES[0]), b""]}, "Y": {"train": np.arange(2)}}
     path = seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "class", sample_shape=[6, 5, 3])
     assert open_pack(path)["train"][:][0].shape == (2, 3, 6, 5)
@@ -145,7 +145,7 @@ def test_blank_images_have_the_shape_of_the_others_and_grey_packs_one_channel(tm
     assert [image.shape[0] for image, _ in open_pack(grey)["train"]] == [1, 1]
 
 
-def test_an_image_that_cannot_be_decoded_is_named(tmp_path):
+def test_an_image_that_cannot_be_decoded_raises_with_its_name(tmp_path):
     fields = {"X": {"train": [png(IMAGES[0]), b"text"]}, "Y": {"train": np.arange(2)}}
     data = open_pack(seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "class"))["train"]
     for read in (lambda: data[1], lambda: data[:2], lambda: data.__getitems__([0, 1])):
@@ -161,7 +161,7 @@ def test_an_image_that_cannot_be_decoded_is_named(tmp_path):
         ("regression", RANDOM.normal(size=(10, 2)).astype("<f4"), torch.float32),
     ],
 )
-def test_other_labels_than_classes_are_tensors(tmp_path, kind, labels, dtype):
+def test_labels_other_than_classes_are_tensors(tmp_path, kind, labels, dtype):
     path = seal_fields(tmp_path / "p.h5", {"X": {"train": IMAGES}, "Y": {"train": labels}}, {"X": "image"}, kind)
     data = open_pack(path)["train"]
     label = data[3][1]
@@ -173,7 +173,7 @@ def test_other_labels_than_classes_are_tensors(tmp_path, kind, labels, dtype):
     assert torch.equal(torch.cat([labels for _, labels in batches]), data.labels)
 
 
-def test_without_labels_a_sample_is_its_image_or_all_other_fields(tmp_path):
+def test_without_labels_a_sample_is_its_image_or_a_tuple_of_the_other_fields(tmp_path):
     alone = open_pack(seal_fields(tmp_path / "x.h5", {"X": {"train": IMAGES}}, {"X": "image"}, "none"))["train"]
     assert alone.labels is None
     assert alone[2].shape == (3, 6, 5)
@@ -186,7 +186,7 @@ def test_without_labels_a_sample_is_its_image_or_all_other_fields(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["|b1", "<u2", "<i4", "<f2", "<f8", "<c8", ">f4", ">i2"])
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3), (2, 3, 4, 5)])
-def test_arrays_of_any_dtype_and_shape_keep_them(tmp_path, dtype, shape):
+def test_arrays_keep_their_dtype_and_shape(tmp_path, dtype, shape):
     arrays = (RANDOM.normal(size=(6, *shape)) * 100).astype(dtype)
     fields = {"X": {"train": arrays}, "Y": {"train": np.arange(6)}}
     data = open_pack(seal_fields(tmp_path / "p.h5", fields, {"X": "array"}, "class"))["train"]
@@ -198,7 +198,7 @@ def test_arrays_of_any_dtype_and_shape_keep_them(tmp_path, dtype, shape):
 
 
 @pytest.mark.parametrize("name", ["X", "Z", "caption", "raw"])
-def test_a_sample_whose_bytes_changed_is_named_when_it_is_read(everything, name):
+def test_reading_a_damaged_sample_raises_with_its_name(everything, name):
     path = everything.info.path
     before = everything[9]
     found = everything.info.data_sets[f"{name}_train"]
@@ -216,7 +216,7 @@ def test_a_sample_whose_bytes_changed_is_named_when_it_is_read(everything, name)
 
 
 @pytest.mark.parametrize("name", ["X_train_index", "crc_train", "age_train", "Y_train"])
-def test_damaged_tables_are_refused_when_the_split_is_taken(everything, encoded, name):
+def test_opening_a_split_with_a_damaged_table_raises(everything, encoded, name):
     path = encoded if name == "X_train_index" else everything.info.path
     found = read_pack(path).data_sets[name]
     with path.open("r+b") as file:
@@ -227,7 +227,7 @@ def test_damaged_tables_are_refused_when_the_split_is_taken(everything, encoded,
 
 
 @pytest.mark.parametrize("entry", [(-1, 4), (0, -1), (10**6, 1), (2**62, 2**62), (0, 10**6)])
-def test_an_index_that_points_beyond_its_bytes_is_refused(encoded, entry):
+def test_an_index_that_points_beyond_its_data_raises(encoded, entry):
     info = read_pack(encoded)
     index = info.table("X_train_index")
     index[-1] = entry
@@ -241,7 +241,7 @@ def test_an_index_that_points_beyond_its_bytes_is_refused(encoded, entry):
         open_pack(encoded)["train"]
 
 
-def test_torchs_own_data_sets_of_data_sets_take_it(tmp_path):
+def test_pytorchs_wrapper_datasets_accept_it(tmp_path):
     one = open_pack(make_pack(tmp_path / "one.h5", train=7, test=3))
     both = ConcatDataset([one["train"], one["test"]])
     assert (len(both), both[8][1]) == (10, 1)

@@ -1,4 +1,4 @@
-"""HDF5 files by others: mapped or read through HDF5, found by name, and never led out of the file."""
+"""HDF5 files not written by colabkit: mapped or read through HDF5, found by name, and never read outside the file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from colabkit.packs.format.pack_file import read_pack
 
 
 @pytest.fixture(params=STORED)
-def theirs(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def foreign(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Return a file of 30 images, stored in one of several ways."""
-    return write_hdf5(tmp_path / "theirs.h5", **STORED[request.param])
+    return write_hdf5(tmp_path / "foreign.h5", **STORED[request.param])
 
 
-def test_a_foreign_file_is_a_data_set_like_any(theirs):
-    pack = open_pack(theirs, x="images", y="labels")
+def test_a_foreign_file_opens_as_a_dataset(foreign):
+    pack = open_pack(foreign, x="images", y="labels")
     data = pack["train"]
     assert (len(data), data.labels.tolist(), pack.classes) == (30, LABELS.tolist(), ("0", "1", "2", "3"))
     for number in (0, 17, -1):
@@ -46,7 +46,7 @@ def test_a_foreign_file_is_a_data_set_like_any(theirs):
     assert data.subset([4, 2])[:][1].tolist() == [0, 2]
 
 
-def test_threads_may_read_and_fork_at_the_same_time(tmp_path):
+def test_threads_can_read_while_the_process_forks(tmp_path):
     data = open_pack(write_hdf5(tmp_path / "p.h5", **STORED["gzip"]))["train"]
     stop = threading.Event()
 
@@ -69,7 +69,7 @@ def test_threads_may_read_and_fork_at_the_same_time(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, STORED["chunked"], STORED["gzip"]], ids=["mapped", "chunked", "gzip"])
-def test_the_loader_gathers_what_is_mapped_and_reads_the_rest_through_hdf5(tmp_path, options):
+def test_the_loader_reads_mapped_and_compressed_datasets(tmp_path, options):
     data = open_pack(write_hdf5(tmp_path / "m.h5", **options))["train"]
     images, labels = zip(*Loader(data, 7, shuffle=True), strict=True)
     order = [int((image.permute(1, 2, 0).numpy() == IMAGES).all((1, 2, 3)).argmax()) for image in torch.cat(images)]
@@ -90,7 +90,7 @@ def test_the_loader_gathers_what_is_mapped_and_reads_the_rest_through_hdf5(tmp_p
     ],
     ids=lambda names: next(iter(names)),
 )
-def test_usual_names_are_found(tmp_path, names):
+def test_datasets_with_common_names_are_found(tmp_path, names):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         for name in names:
             file[name] = IMAGES if "x" in name.lower() or "images" in name else LABELS
@@ -102,7 +102,7 @@ def test_usual_names_are_found(tmp_path, names):
         )
 
 
-def test_nested_names_and_names_of_each_split_are_taken(tmp_path):
+def test_names_may_be_nested_and_given_for_each_split(tmp_path):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         file["a/b/images"], file["a/b/labels"] = IMAGES, LABELS
         file["test images"], file["test labels"] = IMAGES[:3], LABELS[:3]
@@ -112,7 +112,7 @@ def test_nested_names_and_names_of_each_split_are_taken(tmp_path):
     assert open_pack(tmp_path / "p.h5", x="a/b/images")["train"].labels is None
 
 
-def test_without_known_names_the_error_lists_what_there_is(tmp_path):
+def test_without_common_names_the_error_lists_the_datasets(tmp_path):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         file["some/samples"], file["targets"] = IMAGES, LABELS
     for options in ({}, {"x": "samples"}, {"x": "some"}, {"x": "some/samples", "y": "nothing/here"}):
@@ -133,7 +133,7 @@ def test_without_known_names_the_error_lists_what_there_is(tmp_path):
         {"x": {"train": "images"}, "y": {"test": "labels"}},
     ],
 )
-def test_names_that_cannot_be_meant_are_refused(tmp_path, options):
+def test_invalid_dataset_names_raise(tmp_path, options):
     with pytest.raises(InvalidOption, match="Cannot open"):
         open_pack(write_hdf5(tmp_path / "p.h5"), **options)
 
@@ -151,7 +151,7 @@ def test_names_that_cannot_be_meant_are_refused(tmp_path, options):
         (np.tile(np.array([[2, 3], [4, 5]]), (15, 1)), "regression", torch.tensor([4.0, 5.0])),
     ],
 )
-def test_labels_are_what_they_look_like(tmp_path, labels, kind, first):
+def test_the_kind_of_labels_follows_from_dtype_and_shape(tmp_path, labels, kind, first):
     pack = open_pack(write_hdf5(tmp_path / "p.h5", labels=labels))
     assert pack.info.meta["label_kind"] == kind
     label = pack["train"][1][1]
@@ -170,7 +170,7 @@ def test_other_dtypes_and_byte_orders_become_native(tmp_path, dtype, stored):
     assert torch.equal(data[2:6][0], expected[2:6])
 
 
-def test_grey_images_get_their_channel_and_channels_first_stay(tmp_path):
+def test_grayscale_images_get_a_channel_axis_and_channels_first_is_kept(tmp_path):
     for name, stored in STORED.items():
         options = {name: value for name, value in stored.items() if name != "chunks"}
         grey = open_pack(write_hdf5(tmp_path / name, np.ascontiguousarray(IMAGES[..., 0]), **options))["train"]
@@ -179,17 +179,17 @@ def test_grey_images_get_their_channel_and_channels_first_stay(tmp_path):
     assert torch.equal(open_pack(write_hdf5(tmp_path / "f.h5", first))["train"][1][0], torch.from_numpy(first[1]))
 
 
-def test_a_pickled_one_opens_again_and_another_file_is_refused(theirs):
-    data = open_pack(theirs)["train"]
+def test_a_pickle_reopens_the_file_and_raises_if_it_was_replaced(foreign):
+    data = open_pack(foreign)["train"]
     view = pickle.loads(pickle.dumps(data.subset([5, 1])))
     assert view.labels.tolist() == [1, 1]
     assert view.fingerprint == data.subset([5, 1]).fingerprint
-    kept, pack = pickle.dumps(data), open_pack(theirs)
-    other = write_hdf5(theirs.with_name("other.h5"), IMAGES[::-1], LABELS[::-1], chunks=(2, 6, 5, 3))
+    kept, pack = pickle.dumps(data), open_pack(foreign)
+    other = write_hdf5(foreign.with_name("other.h5"), IMAGES[::-1], LABELS[::-1], chunks=(2, 6, 5, 3))
     before = open_pack(other)["train"]
-    os.replace(other, theirs)
+    os.replace(other, foreign)
     for take in (lambda: pickle.loads(kept), lambda: pack["train"]):
-        with pytest.raises(SourceChanged, match="another file is there now"):
+        with pytest.raises(SourceChanged, match="the file has been replaced or changed"):
             take()
     write_hdf5(other)
     with pytest.raises(SourceChanged):
@@ -203,7 +203,7 @@ def add_virtual(file: h5py.File, other: Path) -> None:
 
 
 def add_filter(file: h5py.File, other: Path) -> None:
-    """Use a registered number that nobody has installed here; the flag lets HDF5 leave it out."""
+    """Use the number of a filter that is not installed; HDF5 may skip it because it is optional."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_chunk((1, 6))
     properties.set_filter(32099, h5py.h5z.FLAG_OPTIONAL, ())
@@ -228,21 +228,22 @@ HOSTILE: dict[str, Callable[[h5py.File, Path], object]] = {
 
 
 @pytest.mark.parametrize("add", HOSTILE.values(), ids=HOSTILE)
-def test_what_leads_out_of_the_file_or_bursts_memory_is_refused_unless_trusted(tmp_path, add):
+def test_links_plugins_and_decompression_bombs_raise_unless_trusted(tmp_path, add):
     other = write_hdf5(tmp_path / "other.h5")
     (tmp_path / "hostile.h5").unlink(missing_ok=True)
     with h5py.File(tmp_path / "hostile.h5", "w") as file:
         add(file, other)
-    os.chmod(other, 0)  # it is not even looked at
+    # The other file must not even be opened.
+    os.chmod(other, 0)
     stamp = os.stat(other).st_atime_ns
-    with pytest.raises(BadSource, match=r"trusted=True|Name another data set"):
+    with pytest.raises(BadSource, match=r"trusted=True|Name another dataset"):
         open_pack(tmp_path / "hostile.h5", x="e/images")
-    with pytest.raises(BadSource, match=r"no data set whose name|trusted=True"):
+    with pytest.raises(BadSource, match=r"no dataset|trusted=True"):
         open_pack(tmp_path / "hostile.h5")
     assert os.stat(other).st_atime_ns == stamp
 
 
-def test_what_is_trusted_is_read(tmp_path):
+def test_trusted_links_and_virtual_datasets_are_read(tmp_path):
     other = write_hdf5(tmp_path / "other.h5")
     for name, add in LINKS.items():
         path = tmp_path / f"{name}.h5"
@@ -266,7 +267,7 @@ def test_trusted_image_files_of_varying_length_are_decoded(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["objects", "filter"])
-def test_what_cannot_be_read_is_refused_though_trusted(tmp_path, name):
+def test_unreadable_datasets_raise_even_if_trusted(tmp_path, name):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         HOSTILE[name](file, tmp_path)
     with pytest.raises(BadSource):
@@ -274,29 +275,31 @@ def test_what_cannot_be_read_is_refused_though_trusted(tmp_path, name):
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_trust_is_not_advised_for_what_is_no_array_of_numbers(tmp_path, trusted):
+def test_trust_is_not_suggested_for_datasets_other_than_numbers(tmp_path, trusted):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         HOSTILE["objects"](file, tmp_path)
-    with pytest.raises(BadSource, match=r"of dtype object, an array of numbers\. Name another data set\.$"):
+    with pytest.raises(
+        BadSource, match=r"the dtype object; expected an array of numbers\. Name another dataset with x= or y=\.$"
+    ):
         open_pack(tmp_path / "p.h5", x="e/images", trusted=trusted)
 
 
-def test_a_trusted_link_to_nothing_is_no_data_set(tmp_path):
+def test_a_trusted_broken_link_raises(tmp_path):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         file["images"], file["labels"] = h5py.SoftLink("/nothing"), LABELS
-    with pytest.raises(BadSource, match=r"no data set 'images', one of 'labels'"):
+    with pytest.raises(BadSource, match=r"no dataset 'images'; expected one of 'labels'"):
         open_pack(tmp_path / "p.h5", x="images", trusted=True)
 
 
 @pytest.mark.parametrize("images", [np.uint8(3), np.zeros(3, [("a", "i4")]), np.array([b"a", b"b"]), IMAGES[:29]])
-def test_what_are_no_samples_with_labels_is_refused(tmp_path, images):
+def test_datasets_that_are_not_samples_with_labels_raise(tmp_path, images):
     with pytest.raises(BadSource, match="Cannot open"):
         open_pack(write_hdf5(tmp_path / "p.h5", images))
 
 
-def test_a_pack_names_its_own_fields_and_a_broken_one_is_never_taken_for_foreign(tmp_path):
+def test_a_pack_refuses_dataset_names_and_a_broken_pack_never_opens_as_a_foreign_file(tmp_path):
     path = make_pack(tmp_path / "p.h5", train=4)
-    with pytest.raises(InvalidOption, match="names its own fields"):
+    with pytest.raises(InvalidOption, match=r"x= and y= apply only to HDF5 files.*Omit x= and y="):
         open_pack(path, x="X_train", y="Y_train")
     data = path.read_bytes()
     broken = {
@@ -317,7 +320,7 @@ def test_a_pack_names_its_own_fields_and_a_broken_one_is_never_taken_for_foreign
         open_pack(tmp_path / "copy.h5", x="X_train")
 
 
-def test_no_damage_makes_a_pack_open_as_something_else(tmp_path):
+def test_a_damaged_pack_never_opens_with_other_contents(tmp_path):
     path = make_pack(tmp_path / "made.h5", train=6, dev=3)
     original, data = whole_content(path), path.read_bytes()
     seeded = random.Random(8)
@@ -331,14 +334,14 @@ def test_no_damage_makes_a_pack_open_as_something_else(tmp_path):
             changed = data[: seeded.randrange(len(data))]
         path.write_bytes(changed)
         try:
-            splits = {split: [(x.tolist(), y) for x, y in data_set] for split, data_set in open_pack(path).items()}
+            splits = {split: [(x.tolist(), y) for x, y in dataset] for split, dataset in open_pack(path).items()}
         except ColabkitError:
             continue
         assert whole_content(path) == original
         assert {split: len(samples) for split, samples in splits.items()} == {"train": 6, "dev": 3}
 
 
-def test_a_foreign_file_cut_short_is_an_error_of_the_family(tmp_path):
+def test_a_truncated_foreign_file_raises_a_colabkit_error(tmp_path):
     path = write_hdf5(tmp_path / "p.h5", **STORED["gzip"])
     data = path.read_bytes()
     seeded = random.Random(9)
@@ -350,7 +353,7 @@ def test_a_foreign_file_cut_short_is_an_error_of_the_family(tmp_path):
         open_pack(tmp_path / "none.h5", x="images")
 
 
-def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path):
+def test_reading_a_damaged_chunk_raises(tmp_path):
     path = write_hdf5(tmp_path / "p.h5", **STORED["gzip"])
     with h5py.File(path) as file:
         chunk = file["images"].id.get_chunk_info(3)
@@ -362,7 +365,7 @@ def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path):
         data[:]
 
 
-def test_reports_tell_that_there_is_no_seal(tmp_path):
+def test_repr_shows_that_there_is_no_seal(tmp_path):
     pack = open_pack(write_hdf5(tmp_path / "p.h5"))
     assert "seal none" in repr(pack)
     assert "images 6x5x3, 4 classes" in repr(pack)
@@ -373,17 +376,16 @@ def test_reports_tell_that_there_is_no_seal(tmp_path):
 @pytest.mark.parametrize(
     "labels", [np.full(30, np.inf), np.full(30, 1e300), np.full((30, 2), np.nan), np.full(30, 2**63, np.uint64)]
 )
-def test_labels_that_no_label_can_hold_are_refused(tmp_path, labels):
-    with pytest.raises(
-        BadSource, match=r"(a label that is NaN|the label .*, beyond (float32|int64)), .*Name another data set by y="
-    ):
+def test_labels_out_of_range_raise(tmp_path, labels):
+    reason = r"(a label is NaN|the label .* is out of range for (float32|int64))"
+    with pytest.raises(BadSource, match=rf"{reason}; .*Name another dataset with y="):
         open_pack(write_hdf5(tmp_path / "p.h5", labels=labels))
 
 
-def test_a_split_without_labels_is_not_left_out_without_a_word(tmp_path):
+def test_a_split_without_labels_raises_instead_of_being_skipped(tmp_path):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         for name, values in (("X_train", IMAGES), ("y_train", LABELS), ("X_test", IMAGES)):
             file.create_dataset(name, data=values)
-    with pytest.raises(BadSource, match=r"'X_test' without labels, .*Name what to open, as in x="):
+    with pytest.raises(BadSource, match=r"'X_test' has no labels, .*Name the datasets to open, for example x="):
         open_pack(tmp_path / "p.h5")
     assert [*open_pack(tmp_path / "p.h5", x={"train": "X_train"}, y={"train": "y_train"})] == ["train"]

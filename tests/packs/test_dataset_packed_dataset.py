@@ -1,4 +1,4 @@
-"""Views of a split: subsets, shares and folds, without copies, for any splitter of scikit-learn."""
+"""Views of a split: subsets, splits by shares, and folds, also with scikit-learn's splitters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> PackedDataset:
 
 
 def numbers(view: PackedDataset) -> list[int]:
-    """Return the rows that a view has, told by what it gives."""
+    """Return the rows of a view, identified by the images that it returns."""
     images = view.info.map("X_train")
     whole = {image.tobytes(): number for number, image in enumerate(images)}
     return [whole[sample[0].permute(1, 2, 0).numpy().tobytes()] for sample in view]
@@ -39,7 +39,7 @@ def numbers(view: PackedDataset) -> list[int]:
 @pytest.mark.parametrize(
     "indices", [[5, 2, 2, -1], range(4), slice(50, None, 4), np.array([7]), torch.tensor([1, 0]), np.arange(60) > 57]
 )
-def test_a_subset_has_the_samples_of_its_indices(data, indices):
+def test_a_subset_has_the_chosen_samples_in_order(data, indices):
     expected = np.arange(60)[indices if not isinstance(indices, torch.Tensor) else indices.numpy()].tolist()
     view = data.subset(indices)
     assert numbers(view) == expected
@@ -48,24 +48,24 @@ def test_a_subset_has_the_samples_of_its_indices(data, indices):
     assert f"{len(expected)} of 60" in repr(view)
 
 
-def test_views_of_views_are_views_of_the_split(data):
+def test_a_view_of_a_view_refers_to_rows_of_the_split(data):
     inner = data.subset(range(10, 40)).subset([0, 5, -1]).subset([2, 1])
     assert numbers(inner) == [39, 15]
     assert inner[:][1].tolist() == [0, 0]
     assert inner.numbers.tolist() == [39, 15]
-    with pytest.raises(IndexError, match="sample 2 of 2"):
+    with pytest.raises(IndexError, match="index 2 is out of range for 2 samples"):
         inner[2]
-    with pytest.raises(IndexError, match="of 2"):
+    with pytest.raises(IndexError, match="for 2 samples"):
         inner.subset([0, 2])
 
 
-def test_numbers_beyond_64_signed_bits_are_no_samples(data):
+def test_indices_above_the_range_of_int64_raise(data):
     for read in (data.subset, data.__getitem__, data.__getitems__):
-        with pytest.raises(IndexError, match=f"sample {2**64 - 1} of 60"):
+        with pytest.raises(IndexError, match=f"index {2**64 - 1} is out of range for 60 samples"):
             read(np.array([2**64 - 1], np.uint64))
 
 
-def test_views_have_fingerprints_of_their_own_and_can_be_pickled(data):
+def test_views_have_different_fingerprints_and_can_be_pickled(data):
     views = [data, data.subset([1, 2]), data.subset([2, 1]), data.subset([1, 2]).subset([0])]
     assert len({view.fingerprint for view in views}) == 4
     assert data.subset(range(9)).subset([1, 2]).fingerprint == data.subset([1, 2]).fingerprint
@@ -76,7 +76,7 @@ def test_views_have_fingerprints_of_their_own_and_can_be_pickled(data):
     assert (len(empty), list(empty), empty.labels.tolist()) == (0, [], [])
 
 
-def test_shares_part_all_samples_and_keep_the_classes(data):
+def test_splitting_assigns_every_sample_once_and_keeps_class_proportions(data):
     first, second, third = data.split((0.5, 0.25, 0.25), seed=4)
     assert sorted(numbers(first) + numbers(second) + numbers(third)) == list(range(60))
     assert [view.labels.bincount().tolist() for view in (first, second, third)] == [[10] * 3, [5] * 3, [5] * 3]
@@ -84,7 +84,7 @@ def test_shares_part_all_samples_and_keep_the_classes(data):
     assert numbers(data.split((0.5, 0.25, 0.25), seed=5)[1]) != numbers(second)
 
 
-def test_named_shares_are_a_dict_and_the_default_is_four_fifths(data):
+def test_named_shares_return_a_dict_and_the_default_is_80_to_20(data):
     parts = data.split({"train": 0.9, "dev": 0.1})
     assert {name: len(view) for name, view in parts.items()} == {"train": 54, "dev": 6}
     assert [len(view) for view in data.split()] == [48, 12]
@@ -95,7 +95,7 @@ def test_named_shares_are_a_dict_and_the_default_is_four_fifths(data):
 
 
 @pytest.mark.parametrize("shares", [(0.5, 0.4), (), 0.8, "x", (0.5, -0.5, 1.0), (0.999, 0.001)])
-def test_shares_that_cannot_be_meant_are_refused(data, shares):
+def test_invalid_shares_raise(data, shares):
     with pytest.raises(InvalidOption, match="Cannot split"):
         data.split(shares, stratify=False)
 
@@ -114,7 +114,7 @@ def test_folds_hold_out_every_sample_once(data, stratify):
 
 
 @pytest.mark.parametrize("groups", ["patient", "ward", np.arange(60) // 4])
-def test_groups_are_never_parted(data, groups):
+def test_groups_are_never_divided_between_folds(data, groups):
     field = {"patient": 2, "ward": 3}.get(groups, 2) if isinstance(groups, str) else 2
     for k in range(3):
         training, test = data.fold(k, 3, groups=groups)
@@ -125,7 +125,7 @@ def test_groups_are_never_parted(data, groups):
     assert sorted(numbers(training) + numbers(test)) == list(range(20, 60))
 
 
-def test_folds_that_cannot_be_meant_are_refused(data):
+def test_invalid_folds_raise(data):
     numbers_refused = [(3, 3), (-1, 3), (0, 1), (0.5, 3), (0, 61), (0, 10**12)]
     groups = {"nothing": 3, (1, 2): 3, "X": 3, "patient": 16}
     calls = [(k, n, {}) for k, n in numbers_refused] + [(0, n, {"groups": group}) for group, n in groups.items()]
@@ -134,7 +134,7 @@ def test_folds_that_cannot_be_meant_are_refused(data):
             data.fold(k, n, **options)
 
 
-def test_other_labels_are_dealt_by_their_own_strata(tmp_path):
+def test_multi_label_samples_are_stratified_by_their_combinations(tmp_path):
     images = np.zeros((40, 2, 2, 3), "|u1")
     several = np.tile(np.array([[1, 0], [0, 1]], "|u1"), (20, 1))
     path = seal_fields(
@@ -146,7 +146,7 @@ def test_other_labels_are_dealt_by_their_own_strata(tmp_path):
     assert [len(view) for view in alone.split((0.5, 0.5))] == [20, 20]
 
 
-def test_splitters_of_scikit_learn_take_it_and_their_indices_make_views(data):
+def test_scikit_learn_splitters_accept_it_and_their_indices_select_views(data):
     selection = pytest.importorskip("sklearn.model_selection")
     folds = list(selection.KFold(4, shuffle=True, random_state=0).split(data))
     folds += selection.StratifiedKFold(4).split(data, data.labels)
@@ -158,7 +158,7 @@ def test_splitters_of_scikit_learn_take_it_and_their_indices_make_views(data):
     assert len(data.subset(training)) + len(data.subset(test)) == 60
 
 
-def test_views_of_shards_are_views_as_well(tmp_path):
+def test_views_of_a_sharded_pack_return_the_right_samples(tmp_path):
     whole = open_pack(make_shards(tmp_path / "s.h5", {"train": 9}, {"train": 4}, {"train": 8}))["train"]
     view = whole.subset([20, 0, 9, 12, 13])
     for place, number in enumerate([20, 0, 9, 12, 13]):
@@ -167,7 +167,7 @@ def test_views_of_shards_are_views_as_well(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["view", "shards"])
-def test_rows_of_what_is_not_one_file_are_refused_with_what_to_do(tmp_path, what):
+def test_rows_of_views_and_shards_raise_and_the_message_suggests_indexing(tmp_path, what):
     whole = open_pack(make_pack(tmp_path / "p.h5", train=4))["train"]
     sharded = make_shards(tmp_path / "s.h5", {"train": 2}, {"train": 2})
     other = whole.subset([1]) if what == "view" else open_pack(sharded)["train"]

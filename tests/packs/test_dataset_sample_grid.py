@@ -1,4 +1,4 @@
-"""What a pack shows of itself: a picture of samples, and a small table as text and HTML."""
+"""Display of a pack: a picture of samples, and a small table as text and HTML."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.dataset.sample_grid import _grid
 
 RANDOM = np.random.default_rng(2)
-LEFT, TOP, SMALL = 2 * 16, 2 * (16 + 13 + 12), 2 * 112  # of the first tile, in pixels
+# Position and side of the first tile in pixels.
+LEFT, TOP, SMALL = 2 * 16, 2 * (16 + 13 + 12), 2 * 112
 
 
 @pytest.fixture
 def pack(tmp_path: Path) -> Pack:
-    """Return samples of one colour each; the colour tells which it is."""
+    """Return single-color samples; the color identifies the sample."""
     images = np.full((50, 8, 8, 3), 40, "|u1") + np.arange(50, dtype="|u1")[:, None, None, None] * 4
     fields = {"X": {"train": images}, "Y": {"train": np.arange(50) % 3}}
     return open_pack(seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "class"))
@@ -34,11 +35,11 @@ def shown(path: Path, fields: dict, content: str, kind: str, **meta: object) -> 
 
 
 def ink(image: Image.Image, box: tuple[int, int, int, int]) -> int:
-    """Return how many pixels of a part are dark."""
+    """Return the number of dark pixels in a part of an image."""
     return int((np.asarray(image.crop(box).convert("L")) < 120).sum())
 
 
-def test_a_picture_shows_itself_in_a_notebook_at_half_its_pixels(pack):
+def test_a_notebook_displays_the_picture_at_half_its_pixel_size(pack):
     picture = pack.show(n=9)
     data, size = picture._repr_png_()
     read = Image.open(io.BytesIO(data))
@@ -47,14 +48,14 @@ def test_a_picture_shows_itself_in_a_notebook_at_half_its_pixels(pack):
     assert repr(picture) == "Picture of 9 samples"
 
 
-def test_large_photographs_are_shown_as_jpeg_because_notebooks_are_saved_with_them(tmp_path):
+def test_pictures_of_large_photos_are_jpeg_to_keep_notebooks_small(tmp_path):
     picture = open_pack(make_pack(tmp_path / "p.h5", (400, 400, 3), train=4)).show(n=4)
     assert picture._repr_png_() is None
     data, size = picture._repr_jpeg_()
     assert Image.open(io.BytesIO(data)).size == (2 * size["width"], 2 * size["height"])
 
 
-def test_each_tile_is_its_sample(pack):
+def test_each_tile_shows_its_sample(pack):
     picture = pack.show(n=16, seed=3)
     assert len(set(picture.indices)) == 16
     assert list(picture.indices) == sorted(picture.indices)
@@ -64,26 +65,26 @@ def test_each_tile_is_its_sample(pack):
         assert picture.image.getpixel(at) == (40 + 4 * number,) * 3
 
 
-def test_the_same_seed_shows_the_same_samples_and_another_others(pack):
+def test_the_seed_determines_the_samples(pack):
     assert pack.show(n=4, seed=1).indices == pack.show(n=4, seed=1).indices != pack.show(n=4, seed=2).indices
     assert len(pack.show().indices) == 16
     assert pack.show(n=99).indices == tuple(range(50))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 11, 16, 24, 40, 50])
-def test_the_grid_fits_a_page_whatever_the_number(pack, n):
+def test_the_grid_fits_a_page_for_any_number_of_samples(pack, n):
     width, height = pack.show(n=n).image.size
     assert width <= 2 * 920
     assert 0.15 < height / width < 1.4
 
 
-def test_the_grid_is_full_where_it_can_be():
+def test_the_grid_has_no_empty_cells_if_possible():
     for n, columns, rows in [(3, 3, 1), (6, 3, 2), (8, 4, 2), (12, 4, 3), (16, 4, 4), (40, 8, 5)]:
         found, wide, high = _grid([(32, 32)] * n)
         assert (found, -(-n // found), wide) == (columns, rows, high)
 
 
-def test_what_cannot_be_shown_is_refused(pack, monkeypatch):
+def test_invalid_options_damage_and_missing_matplotlib_raise(pack, monkeypatch):
     with pytest.raises(InvalidOption, match="n=0"):
         pack.show(n=0)
     with pytest.raises(MissingSplit):
@@ -120,7 +121,7 @@ def test_samples_of_every_kind_are_drawn(tmp_path, content, samples):
     assert image.width >= 2 * 112
 
 
-def test_floats_are_scaled_from_their_least_to_their_greatest(tmp_path):
+def test_floats_are_scaled_from_minimum_to_maximum(tmp_path):
     image = shown(tmp_path / "p.h5", {"X": {"train": np.array([[[-7.0, 3.0], [3.0, np.nan]]])}}, "array", "none")
     quarter = SMALL // 4
     assert [image.getpixel((LEFT + x * quarter, TOP + quarter))[0] for x in (1, 3)] == [0, 255]
@@ -138,7 +139,7 @@ def test_large_images_keep_their_proportions(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "label"), [("class", 1), ("multilabel", [0, 1, 1]), ("multilabel", [0, 0, 0]), ("regression", 0.25)]
 )
-def test_labels_stand_beneath(tmp_path, kind, label):
+def test_labels_are_drawn_below_the_samples(tmp_path, kind, label):
     dtype = {"class": "<i8", "multilabel": "|u1", "regression": "<f4"}[kind]
     fields = {"X": {"train": np.full((1, 8, 8, 3), 255, "|u1")}, "Y": {"train": np.array([label], dtype)}}
     image = shown(tmp_path / "p.h5", fields, "image", kind)
@@ -148,14 +149,14 @@ def test_labels_stand_beneath(tmp_path, kind, label):
 @pytest.mark.parametrize(
     "name", ["a" * 300, "ein sehr langer Name einer Klasse", "очень длинное имя класса", "\n\0", ""]
 )
-def test_long_names_are_cut_to_their_tile(tmp_path, name):
+def test_long_class_names_are_shortened_to_the_tile(tmp_path, name):
     fields = {"X": {"train": np.full((1, 8, 8, 3), 255, "|u1")}, "Y": {"train": np.zeros(1, "<i8")}}
     image = shown(tmp_path / "p.h5", fields, "image", "class", classes=[name])
     assert ink(image, (LEFT + SMALL + 2, TOP + SMALL + 4, image.width, image.height)) == 0
     assert ink(image, (LEFT, TOP + SMALL + 4, LEFT + SMALL, image.height)) > (20 if name else -1)
 
 
-def test_the_table_tells_splits_layout_bytes_encoding_source_and_seal(tmp_path):
+def test_the_table_shows_splits_layout_bytes_encoding_source_and_seal(tmp_path):
     fields = {"X": {"train": [b"abc"] * 5}, "Y": {"train": np.arange(5) % 2}, "Z": {"train": np.arange(5)}}
     about = {"bad": [["train", 2, "a.jpg", "cut"]], "left_out": [["b", "hidden"], ["c", "hidden"]]}
     contents = {"X": "image", "Z": "array"}
@@ -167,7 +168,7 @@ def test_the_table_tells_splits_layout_bytes_encoding_source_and_seal(tmp_path):
     assert (pack.encoding, pack.splits) == ("source", {"train": 5})
 
 
-def test_the_table_tells_shapes_of_raw_packs_and_how_many_shards(tmp_path):
+def test_the_table_shows_shapes_of_raw_packs_and_the_number_of_shards(tmp_path):
     text = repr(open_pack(make_pack(tmp_path / "raw.h5", (6, 5, 3), train=20, test=7)))
     assert "uint8 20 x 6 x 5 x 3" in text
     assert "630 B" in text
@@ -178,7 +179,7 @@ def test_the_table_tells_shapes_of_raw_packs_and_how_many_shards(tmp_path):
     assert header.index("bytes") == row.index("828")
 
 
-def test_names_of_others_are_escaped(tmp_path):
+def test_names_are_escaped_in_html(tmp_path):
     fields = {"X": {"train": np.zeros((1, 2, 2, 3), "|u1")}}
     pack = open_pack(seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "none", source="<script>x</script>"))
     assert "<script>" not in pack._repr_html_()

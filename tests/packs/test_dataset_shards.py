@@ -1,4 +1,4 @@
-"""Packs of several shards: read as one, opened when needed, and never another shard's samples."""
+"""Packs of several shards: read as one dataset, opened on first use, and never with the samples of another shard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def expected(index: Path, split: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 21), ("test", 6)])
-def test_samples_lie_in_the_shards_in_their_order(index, split, count):
+def test_samples_are_in_the_order_of_the_shards(index, split, count):
     data, images = open_pack(index)[split], expected(index, split)
     assert len(data) == len(images) == count
     for number in range(count):
@@ -42,13 +42,13 @@ def test_samples_lie_in_the_shards_in_their_order(index, split, count):
 
 
 @pytest.mark.parametrize("numbers", [[20, 0, 9, 8, 12, 13, 13, 20], [3], [], list(range(21))[::-1]])
-def test_batches_over_several_shards_keep_the_order_asked_for(index, numbers):
+def test_batches_across_shards_keep_the_requested_order(index, numbers):
     data, images = open_pack(index)["train"], expected(index, "train")
     assert torch.equal(data[numbers][0], images[numbers])
     assert [label for _, label in data.__getitems__(numbers)] == data.labels[numbers].tolist()
 
 
-def test_opening_and_taking_a_split_opens_no_shard(index):
+def test_opening_a_pack_and_a_split_opens_no_shard(index):
     for number in range(len(COUNTS)):
         shard(index, number).rename(shard(index, number).with_suffix(".away"))
     pack = open_pack(index)
@@ -57,27 +57,27 @@ def test_opening_and_taking_a_split_opens_no_shard(index):
     assert "4 shards, 4 of them missing" in repr(pack)
 
 
-def test_a_shard_that_is_missing_is_named_when_it_is_needed(index):
+def test_a_missing_shard_raises_when_its_samples_are_read(index):
     data = open_pack(index)["train"]
     shard(index, 1).rename(index.with_name("away.h5"))
     assert data[8][1] == 2
     for read in (lambda: data[9], lambda: data[5:12], data.maps):
-        with pytest.raises(SourceMissing, match=r"birds-00001\.h5' is not beside it.*all its shards"):
+        with pytest.raises(SourceMissing, match=r"birds-00001\.h5' is missing; expected all shards.*Copy all shards"):
             read()
 
 
-def test_another_pack_or_damage_in_a_shards_place_is_refused(index):
+def test_a_damaged_or_replaced_shard_raises(index):
     whole = shard(index, 1).read_bytes()
     for damaged in (whole[:-1], whole[4096:]):
         shard(index, 1).write_bytes(damaged)
         with pytest.raises((Corrupt, NotSealed), match=r"birds-00001\.h5"):
             open_pack(index)["train"][9]
     make_pack(index.with_name("other.h5"), seed=99, train=4).replace(shard(index, 1))
-    with pytest.raises(Corrupt, match=r"'birds-00001\.h5' beside it is another pack"):
+    with pytest.raises(Corrupt, match=r"'birds-00001\.h5' is not a shard of this index"):
         open_pack(index)["train"][9]
 
 
-def test_a_damaged_sample_is_named_by_its_place_in_the_whole_split(index):
+def test_a_damaged_sample_is_named_by_its_index_in_the_whole_split(index):
     found = read_pack(shard(index, 1)).data_sets["X_train"]
     with shard(index, 1).open("r+b") as file:
         file.seek(found.offset + 36 * 2)
@@ -88,7 +88,7 @@ def test_a_damaged_sample_is_named_by_its_place_in_the_whole_split(index):
     assert torch.equal(data[10][0], expected(index, "train")[10])
 
 
-def test_more_shards_than_files_may_be_open_are_an_error_that_tells_of_the_limit(index):
+def test_too_many_open_shards_raise_and_the_message_names_the_limit(index):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     data = open_pack(index)["train"]
     assert data[0][1] == 0
@@ -103,18 +103,18 @@ def test_more_shards_than_files_may_be_open_are_an_error_that_tells_of_the_limit
     assert data[20][1] == 1
 
 
-def test_a_shard_without_a_files_name_or_outside_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "far").mkdir()
-    far = make_pack(tmp_path / "far" / "birds.h5", train=2)
-    for name in ("", "..", "far/birds.h5"):
-        about = {"name": name, "seal": read_pack(far).seal, "splits": {"train": 2}}
-        with pytest.raises(Corrupt, match="no file beside it"):
+def test_a_shard_name_that_is_not_a_plain_file_name_raises(tmp_path):
+    (tmp_path / "other").mkdir()
+    outside = make_pack(tmp_path / "other" / "birds.h5", train=2)
+    for name in ("", "..", "other/birds.h5"):
+        about = {"name": name, "seal": read_pack(outside).seal, "splits": {"train": 2}}
+        with pytest.raises(Corrupt, match="is not the name of a file next to it"):
             open_pack(make_shards(tmp_path / f"{len(name)}.h5", {"train": 2}, shards=[about]))
 
 
 @pytest.mark.parametrize("splits", [{"train": 1}, {"train": 3}, {"test": 2}, {}])
-def test_counts_that_do_not_add_up_are_refused(tmp_path, splits):
+def test_shards_with_wrong_sample_counts_raise(tmp_path, splits):
     about = {"name": "birds-00000.h5", "seal": "0" * 64, "splits": splits}
     index = make_shards(tmp_path / "birds.h5", {"train": 2}, shards=[about])
-    with pytest.raises(Corrupt, match=f"shards hold {splits.get('train', 0)} samples of train of 2"):
+    with pytest.raises(Corrupt, match=f"shards have {splits.get('train', 0)} samples of train instead of 2"):
         open_pack(index)["train"]

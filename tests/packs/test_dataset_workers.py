@@ -1,4 +1,4 @@
-"""Data sets of every kind in the workers of a `DataLoader`, forked and spawned."""
+"""Datasets of every kind in forked and spawned workers of a `DataLoader`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from colabkit.packs.dataset.opened_pack import open_pack
 
 
 class Batches(Dataset):
-    """Batches of four of each of several data sets, as the worker of a DataLoader fetches and collates them."""
+    """A dataset whose items are all batches of another dataset, fetched and collated like a DataLoader worker does."""
 
-    def __init__(self, data_sets: list[LabelledDataset]) -> None:
-        self.data_sets = data_sets
+    def __init__(self, datasets: list[LabelledDataset]) -> None:
+        self.datasets = datasets
 
     def __len__(self) -> int:
-        return len(self.data_sets)
+        return len(self.datasets)
 
     def __getitem__(self, number: int) -> list[list[torch.Tensor]]:
-        data = self.data_sets[number]
+        data = self.datasets[number]
         fetch = getattr(data, "__getitems__", lambda numbers: [data[row] for row in numbers])
         starts = range(0, len(data), 4)
         return [default_collate(fetch([*range(len(data))[start : start + 4]])) for start in starts]
 
 
 @pytest.fixture
-def data_sets(tmp_path: Path) -> dict[str, LabelledDataset]:
-    """Return a pack, shards, a view, packed and plain image files and an HDF5 file, each read before it is sent."""
+def datasets(tmp_path: Path) -> dict[str, LabelledDataset]:
+    """Return a pack, shards, a view, packed and plain image files, and an HDF5 file; each has been read once."""
     shards = ({"train": 9, "test": 2}, {"train": 4}, {"test": 3}, {"train": 8, "test": 1})
     files = {"X": {"train": [png(image) for image in IMAGES[:10]]}, "Y": {"train": np.arange(10) % 3}}
     pack = make_pack(tmp_path / "made.h5", (6, 5, 3), train=60)
@@ -45,22 +45,22 @@ def data_sets(tmp_path: Path) -> dict[str, LabelledDataset]:
         "view": open_pack(pack)["train"].subset(np.arange(60)[::7]),
         "image files": open_pack(seal_fields(tmp_path / "p.h5", files, {"X": "image"}, "class"))["train"],
         "plain files": FileDataset(photos(tmp_path / "tree")),
-        "HDF5": open_pack(write_hdf5(tmp_path / "theirs.h5", **STORED["gzip"]))["train"],
+        "HDF5": open_pack(write_hdf5(tmp_path / "foreign.h5", **STORED["gzip"]))["train"],
     }
     assert [data[len(data) - 1][1] for data in found.values()] == [2, 1, 2, 0, 2, 1]
     return found
 
 
-def test_data_sets_go_through_a_spawned_worker(data_sets):
-    """All go into one, for it imports torch again."""
-    loader = DataLoader(Batches([*data_sets.values()]), None, num_workers=1, multiprocessing_context="spawn")
-    for (kind, data), batches in zip(data_sets.items(), loader, strict=True):
+def test_a_spawned_worker_loads_every_kind_of_dataset(datasets):
+    """One worker gets all datasets, because each spawned worker takes time to import torch."""
+    loader = DataLoader(Batches([*datasets.values()]), None, num_workers=1, multiprocessing_context="spawn")
+    for (kind, data), batches in zip(datasets.items(), loader, strict=True):
         assert_batches(kind, data, batches)
 
 
 @pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
-def test_data_sets_go_through_a_data_loader(data_sets, workers, context):
-    for kind, data in data_sets.items():
+def test_a_data_loader_loads_every_kind_of_dataset(datasets, workers, context):
+    for kind, data in datasets.items():
         loader = DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context)
         assert_batches(kind, data, list(loader))
 

@@ -1,4 +1,4 @@
-"""`.npy` files become arrays; pickles, damage and declared sizes that are not there are refused."""
+"""`.npy` files are decoded to arrays; pickles, damage and wrong sizes raise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def npy(values: object, **options: object) -> bytes:
     ],
     ids=lambda values: f"{values.dtype}{list(values.shape)}",
 )
-def test_arrays_come_back_as_they_were_saved(values):
+def test_arrays_are_read_unchanged(values):
     found = decode_array(npy(values))
     assert found.dtype == values.dtype
     assert found.shape == values.shape
@@ -50,7 +50,7 @@ def test_a_header_of_format_2_is_read():
 
 
 def header(shape: str, descr: str = "'<f4'", order: str = "False") -> bytes:
-    """Return a header of format 1 that says anything."""
+    """Return a header of format 1 with any contents."""
     text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n".encode()
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
@@ -58,38 +58,39 @@ def header(shape: str, descr: str = "'<f4'", order: str = "False") -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "an empty file"),
-        (b"<html>", "no array; it begins with b'<html>'"),
-        (b"PK\x03\x04" + bytes(50), "an archive of arrays"),
-        (npy(np.array([{}], object), allow_pickle=True), "an array of Python objects"),
-        (npy(np.arange(10.0))[:-1], "79 bytes of values, where float64 [10] has 80"),
-        (npy(np.arange(10.0)) + b"x", "81 bytes of values"),
-        (npy(np.arange(10.0))[:20], "a damaged header"),
-        (b"\x93NUMPY", "a damaged header"),
-        (b"\x93NUMPY\x03\x00" + npy(np.arange(3))[8:], "an array of format 3.0"),
-        (header("(1000000000000, 1000000)"), "0 bytes of values, where float32"),
-        (header("(-1, 4)") + bytes(16), "a damaged header"),
-        (header("(-2, -2)") + bytes(16), "a damaged header"),
-        (header("(0, 99999999999999999999999)"), "a damaged header"),
-        (header("(4,)", "'|V0'"), "an array of elements without bytes"),
-        (header("(4,)", "'nonsense'") + bytes(16), "a damaged header"),
-        (header("__import__('os')") + bytes(16), "a damaged header"),
-        (header("(4,)", "'<f4'", "7") + bytes(16), "a damaged header"),
+        (b"", "the file is empty"),
+        (b"<html>", "the file is not a .npy array (it starts with b'<html>')"),
+        (b"PK\x03\x04" + bytes(50), "the file is an archive of arrays"),
+        (npy(np.array([{}], object), allow_pickle=True), "the array contains Python objects"),
+        (npy(np.arange(10.0))[:-1], "the file has 79 bytes of values, but float64 [10] has 80"),
+        (npy(np.arange(10.0)) + b"x", "the file has 81 bytes of values"),
+        (npy(np.arange(10.0))[:20], "the header of the array is damaged"),
+        (b"\x93NUMPY", "the header of the array is damaged"),
+        (b"\x93NUMPY\x03\x00" + npy(np.arange(3))[8:], "the array has .npy format 3.0"),
+        (header("(1000000000000, 1000000)"), "the file has 0 bytes of values, but float32"),
+        (header("(-1, 4)") + bytes(16), "the header of the array is damaged"),
+        (header("(-2, -2)") + bytes(16), "the header of the array is damaged"),
+        (header("(0, 99999999999999999999999)"), "the header of the array is damaged"),
+        (header("(4,)", "'|V0'"), "the array has dtype |V0"),
+        (header("(4,)", "'nonsense'") + bytes(16), "the header of the array is damaged"),
+        (header("__import__('os')") + bytes(16), "the header of the array is damaged"),
+        (header("(4,)", "'<f4'", "7") + bytes(16), "the header of the array is damaged"),
         (header("(True,)") + bytes(4), ""),
     ],
     ids=lambda value: value[:60].decode("latin-1") if isinstance(value, bytes) else "",
 )
-def test_what_is_no_array_is_named(data, reason):
+def test_invalid_files_raise_with_the_reason(data, reason):
     try:
         found = decode_array(data)
     except BadImage as error:
-        assert str(error).startswith(reason)  # noqa: PT017 - one of the cases may also be an array
+        # One of the cases is a valid array.
+        assert str(error).startswith(reason)  # noqa: PT017
     else:
         assert reason == ""
         assert found.shape == (1,)
 
 
-def test_broken_arrays_are_arrays_of_the_same_bytes_or_bad():
+def test_a_damaged_array_decodes_to_the_same_size_or_raises():
     data = npy(np.arange(40, dtype=np.float32).reshape(5, 8))
     random = np.random.default_rng(4)
     refused = 0

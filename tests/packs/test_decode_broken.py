@@ -1,4 +1,4 @@
-"""Broken, cut, hostile and foreign files are refused, never shown in part and never decoded beyond the limit."""
+"""Damaged, truncated, hostile and other files raise; they are never decoded in part or beyond the pixel limit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from colabkit.packs.decode.pixels import OtherSize
 KINDS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM"]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of cut TIFF files
+# Pillow warns about truncated TIFF files.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_cut_short_is_refused_or_still_whole(kind):
+def test_a_truncated_file_raises_or_decodes_to_the_whole_image(kind):
     needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
     data = saved(photo(), kind)
     whole = decode_image(data)
@@ -36,7 +37,7 @@ def test_a_file_cut_short_is_refused_or_still_whole(kind):
                 with pytest.raises(BadImage):
                     refuse(part)
         else:
-            assert (found == whole).all(), f"a part of the picture passes, of {length} of {len(data)} bytes"
+            assert (found == whole).all(), f"{length} of {len(data)} bytes decode to another image"
             assert check_image(part) == whole.shape[:2]
     assert refused >= 40
 
@@ -45,7 +46,7 @@ def test_a_file_cut_short_is_refused_or_still_whole(kind):
 @pytest.mark.parametrize(
     "options", [{}, {"progressive": True}, {"exif": exif(6)}], ids=["baseline", "progressive", "exif"]
 )
-def test_a_jpeg_cut_at_every_100_bytes_is_refused_by_every_decoder(package, options, monkeypatch):
+def test_every_decoder_raises_for_a_jpeg_truncated_at_any_length(package, options, monkeypatch):
     take(package, monkeypatch)
     data = saved(noise(60, 80), "JPEG", quality=90, **options)
     assert len(data) > 5000
@@ -62,7 +63,7 @@ def test_a_jpeg_cut_at_every_100_bytes_is_refused_by_every_decoder(package, opti
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_bytes_behind_a_jpeg_are_ignored(package, monkeypatch):
+def test_bytes_after_a_jpeg_are_ignored(package, monkeypatch):
     take(package, monkeypatch)
     data = saved(photo(), "JPEG")
     for behind in (b"\x00", b"garbage" * 100, data, b"\xff\xd8\xff"):
@@ -71,11 +72,11 @@ def test_bytes_behind_a_jpeg_are_ignored(package, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_broken_files_give_a_picture_or_a_bad_image_and_nothing_else(kind):
+def test_a_damaged_file_decodes_to_an_image_or_raises_bad_image(kind):
     needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
     data = bytearray(saved(photo(), kind, **({"exif": exif(6)} if kind in {"JPEG", "PNG"} else {})))
     random = np.random.default_rng(11)
-    taken = 0
+    decoded = 0
     for place in random.integers(0, min(len(data), 900), 250):
         broken = bytearray(data)
         broken[place] ^= int(random.integers(1, 256))
@@ -89,27 +90,28 @@ def test_broken_files_give_a_picture_or_a_bad_image_and_nothing_else(kind):
                 continue
             found = decode_image(bytes(broken))
             assert image_size(bytes(broken)) == size
-        taken += 1
+        decoded += 1
         assert found.dtype == np.uint8
         assert found.shape == (*size, 3)
-    assert taken > 0
+    assert decoded > 0
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "an empty file"),
-        (b"\n <!DOCTYPE html><html><title>Sign in</title>", "a web page saved under an image's name"),
-        (b"<HTML><body>404</body>", "a web page saved under an image's name"),
-        (b"just some text", "no image; it begins with b'just som'"),
-        (b"\xff\xd8", "no image"),
-        (b"\xff\xd8\xff\xe0", "no image"),
-        (b"\x89PNG\r\n\x1a\n", "no image"),
-        (bytes(1000), "no image"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n", "no image"),  # would run a program
+        (b"", "the file is empty"),
+        (b"\n <!DOCTYPE html><html><title>Sign in</title>", "the file is a web page with the name of an image"),
+        (b"<HTML><body>404</body>", "the file is a web page with the name of an image"),
+        (b"just some text", "the file is not an image (it starts with b'just som')"),
+        (b"\xff\xd8", "the file is not an image"),
+        (b"\xff\xd8\xff\xe0", "the file is not an image"),
+        (b"\x89PNG\r\n\x1a\n", "the file is not an image"),
+        (bytes(1000), "the file is not an image"),
+        # Pillow would run an external program for this format.
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n", "the file is not an image"),
     ],
 )
-def test_what_is_no_image_is_named(data, reason):
+def test_files_that_are_not_images_raise_with_the_reason(data, reason):
     for refuse in (
         decode_image,
         check_image,
@@ -124,7 +126,7 @@ def test_what_is_no_image_is_named(data, reason):
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_more_pixels_than_the_limit_are_refused_before_they_are_decoded(kind, package, monkeypatch):
+def test_more_pixels_than_the_limit_raise_before_decoding(kind, package, monkeypatch):
     take(package, monkeypatch)
     data = saved(photo(), kind)
     row = np.empty((45, 61, 3), np.uint8)
@@ -136,23 +138,24 @@ def test_more_pixels_than_the_limit_are_refused_before_they_are_decoded(kind, pa
         never = jpeg.JpegDecoder("never", *[lambda *_: pytest.fail("decoded")] * 3)
         monkeypatch.setattr("colabkit.packs.decode.images.find_decoder", lambda: never)
     for refuse in (decode_image, image_size, lambda data: decode_image(data, 3, (4, 4)), lambda d: fill_row(d, row)):
-        with pytest.raises(BadImage, match="61x45 pixels, more than 2744"):
+        with pytest.raises(BadImage, match="61x45 pixels, more than the limit of 2,744"):
             refuse(data)
 
 
-def test_a_file_that_claims_more_than_the_limit_is_refused_unread(monkeypatch):
+def test_a_header_with_more_pixels_than_the_limit_raises(monkeypatch):
     data = bytearray(saved(photo(), "JPEG"))
     frame = data.index(b"\xff\xc0")
     data[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"
     for refuse in (decode_image, check_image, image_size):
-        with pytest.raises(BadImage, match="65535x65535 pixels, more than 89478485"):
+        with pytest.raises(BadImage, match="65535x65535 pixels, more than the limit of 89,478,485"):
             refuse(bytes(data))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(BadImage, match="more pixels than allowed"):  # a bomb by Pillow's own measure
+    # Pillow's own limit is lower here.
+    with pytest.raises(BadImage, match="more pixels than Pillow's limit"):
         decode_image(saved(photo(), "PNG"))
 
 
-def test_floating_point_pixels_have_no_8_bit_meaning():
+def test_floating_point_pixels_raise():
     data = saved(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
     for refuse in (decode_image, check_image):
         with pytest.raises(BadImage, match="floating-point"):
@@ -165,6 +168,6 @@ def test_an_image_of_another_size_does_not_fill_a_row(kind):
         data = saved(photo(), kind, exif=exif(orientation))
         for shape in ((45, 60, 3), (61 * 45, 1, 3), (61, 45, 3) if orientation == 1 else (45, 61, 3)):
             row = np.full(shape, 77, np.uint8)
-            with pytest.raises(OtherSize, match=f"^{size} pixels, where {shape[1]}x{shape[0]} are needed$"):
+            with pytest.raises(OtherSize, match=f"^the image has {size} pixels instead of {shape[1]}x{shape[0]}$"):
                 fill_row(data, row)
             assert (row == 77).all()

@@ -1,4 +1,4 @@
-"""Image files become arrays: every format, mode and orientation as Pillow decodes it."""
+"""Image files of every format, mode and orientation are decoded to the same arrays as with Pillow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colabkit.packs.decode.images import check_image, decode_image, image_size
 
 
 def whole(data: bytes, channels: int = 3) -> np.ndarray:
-    """Decode a file in every way there is, which all have to agree, and return the pixels."""
+    """Decode a file in all ways, check that they agree, and return the pixels."""
     found = decode_image(data, channels)
     assert found.dtype == np.uint8
     assert found.flags.c_contiguous
@@ -28,7 +28,7 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "GIF", "WEBP"])
 @pytest.mark.parametrize("channels", [3, 1])
-def test_lossless_formats_come_out_as_they_went_in(kind, channels):
+def test_lossless_formats_are_decoded_exactly(kind, channels):
     needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
     picture = photo() if kind != "GIF" else np.asarray(Image.fromarray(photo()).quantize(200).convert("RGB"))
     data = saved(picture, kind, **({"lossless": True} if kind == "WEBP" else {}))
@@ -49,29 +49,32 @@ def test_images_are_turned_upright(orientation, kind, channels):
         assert found.shape[:2] != (45, 61) or distance(found[..., :1], decode_image(saved(photo(), kind), 1)) > 20
 
 
-def test_an_orientation_at_the_end_of_a_png_counts():
-    plain, told = (saved(photo(), "PNG", **options) for options in ({}, {"exif": exif(6)}))
-    start = told.index(b"eXIf") - 4
-    chunk = told[start : start + 12 + int.from_bytes(told[start : start + 4], "big")]
+def test_an_orientation_at_the_end_of_a_png_is_applied():
+    plain, turned = (saved(photo(), "PNG", **options) for options in ({}, {"exif": exif(6)}))
+    start = turned.index(b"eXIf") - 4
+    chunk = turned[start : start + 12 + int.from_bytes(turned[start : start + 4], "big")]
     data = plain[:-12] + chunk + plain[-12:]
     assert (whole(data) == by_pillow(data)).all()
     assert image_size(data) == (61, 45)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of corrupt EXIF
+# Pillow warns about corrupt EXIF.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
-def test_an_orientation_that_does_not_exist_counts_as_none(kind, orientation):
+def test_invalid_orientations_are_ignored(kind, orientation):
     assert whole(saved(photo(), kind, exif=exif(orientation))).shape == (45, 61, 3)
 
 
-def test_cmyk_and_ycck_are_converted_as_pillow_does():
+def test_cmyk_and_ycck_are_converted_like_pillow_does():
     image = Image.fromarray(photo()).convert("CMYK")
-    jpeg = saved(image, "JPEG")  # with Adobe's marker, so with inverted values
+    # Pillow writes Adobe's marker and inverted values.
+    jpeg = saved(image, "JPEG")
     adobe = jpeg.index(b"Adobe")
     assert jpeg[adobe + 11] == 0
     ycck = jpeg[: adobe + 11] + b"\x02" + jpeg[adobe + 12 :]
-    plain = jpeg[: adobe - 4] + jpeg[adobe + 12 :]  # without the marker the values count as inverted, too
+    # Without the marker, the values are treated as inverted, too.
+    plain = jpeg[: adobe - 4] + jpeg[adobe + 12 :]
     results = []
     for data in (jpeg, ycck, plain, saved(image, "TIFF")):
         for channels in (3, 1):
@@ -81,12 +84,13 @@ def test_cmyk_and_ycck_are_converted_as_pillow_does():
             found = whole(data, channels)
             assert (found == expected.reshape(45, 61, channels)).all()
         results.append(found)
-    assert distance(results[0], results[3]) <= 12  # the colours survive JPEG
+    # JPEG changes colors only slightly.
+    assert distance(results[0], results[3]) <= 12
     assert distance(results[0], results[1]) > 50
     assert (results[0] == results[2]).all()
 
 
-def test_16_bit_values_keep_their_upper_half_and_32_bit_ones_are_taken_as_those():
+def test_16_bit_values_keep_their_upper_8_bits_and_32_bit_values_are_clipped_first():
     values = np.linspace(0, 65535, 12 * 10).astype(np.uint16).reshape(12, 10)
     for kind in ("PNG", "TIFF", "PPM"):
         for channels in (3, 1):
@@ -105,19 +109,20 @@ def test_palettes_are_looked_up(kind, channels):
     assert distance(whole(saved(image, kind), channels), expected) <= (channels == 1)
 
 
-def test_a_palette_with_transparency_keeps_its_colours():
+def test_a_palette_with_transparency_keeps_its_colors():
     image = Image.fromarray(photo()).quantize(16)
     colours = np.asarray(image.convert("RGB"))
     for kind, transparency in (("PNG", 3), ("GIF", 3), ("PNG", bytes(range(16)))):
         data = saved(image, kind, transparency=transparency)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Pillow warns of a palette converted without its transparency
+            # Pillow warns about a palette that is converted without its transparency.
+            warnings.simplefilter("error")
             assert (whole(data) == colours).all()
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 @pytest.mark.parametrize("channels", [3, 1])
-def test_transparency_is_dropped_not_blended(mode, channels):
+def test_transparency_is_dropped_without_blending(mode, channels):
     image = Image.fromarray(photo()).convert(mode)
     image.putalpha(Image.fromarray(np.linspace(0, 255, 45 * 61).astype(np.uint8).reshape(45, 61)))
     found = whole(saved(image, "PNG"), channels)
@@ -128,7 +133,7 @@ def test_transparency_is_dropped_not_blended(mode, channels):
         assert distance(found, np.repeat(grey, channels, 2)) <= 1
 
 
-def test_grey_files_are_repeated_to_rgb_and_black_and_white_becomes_0_and_255():
+def test_grayscale_is_repeated_to_rgb_and_black_and_white_becomes_0_and_255():
     for kind in ("PNG", "JPEG", "TIFF"):
         data = saved(Image.fromarray(photo()).convert("L"), kind)
         found = whole(data)
@@ -140,7 +145,7 @@ def test_grey_files_are_repeated_to_rgb_and_black_and_white_becomes_0_and_255():
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
-def test_the_first_frame_of_an_animation_counts(kind):
+def test_the_first_frame_of_an_animation_is_decoded(kind):
     needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
     first, second = (Image.fromarray(np.full((9, 8, 3), value, np.uint8)) for value in (40, 200))
     options = {"lossless": True} if kind == "WEBP" else {}
@@ -148,19 +153,19 @@ def test_the_first_frame_of_an_animation_counts(kind):
     assert (whole(data) == 40).all()
 
 
-def test_the_first_picture_of_a_phones_several_counts():
+def test_the_first_image_of_an_mpo_file_is_decoded():
     data = saved(Image.fromarray(photo()), "MPO", save_all=True, append_images=[Image.fromarray(photo(30, 20))])
     assert distance(whole(data), by_pillow(data)) <= AGREEMENT
     assert image_size(data) == (45, 61)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "PPM", "JPEG"])
-def test_a_size_is_known_from_a_files_first_bytes(kind):
+def test_the_first_bytes_of_a_file_determine_its_size(kind):
     data = saved(photo(400, 300), kind)
     assert image_size(data[: 1024 if kind in {"GIF", "JPEG"} else 100]) == (400, 300)
 
 
-def test_a_view_of_memory_is_decoded_as_bytes_are():
+def test_a_memoryview_is_decoded_like_bytes():
     for kind in ("JPEG", "PNG"):
         data = saved(photo(), kind, exif=exif(6))
         assert (whole(memoryview(b"before" + data)[6:]) == whole(data)).all()

@@ -1,4 +1,4 @@
-"""JPEG files: every back end agrees with Pillow, the first that works is taken, headers are read as libjpeg does."""
+"""JPEG files: decoders agree with Pillow, the first that works is used, and unusual headers are left to Pillow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ XMP = (
 
 
 def segment_of(data: bytes, marker: bytes) -> tuple[int, int]:
-    """Return where a JPEG's first segment of a kind begins and ends."""
+    """Return the start and end of a JPEG's first segment with a marker."""
     start = data.index(marker)
     return start, start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
 
@@ -71,7 +71,7 @@ def test_every_decoder_agrees_with_pillow(package, progressive, subsampling, cha
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_decoder_turns_photos_as_pillow_does(package, orientation, monkeypatch):
+def test_every_decoder_applies_orientation_like_pillow_does(package, orientation, monkeypatch):
     take(package, monkeypatch)
     files = [saved(photo(), "JPEG", exif=exif(orientation)), saved(photo(), "JPEG", exif=exif(orientation), xmp=XMP)]
     start, end = segment_of(files[0], b"\xff\xe1")
@@ -82,7 +82,8 @@ def test_every_decoder_turns_photos_as_pillow_does(package, orientation, monkeyp
     profiles = [b"\xff\xe2\xff\xffICC_PROFILE\0" + bytes([part, 2]) + bytes(65519) for part in (1, 2)]
     files.append(files[0][:2] + b"".join(profiles) + files[0][2:])
     expected = [(by_pillow(data, 3), by_pillow(data, 1)) for data in files]
-    if package in ("simplejpeg", "torchvision"):  # torchcodec turns by rules of its own, so Pillow takes its place
+    # torchcodec applies orientation by its own rules, so Pillow decodes these files instead.
+    if package in ("simplejpeg", "torchvision"):
         without_pillow(monkeypatch)
     for data, (colour, grey) in zip(files, expected, strict=True):
         assert distance(decode_image(data), colour) <= AGREEMENT
@@ -90,7 +91,7 @@ def test_every_decoder_turns_photos_as_pillow_does(package, orientation, monkeyp
         assert image_size(data) == colour.shape[:2] == ((61, 45) if orientation >= 5 else (45, 61))
 
 
-def test_an_orientation_that_only_xmp_tells_turns_the_image_as_pillow_does():
+def test_an_orientation_only_in_xmp_is_applied_like_pillow_does():
     data = saved(photo(), "JPEG", xmp=XMP)
     assert decode_image(data).shape == by_pillow(data).shape == (61, 45, 3)
     assert image_size(data) == check_image(data) == (61, 45)
@@ -100,8 +101,9 @@ def test_an_orientation_that_only_xmp_tells_turns_the_image_as_pillow_does():
     assert decode_image(data).shape == by_pillow(data).shape == (61, 45, 3)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of corrupt EXIF
-def test_damaged_exif_gives_what_pillow_reads_or_nothing():
+# Pillow warns about corrupt EXIF.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_damaged_exif_has_the_same_effect_as_in_pillow():
     data = saved(photo(), "JPEG", exif=exif(6))
     start, end = segment_of(data, b"\xff\xe1")
     random = np.random.default_rng(3)
@@ -110,19 +112,21 @@ def test_damaged_exif_gives_what_pillow_reads_or_nothing():
         broken = bytearray(data)
         broken[place] ^= int(random.integers(1, 256))
         try:
-            told = Image.open(io.BytesIO(broken)).getexif().get(0x0112, 1)
-        except Exception:  # Pillow raises all sorts
-            told = 1
-        expected = by_pillow(saved(photo(), "JPEG", exif=exif(told)) if told in range(2, 9) else plain)
+            orientation = Image.open(io.BytesIO(broken)).getexif().get(0x0112, 1)
+        except Exception:
+            # Damaged EXIF can raise any error in Pillow.
+            orientation = 1
+        turned = orientation in range(2, 9)
+        expected = by_pillow(saved(photo(), "JPEG", exif=exif(orientation)) if turned else plain)
         assert distance(decode_image(bytes(broken)), expected) <= AGREEMENT
-        seen.add(told)
+        seen.add(orientation)
     assert {1, 6} < seen
     cut = data[: start + 4] + b"Exif\0\0II" + data[end:]
     cut = cut[: start + 2] + (10).to_bytes(2, "big") + cut[start + 4 :]
     assert decode_image(cut).shape == (45, 61, 3)
 
 
-def test_headers_out_of_the_ordinary_are_left_to_pillow():
+def test_unusual_headers_are_left_to_pillow():
     data = saved(photo(), "JPEG")
     assert jpeg.read_header(data) == (45, 61, 3, 1)
     noted = saved(photo(), "JPEG", icc_profile=bytes(300), comment=b"Exif")
@@ -148,10 +152,11 @@ def test_headers_out_of_the_ordinary_are_left_to_pillow():
     assert (decode_image(odd["a fill byte"]) == decode_image(data)).all()
 
 
-def test_a_jpeg_whose_flaw_pillow_passes_over_is_decoded_and_checked_alike():
+def test_a_jpeg_with_a_flaw_that_pillow_ignores_is_decoded():
     data = saved(photo(), "JPEG")
-    stray = data[:-2] + b"\0\0\0" + data[-2:]  # bytes between the picture and its end
-    ended = data[: len(data) * 2 // 3] + b"\xff\xd9"  # an end in the middle of the picture
+    # Bytes between the image data and its end marker, and an end marker in the middle of the image data.
+    stray = data[:-2] + b"\0\0\0" + data[-2:]
+    ended = data[: len(data) * 2 // 3] + b"\xff\xd9"
     for flawed in (stray, ended):
         with pytest.raises(ValueError, match="Corrupt JPEG data"):
             jpeg.PROBES["simplejpeg"]().decode(flawed, 3)
@@ -176,9 +181,10 @@ def probed():
     jpeg.find_decoder.cache_clear()
 
 
-def test_the_first_decoder_that_is_installed_is_taken(probed, monkeypatch):
+def test_the_first_installed_decoder_is_used(probed, monkeypatch):
     for package in PACKAGES[:3]:
-        take(package, monkeypatch)  # skips where one is missing
+        # Skips the test if a package is missing.
+        take(package, monkeypatch)
     for package in PACKAGES:
         probed.cache_clear()
         found = probed()
@@ -189,7 +195,7 @@ def test_the_first_decoder_that_is_installed_is_taken(probed, monkeypatch):
                 monkeypatch.setitem(sys.modules, module, None)
 
 
-def test_a_broken_install_counts_as_missing(probed, monkeypatch):
+def test_a_broken_installation_counts_as_missing(probed, monkeypatch):
     def module(decode: object) -> ModuleType:
         found = ModuleType("made up")
         found.ImageReadMode = type("ImageReadMode", (), {"RGB": 1, "GRAY": 2})
@@ -225,7 +231,7 @@ def test_a_broken_install_counts_as_missing(probed, monkeypatch):
     assert probed().name == "torchcodec"
 
 
-def test_decoding_imports_no_torch_where_simplejpeg_works():
+def test_decoding_with_simplejpeg_does_not_import_torch():
     code = (
         "import sys; from colabkit.packs.decode.images import *;"
         "from colabkit.packs.decode.jpeg import TRIAL, find_decoder;"
@@ -237,13 +243,14 @@ def test_decoding_imports_no_torch_where_simplejpeg_works():
     assert done.stdout.strip() == "[]"
 
 
-def test_threads_and_forked_processes_decode_the_same():
+def test_threads_and_forked_processes_decode_the_same_pixels():
     files = [saved(photo(40 + n, 50, n), "JPEG", exif=exif(1 + n % 8)) for n in range(16)]
     expected = [decode_image(data, 3, (20, 30)) for data in files]
     with ThreadPoolExecutor(8) as threads:
         for found, picture in zip(threads.map(fit, files * 10), expected * 10, strict=True):
             assert (found == picture).all()
-        with get_context("fork").Pool(2) as processes:  # while the threads live
+        # Forks while the threads exist.
+        with get_context("fork").Pool(2) as processes:
             for found, picture in zip(processes.map_async(fit, files).get(60), expected, strict=True):
                 assert (found == picture).all()
 
@@ -254,7 +261,7 @@ def fit(data: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize("package", ["simplejpeg", None])
 @pytest.mark.parametrize("channels", [3, 1])
-def test_a_written_jpeg_is_as_large_and_as_good_as_pillows(channels, package, monkeypatch):
+def test_encoded_jpegs_match_pillows_size_and_quality(channels, package, monkeypatch):
     take(package, monkeypatch)
     pixels = photo() if channels == 3 else np.asarray(Image.fromarray(photo()).convert("L"))[:, :, None]
     picture = pixels if channels == 3 else Image.fromarray(pixels[:, :, 0])
@@ -269,7 +276,7 @@ def test_a_written_jpeg_is_as_large_and_as_good_as_pillows(channels, package, mo
 
 @pytest.mark.parametrize("package", ["simplejpeg", None])
 @pytest.mark.parametrize("shape", [(0, 4, 3), (4, 0, 3), (70000, 1, 3), (4, 4, 4), (4, 4)])
-def test_pixels_that_no_jpeg_holds_are_a_bad_image(shape, package, monkeypatch):
+def test_pixels_that_jpeg_cannot_store_raise(shape, package, monkeypatch):
     take(package, monkeypatch)
     with pytest.raises(BadImage):
         encode_jpeg(np.zeros(shape, np.uint8), 90)

@@ -1,4 +1,4 @@
-"""A size gives what `ImageOps.fit` gives; large JPEG files are scaled while they are decoded, within a bound."""
+"""Resizing matches `ImageOps.fit`; large JPEG files are scaled while decoding, with a small bounded difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colabkit.packs.decode.pixels import FACTORS, choose_factor, divide_size, tu
 
 @pytest.mark.parametrize("size", [(10, 10), (45, 61), (90, 30), (1, 1), (64, 200), (61, 45)])
 @pytest.mark.parametrize("channels", [3, 1])
-def test_a_size_gives_what_pillows_fit_gives(size, channels):
+def test_a_resized_image_equals_that_of_pillows_fit(size, channels):
     data = saved(photo(), "PNG")
     expected = fitted_by_pillow(data, size, channels)
     found = decode_image(data, channels, size)
@@ -28,7 +28,7 @@ def test_a_size_gives_what_pillows_fit_gives(size, channels):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_turned_image_is_fitted_as_if_it_were_turned_first(orientation, kind):
+def test_a_rotated_image_is_resized_as_if_it_were_upright(orientation, kind):
     data = saved(photo(), kind, exif=exif(orientation))
     for size in ((30, 20), (20, 30), (45, 61), (61, 45)):
         expected = fitted_by_pillow(data, size)
@@ -54,7 +54,7 @@ def grained(height: int, width: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("shape", "size"), sampled([((401, 603), (100, 100)), ((803, 1001), (96, 64)), ((1603, 805), (64, 50))], 2)
 )
-def test_a_large_jpeg_fits_nearly_as_if_it_were_decoded_in_full(shape, size, package, monkeypatch):
+def test_a_large_jpeg_resizes_nearly_as_if_it_were_decoded_in_full(shape, size, package, monkeypatch):
     take(package, monkeypatch)
     for options in ({}, {"exif": exif(6)}, {"progressive": True}):
         data = saved(grained(*shape), "JPEG", quality=90, **options)
@@ -79,14 +79,14 @@ FACTORS_OF = [
 ]
 
 
-def test_twice_the_wanted_size_is_kept_while_decoding():
+def test_decoding_keeps_at_least_twice_the_requested_size():
     for stored, wanted, orientation, factor in FACTORS_OF:
         assert choose_factor(stored, orientation, wanted) == factor
 
 
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("shape", [(64, 64), (65, 63), (71, 129), (97, 33), (9, 11)])
-def test_decoders_scale_by_exactly_the_factor_that_was_chosen(shape, channels, monkeypatch):
+def test_decoders_scale_by_exactly_the_chosen_factor(shape, channels, monkeypatch):
     data = saved(photo(*shape), "JPEG", quality=95)
     for factor in FACTORS:
         monkeypatch.setattr(images, "choose_factor", lambda *a, factor=factor: factor)
@@ -101,14 +101,15 @@ def test_decoders_scale_by_exactly_the_factor_that_was_chosen(shape, channels, m
         assert distance(*scaled) <= AGREEMENT
 
 
-def test_the_smallest_pictures_that_are_scaled_fit_too():
+def test_the_smallest_images_are_resized_correctly():
     for side in range(1, 40):
         data = saved(photo(side, 200), "JPEG", quality=100, subsampling=0)
         error = np.abs(decode_image(data, 3, (1, 3)) - fitted_by_pillow(data, (1, 3)).astype(int))
-        assert error.max() <= 16  # edges weigh much here
+        # Edges weigh much in such small images.
+        assert error.max() <= 16
 
 
-def test_cmyk_files_are_scaled_while_they_are_decoded_too(monkeypatch):
+def test_cmyk_files_are_scaled_while_decoding(monkeypatch):
     data = saved(Image.fromarray(photo(400, 600)).convert("CMYK"), "JPEG", quality=90)
     expected = fitted_by_pillow(data, (50, 50)).astype(int)
     assert np.abs(decode_image(data, 3, (50, 50)) - expected).mean() <= 1.4
@@ -117,7 +118,7 @@ def test_cmyk_files_are_scaled_while_they_are_decoded_too(monkeypatch):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("channels", [3, 1])
-def test_turning_is_that_of_pillow_bit_for_bit(orientation, channels):
+def test_applying_orientation_matches_pillow_exactly(orientation, channels):
     pixels = np.random.default_rng(2).integers(0, 256, (7, 5, channels), dtype=np.uint8)
     image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
     data = saved(image, "PNG", exif=exif(orientation))

@@ -1,4 +1,4 @@
-"""A box of an image is what it is in the whole picture, decoded with less work, or not at all."""
+"""Decoding a box of an image returns the same pixels as a full decode with less work, or None."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ BOXES: list[Region] = [
 
 
 @pytest.fixture(autouse=True)
-def _a_decoder_that_knows_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _use_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     take("simplejpeg", monkeypatch)
 
 
 def sampled(pixels: np.ndarray, subsampling: str, quality: int = 90) -> bytes:
-    """Return a baseline JPEG of a subsampling that Pillow cannot write."""
+    """Return a baseline JPEG with a subsampling that Pillow cannot write."""
     import simplejpeg
 
     return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=quality, colorsubsampling=subsampling)
 
 
 def boxed(data: bytes, region: Region, channels: int = 3, wanted: tuple[int, int] | None = None) -> np.ndarray | None:
-    """Return a box of an image by the short way, None where there is none."""
+    """Return a box of an image from `decode_region`; None if it leaves the image to a full decode."""
     found = decode_region(data, channels, region, wanted or region[2:], image_size(data))
     if found is None:
         return None
@@ -42,20 +42,20 @@ def boxed(data: bytes, region: Region, channels: int = 3, wanted: tuple[int, int
 
 
 def crop(data: bytes, region: Region, channels: int = 3) -> np.ndarray:
-    """Return a box of the whole picture."""
+    """Return a box of the fully decoded image."""
     top, left, height, width = region
     return decode_image(data, channels)[top : top + height, left : left + width]
 
 
 def noisy(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
-    """Return a photo with grain, so that no two rows of blocks are alike."""
+    """Return a photo with noise, so that all rows of blocks differ."""
     grain = np.random.default_rng(3).integers(-40, 40, (height, width, 3))
     return np.clip(photo(height, width).astype(int) + grain, 0, 255).astype(np.uint8)
 
 
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
-def test_a_box_equals_that_of_the_whole_picture_bit_for_bit(subsampling, channels):
+def test_a_box_has_the_same_pixels_as_in_a_full_decode(subsampling, channels):
     data = sampled(noisy(), subsampling)
     for region in BOXES:
         found = boxed(data, region, channels)
@@ -65,7 +65,7 @@ def test_a_box_equals_that_of_the_whole_picture_bit_for_bit(subsampling, channel
 
 @pytest.mark.parametrize("size", [(113, 16), (127, 15), (128, 17), (129, 1), (143, 8), (400, 333)])
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
-def test_a_box_of_any_height_and_of_pictures_of_odd_sizes_is_exact(subsampling, size):
+def test_boxes_of_any_height_in_images_of_odd_sizes_are_exact(subsampling, size):
     data = sampled(noisy(*size), subsampling, quality=60)
     found = [(height, boxed(data, (0, 0, height, size[1]))) for height in range(1, size[0], 3)]
     assert sum(pixels is not None for _, pixels in found) >= (size[0] - 111) // 3
@@ -75,7 +75,7 @@ def test_a_box_of_any_height_and_of_pictures_of_odd_sizes_is_exact(subsampling, 
 
 @pytest.mark.parametrize("restart", [{"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
-def test_restart_intervals_change_nothing(subsampling, restart):
+def test_boxes_are_exact_with_restart_intervals(subsampling, restart):
     data = saved(noisy(), "JPEG", subsampling=subsampling, **restart)
     assert b"\xff\xd3" in data
     for region in BOXES:
@@ -83,7 +83,7 @@ def test_restart_intervals_change_nothing(subsampling, restart):
 
 
 @pytest.mark.parametrize("options", [{"optimize": True}, {"keep_rgb": True}, {"comment": b"\xff\xd9" * 9}])
-def test_other_baseline_files_are_exact_too(options):
+def test_boxes_of_other_baseline_files_are_exact(options):
     for picture in (noisy(), np.asarray(Image.fromarray(noisy()).convert("L"))):
         data = saved(picture, "JPEG", **({} if picture.ndim == 2 and "keep_rgb" in options else options))
         for channels in (3, 1):
@@ -92,7 +92,7 @@ def test_other_baseline_files_are_exact_too(options):
 
 
 def segments(data: bytes) -> dict[int, bytes]:
-    """Return the segments of a small JPEG by marker, the last one of a kind, and under 0 the data of its scan."""
+    """Return the last segment of each marker in a small JPEG; key 0 is its scan and key 1 all its tables."""
     at, found, tables = 2, {}, b""
     while True:
         marker, length = struct.unpack_from(">HH", data, at)
@@ -104,7 +104,7 @@ def segments(data: bytes) -> dict[int, bytes]:
             return {**found, 0: data[at:-2], 1: tables}
 
 
-def test_a_file_with_a_scan_for_each_colour_is_exact():
+def test_boxes_of_a_file_with_one_scan_for_each_color_are_exact():
     planes = [segments(saved(noisy()[:, :, plane], "JPEG")) for plane in range(3)]
     height, width = HEIGHT, WIDTH
     frame = struct.pack(">HHBHHB", 0xFFC0, 17, 8, height, width, 3) + b"".join(
@@ -122,21 +122,21 @@ def test_a_file_with_a_scan_for_each_colour_is_exact():
         assert found is None or np.array_equal(found, crop(data, region)), region
 
 
-def test_less_is_decoded_than_the_whole():
+def test_only_the_rows_of_the_box_are_decoded():
     found = decode_region(sampled(noisy(), "420"), 3, (8, 8, 30, 30), (30, 30), (HEIGHT, WIDTH))
     assert found is not None
     assert found[0].shape == (96, WIDTH, 3)
     assert found[1] == (8, 8, 30, 30)
 
 
-def test_a_box_that_reaches_far_down_is_left_to_the_whole_decoder():
+def test_a_box_near_the_bottom_is_left_to_a_full_decode():
     data = sampled(noisy(), "420")
     for region in ((0, 0, HEIGHT, WIDTH), (HEIGHT - 1, 0, 1, 1), (HEIGHT - 60, 5, 20, 20)):
         assert boxed(data, region) is None
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))
-def test_turned_pictures_are_left_to_the_whole_decoder(orientation):
+def test_rotated_images_are_left_to_a_full_decode(orientation):
     data = saved(noisy(), "JPEG", exif=exif(orientation))
     assert boxed(data, (0, 0, 20, 20)) is None
     assert boxed(data, (0, 0, 200, 200), wanted=(20, 20)) is None
@@ -152,13 +152,13 @@ def test_turned_pictures_are_left_to_the_whole_decoder(orientation):
     ],
     ids=["progressive", "CMYK", "PNG", "WEBP"],
 )
-def test_files_of_other_kinds_are_left_to_the_whole_decoder(data):
+def test_other_formats_are_left_to_a_full_decode(data):
     assert boxed(data, (0, 0, 20, 20)) is None
 
 
 @pytest.mark.parametrize("restart", [{}, {"restart_marker_rows": 1}])
 @pytest.mark.parametrize("wanted", [None, (10, 10)])
-def test_a_file_cut_short_anywhere_is_left_to_the_whole_decoder(wanted, restart):
+def test_truncated_files_are_left_to_a_full_decode(wanted, restart):
     data = saved(noisy(), "JPEG", **restart)
     begin = data.index(b"\xff\xda")
     for end in (*range(begin, len(data), 997), len(data) - 20, len(data) - 2, len(data) - 1):
@@ -166,7 +166,7 @@ def test_a_file_cut_short_anywhere_is_left_to_the_whole_decoder(wanted, restart)
             assert boxed(data[:end] + tail, (0, 0, 40, 40), wanted=wanted) is None, (end, len(tail))
 
 
-def test_a_file_cut_short_inside_whose_preview_is_whole_is_left_to_the_whole_decoder():
+def test_a_truncated_file_with_a_complete_preview_is_left_to_a_full_decode():
     preview = saved(noisy(40, 40), "JPEG")
     about = exif(1)
     data = saved(noisy(), "JPEG", exif=b"Exif\0\0" + about.tobytes()[6:] + preview)
@@ -178,7 +178,7 @@ def test_a_file_cut_short_inside_whose_preview_is_whole_is_left_to_the_whole_dec
 
 @pytest.mark.parametrize("restart", [{}, {"restart_marker_rows": 1}])
 @pytest.mark.parametrize("damage", ["a piece is missing", "zeros", "noise", "another end"])
-def test_of_a_damaged_file_a_box_is_what_the_whole_decoder_shows_or_nothing(damage, restart):
+def test_a_box_of_a_damaged_file_equals_the_full_decode_or_is_none(damage, restart):
     data = saved(noisy(), "JPEG", **restart)
     begin, random = data.index(b"\xff\xda") + 14, np.random.default_rng(5)
     for at in range(begin, len(data) - 2100, 1999):
@@ -198,7 +198,7 @@ def test_of_a_damaged_file_a_box_is_what_the_whole_decoder_shows_or_nothing(dama
 
 @pytest.mark.parametrize("factor", [2, 4, 8])
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_large_box_is_divided_while_it_is_decoded_and_lies_where_it_was(factor, progressive):
+def test_a_large_box_is_scaled_while_decoding_and_keeps_its_position(factor, progressive):
     data = saved(photo(1211, 1403), "JPEG", quality=95, progressive=progressive)
     region = (101, 203, 800, 960)
     found = decode_region(data, 3, region, (800 // factor, 960 // factor), (1211, 1403))
@@ -216,7 +216,7 @@ def test_a_large_box_is_divided_while_it_is_decoded_and_lies_where_it_was(factor
     assert difference.max() <= 6
 
 
-def test_a_divided_box_is_never_empty_and_never_beyond_the_picture():
+def test_a_scaled_box_is_never_empty_and_stays_inside_the_image():
     random = np.random.default_rng(1)
     for _ in range(2000):
         rows, columns = random.integers(1, 200, 2).tolist()
@@ -232,7 +232,7 @@ def test_a_divided_box_is_never_empty_and_never_beyond_the_picture():
 
 
 @pytest.mark.parametrize("package", ["torchcodec", "torchvision", None])
-def test_decoders_that_cannot_do_less_say_so(package, monkeypatch):
+def test_decoders_without_partial_decoding_return_none(package, monkeypatch):
     take(package, monkeypatch)
     chosen = None if package is None else jpeg.PROBES[package]()
     monkeypatch.setattr(images, "find_decoder", lambda: chosen)

@@ -1,4 +1,4 @@
-"""Packs as files: plain HDF5, sealed last, and no damage that opens unseen."""
+"""Pack files: plain HDF5, sealed last, and all damage is detected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 def outcome(path: Path, original: tuple[object, ...]) -> str:
-    """Return how a changed pack is found out, or "silent" where it passes for the original without being it."""
+    """Return how the damage in a changed pack is detected: "refused", "named", "meaningless" if none, or "silent"."""
     try:
         found = whole_content(path)
         damaged = verify(path, progress=False).damaged
@@ -89,15 +89,16 @@ def test_fields_are_aligned_to_their_type_large_ones_to_a_page_and_none_overlap(
     assert fields[-1].offset + fields[-1].size_bytes <= path.stat().st_size
 
 
-def test_splits_come_in_their_order_whatever_order_they_were_written_in(tmp_path):
+def test_splits_are_in_the_standard_order_regardless_of_how_they_were_written(tmp_path):
     assert read_pack(make_pack(tmp_path / "p.h5", test=1, dev=1, train=1)).splits == ("train", "dev", "test")
 
 
-def test_maps_are_read_only_and_hold_no_handle_open(packed):
+def test_maps_are_read_only_and_keep_no_hdf5_handle_open(packed):
     samples = read_pack(packed).map("X_train")
     with pytest.raises(ValueError, match="read-only"):
         samples[0] = 0
-    with h5py.File(packed, "r+"):  # HDF5 refuses to write what it still has open for reading
+    # HDF5 refuses to open a file for writing while it is still open for reading.
+    with h5py.File(packed, "r+"):
         pass
 
 
@@ -107,7 +108,7 @@ def test_an_empty_field_can_be_mapped(tmp_path):
     assert read_pack(path).table("Y_dev").shape == (0,)
 
 
-def test_meta_of_any_size_and_script_comes_back(tmp_path):
+def test_metadata_of_any_size_and_script_is_read_unchanged(tmp_path):
     meta = {**META, "left_out": [[f"ordner/größe-{number}.txt", "kein Bild ✗"] for number in range(3000)]}
     path = tmp_path / "p.h5"
     placed, crcs = create_pack(path, layouts(), meta)
@@ -115,7 +116,7 @@ def test_meta_of_any_size_and_script_comes_back(tmp_path):
     assert read_pack(path).meta == meta
 
 
-def test_without_a_seal_it_is_no_pack_and_sealing_keeps_the_length_that_was_reserved(tmp_path):
+def test_an_unsealed_file_raises_and_sealing_keeps_the_reserved_length(tmp_path):
     path = tmp_path / "p.h5"
     placed, _ = create_pack(path, layouts(), META)
     with pytest.raises(NotSealed, match="never finished"):
@@ -127,12 +128,12 @@ def test_without_a_seal_it_is_no_pack_and_sealing_keeps_the_length_that_was_rese
     assert read_pack(path).seal == seal
 
 
-def test_equal_packs_have_equal_seals_and_other_content_another(tmp_path):
+def test_seals_are_equal_only_for_equal_contents(tmp_path):
     seals = [read_pack(make_pack(tmp_path / f"{n}.h5", train=train)).seal for n, train in enumerate((6, 6, 7))]
     assert seals[0] == seals[1] != seals[2]
 
 
-def test_another_format_version_and_any_change_of_the_description_are_refused(packed):
+def test_another_format_version_and_changed_metadata_raise(packed):
     with h5py.File(packed, "r+") as file:
         file.attrs.modify("colabkit_meta", "{}")
     with pytest.raises(Corrupt):
@@ -143,7 +144,7 @@ def test_another_format_version_and_any_change_of_the_description_are_refused(pa
 
 
 @pytest.mark.parametrize(
-    ("said", "changed"),
+    ("about", "changed"),
     [
         *(({name: None}, ()) for name in META if name not in ("sample_shape", "channels")),
         ({"splits": {}}, ()),
@@ -158,8 +159,8 @@ def test_another_format_version_and_any_change_of_the_description_are_refused(pa
         ({}, (DataSet("crc_train", (2, 1), "<u4"),)),
     ],
 )
-def test_a_pack_sealed_by_somebody_else_that_makes_no_sense_is_corrupt(tmp_path, said, changed):
-    meta = {name: value for name, value in {**META, **said}.items() if value is not None}
+def test_a_sealed_pack_with_inconsistent_contents_is_corrupt(tmp_path, about, changed):
+    meta = {name: value for name, value in {**META, **about}.items() if value is not None}
     data_sets = {one.name: one for one in (*layouts(), *changed)}
     placed, crcs = create_pack(tmp_path / "p.h5", data_sets.values(), meta)
     tables = {name: crc32(bytes(one.size_bytes)) for name, one in placed.items() if name != "X_train"}
@@ -168,16 +169,16 @@ def test_a_pack_sealed_by_somebody_else_that_makes_no_sense_is_corrupt(tmp_path,
         open_pack(tmp_path / "p.h5")
 
 
-def test_labels_and_crcs_have_to_be_sealed(tmp_path):
+def test_labels_and_crcs_must_be_covered_by_the_seal(tmp_path):
     for sealed in ("Y_train", "crc_train"):
         path = tmp_path / f"{sealed}.h5"
         placed, _ = create_pack(path, layouts(), META)
         seal_pack(path, placed.values(), {sealed: 0})
-        with pytest.raises(Corrupt, match="no such table"):
+        with pytest.raises(Corrupt, match=r"the table '(Y|crc)_train' is invalid"):
             read_pack(path)
 
 
-def test_what_lies_outside_of_the_data_sets_takes_no_memory_whatever_its_size(tmp_path):
+def test_bytes_outside_the_datasets_are_hashed_in_little_memory(tmp_path):
     path = tmp_path / "p.h5"
     placed, _ = create_pack(path, (*layouts(), DataSet("Z_train", (1 << 26,), "|u1")), META)
     kept = [one for one in placed.values() if one.name != "Z_train"]
@@ -189,13 +190,13 @@ def test_what_lies_outside_of_the_data_sets_takes_no_memory_whatever_its_size(tm
     assert peak < 8 << 20
 
 
-def test_what_is_no_pack_is_told_apart(tmp_path):
+def test_files_that_are_not_packs_raise_with_the_reason(tmp_path):
     for path in (tmp_path, tmp_path / "none.h5", tmp_path / "none" / "none.h5"):
-        with pytest.raises(SourceMissing, match=r"no such file|a folder"):
+        with pytest.raises(SourceMissing, match=r"the file does not exist|it is a folder"):
             read_pack(path)
     for data in (b"", b"x", b"PK\x03\x04" * 100, b"\x89HDF", b"\0" * 5000):
         (tmp_path / "p.h5").write_bytes(data)
-        with pytest.raises(BadSource, match="no readable HDF5" if data else "an empty file"):
+        with pytest.raises(BadSource, match="not an HDF5 file" if data else "the file is empty"):
             read_pack(tmp_path / "p.h5")
     with h5py.File(tmp_path / "p.h5", "w") as file:
         file["X_train"] = np.zeros((3, 2, 2, 3), np.uint8)
@@ -221,7 +222,7 @@ ODD: dict[str, Callable[[h5py.File, Path], object]] = {
 
 
 @pytest.mark.parametrize("add", ODD.values(), ids=ODD)
-def test_what_leads_out_of_the_file_or_is_not_contiguous_is_never_sealed_nor_read(tmp_path, packed, add):
+def test_links_and_datasets_that_are_not_contiguous_are_corrupt(tmp_path, packed, add):
     other = make_pack(tmp_path / "other.h5", (2, 2, 3), train=2)
     path = tmp_path / "p.h5"
     placed, _ = create_pack(path, layouts(), META)
@@ -229,13 +230,13 @@ def test_what_leads_out_of_the_file_or_is_not_contiguous_is_never_sealed_nor_rea
         with h5py.File(target, "r+") as file:
             add(file, other)
     seal_pack(path, placed.values(), {"Y_train": 0, "crc_train": 0})
-    with pytest.raises(Corrupt, match="'Z_train' is no"):
+    with pytest.raises(Corrupt, match="'Z_train' is not"):
         read_pack(path)
     with pytest.raises(Corrupt):
         read_pack(packed)
 
 
-def test_a_pack_cut_short_anywhere_or_longer_is_refused(tmp_path, packed):
+def test_a_truncated_or_extended_pack_raises(tmp_path, packed):
     data = packed.read_bytes()
     for length in {*range(0, len(data), 97), *range(4), len(data) - 1, len(data) - 4096}:
         (tmp_path / "cut.h5").write_bytes(data[:length])
@@ -246,7 +247,7 @@ def test_a_pack_cut_short_anywhere_or_longer_is_refused(tmp_path, packed):
         read_pack(packed)
 
 
-def test_a_lost_block_is_refused_or_named_unless_it_was_empty(tmp_path, packed):
+def test_a_block_of_zeros_is_detected_unless_it_was_empty(tmp_path, packed):
     original, data = whole_content(packed), packed.read_bytes()
     path = tmp_path / "q.h5"
     for start in range(0, len(data), 512):
@@ -255,7 +256,7 @@ def test_a_lost_block_is_refused_or_named_unless_it_was_empty(tmp_path, packed):
         assert found in ("refused", "named") or (found == "meaningless" and not any(data[start : start + 512])), start
 
 
-def test_random_damage_is_always_refused_or_named(tmp_path, packed):
+def test_random_damage_is_always_detected(tmp_path, packed):
     original, data = whole_content(packed), packed.read_bytes()
     seeded = random.Random(5)
     used = [position for position, byte in enumerate(data) if byte]
@@ -271,8 +272,8 @@ def test_random_damage_is_always_refused_or_named(tmp_path, packed):
     assert "silent" not in seen
 
 
-def test_no_single_bit_flip_is_silent(tmp_path, packed):
-    """Each flip is refused, names its sample, or lies where nothing that the pack means is changed by it."""
+def test_every_single_bit_flip_is_detected_or_harmless(tmp_path, packed):
+    """Each flip raises, is reported for its sample, or changes nothing that the pack contains."""
     original, data = whole_content(packed), packed.read_bytes()
     seeded = random.Random(6)
     used = [position for position, byte in enumerate(data) if byte]
@@ -286,7 +287,7 @@ def test_no_single_bit_flip_is_silent(tmp_path, packed):
 
 
 @pytest.mark.parametrize("split", ["train", "dev"])
-def test_every_flip_inside_a_field_is_found_and_samples_are_named(packed, split):
+def test_every_flip_inside_a_field_is_detected_and_samples_are_named(packed, split):
     info = read_pack(packed)
     data = packed.read_bytes()
     seeded = random.Random(7)
@@ -300,17 +301,17 @@ def test_every_flip_inside_a_field_is_found_and_samples_are_named(packed, split)
                 index = inside // (field.size_bytes // field.shape[0])
                 assert verify(packed, progress=False).damaged == ((split, index),)
             else:
-                with pytest.raises(Corrupt, match=f"the table {name} is not the sealed one"):
+                with pytest.raises(Corrupt, match=f"the table {name!r} does not match"):
                     verify(packed, progress=False)
 
 
-def test_reading_a_pack_imports_no_torch(packed):
+def test_reading_a_pack_does_not_import_torch(packed):
     code = "import sys; from pathlib import Path; from colabkit.packs.format.pack_file import read_pack; "
     code += "read_pack(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(packed)], check=False).returncode == 0
 
 
-def test_every_error_is_of_the_family_and_ends_with_a_next_step(tmp_path, packed):
+def test_every_error_is_a_colabkit_error_with_a_next_step(tmp_path, packed):
     packed.write_bytes(packed.read_bytes()[:-1])
     (tmp_path / "text.h5").write_text("text")
     create_pack(tmp_path / "open.h5", layouts(), META)

@@ -1,4 +1,4 @@
-"""Splits and classes from folders: which files are samples, which folder is a class, which a split."""
+"""Splits and classes from folders: files that are samples, class folders and split folders."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def labelled_paths(*paths: str) -> Labelling:
 
 
 def classes_of(labelled: Labelling) -> dict[str, dict[str, str]]:
-    """Return path -> class name for each split."""
+    """Return a mapping of paths to class names for each split."""
     return {
         split: {labelled.items[number].path: labelled.classes[labelled.values[number]] for number in numbers}
         for split, numbers in labelled.splits.items()
     }
 
 
-def test_each_folder_is_a_class_and_labels_follow_the_sorted_names():
+def test_each_folder_is_a_class_numbered_by_its_sorted_name():
     found = labelled_paths("cats/1.jpg", "ants/1.png", "ants/deep/er/2.PNG", "Bees/x.jpeg")
     assert found.classes == ("Bees", "ants", "cats")
     assert classes_of(found) == {
@@ -35,7 +35,7 @@ def test_each_folder_is_a_class_and_labels_follow_the_sorted_names():
     assert set(labelled_paths(*(f"{name}/1.jpg" for name in names)).classes) == names
 
 
-def test_split_folders_are_known_by_their_usual_names():
+def test_split_folders_are_recognized_by_common_names():
     usual = {"train": "train Training", "dev": "dev val VALID validation", "test": "test testing"}
     for split, folders in usual.items():
         for folder in folders.split():
@@ -48,7 +48,7 @@ def test_split_folders_are_known_by_their_usual_names():
 
 
 @pytest.mark.parametrize("wrap", ["data/", "a/b/c/", "my dataset/"])
-def test_folders_that_wrap_the_whole_tree_are_looked_through(wrap):
+def test_folders_that_wrap_the_whole_tree_are_ignored(wrap):
     assert labelled_paths(f"{wrap}cats/1.jpg", f"{wrap}ants/1.jpg").classes == ("ants", "cats")
     found = labelled_paths(f"{wrap}train/cats/1.jpg", f"{wrap}test/cats/2.jpg")
     expected = {"train": {f"{wrap}train/cats/1.jpg": "cats"}, "test": {f"{wrap}test/cats/2.jpg": "cats"}}
@@ -57,7 +57,7 @@ def test_folders_that_wrap_the_whole_tree_are_looked_through(wrap):
         assert labelled_paths(*paths).classes == ("cats",), "a single class is no wrapping"
 
 
-def test_hidden_files_and_files_that_are_no_images_are_left_out_and_named():
+def test_hidden_files_and_other_files_are_left_out_and_listed():
     tree = labelled_paths(
         "cats/1.jpg",
         "cats/.hidden.jpg",
@@ -73,38 +73,38 @@ def test_hidden_files_and_files_that_are_no_images_are_left_out_and_named():
     assert classes_of(tree) == {"train": {"cats/1.jpg": "cats"}}
     assert sorted(tree.left_out) == [
         (".git/x.png", "hidden"),
-        ("README", "no image by its name"),
+        ("README", "no image extension"),
         ("__MACOSX/cats/._1.jpg", "hidden"),
         ("cats/.hidden.jpg", "hidden"),
-        ("cats/1.jpg.txt", "no image by its name"),
-        ("cats/Thumbs.db", "no image by its name"),
-        ("cats/jpg", "no image by its name"),
-        ("cats/x.", "no image by its name"),
-        ("png", "no image by its name"),
+        ("cats/1.jpg.txt", "no image extension"),
+        ("cats/Thumbs.db", "no image extension"),
+        ("cats/jpg", "no image extension"),
+        ("cats/x.", "no image extension"),
+        ("png", "no image extension"),
     ]
 
 
-def test_what_the_source_passed_over_is_left_out_too():
+def test_files_that_the_source_skipped_are_listed_too():
     listing = Listing((Item("cats/1.jpg", 1),), (("cats/link.jpg", "link"),))
     assert label_samples(listing, "source").left_out == (("cats/link.jpg", "link"),)
 
 
-def test_images_are_known_by_their_endings():
+def test_images_are_recognized_by_their_extensions():
     for suffix in ("bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp", "JPG"):
         assert len(labelled_paths(f"cats/a.b.{suffix}").splits["train"]) == 1
 
 
-def test_an_image_outside_of_class_folders_is_refused_and_named():
-    with pytest.raises(BadSource, match=r"'1\.jpg' lies in no class folder"):
+def test_an_image_outside_of_class_folders_raises_with_its_name():
+    with pytest.raises(BadSource, match=r"'1\.jpg' is not in a class folder"):
         labelled_paths("1.jpg", "cats/1.jpg")
-    with pytest.raises(BadSource, match=r"'train/1\.jpg' lies in no class folder"):
+    with pytest.raises(BadSource, match=r"'train/1\.jpg' is not in a class folder"):
         labelled_paths("train/1.jpg", "test/cats/1.jpg")
 
 
-def test_no_image_and_no_file_are_told_apart():
-    with pytest.raises(BadSource, match="no image among 2 files"):
+def test_sources_without_images_or_without_files_raise():
+    with pytest.raises(BadSource, match="there is no image among 2 files"):
         labelled_paths("a/1.txt", "b/2.csv")
-    with pytest.raises(BadSource, match=r"Cannot label 'source': no files at all"):
+    with pytest.raises(BadSource, match=r"Cannot label 'source': the source has no files"):
         labelled_paths()
 
 
@@ -129,7 +129,7 @@ def test_samples_of_class_folders_are_sorted_by_class_folder_and_name():
     assert by_split(wrapped) == {"train": ["data/x/train/cats/1.jpg"], "dev": ["data/x/dev/cats/1.jpg"]}
 
 
-def test_rows_say_where_each_sample_stands_in_the_listing():
+def test_rows_are_the_positions_of_the_samples_in_the_listing():
     listing = listing_of("a/sub/1.jpg", "a/z.jpg", "B/1.jpg", "a/note.txt")
     labelled = label_samples(listing, "source")
     assert tuple(listing.items[row] for row in labelled.rows) == labelled.items
@@ -143,72 +143,72 @@ def test_a_list_of_paths_is_sorted_by_class_too_and_keeps_repeated_files():
     assert labelled.rows.tolist()[:2] == [2, 1]
 
 
-def test_without_labels_files_keep_the_listings_order_and_folders_may_be_flat_or_splits():
+def test_without_labels_files_keep_the_order_of_the_listing():
     labelled = label_samples(listing_of("b/1.jpg", "2.jpg", "a/1.jpg", "x.txt"), "source", labels=None)
     assert by_split(labelled) == {"train": ["2.jpg", "a/1.jpg", "b/1.jpg"]}
     assert (labelled.kind, labelled.classes, labelled.values) == ("none", (), None)
-    assert labelled.left_out == (("x.txt", "no image by its name"),)
+    assert labelled.left_out == (("x.txt", "no image extension"),)
     labelled = label_samples(listing_of("data/train/1.jpg", "data/test/1.jpg"), "source", labels=None)
     assert by_split(labelled) == {"train": ["data/train/1.jpg"], "test": ["data/test/1.jpg"]}
 
 
-def test_arrays_are_samples_where_no_file_is_an_image():
+def test_arrays_are_samples_if_no_file_is_an_image():
     labelled = label_samples(listing_of("a/1.npy", "b/2.NPY", "README"), "source")
     assert [item.path for item in labelled.items] == ["a/1.npy", "b/2.NPY"]
-    assert labelled.left_out == (("README", "no image by its name"),)
+    assert labelled.left_out == (("README", "no image extension"),)
     mixed = label_samples(listing_of("a/1.npy", "b/2.jpg"), "source")
-    assert mixed.left_out == (("a/1.npy", "no image by its name"),)
+    assert mixed.left_out == (("a/1.npy", "no image extension"),)
 
 
-def test_items_whose_names_have_no_endings_are_all_samples():
+def test_files_without_extensions_are_all_samples():
     labelled = label_samples(listing_of("00001", "00002"), "source", labels=None)
     assert [item.path for item in labelled.items] == ["00001", "00002"]
-    with pytest.raises(BadSource, match=r"'00001' lies in no class folder.+labels=None"):
+    with pytest.raises(BadSource, match=r"'00001' is not in a class folder.+labels=None"):
         label_samples(listing_of("00001", "00002"), "source")
 
 
-def test_shards_of_records_are_never_taken_for_classes():
+def test_folders_of_files_without_extensions_are_not_classes():
     listing = listing_of("part-0/00001", "part-1/00001")
-    with pytest.raises(BadSource, match=r"'part-0/00001' is not named like a file.+labels=None"):
+    with pytest.raises(BadSource, match=r"'part-0/00001' has no file extension.+labels=None"):
         label_samples(listing, "source")
     assert len(label_samples(listing, "source", labels=lambda path: path[5]).classes) == 2
 
 
-def test_a_function_labels_files_by_their_paths():
+def test_a_function_of_the_path_labels_files():
     listing = listing_of("cat_1.jpg", "dog_1.jpg", "cat_2.jpg")
     labelled = label_samples(listing, "source", labels=lambda path: path.partition("_")[0])
     assert [labelled.classes[value] for value in labelled.values] == ["cat", "cat", "dog"]
-    with pytest.raises(BadSource, match=r"labels= returned is empty for 'dog_1\.jpg', and for 1 of 3"):
+    with pytest.raises(BadSource, match=r"the result of labels=.* is empty for 1 of 3 samples, first for 'dog_1\.jpg'"):
         label_samples(listing, "source", labels=lambda path: None if path.startswith("dog") else 1)
 
 
-def test_a_function_splits_files_by_their_paths():
+def test_a_function_of_the_path_splits_files():
     listing = listing_of("a/1.jpg", "a/2.jpg", "b/1.jpg")
     labelled = label_samples(listing, "source", splits=lambda path: "Val" if "1" in path else "training")
     assert by_split(labelled) == {"train": ["a/2.jpg"], "dev": ["a/1.jpg", "b/1.jpg"]}
-    with pytest.raises(BadSource, match=r"splits= returned holds 'holdout', None, first for 'a/1\.jpg'"):
+    with pytest.raises(BadSource, match=r"the result of splits=.* contains 'holdout', None, first for 'a/1\.jpg'"):
         label_samples(listing, "source", splits=lambda path: "holdout" if path.startswith("a") else None)
 
 
-def test_labels_and_splits_that_cannot_be_meant_are_refused():
+def test_invalid_labels_and_splits_raise():
     for options in ({"labels": "label"}, {"labels": ["a", "b"]}, {"splits": "fold"}):
-        with pytest.raises(InvalidOption, match=r"no column .+files alone have no columns"):
+        with pytest.raises(InvalidOption, match=r"no column .+ the source has only files"):
             label_samples(listing_of("a/1.jpg"), "source", **options)
     for labels in (5, [], ["a", 1], {"a"}, b"label"):
         with pytest.raises(InvalidOption, match="labels="):
             label_samples(listing_of("a/1.jpg"), "source", labels=labels)
 
 
-def test_shares_of_a_tree_with_splits_of_its_own_are_refused():
+def test_shares_for_a_source_with_splits_raise():
     with pytest.raises(InvalidOption, match="already has the splits train, test"):
         label_samples(listing_of("train/a/1.jpg", "test/a/2.jpg"), "source", splits={"train": 0.5, "test": 0.5})
     lone = listing_of(*(f"train/a/{n}.jpg" for n in range(4)))
     assert list(label_samples(lone, "source", splits={"train": 0.5, "test": 0.5}).splits) == ["train", "test"]
 
 
-def test_a_folder_of_classes_beside_splits_that_is_no_split_is_refused():
+def test_a_folder_next_to_split_folders_that_is_not_a_split_raises():
     listing = listing_of("train/cat/1.jpg", "train/dog/1.jpg", "holdout/cat/1.jpg", "holdout/dog/1.jpg")
-    with pytest.raises(BadSource, match="'holdout', which is no split, beside 'train'"):
+    with pytest.raises(BadSource, match="'holdout' next to 'train' is not a split"):
         label_samples(listing, "source")
     named = label_samples(listing, "source", splits=lambda path: "test" if path.startswith("holdout") else "train")
     assert {split: len(numbers) for split, numbers in named.splits.items()} == {"train": 2, "test": 2}

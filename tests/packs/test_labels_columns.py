@@ -1,4 +1,4 @@
-"""Labels and splits from columns: what cells mean, which column is taken, and what is refused by name."""
+"""Labels and splits from columns: interpretation of cells, choice of the column, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def labelled(cells: Any, **options: Any) -> Labelling:
 
 
 @given(st.lists(st.text(), min_size=1))
-def test_text_is_classes_and_every_sample_keeps_its_name(cells):
+def test_text_is_classes_and_samples_keep_their_class_names(cells):
     found = labelled(cells)
     assert (found.kind, found.values.dtype) == ("class", np.int64)
     assert found.classes == tuple(sorted(set(cells)))
@@ -30,41 +30,43 @@ def test_text_is_classes_and_every_sample_keeps_its_name(cells):
 
 
 @given(st.lists(st.integers(), min_size=1))
-def test_whole_numbers_are_classes_in_the_order_of_numbers(cells):
+def test_whole_numbers_are_classes_in_numerical_order(cells):
     found = labelled(cells)
     assert found.kind == "class"
     assert [int(found.classes[value]) for value in found.values] == cells
     assert list(found.classes) == sorted(found.classes, key=int)
 
 
-def test_whole_numbers_from_0_on_keep_their_values_whatever_others_occur():
+def test_whole_numbers_from_0_on_keep_their_values():
     found = labelled([5, 2, 5])
     assert (found.classes, found.values.tolist()) == (("0", "1", "2", "3", "4", "5"), [5, 2, 5])
     for odd in ([-1, 5], [100_000, 5]):
         assert labelled(odd).classes == tuple(map(str, sorted(odd)))
 
 
-def test_bools_are_two_classes_even_if_one_occurs():
+def test_bools_are_two_classes_even_if_only_one_occurs():
     found = labelled([True, True])
     assert (found.kind, found.classes, found.values.tolist()) == ("class", ("False", "True"), [1, 1])
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1))
-def test_floats_are_targets_also_where_all_are_whole(cells):
+def test_floats_are_targets_even_if_all_are_whole_numbers(cells):
     found = labelled(cells)
     assert (found.kind, found.classes, found.values.dtype) == ("regression", (), np.float32)
     assert found.values.tolist() == cells
 
 
 @pytest.mark.parametrize("beyond", [math.inf, -math.inf, 1e39, 10**400], ids=str)
-def test_targets_that_float32_cannot_hold_are_refused_with_their_sample(beyond):
+def test_targets_out_of_range_of_float32_raise_with_their_sample(beyond):
     for cells in ([0.5, beyond], [[0.5, 1.5], [2.5, float(beyond) if beyond != 10**400 else math.inf]]):
-        with pytest.raises(BadSource, match=r"holds .* for 'shard/00000001', what float32 can hold. Scale the targ"):
+        with pytest.raises(
+            BadSource, match=r"contains .* for 'shard/00000001'; expected values in the range of float32"
+        ):
             labelled(cells)
 
 
 @given(st.lists(st.frozensets(st.text(max_size=3), max_size=4), min_size=1).filter(any), st.sampled_from([list, set]))
-def test_lists_of_names_are_the_labels_a_sample_has(cells, kind):
+def test_lists_of_names_are_the_labels_of_a_sample(cells, kind):
     found = labelled([kind(cell) for cell in cells])
     assert (found.kind, found.values.dtype) == ("multilabel", np.uint8)
     assert found.classes == tuple(sorted(set().union(*cells)))
@@ -85,7 +87,7 @@ def test_lists_of_names_are_the_labels_a_sample_has(cells, kind):
         ([["a", "a"], ["b", "a"]], ("a", "b"), [[1, 0], [1, 1]]),
     ],
 )
-def test_lists_of_one_length_with_0_and_1_alone_say_for_each_label_whether_it_is_there(cells, classes, values):
+def test_lists_of_one_length_with_only_0_and_1_state_each_label(cells, classes, values):
     found = labelled(cells)
     assert (found.kind, found.classes, found.values.tolist()) == ("multilabel", classes, values)
 
@@ -96,7 +98,7 @@ def test_lists_of_floats_of_one_length_are_several_targets():
     assert found.values.tolist() == [[0.5, 1.0], [2.0, 3.0]]
 
 
-def test_numbers_of_numpy_and_torch_are_plain_ones():
+def test_numpy_and_torch_numbers_are_treated_like_plain_ones():
     for value in (np.int64(4), np.uint8(4), torch.tensor(4)):
         assert labelled([value, 4]).values.tolist() == [4, 4]
     assert labelled([np.float32(0.5), 0.5]).kind == "regression"
@@ -109,15 +111,15 @@ def test_numbers_of_numpy_and_torch_are_plain_ones():
 @pytest.mark.parametrize(
     ("cells", "found"),
     [
-        (["a", None, "b", None], r"'label' is empty for 'shard/00000001', and for 2 of 4 samples"),
-        ([1.0, math.nan], r"is empty for 'shard/00000001', and for 1 of 2"),
-        ([None, None], r"is empty for 'shard/00000000', and for 2 of 2"),
-        ([1, "a"], r"a whole number for 'shard/00000000' and text for 'shard/00000001', one kind"),
+        (["a", None, "b", None], r"'label' is empty for 2 of 4 samples, first for 'shard/00000001'"),
+        ([1.0, math.nan], r"is empty for 1 of 2 samples, first for 'shard/00000001'"),
+        ([None, None], r"is empty for 2 of 2 samples, first for 'shard/00000000'"),
+        ([1, "a"], r"a whole number for 'shard/00000000' and text for 'shard/00000001'; expected values of one kind"),
         ([1, "1.5"], r"a whole number for .+ and .+ for"),
         ([True, 1], r"a bool for .+ and a whole number for"),
         (["a", ["b"]], r"text for .+ and a list for"),
-        ([b"a", b"b"], r"holds a bytes for 'shard/00000000', text, whole numbers"),
-        (["a", {"b": 1}], r"holds a dict for 'shard/00000001'"),
+        ([b"a", b"b"], r"contains a bytes for 'shard/00000000'; expected text, whole numbers"),
+        (["a", {"b": 1}], r"contains a dict for 'shard/00000001'"),
         ([["a"], ["b", None]], r"a list with an empty value for 'shard/00000001'"),
         ([[0.5], [math.nan]], r"a list with an empty value for 'shard/00000001'"),
         ([["a"], [1]], r"lists of int, str"),
@@ -125,22 +127,22 @@ def test_numbers_of_numpy_and_torch_are_plain_ones():
         ([[0.5], [0.5, 1.0]], r"lists of 1 to 2 floats"),
         ([{0.5}, {1.0}], r"lists of float"),
         ([[["a"]], [["b"]]], r"lists of list"),
-        ([[], []], r"empty lists only"),
+        ([[], []], r"only empty lists"),
     ],
 )
-def test_cells_that_mean_nothing_as_labels_are_refused_and_named(cells, found):
+def test_cells_that_cannot_be_labels_raise_with_their_sample(cells, found):
     with pytest.raises(BadSource, match=found):
         labelled(cells)
 
 
-def test_more_labels_than_memory_should_hold_are_refused(monkeypatch):
+def test_too_many_labels_for_memory_raise(monkeypatch):
     monkeypatch.setattr("colabkit.packs.labels.label_values._MOST_TABLE_BYTES", 8)
     assert labelled([["a"], ["b"]]).values.shape == (2, 2)
-    with pytest.raises(BadSource, match="3 labels, 9 B for 3 samples, at most 8 B"):
+    with pytest.raises(BadSource, match="3 distinct labels, which take 9 B for 3 samples; expected at most 8 B"):
         labelled([["a"], ["b"], ["c"]])
 
 
-def test_several_columns_of_0_and_1_are_labels_with_the_columns_names():
+def test_several_columns_of_0_and_1_are_labels_named_after_the_columns():
     found = label_samples(table_of(x=[0, 1], y=[True, False], z=[0, 0]), "source", labels=["y", "x", "z"])
     assert (found.kind, found.classes) == ("multilabel", ("y", "x", "z"))
     assert (found.values.dtype, found.values.tolist()) == (np.uint8, [[1, 0, 0], [0, 1, 0]])
@@ -157,22 +159,22 @@ def test_several_columns_with_floats_are_targets(other):
 @pytest.mark.parametrize(
     ("columns", "found"),
     [
-        ({"a": [-1, 1], "b": [1, 1]}, "columns a, b hold other whole numbers"),
-        ({"a": [0, 1], "b": ["x", "y"]}, "column 'b' holds text for 'shard/00000000'"),
-        ({"a": [0, 1], "b": [1, None]}, "column 'b' is empty for 'shard/00000001'"),
+        ({"a": [-1, 1], "b": [1, 1]}, "columns a, b contain whole numbers other than 0 and 1"),
+        ({"a": [0, 1], "b": ["x", "y"]}, "column 'b' contains text for 'shard/00000000'"),
+        ({"a": [0, 1], "b": [1, None]}, "column 'b' is empty for 1 of 2 samples, first for 'shard/00000001'"),
     ],
 )
-def test_several_columns_of_anything_else_are_refused(columns, found):
+def test_several_columns_of_other_values_raise(columns, found):
     with pytest.raises(BadSource, match=found):
         label_samples(table_of(**columns), "source", labels=["a", "b"])
 
 
-def test_unknown_and_repeated_columns_are_refused_and_the_known_ones_named():
-    with pytest.raises(InvalidOption, match="no column 'c', one of a, b"):
+def test_unknown_and_repeated_columns_raise():
+    with pytest.raises(InvalidOption, match="no column 'c'; expected one of a, b"):
         label_samples(table_of(a=[1], b=[2]), "source", labels="c")
-    with pytest.raises(InvalidOption, match="no column 'c', one of a, b"):
+    with pytest.raises(InvalidOption, match="no column 'c'; expected one of a, b"):
         label_samples(table_of(a=[1], b=[2]), "source", labels=["a", "c"])
-    with pytest.raises(InvalidOption, match="a column twice"):
+    with pytest.raises(InvalidOption, match="names a column twice"):
         label_samples(table_of(a=[1], b=[2]), "source", labels=["a", "a"])
 
 
@@ -187,12 +189,12 @@ def test_unknown_and_repeated_columns_are_refused_and_the_known_ones_named():
         (["json.id", "json.class"], "json.class"),
     ],
 )
-def test_the_column_of_labels_is_known_by_its_name(columns, chosen):
+def test_the_label_column_is_recognized_by_its_name(columns, chosen):
     cells = {name: ["train" if name == "split" else f"of {name}"] for name in columns}
     assert label_samples(table_of(**cells), "source").classes == (f"of {chosen}",)
 
 
-def test_a_table_without_such_a_column_takes_folders_and_keeps_its_order():
+def test_a_table_without_a_label_column_uses_folders_and_keeps_its_order():
     paths = ["b/2.jpg", "a/1.jpg", "b/1.jpg", "a/1.jpg"]
     found = label_samples(table_of(paths, width=[1, 2, 3, 4]), "source")
     assert [item.path for item in found.items] == paths
@@ -201,9 +203,11 @@ def test_a_table_without_such_a_column_takes_folders_and_keeps_its_order():
 
 
 @pytest.mark.parametrize("paths", [None, ["1.jpg", "2.jpg"], ["a/1.jpg", "2.jpg"], ["images/1.jpg", "images/2.jpg"]])
-def test_a_table_without_labels_at_all_is_refused_with_its_columns(paths):
+def test_a_table_without_label_column_and_class_folders_raises(paths):
     listing = table_of(paths, age=[31, 40], sex=["f", "m"])
-    with pytest.raises(BadSource, match=r"the columns age, sex, and no folder for each class.+labels=None"):
+    with pytest.raises(
+        BadSource, match=r"no column \(age, sex\) has a common label name, and no folders.+labels='age'.+labels=None"
+    ):
         label_samples(listing, "source")
     assert label_samples(listing, "source", labels="sex").classes == ("f", "m")
     assert label_samples(listing, "source", labels=None).values is None
@@ -211,19 +215,19 @@ def test_a_table_without_labels_at_all_is_refused_with_its_columns(paths):
     assert len(by_age.items) == 2
 
 
-def test_a_table_without_rows_is_refused():
+def test_a_table_without_rows_raises():
     with pytest.raises(BadSource, match="no rows"):
         label_samples(Listing((), (), 0, {"label": ()}), "source")
 
 
-def test_what_a_table_passed_over_is_left_out_and_every_row_is_kept():
+def test_rows_that_a_table_skipped_are_listed_and_all_others_are_samples():
     listing = Listing((Item("x/.hidden", 1), Item("y.txt", 1)), (("z", "no image"),), 0, {"label": ("a", "b")})
     found = label_samples(listing, "source")
     assert len(found.items) == 2
     assert found.left_out == (("z", "no image"),)
 
 
-def test_a_column_named_split_splits_by_any_usual_name():
+def test_a_column_named_split_accepts_common_names_of_splits():
     listing = table_of(label=[1, 2, 3, 4], Split=["val", "TRAIN", "testing", "training"])
     found = label_samples(listing, "source")
     assert {split: numbers.tolist() for split, numbers in found.splits.items()} == {
@@ -234,7 +238,7 @@ def test_a_column_named_split_splits_by_any_usual_name():
     assert list(found.splits) == ["train", "dev", "test"]
 
 
-def test_a_named_column_of_splits_comes_before_all_others():
+def test_a_given_column_of_splits_takes_precedence():
     paths = ["train/a/1.jpg", "test/a/2.jpg"]
     listing = table_of(paths, label=[1, 2], split=["train", "train"], part=["dev", "test"])
     assert label_samples(listing, "source", splits="part").splits["dev"].tolist() == [0]
@@ -243,13 +247,15 @@ def test_a_named_column_of_splits_comes_before_all_others():
 
 
 @pytest.mark.parametrize("odd", ["extra", 3, None, ["train"]])
-def test_unknown_splits_are_refused_and_named(odd):
+def test_unknown_splits_raise_with_their_names(odd):
     listing = table_of(label=[1, 2], split=["train", odd])
-    with pytest.raises(BadSource, match=r"the column 'split' holds .+, first for 'shard/00000001', train, dev, val"):
+    with pytest.raises(
+        BadSource, match=r"the column 'split' contains .+, first for 'shard/00000001'; expected train, dev, val"
+    ):
         label_samples(listing, "source")
 
 
-def test_shares_stand_in_for_a_column_that_holds_no_splits_and_never_for_one_that_does():
+def test_shares_replace_a_split_column_only_if_it_contains_no_splits():
     shares = {"train": 0.5, "test": 0.5}
     by_fold = table_of(label=[1, 1, 1, 1], split=[0, 1, 2, 3])
     assert {split: len(part) for split, part in label_samples(by_fold, "source", splits=shares).splits.items()} == {

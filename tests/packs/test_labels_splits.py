@@ -1,4 +1,4 @@
-"""Seeded shares and folds lose no sample, keep every class's share, part no group, and are the same everywhere."""
+"""Seeded splits and folds keep every sample, class proportions and groups, and are the same on every machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**40)
 
 
 def strata_with(counts: dict[int, int], seed: int = 0) -> np.ndarray:
-    """Return strata with so many samples each, in a mixed order."""
+    """Return strata with the given numbers of samples, shuffled."""
     cells = [stratum for stratum, count in counts.items() for _ in range(count)]
     random.Random(seed).shuffle(cells)
     return np.array(cells)
@@ -40,7 +40,7 @@ def strata_with(counts: dict[int, int], seed: int = 0) -> np.ndarray:
 
 @given(counts=COUNTS, shares=SHARES, seed=SEEDS)
 @settings(max_examples=60)
-def test_every_sample_is_dealt_once_and_each_stratum_keeps_its_shares(counts, shares, seed):
+def test_every_sample_is_assigned_once_and_each_stratum_keeps_its_shares(counts, shares, seed):
     strata = strata_with(counts, seed)
     parts = split_shares(strata, len(strata), shares, seed)
     assert list(parts) == list(shares)
@@ -54,8 +54,8 @@ def test_every_sample_is_dealt_once_and_each_stratum_keeps_its_shares(counts, sh
 
 @given(counts=COUNTS, shares=SHARES, seed=SEEDS)
 @settings(max_examples=30)
-def test_classes_are_shuffled_by_seed_and_number_and_cut_at_rounded_shares(counts, shares, seed):
-    """Packs are compared with what would be packed again, so that this rule must stay as it is."""
+def test_strata_are_shuffled_by_seed_and_number_and_divided_at_rounded_shares(counts, shares, seed):
+    """Packing compares an existing pack with the requested samples, so this rule must never change."""
     paths = [f"{stratum}/{number:03}.jpg" for stratum, count in sorted(counts.items()) for number in range(count)]
     shares = {name: shares[name] for name in ("train", "dev", "test") if name in shares}
     dealt: dict[str, list[str]] = {name: [] for name in shares}
@@ -76,7 +76,7 @@ def test_classes_are_shuffled_by_seed_and_number_and_cut_at_rounded_shares(count
 
 @given(counts=COUNTS, seed=SEEDS)
 @settings(max_examples=30)
-def test_the_order_in_which_shares_are_given_changes_nothing(counts, seed):
+def test_the_order_of_shares_does_not_matter(counts, seed):
     listing = listing_of(*(f"{stratum}/{number}.jpg" for stratum in counts for number in range(counts[stratum])))
     one = label_samples(listing, "source", splits={"train": 0.6, "dev": 0.2, "test": 0.2}, seed=seed)
     other = label_samples(listing, "source", splits={"test": 0.2, "train": 0.6, "val": 0.2}, seed=seed)
@@ -85,7 +85,7 @@ def test_the_order_in_which_shares_are_given_changes_nothing(counts, seed):
     }
 
 
-def test_another_seed_or_stratum_gives_another_order_and_one_more_moves_none():
+def test_the_shuffle_depends_on_seed_and_stratum_and_not_on_other_strata():
     strata = np.repeat([0, 1], 40)
     tests = [split_shares(strata, 80, {"a": 0.5, "b": 0.5}, seed)["b"] for seed in range(10)]
     assert len({tuple(numbers.tolist()) for numbers in tests}) == 10
@@ -95,7 +95,7 @@ def test_another_seed_or_stratum_gives_another_order_and_one_more_moves_none():
     assert tests[1].tolist() == more[more < 80].tolist()
 
 
-def test_shares_that_add_up_to_a_hair_less_than_one_lose_no_sample():
+def test_shares_that_add_up_to_almost_1_lose_no_sample():
     parts = split_shares(None, 600_000, {"a": 0.5, "b": 0.5 - 9e-7}, 0)
     assert sum(map(len, parts.values())) == 600_000
 
@@ -106,15 +106,15 @@ def test_shares_that_add_up_to_a_hair_less_than_one_lose_no_sample():
         ({}, "add up to 0"),
         ({"train": 0.8}, "add up to 0.8"),
         ({"train": 0.8, "test": 0.3}, "add up to 1.1"),
-        ({"train": 1.2, "test": -0.2}, r"shares\['test'\]=-0.2, a finite number above 0"),
-        ({"train": 1.0, "test": 0.0}, r"shares\['test'\]=0.0"),
-        ({"train": math.nan}, r"shares\['train'\]=nan"),
-        ({"train": math.inf}, r"shares\['train'\]=inf"),
-        ({"train": "all"}, r"shares\['train'\]='all'"),
-        ({"train": True}, r"shares\['train'\]=True"),
+        ({"train": 1.2, "test": -0.2}, r"\['test'\]=-0.2; expected a finite number above 0"),
+        ({"train": 1.0, "test": 0.0}, r"\['test'\]=0.0"),
+        ({"train": math.nan}, r"\['train'\]=nan"),
+        ({"train": math.inf}, r"\['train'\]=inf"),
+        ({"train": "all"}, r"\['train'\]='all'"),
+        ({"train": True}, r"\['train'\]=True"),
     ],
 )
-def test_shares_that_cannot_be_meant_are_refused(shares, found):
+def test_invalid_shares_raise(shares, found):
     with pytest.raises(InvalidOption, match=found):
         split_shares(None, 10, shares, 0)
     with pytest.raises(InvalidOption, match=found):
@@ -124,32 +124,32 @@ def test_shares_that_cannot_be_meant_are_refused(shares, found):
 @pytest.mark.parametrize(
     ("shares", "found"),
     [
-        ({"train": 0.5, "holdout": 0.5}, "'holdout' is no split, names among train, dev, test"),
-        ({"train": 0.5, 3: 0.5}, "3 is no split"),
-        ({"train": 0.5, "val": 0.25, "dev": 0.25}, "several shares of one split"),
-        ([0.5, 0.5], r"splits=\[0.5, 0.5\], shares by split"),
+        ({"train": 0.5, "holdout": 0.5}, "'holdout' is not the name of a split; expected one of train, dev, test"),
+        ({"train": 0.5, 3: 0.5}, "3 is not the name of a split"),
+        ({"train": 0.5, "val": 0.25, "dev": 0.25}, "several shares for one split"),
+        ([0.5, 0.5], r"splits=\[0.5, 0.5\]; expected a share for each split"),
         (0.5, r"splits=0.5"),
     ],
 )
-def test_shares_of_unknown_splits_are_refused(shares, found):
+def test_shares_of_unknown_splits_raise(shares, found):
     with pytest.raises(InvalidOption, match=found):
         shares_of("split", shares)
 
 
-def test_shares_are_known_by_the_usual_names_and_come_in_the_packs_order():
+def test_shares_accept_common_names_and_are_in_the_standard_order():
     shares = shares_of("split", {"Testing": 0.2, "validation": 0.1, "TRAIN": 0.7})
     assert list(shares.items()) == [("train", 0.7), ("dev", 0.1), ("test", 0.2)]
 
 
 @pytest.mark.parametrize("n", [0, 2])
-def test_a_part_that_would_stay_empty_is_refused(n):
-    with pytest.raises(InvalidOption, match=f"among {n}, at least one"):
+def test_an_empty_split_raises(n):
+    with pytest.raises(InvalidOption, match=f"none of {n} samples; expected at least one"):
         split_shares(np.zeros(n, np.int64), n, {"train": 0.9, "test": 0.1}, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)), min_size=40, max_size=200), SHARES)
 @settings(max_examples=40)
-def test_combinations_of_labels_keep_their_shares_where_they_are_frequent_enough(rows, shares):
+def test_frequent_combinations_of_labels_keep_their_shares(rows, shares):
     values = np.array(rows, np.uint8)
     parts = split_shares(strata_of("multilabel", values, shares), len(rows), shares, 0)
     fewest = math.ceil(1 / min(shares.values()))
@@ -160,7 +160,7 @@ def test_combinations_of_labels_keep_their_shares_where_they_are_frequent_enough
                 assert abs(found - shares[name] * count) <= 1
 
 
-def test_samples_that_share_their_labels_with_none_are_dealt_together():
+def test_rare_combinations_of_labels_form_one_stratum():
     values = np.eye(50, dtype=np.uint8)
     shares = {"train": 0.8, "test": 0.2}
     parts = split_shares(strata_of("multilabel", values, shares), 50, shares, 0)
@@ -169,7 +169,7 @@ def test_samples_that_share_their_labels_with_none_are_dealt_together():
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=30, max_size=300), SEEDS)
 @settings(max_examples=40)
-def test_ranges_of_a_single_target_keep_their_shares(cells, seed):
+def test_bins_of_a_single_target_keep_their_shares(cells, seed):
     shares = {"train": 0.8, "test": 0.2}
     test = label_samples(table_of(y=cells), "source", splits=shares, seed=seed).splits["test"]
     ranks = np.argsort(np.argsort(np.array(cells, np.float32), kind="stable"))
@@ -179,7 +179,7 @@ def test_ranges_of_a_single_target_keep_their_shares(cells, seed):
         assert abs(np.isin(members, test).sum() - 0.2 * len(members)) <= 1
 
 
-def test_several_targets_and_no_labels_are_dealt_as_one():
+def test_several_targets_and_no_labels_are_not_stratified():
     shares = {"train": 0.5, "test": 0.5}
     assert strata_of("regression", np.zeros((4, 2), np.float32), shares) is None
     assert strata_of("none", None, shares) is None
@@ -189,9 +189,9 @@ def test_several_targets_and_no_labels_are_dealt_as_one():
 
 
 @given(n=st.integers(2, 200), k=st.integers(2, 12), seed=SEEDS)
-def test_folds_are_never_empty_and_differ_by_one_sample_at_most(n, k, seed):
+def test_folds_are_never_empty_and_differ_by_at_most_one_sample(n, k, seed):
     if n < k:
-        with pytest.raises(InvalidOption, match=f"{n} samples, at least one for each fold"):
+        with pytest.raises(InvalidOption, match=rf"only {n} samples?; expected at least one for each fold"):
             fold_numbers(n, k, seed=seed)
         return
     sizes = np.bincount(fold_numbers(n, k, seed=seed), minlength=k)
@@ -201,7 +201,7 @@ def test_folds_are_never_empty_and_differ_by_one_sample_at_most(n, k, seed):
 
 
 @given(strata=st.lists(st.sampled_from("abcd"), min_size=12, max_size=150), k=st.integers(2, 12), seed=SEEDS)
-def test_stratified_folds_differ_by_one_sample_of_each_class_at_most(strata, k, seed):
+def test_stratified_folds_differ_by_at_most_one_sample_of_each_class(strata, k, seed):
     folds = fold_numbers(len(strata), k, strata=strata, seed=seed)
     sizes = np.bincount(folds, minlength=k)
     assert sizes.max() - sizes.min() <= 1
@@ -221,7 +221,7 @@ def test_no_group_is_in_two_folds_and_no_fold_is_empty(samples, k, has_strata, s
     options = {"groups": groups, "strata": strata if has_strata else None, "seed": seed}
     if len(set(groups)) < k:
         least = min(len(groups), len(set(groups)))
-        with pytest.raises(InvalidOption, match=rf"{least} groups|{len(groups)} samples"):
+        with pytest.raises(InvalidOption, match=rf"only ({least} groups?|{len(groups)} samples?);"):
             fold_numbers(len(samples), k, **options)
         return
     folds = fold_numbers(len(samples), k, **options)
@@ -236,7 +236,7 @@ def unevenness(folds: np.ndarray, strata: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("has_strata", [False, True])
-def test_folds_of_groups_are_as_even_as_those_of_scikit_learn(has_strata):
+def test_folds_of_groups_are_as_balanced_as_those_of_scikit_learn(has_strata):
     needs("scikit-learn", importlib.util.find_spec("sklearn") is not None)
     selection = importlib.import_module("sklearn.model_selection")
     ours, theirs = [], []
@@ -255,7 +255,7 @@ def test_folds_of_groups_are_as_even_as_those_of_scikit_learn(has_strata):
     assert np.mean(ours) <= 1.1 * np.mean(theirs)
 
 
-def test_folds_are_the_same_on_every_machine_and_others_with_another_seed():
+def test_folds_depend_only_on_the_seed():
     strata, groups = [0, 0, 0, 1, 1, 1, 0, 1], list("aabbccdd")
     assert fold_numbers(8, 3, seed=1).tolist() == [1, 2, 0, 0, 0, 1, 2, 1]
     assert fold_numbers(8, 2, strata=strata, seed=1).tolist() == [0, 1, 0, 1, 0, 1, 1, 0]
@@ -268,16 +268,19 @@ def test_folds_are_the_same_on_every_machine_and_others_with_another_seed():
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"k": 1}, "k=1, a whole number of 2 or more"),
+        ({"k": 1}, "k=1; expected a whole number of 2 or more"),
         ({"k": 2.0}, "k=2.0"),
         ({"seed": -1}, "seed=-1"),
-        ({"strata": [0, 1]}, r"strata of shape \(2,\), one value for each of 6 samples"),
-        ({"strata": np.zeros((6, 2))}, r"strata of shape \(6, 2\)"),
-        ({"groups": [0] * 5}, r"groups of shape \(5,\)"),
-        ({"groups": [0] * 6}, "1 groups, at least one for each fold"),
-        ({"groups": np.array([0, "a", None, 1, 2, 3], object)}, "groups of NoneType, int, str, values of one kind"),
+        ({"strata": [0, 1]}, r"strata has the shape \(2,\); expected one value for each of 6 samples"),
+        ({"strata": np.zeros((6, 2))}, r"strata has the shape \(6, 2\)"),
+        ({"groups": [0] * 5}, r"groups has the shape \(5,\)"),
+        ({"groups": [0] * 6}, "only 1 group; expected at least one for each fold"),
+        (
+            {"groups": np.array([0, "a", None, 1, 2, 3], object)},
+            "groups contains values of the types NoneType, int, str",
+        ),
     ],
 )
-def test_folds_that_cannot_be_meant_are_refused(options, found):
+def test_invalid_folds_raise(options, found):
     with pytest.raises(InvalidOption, match=found):
         fold_numbers(**({"n": 6, "k": 2} | options))

@@ -120,7 +120,7 @@ def test_files_that_are_no_images_by_name_are_left_out_and_said(tmp_path, image_
     (image_tree / ".hidden").mkdir()
     (image_tree / ".hidden" / "a.png").write_text("x")
     report = pack(image_tree, tmp_path / "p.h5", progress=False)
-    assert set(report.left_out) == {("ants/notes.txt", "no image by its name"), (".hidden/a.png", "hidden")}
+    assert set(report.left_out) == {("ants/notes.txt", "no image extension"), (".hidden/a.png", "hidden")}
     assert report.splits == {"train": 24}
     assert "2 other files left out" in repr(report)
 

@@ -232,7 +232,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_p
 
 def test_an_image_that_no_jpeg_can_hold_is_a_bad_file(tmp_path, tree):
     Image.new("L", (65_501, 1)).save(tree / "bees" / "long.png")
-    with pytest.raises(BadImage, match=r"Cannot pack 'bees/long.png' .*65501x1 pixels, which no JPEG"):
+    with pytest.raises(BadImage, match=r"Cannot pack 'bees/long.png' .*65501x1 pixels, but a JPEG"):
         pack(tree, tmp_path / "p.h5", encoding="jpeg", progress=False)
     assert names_in(tmp_path) == ["tree"]
 

@@ -230,7 +230,7 @@ def test_shares_of_a_table_keep_labels_and_pictures_together(tmp_path, table):
     [
         ({"labels": "breed"}, InvalidOption, "no column 'breed'; expected one of"),
         ({"fields": ["breed"]}, InvalidOption, "no column 'breed'"),
-        ({"splits": "note"}, BadSource, "the column 'note' holds 'ä 0'"),
+        ({"splits": "note"}, BadSource, "the column 'note' contains 'ä 0'"),
         ({"splits": {"train": 0.5, "test": 0.5}}, InvalidOption, "already has the splits train, dev, test"),
     ],
 )

@@ -23,6 +23,7 @@ from colabkit.foundation import (
     BadSource,
     InvalidOption,
     MissingSplit,
+    call,
     cannot,
     check_one_of,
     check_whole_number,
@@ -70,7 +71,7 @@ class LabelledDataset(Dataset[Any]):
         """Return an index as one from 0; raises `TypeError` for a non-integer, `IndexError` beyond the end."""
         place = operator.index(index)
         if not -self._count <= place < self._count:
-            raise IndexError(f"sample {place} of {self._count}")
+            raise IndexError(f"index {place} is out of range for {self._count} samples")
         return place % self._count
 
     def _label(self, place: int) -> Any:
@@ -153,9 +154,9 @@ class PackedDataset(LabelledDataset):
         """
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
-            what = "a view" if self._numbers is not None else "samples that lie in shards or are decoded"
-            next_step = "Index the data set, as in dataset[:100]"
-            raise InvalidOption(cannot("give all rows as one tensor", what, "one raw file", next_step))
+            found = "it is a view" if self._numbers is not None else "its samples are in shards, or must be decoded"
+            next_step = "Index the dataset, for example dataset[:100]"
+            raise InvalidOption(cannot("return all rows as one tensor", found, "one file of raw samples", next_step))
         return _map_tensor(maps[0])
 
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
@@ -245,8 +246,8 @@ class PackedDataset(LabelledDataset):
             InvalidOption: if the shares do not add up to 1, or a view would be empty.
         """
         if not isinstance(shares, Mapping | Sequence) or isinstance(shares, str) or not shares:
-            next_step = "Use data.split((0.8, 0.2)), for example"
-            raise InvalidOption(cannot("split", f"shares={shares!r}", "shares of all parts", next_step))
+            next_step = "For example, use data.split((0.8, 0.2))"
+            raise InvalidOption(cannot("split", f"shares={shares!r:.80}", "a share for each part", next_step))
         named = shares if isinstance(shares, Mapping) else {str(place): share for place, share in enumerate(shares)}
         # This first call also validates the shares, which the strata depend on.
         dealt = split_shares(None, len(self), named, seed)
@@ -321,8 +322,8 @@ class PackedDataset(LabelledDataset):
         if name == LABELS and self.labels is not None:
             return self.labels.numpy()
         if name not in self._opened.samples.names:
-            needed = f"one of {', '.join(self.fields)}"
-            raise InvalidOption(cannot(act, f"no field {name!r}", needed, "Name one, or give an array"))
+            expected = f"one of {', '.join(self.fields)}"
+            raise InvalidOption(cannot(act, f"there is no field {name!r}", expected, "Use one of these or an array"))
         return np.asarray(self._opened.samples.column(name, self._rows_of(np.arange(len(self)))))
 
 
@@ -373,13 +374,13 @@ class FileDataset(LabelledDataset):
         act = f"read {self.source.name!r} file by file"
         check_one_of(act, "channels", channels, (1, 3), "Use 3 for RGB, 1 for luminance")
         if isinstance(self.source, SequentialSource) and self.source.is_sequential:
-            found = "an archive that can only be read from its front"
-            needed = "files that can be read in any order"
-            raise BadSource(cannot(act, found, needed, "Use pack(), or stage() it first"))
+            found, expected = "the archive can only be read from start to end", "files that can be read in any order"
+            next_step = ("Pack it with ", call("pack"), ", or extract it first with ", call("stage"))
+            raise BadSource(cannot(act, found, expected, next_step))
         labelled = label_samples(self.source.list(), self.source.name, labels=labels, splits=splits, seed=seed)
         if split not in labelled.splits:
             known = ", ".join(map(repr, labelled.splits))
-            raise MissingSplit(cannot(act, f"no split {split!r}", f"one of {known}", "Name one of these"))
+            raise MissingSplit(cannot(act, f"there is no split {split!r}", f"one of {known}", "Use one of these"))
         numbers = labelled.splits[split]
         self.split_name = split
         self.classes = labelled.classes
@@ -402,8 +403,7 @@ class FileDataset(LabelledDataset):
         try:
             pixels = decode_image(self.encoded(place), self._channels)
         except BadImage as error:
-            next_step = "Remove or repair this file"
-            raise BadImage(cannot(f"decode {self.name_of(place)}", str(error), "an image", next_step)) from error
+            raise BadImage(cannot(f"decode {self.name_of(place)}", str(error), "", "Repair or remove it")) from error
         image = convert_pixels(pixels)
         return image if self.labels is None else (image, self._label(place))
 

@@ -24,6 +24,7 @@ from colabkit.foundation import (
     SourceChanged,
     cannot,
     format_things,
+    option,
     translated,
 )
 from colabkit.packs.dataset.hdf5_reader import (
@@ -121,30 +122,33 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
     xs, ys = _by_split(act, "x", x), _by_split(act, "y", y)
     with open_hdf5(act, path) as file:
         if META in file.attrs:
-            raise NotSealed(cannot(act, "a pack that lost its seal", "a sealed pack", "Pack or stage it again"))
+            raise NotSealed(cannot(act, "the pack lost its seal", "a sealed pack", "Pack or stage it again"))
         if not xs:
             if ys:
-                raise InvalidOption(cannot(act, "y without x", "the names of both", "Name the samples by x="))
+                alone = (option("y", y), " is given without ", option("x"))
+                add_x = ("Name the samples with ", option("x"))
+                raise InvalidOption(cannot(act, alone, "the names of samples and labels", add_x))
             xs, ys = _guess_names(act, file)
         if ys and set(ys) != set(xs):
-            found = f"x for {', '.join(xs)} and y for {', '.join(ys)}"
-            raise InvalidOption(cannot(act, found, "the same splits in both", "Name the labels of each split"))
+            both = (option("x"), f" has the splits {', '.join(xs)}, and ", option("y"), f" has {', '.join(ys)}")
+            raise InvalidOption(cannot(act, both, "the same splits in both", "Name the labels of each split"))
         samples = {split: examine_dataset(act, file, name, stamp[0], trusted) for split, name in xs.items()}
-        told = {split: examine_dataset(act, file, name, stamp[0], trusted) for split, name in ys.items()}
+        label_sets = {split: examine_dataset(act, file, name, stamp[0], trusted) for split, name in ys.items()}
         content, is_ragged = _infer_content(act, list(samples.values()))
-        for split, labels_of in told.items():
+        for split, labels_of in label_sets.items():
             if labels_of.shape[0] != samples[split].shape[0]:
-                of_each = (samples[split].shape[0], "sample"), (labels_of.shape[0], "label")
-                found = f"{' and '.join(format_things(*one) for one in of_each)} in {split}"
-                raise BadSource(cannot(act, found, "as many labels as samples", "Name the labels of these samples"))
-        stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in told.items()}
+                counts = (samples[split].shape[0], "sample"), (labels_of.shape[0], "label")
+                unequal = f"{split} has {' and '.join(format_things(*one) for one in counts)}"
+                other_y = ("Name the labels of these samples with ", option("y"))
+                raise BadSource(cannot(act, unequal, "as many labels as samples", other_y))
+        stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in label_sets.items()}
     labels, meaning = _labels(act, stored)
     shape = next(iter(samples.values())).shape[1:]
     layouts = [[split, x.name, x.shape, str(x.dtype), x.offset] for split, x in samples.items()]
     meta = {
         "source": str(path),
         "encoding": "source" if is_ragged else "raw" if content == "image" else "array",
-        "fields": {SAMPLES: (content, is_ragged), **({LABELS: ("labels", False)} if told else {})},
+        "fields": {SAMPLES: (content, is_ragged), **({LABELS: ("labels", False)} if label_sets else {})},
         "classes": list(meaning.classes),
         "label_kind": meaning.kind,
         "splits": {split: found.shape[0] for split, found in samples.items()},
@@ -171,8 +175,8 @@ def open_hdf5_split(
     stamp = file_stamp(path)
     contents = inspect_hdf5(path, x, y or None, trusted)
     if contents.info.seal != seal or file_stamp(path) != stamp:
-        act = f"open {str(path)!r} again"
-        raise SourceChanged(cannot(act, "another file is there now", "the one it was", "Open it again"))
+        act, next_step = f"reopen {str(path)!r}", "Open it again, and create the dataset again"
+        raise SourceChanged(cannot(act, "the file has been replaced or changed", "", next_step))
     found = contents.samples[split]
     content, _ = contents.info.meta["fields"][SAMPLES]
     column: Column
@@ -211,7 +215,7 @@ class _ReadColumn:
         return convert_rows(_with_channels(block) if self.content == "image" else block, self.content)
 
 
-def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, str]:
+def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str, str]:
     """Return dataset names by split, in the order of `SPLITS`."""
     if names is None:
         return {}
@@ -222,8 +226,9 @@ def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, st
         or set(splits) - set(SPLITS)
         or not all(name and isinstance(name, str) for name in splits.values())
     ):
-        needed = "a name, or names for train, dev or test"
-        raise InvalidOption(cannot(act, f"{option}={names!r}", needed, f"Use {option}='images', say"))
+        next_step = ("For example, use ", option(parameter, "images" if parameter == "x" else "labels"))
+        expected = "the name of a dataset, or one name each for train, dev or test"
+        raise InvalidOption(cannot(act, option(parameter, names), expected, next_step))
     return {split: splits[split] for split in SPLITS if split in splits}
 
 
@@ -241,17 +246,19 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
             if fits:
                 bare = [whole for whole, labels in pairs.values() if whole in names and labels not in names]
                 if has_labels and bare:
-                    found = f"{bare[0]!r} without labels, while those of other splits are there"
-                    next_step = "Name what to open, as in x={'train': 'X_train'}, y={'train': 'y_train'}"
-                    raise BadSource(cannot(act, found, "labels for all splits", next_step))
+                    unlabelled = f"{bare[0]!r} has no labels, unlike other splits"
+                    only = (option("x", {"train": "X_train"}), " and ", option("y", {"train": "y_train"}))
+                    choose = ("Name the datasets to open, for example ", only)
+                    raise BadSource(cannot(act, unlabelled, "labels for all splits", choose))
                 ordered = [split for split in SPLITS if split in fits]
                 return {s: fits[s][0] for s in ordered}, {s: fits[s][1] for s in ordered} if has_labels else {}
         for whole, of_labels in _WHOLE:
             if whole in names and (of_labels in names or not has_labels):
                 return {"train": whole}, {"train": of_labels} if has_labels else {}
-    shown = ", ".join(map(repr, names[:20])) or "none"
-    found = f"no data set whose name tells that it holds samples; there are {shown}"
-    raise BadSource(cannot(act, found, "the names of samples and labels", "Pass x='images', y='labels', say"))
+    listed = ", ".join(map(repr, names[:20]))
+    found = f"no dataset among {listed} has a common name for samples" if names else "the file itself has no datasets"
+    next_step = ("Name the datasets, for example ", option("x", "images"), " and ", option("y", "labels"))
+    raise BadSource(cannot(act, found, "samples with a name such as 'X_train', 'images' or 'data'", next_step))
 
 
 def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
@@ -259,17 +266,23 @@ def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
     first = found[0]
     for other in found:
         if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
-            what = f"{other.name!r} unlike {first.name!r}"
-            raise BadSource(cannot(act, what, "samples of one shape and dtype", "Open their files or splits apart"))
+            unequal = f"{other.name!r} has samples of {_kind(other)}, {first.name!r} of {_kind(first)}"
+            raise BadSource(
+                cannot(act, unequal, "samples of one shape and dtype", ("Open one split at a time with ", option("x")))
+            )
     if first.varies and len(first.shape) == 1:
         return "image", True
     if first.dtype.kind in "OS":
-        found_ = f"{first.name!r} of text"
-        raise BadSource(cannot(act, found_, "samples that are numbers or image files", "Name another data set"))
+        next_step = ("Name another dataset with ", option("x"))
+        raise BadSource(cannot(act, f"{first.name!r} contains text", "numbers or image files", next_step))
     is_image = first.dtype == np.uint8 and (
         len(first.shape) == 3 or (len(first.shape) == 4 and first.shape[3] in (1, 3, 4))
     )
     return "image" if is_image else "array", False
+
+
+def _kind(found: Hdf5Dataset) -> str:
+    return f"{found.dtype} {list(found.shape[1:])}"
 
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -287,7 +300,7 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str,
         return {}, LabelValues("none", (), None)
     arrays = [array.reshape(len(array)) if array.shape[1:] == (1,) else array for array in stored.values()]
     found = None
-    next_step = "Name another data set by y="
+    next_step = ("Name another dataset with ", option("y"))
     if {array.dtype.kind for array in arrays} <= set("SO") and all(array.ndim == 1 for array in arrays):
         found = number_classes([_text(value) for array in arrays for value in array.tolist()])
     elif len({array.shape[1:] for array in arrays}) == 1:
@@ -296,11 +309,11 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str,
             if all(part is not None for part in parts):
                 found = infer_array(np.concatenate([part for part in parts if part is not None]))
         except ValueError as error:
-            raise BadSource(cannot(act, str(error), "numbers that a pack can hold", next_step)) from error
+            raise BadSource(cannot(act, str(error), "labels that a pack can store", next_step)) from error
     if found is None or found.values is None:
         shapes = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
-        needed = "classes [N], several labels [N, K] or numbers"
-        raise BadSource(cannot(act, f"labels {shapes}", needed, next_step))
+        expected = "class numbers or names [N], 0 and 1 [N, K], or regression targets [N] or [N, K]"
+        raise BadSource(cannot(act, f"the labels are {shapes}", expected, next_step))
     ends = np.cumsum([len(array) for array in arrays])[:-1]
     pieces = map(torch.from_numpy, np.split(found.values, ends))
     return dict(zip(stored, pieces, strict=True)), found

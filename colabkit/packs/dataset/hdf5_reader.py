@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from colabkit.foundation import BadSource, ColabkitError, SourceChanged, cannot, format_bytes
+from colabkit.foundation import BadSource, ColabkitError, SourceChanged, Text, cannot, format_bytes, option
 from colabkit.packs.format.layout import Indices
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _MOST_EXPANSION = 1032
 # Cache of decompressed chunks for reading single samples; a chunk of images exceeds HDF5's default of 1 MiB.
 _CACHE_BYTES = 32 << 20
 _NAMES_SHOWN = 20
+_NAME_OTHER: Text = ("Name another dataset with ", option("x"), " or ", option("y"))
+_COPY = "Copy or download the file again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,12 @@ def open_hdf5(act: str, path: Path) -> Iterator[h5py.File]:
     except ColabkitError:
         raise
     except (OSError, LookupError, ValueError, RuntimeError, TypeError, AttributeError, MemoryError) as error:
-        raise _damage_error(act, "HDF5", error) from error
+        raise _damage_error(act, "the HDF5 structure", error) from error
 
 
 def _damage_error(act: str, what: str, error: Exception) -> BadSource:
     found = f"{what} cannot be read ({str(error).partition(chr(10))[0][:200]})"
-    return BadSource(cannot(act, found, "a whole HDF5 file", "Get the file again"))
+    return BadSource(cannot(act, found, "an undamaged HDF5 file", _COPY))
 
 
 def list_datasets(file: h5py.File) -> list[str]:
@@ -99,30 +101,28 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     shape = tuple(map(int, dataset.shape))
     varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
     if not shape or not (_is_plain(dtype) or h5py.check_string_dtype(dtype) is not None or varies):
-        told = f"{name!r} is {'one value' if not shape else f'of dtype {dtype}'}"
-        raise BadSource(cannot(act, told, "an array of numbers", "Name another data set"))
+        wrong = f"{name!r} has the dtype {dtype}" if shape else f"{name!r} is a single value"
+        raise BadSource(cannot(act, wrong, "an array of numbers", _NAME_OTHER))
     declared = math.prod(shape) * dtype.itemsize
     dangers = {
-        "a virtual data set, which reads other files": layout == h5py.h5d.VIRTUAL,
-        "external storage, which reads another file": external,
-        f"stored with filter {next(iter(strange), None)}, whose code comes from elsewhere": strange,
-        "of elements of varying length": dtype.kind == "O",
-        f"{format_bytes(declared)} in a file of {format_bytes(length)}": declared > _MOST_EXPANSION * length,
+        "a virtual dataset, which reads other files": layout == h5py.h5d.VIRTUAL,
+        "stored in another file": external,
+        f"stored with filter {next(iter(strange), None)}, which runs third-party code": strange,
+        "an array of elements of varying length": dtype.kind == "O",
+        f"{format_bytes(declared)} of values in a file of {format_bytes(length)}": declared > _MOST_EXPANSION * length,
     }
-    if not trusted and (found := [danger for danger, is_there in dangers.items() if is_there]):
-        raise _refused_error(act, name, found[0])
+    if not trusted and (reasons := [danger for danger, is_there in dangers.items() if is_there]):
+        raise _refused_error(act, name, reasons[0])
     if missing := [number for number in strange if not h5py.h5z.filter_avail(number)]:
-        told = f"{name!r} is stored with filter {missing[0]}, which is not installed"
-        raise BadSource(cannot(act, told, "filters that are installed", "Install hdf5plugin and import it first"))
+        found = f"{name!r} is stored with filter {missing[0]}, which is not installed"
+        raise BadSource(cannot(act, found, "", "Run pip install hdf5plugin, and import hdf5plugin first"))
     chunk_rows = int(properties.get_chunk()[0]) if layout == h5py.h5d.CHUNKED else 1
     offset = None
     is_here = h5py.h5f.get_name(dataset) == h5py.h5f.get_name(file.id)
     if layout == h5py.h5d.CONTIGUOUS and is_here and not external:
         offset = dataset.get_offset()
         if offset is not None and offset + declared > length:
-            raise BadSource(
-                cannot(act, f"{name!r} reaches beyond the file's end", "a whole file", "Get the file again")
-            )
+            raise BadSource(cannot(act, f"{name!r} ends after the end of the file", "a complete file", _COPY))
         is_as_numpy = dtype.kind != "O" and dataset.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
         offset = offset if is_as_numpy else None
     return Hdf5Dataset(name, shape, dtype, None if offset is None else int(offset), chunk_rows, varies)
@@ -151,13 +151,14 @@ def _find_dataset(act: str, file: h5py.File, name: str, trusted: bool) -> Any:
         group = group[part]
     names = list_datasets(file)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    listed = ", ".join(map(repr, names[:_NAMES_SHOWN])) + more or "none at all"
-    raise BadSource(cannot(act, f"no data set {name!r}", f"one of {listed}", "Name it by x= or y="))
+    expected = f"one of {', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}" if names else "a file with datasets"
+    raise BadSource(cannot(act, f"there is no dataset {name!r}", expected, _NAME_OTHER))
 
 
 def _refused_error(act: str, name: str, found: str) -> BadSource:
-    next_step = "Name another data set, or pass trusted=True if you know where the file comes from"
-    return BadSource(cannot(act, f"{name!r} is {found}", "numbers in this very file", next_step))
+    trust = option("trusted", True)
+    next_step = ("Name another dataset, or pass ", trust, " if you trust the origin of the file")
+    return BadSource(cannot(act, f"{name!r} is {found}", "numbers in this file", next_step))
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
@@ -220,8 +221,8 @@ class Hdf5Reader:
 
         if self._file is None:
             if file_stamp(self._path) != self._stamp:
-                found = "another file is there now"
-                raise SourceChanged(cannot(act, found, "the one that was opened", "Open it again"))
+                found = "the file has been replaced or changed"
+                raise SourceChanged(cannot(act, found, "", "Open it again, and create the dataset again"))
             self._file = h5py.File(self._path, "r", locking=False, rdcc_nbytes=_CACHE_BYTES)
         return self._file
 

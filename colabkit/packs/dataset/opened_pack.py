@@ -19,6 +19,8 @@ from colabkit.foundation import (
     format_count,
     format_things,
     html_table,
+    omit,
+    option,
     user_path,
 )
 from colabkit.packs.dataset.datasets import PackedDataset
@@ -83,8 +85,8 @@ def open_pack(
         return Pack(contents.info, reopen)
     info = read_pack(found)
     if x is not None or y is not None:
-        needed = "data sets by name only for HDF5 files that are no packs"
-        raise InvalidOption(cannot(act, "a pack, which names its own fields", needed, "Leave out x and y"))
+        message = (option("x"), " and ", option("y"), " apply only to HDF5 files that are not packs")
+        raise InvalidOption(cannot(act, message, "", (omit("x"), " and ", option("y"))))
     return Pack(info, partial(open_sealed, found, info.seal))
 
 
@@ -123,8 +125,8 @@ class Pack(Mapping[str, PackedDataset]):
         # Accept other names of a split, such as "val" for "dev".
         split = SPLIT_FOLDERS.get(split, split)
         if split not in self.splits:
-            act = f"take split {split!r} of {str(self.path)!r}"
-            raise MissingSplit(cannot(act, "no such split", f"one of {', '.join(self)}", "Use one of these"))
+            act, found = f"open a split of {str(self.path)!r}", f"there is no split {split!r}"
+            raise MissingSplit(cannot(act, found, f"one of {', '.join(self)}", "Use one of these"))
         if split not in self._opened:
             # The path may hold another pack by now, so opening a split compares the seals.
             self._opened[split] = PackedDataset(self._open_split(split))
@@ -176,7 +178,7 @@ class Pack(Mapping[str, PackedDataset]):
         splits = ", ".join(f"{split} {format_count(count)}" for split, count in self.splits.items())
         shape = self.info.meta["sample_shape"]
         what = "images" if self.info.fields[SAMPLES].content == "image" else "samples"
-        what += f" {'x'.join(map(str, shape))}" if shape else " of several sizes" if what == "images" else ""
+        what += f" {'x'.join(map(str, shape))}" if shape else " of different sizes" if what == "images" else ""
         classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
         sizes, missing = self._file_bytes()
         size = format_bytes(sizes)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.foundation import BadImage, Corrupt, InvalidOption, SourceMissing, cannot
+from colabkit.foundation import BadImage, Corrupt, InvalidOption, SourceMissing, call, cannot, kind_of, option
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.format.layout import CRC, LABELS, Field, Indices, PackInfo, Shard, corrupt
@@ -97,16 +97,16 @@ def resolve_indices(indices: Any, count: int) -> Indices:
         raise index_error(indices, count)
     beyond = (found < -count) | (found >= count)
     if beyond.any():
-        raise IndexError(f"sample {found[beyond.argmax()]} of {count}")
+        raise IndexError(f"index {found[beyond.argmax()]} is out of range for {count} samples")
     numbers = found.astype(np.int64)
     return np.where(numbers < 0, numbers + count, numbers)
 
 
 def index_error(index: object, count: int) -> InvalidOption:
     """Return the error for an invalid index of a dataset with `count` samples."""
-    found = f"an index of type {type(index).__name__}"
-    needed = f"integers, {count} bools or a slice"
-    return InvalidOption(cannot("take samples", found, needed, "Use data[0], data[:10] or data[[0, 5]], say"))
+    next_step = "For example, use data[0], data[:10] or data[[0, 5]]"
+    expected = f"integers, {count} bools or a slice"
+    return InvalidOption(cannot("index the dataset", f"the index is {kind_of(index)}", expected, next_step))
 
 
 def stack_samples(field: Batch) -> Batch:
@@ -222,8 +222,8 @@ class SingleFileSamples:
         try:
             return tuple([column.value(some) for column, some in zip(self._in_order, stored, strict=True)])
         except BadImage as error:
-            next_step = "Pack it again with on_bad='skip' or 'blank'"
-            raise BadImage(cannot(self._act("decode", row), str(error), "an image", next_step)) from error
+            next_step = ("Pack it again with ", option("on_bad", "skip"), " or ", option("on_bad", "blank"))
+            raise BadImage(cannot(self._act("decode", row), str(error), "", next_step)) from error
 
     def encoded(self, row: int) -> bytes:
         """Return the stored bytes of `X` of one sample, checked against its CRC."""
@@ -262,9 +262,8 @@ class SingleFileSamples:
             for number in self._checked:
                 crc = crc32(cast("bytes", stored[number]), crc)
             if crc != self.crcs.item(row):
-                found, needed = "its bytes are not the sealed ones", "the sample as it was packed"
-                next_step = "Stage or pack it again; colabkit.verify() names every damaged sample"
-                raise Corrupt(cannot(self._act("read", row), found, needed, next_step))
+                next_step = ("Stage or pack it again, or list all damaged samples with ", call("verify"))
+                raise Corrupt(cannot(self._act("read", row), "it does not match its CRC32", "", next_step))
         return stored
 
     def _act(self, verb: str, row: int) -> str:
@@ -282,7 +281,8 @@ class ShardedSamples:
         self._starts = list(accumulate((shard.splits[split] for shard in self._shards), initial=0))
         self._opened: dict[int, SingleFileSamples] = {}
         if self._starts[-1] != info.count(split):
-            raise corrupt(info.path, f"its shards hold {self._starts[-1]} samples of {split} of {info.count(split)}")
+            found = f"its shards have {self._starts[-1]} samples of {split} instead of {info.count(split)}"
+            raise corrupt(info.path, found)
 
     def one(self, row: int) -> tuple[Any, ...]:
         """Return the fields of one sample, checked against its CRC."""
@@ -312,7 +312,8 @@ class ShardedSamples:
             if maps is None:
                 return None
             if found and (maps[0].shape[1:], maps[0].dtype) != (found[0].shape[1:], found[0].dtype):
-                raise corrupt(self._shard(number).path, f"samples {maps[0].shape[1:]} unlike those of its index")
+                reason = f"its samples of shape {list(maps[0].shape[1:])} differ from other shards"
+                raise corrupt(self._shard(number).path, reason)
             found.extend(maps)
         return tuple(found)
 
@@ -373,8 +374,8 @@ def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:
     """
     info = read_pack(path)
     if info.seal != seal:
-        act, found = f"open {str(path)!r} again", "another pack is there now"
-        raise InvalidOption(cannot(act, found, "the one it was", "Open the pack and create the data set again"))
+        act, found = f"reopen {str(path)!r}", "the path now holds another pack"
+        raise InvalidOption(cannot(act, found, "", "Open the pack again, and create the dataset again"))
     samples = ShardedSamples(info, split) if info.shards else _file_samples(info, split)
     labels = torch.from_numpy(_table(info, f"{LABELS}_{split}")) if LABELS in info.fields else None
     if labels is not None and info.meta["label_kind"] == "class":
@@ -387,7 +388,7 @@ def _file_samples(info: PackInfo, split: str, first: int = 0) -> SingleFileSampl
     checked = [field.name for field in info.sample_fields()]
     crcs = _table(info, f"{CRC}_{split}")
     if len(crcs) != info.count(split):
-        raise corrupt(info.path, f"{len(crcs)} CRCs for {info.count(split)} samples of {split}")
+        raise corrupt(info.path, f"it has {len(crcs)} CRCs for {info.count(split)} samples of {split}")
     return SingleFileSamples(info.path, split, columns, checked, crcs, first)
 
 
@@ -399,13 +400,13 @@ def _column(info: PackInfo, field: Field, split: str) -> Column:
     index = _table(info, field.index(split))
     starts, lengths = index[:, 0], index[:, 1]
     if len(index) and (index.min() < 0 or (starts > array.size - lengths).any()):
-        raise corrupt(info.path, f"{field.index(split)!r} points beyond {name!r}")
+        raise corrupt(info.path, f"{field.index(split)!r} points beyond the end of {name!r}")
     if field.content != "image":
         return RaggedColumn(array, index, field.content)
     height, width = [*(info.meta["sample_shape"] or ()), 1, 1][:2]
     channels = info.meta.get("channels")
     if channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
-        raise corrupt(info.path, f"it declares images of {height}x{width}x{channels}")
+        raise corrupt(info.path, f"its metadata has the invalid image shape {height}x{width}x{channels}")
     return RaggedColumn(array, index, field.content, channels, (height, width))
 
 
@@ -418,16 +419,16 @@ def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
     """Return the description of a shard, after checking that it is the one the index names."""
     path = index.path.with_name(shard.name)
     act = f"read samples of {str(index.path)!r}"
-    next_step = "Stage or pack it again, the index together with all its shards"
+    next_step = "Copy all shards next to the index, or stage or pack it again"
     try:
         info = read_pack(path)
     except SourceMissing as error:
-        found = f"its shard {shard.name!r} is not beside it"
-        raise SourceMissing(cannot(act, found, "all shards in one folder", next_step)) from error
+        found = f"the shard {shard.name!r} is missing"
+        raise SourceMissing(cannot(act, found, "all shards in the folder of the index", next_step)) from error
     counted = info.meta["splits"].get(split)
     if info.seal != shard.seal or counted != shard.splits[split] or dict(info.fields) != dict(index.fields):
-        found = f"{shard.name!r} beside it is another pack"
-        raise Corrupt(cannot(act, found, f"the shard with seal {shard.seal[:16]}", next_step))
+        message = f"{shard.name!r} is not a shard of this index"
+        raise Corrupt(cannot(act, message, f"the shard with the seal {shard.seal[:16]}", next_step))
     return info
 
 

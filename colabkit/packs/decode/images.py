@@ -176,34 +176,34 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
             message is only the reason, since the caller knows the file's name.
     """
     if not data:
-        raise BadImage("an empty file")
+        raise BadImage("the file is empty")
     if data[:4] == b"PK\x03\x04":
-        raise BadImage("an archive of arrays (.npz), where one array (.npy) is needed")
+        raise BadImage("the file is an archive of arrays (.npz) instead of one array (.npy)")
     if data[:6] != b"\x93NUMPY":
-        raise BadImage(f"no array; it begins with {bytes(data[:8])!r}")
+        raise BadImage(f"the file is not a .npy array (it starts with {bytes(data[:8])!r})")
     head = io.BytesIO(bytes(data[: 64 * 1024]))
     try:
         version = npy.read_magic(head)
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
         if read is None:
-            raise BadImage(f"an array of format {version[0]}.{version[1]}, where 1.0 or 2.0 is needed")
+            raise BadImage(f"the array has .npy format {version[0]}.{version[1]} instead of 1.0 or 2.0")
         shape, is_fortran, dtype = read(head)
         if dtype.hasobject:
-            raise BadImage("an array of Python objects, which only pickle could read")
+            raise BadImage("the array contains Python objects, which only pickle can read")
         if dtype.itemsize == 0:
-            raise BadImage("an array of elements without bytes")
+            raise BadImage(f"the array has dtype {dtype}, whose elements have 0 bytes")
         if any(side < 0 for side in shape):
-            raise BadImage(f"a damaged header of an array: shape {shape}")
+            raise BadImage(f"the header of the array is damaged (shape {shape})")
         needed, there = math.prod(shape) * dtype.itemsize, len(data) - head.tell()
         if needed != there:
-            raise BadImage(f"{there} bytes of values, where {dtype} {list(shape)} has {needed}")
+            raise BadImage(f"the file has {there} bytes of values, but {dtype} {list(shape)} has {needed}")
         flat: npt.NDArray[Any] = np.ndarray(math.prod(shape), dtype, buffer=data, offset=head.tell())
         return flat.reshape(shape, order="F" if is_fortran else "C")
     except BadImage:
         raise
     except Exception as error:
         # NumPy evaluates the header as a literal, which can raise any error.
-        raise BadImage(f"a damaged header of an array: {error}") from error
+        raise BadImage(f"the header of the array is damaged ({error})") from error
 
 
 def decode_region(data: Data, channels: int, region: Region, wanted: Size, whole: Size) -> tuple[Pixels, Region] | None:

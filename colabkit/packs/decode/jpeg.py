@@ -256,10 +256,10 @@ def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
             reason.
     """
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
-        raise BadImage(f"{pixels.dtype} {list(pixels.shape)}, not uint8 [H, W, 1 or 3]")
+        raise BadImage(f"the pixels are {pixels.dtype} {list(pixels.shape)} instead of uint8 [H, W, 1 or 3]")
     height, width = pixels.shape[:2]
     if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
-        raise BadImage(f"{width}x{height} pixels, which no JPEG file holds")
+        raise BadImage(f"the image has {width}x{height} pixels, but a JPEG has 1 to {MAX_SIDE:,} on each side")
     pixels = np.ascontiguousarray(pixels)
     if write := _writer():
         return write(pixels, quality)

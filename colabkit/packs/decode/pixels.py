@@ -39,6 +39,7 @@ _JPEG = ("JPEG", "MPO")
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _ORIENTATION = 0x0112
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+_BOMB = "the image has more pixels than Pillow's limit against decompression bombs"
 
 
 class OtherSize(BadImage):
@@ -47,13 +48,13 @@ class OtherSize(BadImage):
 
 def describe_sizes(found: Size, needed: Size) -> str:
     """Return the message of an `OtherSize`."""
-    return f"{found[1]}x{found[0]} pixels, where {needed[1]}x{needed[0]} are needed"
+    return f"the image has {found[1]}x{found[0]} pixels instead of {needed[1]}x{needed[0]}"
 
 
 def check_pixels(height: int, width: int) -> None:
     """Raise `BadImage` for an image of more than `MAX_PIXELS`."""
     if height * width > MAX_PIXELS:
-        raise BadImage(f"{width}x{height} pixels, more than {MAX_PIXELS}")
+        raise BadImage(f"the image has {width}x{height} pixels, more than the limit of {MAX_PIXELS:,}")
 
 
 def turn_size(size: Size, orientation: int) -> Size:
@@ -135,7 +136,7 @@ def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pi
         raise
     except Exception as error:
         # Loading a broken file can raise any error.
-        raise BadImage(f"{type(error).__name__}: {error}") from error
+        raise BadImage(f"Pillow raised {type(error).__name__}: {error}") from error
     if size is not None:
         pixels = fit_pixels(pixels, (pixels.shape[0], pixels.shape[1]), orientation, size)
     return turn_pixels(pixels, orientation)
@@ -171,10 +172,10 @@ def _open(data: Data) -> Iterator[Any]:
         raise
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
         bomb = isinstance(error, Image.DecompressionBombError)
-        raise BadImage("more pixels than allowed" if bomb else _describe_unknown(bytes(data[:256]))) from error
+        raise BadImage(_BOMB if bomb else _describe_unknown(bytes(data[:256]))) from error
     except Exception as error:
         # Pillow's plugins can raise any error on broken files.
-        raise BadImage(f"{type(error).__name__}: {error}") from error
+        raise BadImage(f"Pillow raised {type(error).__name__}: {error}") from error
 
 
 def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
@@ -227,13 +228,13 @@ def _to_channels(image: Any, channels: int) -> Pixels:
 
 def _check_mode(image: Any) -> None:
     if image.mode == "F":
-        raise BadImage("floating-point pixels, which have no 8-bit meaning")
+        raise BadImage("the image has floating-point pixels, which have no standard conversion to 8 bits")
 
 
 def _describe_unknown(head: bytes) -> str:
     """Return the reason why a file with this beginning is not an image."""
     if not head:
-        return "an empty file"
+        return "the file is empty"
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        return "a web page saved under an image's name"
-    return f"no image; it begins with {head[:8]!r}"
+        return "the file is a web page with the name of an image"
+    return f"the file is not an image (it starts with {head[:8]!r})"

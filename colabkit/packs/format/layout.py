@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import Corrupt, FileFailed, cannot
+from colabkit.foundation import Corrupt, FileFailed, Text, call, cannot, option
 
 CRC = "crc"
 """Name of the field that holds the CRC32 of each sample."""
@@ -147,19 +147,20 @@ class PackInfo:
         """
         table = np.array(self.map(name))
         if crc32(table.tobytes()) != self.table_crcs[name]:
-            raise corrupt(self.path, f"the table {name} is not the sealed one")
+            raise corrupt(self.path, f"the table {name!r} does not match its CRC32")
         return table
 
 
 def unreadable(path: Path, error: OSError) -> FileFailed:
     """Return the error for a pack that the operating system cannot read."""
     found = str(error.strerror or error).partition("\n")[0]
-    next_step = "Check its permissions, or stage it"
+    next_step: Text = ("Check the file's permissions, or copy it to local storage with ", call("stage"))
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        next_step = "Raise the limit, as by ulimit -n, or pack with a larger shard_bytes"
-    return FileFailed(cannot(f"open {str(path)!r}", found, "a file that can be read", next_step))
+        next_step = ("Raise the limit with ulimit -n 4096, or pack with a larger ", option("shard_bytes"))
+    return FileFailed(cannot(f"open {str(path)!r}", found, "", next_step))
 
 
 def corrupt(path: Path, found: str) -> Corrupt:
-    """Return the error for a pack that has changed since it was sealed."""
-    return Corrupt(cannot(f"open {str(path)!r}", found, "the pack as it was sealed", "Pack or stage it again"))
+    """Return the error for a pack that has changed since it was packed; `found` is a clause."""
+    next_step = "Pack or stage it again"
+    return Corrupt(cannot(f"open {str(path)!r}", found, "a file unchanged since it was packed", next_step))

@@ -13,7 +13,16 @@ from zlib import crc32
 
 import numpy as np
 
-from colabkit.foundation import BadSource, ColabkitError, InvalidOption, NotSealed, SourceMissing, cannot, file_changes
+from colabkit.foundation import (
+    BadSource,
+    ColabkitError,
+    InvalidOption,
+    NotSealed,
+    SourceMissing,
+    call,
+    cannot,
+    file_changes,
+)
 from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, PackInfo, corrupt, unreadable
 
 if TYPE_CHECKING:
@@ -106,9 +115,10 @@ def _check_room(data_sets: list[DataSet]) -> None:
     """Raise `InvalidOption` if the seal, one page, has no room for this many datasets."""
     longest = 256 + sum(2 * _DIGITS + 8 + len(one.name) + _DIGITS for one in data_sets)
     if longest > file_changes.HDF5_USER_BLOCK_BYTES:
-        found = f"{len(data_sets)} data sets with names like {data_sets[0].name!r}"
-        next_step = "Leave out fields, or join some in one array"
-        raise InvalidOption(cannot("pack into one file", found, "as many as one page can name", next_step))
+        found = f"the list of its {len(data_sets)} datasets takes up to {longest} bytes"
+        expected = f"at most {file_changes.HDF5_USER_BLOCK_BYTES} bytes"
+        next_step = "Pack fewer fields, combine several in one array, or give them shorter names"
+        raise InvalidOption(cannot("pack into one file", found, expected, next_step))
 
 
 def read_pack(path: Path) -> PackInfo:
@@ -126,8 +136,11 @@ def read_pack(path: Path) -> PackInfo:
     act = f"open {str(path)!r}"
     try:
         if not path.is_file():
-            found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
-            raise SourceMissing(cannot(act, found, "a pack", "Check the path, or make one with pack()"))
+            found = "the file does not exist"
+            if path.exists():
+                found = "it is a folder" if path.is_dir() else "it is not a regular file"
+            next_step = ("Check the path, or create a pack with ", call("pack"))
+            raise SourceMissing(cannot(act, found, "a pack", next_step))
         seal, table_crcs = _checked_seal(act, path)
         with h5py.File(path, "r", locking=False) as file:
             data_sets = {name: _data_set(path, file, name) for name in file}
@@ -143,20 +156,20 @@ def read_pack(path: Path) -> PackInfo:
     except OSError as error:
         raise unreadable(path, error) from error
     except (AttributeError, LookupError, ValueError, RuntimeError, TypeError) as error:
-        raise corrupt(path, f"HDF5 structures are damaged ({error})") from error
+        raise corrupt(path, f"its HDF5 structure is damaged ({error})") from error
 
 
 def _check_meta(info: PackInfo) -> None:
     """Raise `Corrupt` if required metadata is missing or invalid."""
     if missing := [name for name in _REQUIRED if name not in info.meta]:
-        raise corrupt(info.path, f"it does not tell its {missing[0]}")
+        raise corrupt(info.path, f"its metadata has no {missing[0]!r}")
     if not info.splits or SAMPLES not in info.fields:
-        raise corrupt(info.path, "it tells of no samples")
+        raise corrupt(info.path, "its metadata lists no samples")
     shape = info.meta["sample_shape"]
     if shape is not None and not (isinstance(shape, list) and all(type(side) is int and side >= 0 for side in shape)):
-        raise corrupt(info.path, f"it tells of samples of shape {shape!r:.80}")
+        raise corrupt(info.path, f"its metadata has the invalid sample shape {shape!r:.80}")
     if odd := [shard.name for shard in info.shards if Path(shard.name).name != shard.name or shard.name in ("", "..")]:
-        raise corrupt(info.path, f"a shard called {odd[0]!r}, which is no file beside it")
+        raise corrupt(info.path, f"the shard name {odd[0]!r} is not the name of a file next to it")
 
 
 def _check_fields(info: PackInfo) -> None:
@@ -182,7 +195,7 @@ def _check_table(info: PackInfo, name: str, kinds: str, rank: int) -> None:
     found = info.data_sets[name]
     dtype = np.dtype(found.dtype)
     if name not in info.table_crcs or dtype.kind not in kinds or dtype.itemsize > 8 or len(found.shape) != rank:
-        raise corrupt(info.path, f"{name!r} is {found.dtype} {list(found.shape)}, which is no such table")
+        raise corrupt(info.path, f"the table {name!r} is invalid ({found.dtype} {list(found.shape)})")
 
 
 def is_pack(path: Path) -> bool:
@@ -203,12 +216,12 @@ def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
             raise _not_sealed(act, fd, head, length)
         digest, text = head[len(SEAL_MARK) :][:_DIGEST_LENGTH], head[len(SEAL_MARK) + _DIGEST_LENGTH :].rstrip(b"\0")
         if hashlib.sha256(text).hexdigest().encode() != digest:
-            raise corrupt(path, "its first bytes are not the sealed ones")
+            raise corrupt(path, "its seal does not match the seal's SHA-256")
         sealed = json.loads(text)
         if length != sealed["length"]:
-            raise corrupt(path, f"{length} bytes instead of {sealed['length']}")
+            raise corrupt(path, f"it has {length} bytes instead of {sealed['length']}")
         if outside_digest(fd, length, sealed["spans"]) != sealed["outside"]:
-            raise corrupt(path, "its attributes or layout are not the sealed ones")
+            raise corrupt(path, "its attributes or layout do not match the seal")
         return digest.decode(), sealed["tables"]
     finally:
         os.close(fd)
@@ -218,13 +231,15 @@ def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotS
     """Return the error for a file that does not begin like a pack of this format version."""
     if head.startswith(_NAME):
         version = head[len(_NAME) :][:8].partition(b"\n")[0].decode("ascii", "replace")
-        needed = f"format {_FORMAT_VERSION}"
-        return NotSealed(cannot(act, f"pack format {version}", needed, "Update colabkit or pack again"))
+        other = f"it has pack format {version}"
+        return NotSealed(cannot(act, other, f"format {_FORMAT_VERSION}", "Update colabkit, or pack again"))
     if hdf5_start(fd, length) is None:
-        found = f"no readable HDF5; it begins with {head[:8]!r}" if head else "an empty file"
-        return BadSource(cannot(act, found, "a whole pack", "Pack or stage it again"))
-    found = "HDF5 without colabkit's seal" if any(head) else "a pack that was never finished"
-    return NotSealed(cannot(act, found, "a sealed pack", "Make one with pack()"))
+        found = f"it is not an HDF5 file (it starts with {head[:8]!r})" if head else "the file is empty"
+        return BadSource(cannot(act, found, "a pack", "Pack or stage it again"))
+    if not any(head):
+        return NotSealed(cannot(act, "the pack was never finished", "a sealed pack", "Pack it again"))
+    next_step = ("Create a pack with ", call("pack"))
+    return NotSealed(cannot(act, "it is an HDF5 file without colabkit's seal", "a sealed pack", next_step))
 
 
 def hdf5_start(fd: int, length: int) -> int | None:
@@ -243,7 +258,7 @@ def outside_digest(fd: int, length: int, spans: Iterable[Sequence[int]]) -> str:
         while position < offset:
             block = os.pread(fd, min(_BLOCK_BYTES, offset - position), position)
             if not block:
-                raise OSError(errno.EIO, "the file ended while it was read")
+                raise OSError(errno.EIO, "the file became shorter while it was read")
             digest.update(block)
             position += len(block)
         position = offset + size
@@ -255,7 +270,7 @@ def _data_set(path: Path, file: h5py.File, name: str) -> DataSet:
     import h5py
 
     if not isinstance(file.get(name, getlink=True), h5py.HardLink) or not isinstance(file[name], h5py.Dataset):
-        raise corrupt(path, f"{name!r} is no data set of this file")
+        raise corrupt(path, f"{name!r} is not a dataset of this file")
     dataset = file[name].id
     properties = dataset.get_create_plist()
     plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count() == 0
@@ -264,5 +279,5 @@ def _data_set(path: Path, file: h5py.File, name: str) -> DataSet:
         raise corrupt(path, f"{name!r} is not a contiguous array of numbers")
     found = DataSet(name, tuple(map(int, dataset.shape)), dtype.str, int(dataset.get_offset() or 0))
     if found.offset + found.size_bytes > path.stat().st_size:
-        raise corrupt(path, f"{name!r} reaches beyond the file's end")
+        raise corrupt(path, f"{name!r} ends after the end of the file")
     return found

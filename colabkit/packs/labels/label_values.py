@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, cannot, format_bytes, format_things, kind_of
+from colabkit.foundation import BadSource, Text, cannot, format_bytes, format_things, kind_of, option
 from colabkit.storage import Item
 
 LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
@@ -19,6 +19,7 @@ LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
 _PLAIN = frozenset({bool, int, float, str, list, tuple, set, frozenset, type(None)})
 _LISTS = frozenset({list, tuple, set, frozenset})
 _KINDS = "text, whole numbers, floats, bools or lists"
+_CONVERT: Text = ("Convert the values, or choose others with ", option("labels"))
 _MOST_CLASSES = 100_000
 _LARGEST_CLASS = np.iinfo(np.int64).max
 # Limit for the table of labels, which is held in memory.
@@ -105,10 +106,10 @@ def number_classes(cells: Sequence[Any]) -> LabelValues:
 def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dtype: np.dtype[Any]) -> None:
     if not is_stored.all():
         label = values[np.unravel_index(int(is_stored.argmin()), values.shape)]
-        raise ValueError("a label that is NaN" if np.isnan(label) else f"the label {label}, beyond {dtype}")
+        raise ValueError("a label is NaN" if np.isnan(label) else f"the label {label} is out of range for {dtype}")
 
 
-def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> LabelValues:
+def infer_cells(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> LabelValues:
     """Interpret the cells of one column as labels, by the cells' types rather than their values.
 
     - Text is classes, sorted. Bools are the classes False and True. Integers are classes: from 0 to 99,999 they keep
@@ -140,9 +141,10 @@ def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]
         return _infer_lists(column)
     odd = next((row for row, cell in enumerate(cells) if type(cell) not in _PLAIN), None)
     if odd is not None:
-        raise column.error(f"holds {column.named(odd)}", _KINDS)
+        raise BadSource(cannot(act, (what, f" contains {column.named(odd)}"), _KINDS, _CONVERT))
     odd = next(row for row, cell in enumerate(cells) if type(cell) is not type(cells[0]))
-    raise column.error(f"holds {column.named(0)} and {column.named(odd)}", "one kind of values")
+    mixed = (what, f" contains {column.named(0)} and {column.named(odd)}")
+    raise BadSource(cannot(act, mixed, "values of one kind", _CONVERT))
 
 
 def infer_columns(
@@ -161,8 +163,9 @@ def infer_columns(
         column = _LabelCells(act, f"the column {name!r}", given, items)
         if not column.kinds <= {bool, int, float}:
             row = next(row for row, cell in enumerate(column.cells) if type(cell) not in (bool, int, float))
-            needed = "numbers or bools in several columns"
-            raise column.error(f"holds {column.named(row)}", needed, "Use one column, or convert it")
+            other = f"the column {name!r} contains {column.named(row)}"
+            convert = "Use a single column, or convert its values to numbers"
+            raise BadSource(cannot(act, other, "numbers or bools in all of several columns", convert))
         has_floats |= float in column.kinds
         is_binary &= float not in column.kinds and set(column.cells) <= {0, 1}
         found.append(np.array(column.cells, np.uint8) if is_binary else column.targets())
@@ -170,26 +173,25 @@ def infer_columns(
         return LabelValues("multilabel", tuple(names), np.stack(found, axis=1))
     if has_floats:
         return LabelValues("regression", tuple(names), np.stack(found, axis=1).astype(np.float32))
-    needed = "0 and 1 for labels, or floats for targets"
-    raise BadSource(cannot(act, f"the columns {', '.join(names)} hold other whole numbers", needed, "Convert them"))
+    message = f"the columns {', '.join(names)} contain whole numbers other than 0 and 1"
+    next_step = "Convert them to floats if they are regression targets, or use a single column of classes"
+    raise BadSource(cannot(act, message, "0 and 1 for labels, or floats for regression targets", next_step))
 
 
 class _LabelCells:
     """The cells of one column as plain Python values, none of them empty; `act` and `what` are for messages."""
 
-    def __init__(self, act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> None:
+    def __init__(self, act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> None:
         self.cells = _plain_cells(cells)
         self.kinds = set(map(type, self.cells))
-        self._act, self._what, self.items = act, what, items
+        self.act, self.what, self.items = act, what, items
         if not self.kinds.isdisjoint({type(None), float}):
             is_empty = [cell is None or (type(cell) is float and math.isnan(cell)) for cell in self.cells]
             if empty := [row for row, cell in enumerate(is_empty) if cell]:
                 count = f"{len(empty)} of {format_things(len(cells), 'sample')}"
-                found = f"is empty for {items[empty[0]].path!r}, and for {count} in all"
-                raise self.error(found, "a value for each", "Fill them, or leave these samples out")
-
-    def error(self, found: str, needed: str, next_step: str = "Convert them, or use another column") -> BadSource:
-        return BadSource(cannot(self._act, f"{self._what} {found}", needed, next_step))
+                found = (what, f" is empty for {count}, first for {items[empty[0]].path!r}")
+                next_step = "Fill in the values, or remove these samples"
+                raise BadSource(cannot(act, found, "a value for every sample", next_step))
 
     def named(self, row: int) -> str:
         """Return the type of a cell and the path of its sample, for a message."""
@@ -208,8 +210,9 @@ class _LabelCells:
         beyond = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
         if beyond.any():
             row = int(beyond.argmax())
-            found = f"holds {self.cells[row]!s:.60} for {self.items[row].path!r}"
-            raise self.error(found, "what float32 can hold", "Scale the targets, or leave this sample out")
+            found = (self.what, f" contains {self.cells[row]!s:.60} for {self.items[row].path!r}")
+            next_step = "Scale the targets, or remove this sample"
+            raise BadSource(cannot(self.act, found, "values in the range of float32", next_step))
         return values
 
 
@@ -219,25 +222,29 @@ def _infer_lists(column: _LabelCells) -> LabelValues:
         cells = column.cells = [_plain_cells(tuple(cell)) for cell in cells]
     for row, cell in enumerate(cells):
         if any(value is None or value != value for value in cell):  # noqa: PLR0124 - NaN alone is not itself
-            raise column.error(f"holds a list with an empty value for {column.items[row].path!r}", _KINDS)
+            empty = (column.what, f" contains a list with an empty value for {column.items[row].path!r}")
+            raise BadSource(cannot(column.act, empty, "lists without empty values", _CONVERT))
     kinds = set().union(*(map(type, cell) for cell in cells))
     lengths = set(map(len, cells))
     is_ordered = column.kinds.isdisjoint({set, frozenset})
     if not kinds:
-        raise column.error("holds empty lists only", "some labels", "Use another column")
+        nothing = (column.what, " contains only empty lists")
+        raise BadSource(cannot(column.act, nothing, "at least one label", ("Choose others with ", option("labels"))))
     if kinds == {float} and is_ordered:
         if len(lengths) > 1:
-            raise column.error(f"holds lists of {min(lengths)} to {max(lengths)} floats", "one length for all samples")
+            unequal = (column.what, f" contains lists of {min(lengths)} to {max(lengths)} floats")
+            raise BadSource(cannot(column.act, unequal, "lists of one length", _CONVERT))
         return LabelValues("regression", tuple(map(str, range(lengths.pop()))), column.targets())
     if is_ordered and len(lengths) == 1 and kinds <= {bool, int} and set().union(*cells) <= {0, 1}:
         return LabelValues("multilabel", tuple(map(str, range(lengths.pop()))), np.array(cells, np.uint8))
     if kinds not in ({str}, {int}):
-        found = f"holds lists of {', '.join(sorted(kind.__name__ for kind in kinds))}"
-        raise column.error(found, "lists of text, or of whole numbers")
+        mixed = (column.what, f" contains lists of {', '.join(sorted(kind.__name__ for kind in kinds))}")
+        raise BadSource(cannot(column.act, mixed, "lists of text, or lists of whole numbers", _CONVERT))
     names = sorted(set().union(*cells))
     if (size := len(cells) * len(names)) > _MOST_TABLE_BYTES:
-        found = f"holds {len(names)} labels, {format_bytes(size)} for {len(cells)} samples"
-        raise column.error(found, f"at most {format_bytes(_MOST_TABLE_BYTES)}", "Leave out the rare ones")
+        found = f" contains {len(names)} distinct labels, which take {format_bytes(size)} for {len(cells)} samples"
+        limit = f"at most {format_bytes(_MOST_TABLE_BYTES)}"
+        raise BadSource(cannot(column.act, (column.what, found), limit, "Remove rare labels"))
     number = {name: index for index, name in enumerate(names)}
     counts = np.fromiter(map(len, cells), np.int64, len(cells))
     held = np.fromiter((number[name] for cell in cells for name in cell), np.int64, int(counts.sum()))

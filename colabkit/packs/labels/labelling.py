@@ -15,7 +15,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, InvalidOption, cannot, check_whole_number, format_things
+from colabkit.foundation import (
+    BadSource,
+    Code,
+    InvalidOption,
+    Text,
+    cannot,
+    check_whole_number,
+    format_things,
+    omit,
+    option,
+)
 from colabkit.packs.format.layout import SPLITS, Indices
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_cells, infer_columns
 from colabkit.packs.labels.splits import shares_of, split_named, split_shares, strata_of
@@ -36,7 +46,7 @@ LABEL_COLUMNS = (
 _SPLIT_COLUMN = "split"
 _IMAGES = frozenset({"bmp", "gif", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"})
 _ARRAY = "npy"
-_LAYOUT = "labels need one folder of images for each class, as in 'cats/1.jpg'"
+_LAYOUT = "one folder of images for each class, such as 'cats/1.jpg'"
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ def label_samples(
     elif listing.items:
         folders, left_out = _by_folder(listing.items, range(len(listing.items))), listing.skipped
     else:
-        raise BadSource(cannot(act, "no rows", "at least one", "Check the table"))
+        raise BadSource(cannot(act, "the source has no rows", "at least one row", "Check the source"))
     tree = _FolderTree(listing.items, folders)
     if is_by_folder and not listing.columns:
         if splits is None:
@@ -135,10 +145,12 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
         meaning = LabelValues("class", (), order)
     # A single folder is just the location of a table's files, not a class.
     if columns and len(meaning.classes) < 2:
-        found = f"the columns {', '.join(columns)}, and no folder for each class"
-        needed = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
-        next_step = "Use labels='a column', a function of the path, or labels=None"
-        raise BadSource(cannot(act, found, needed, next_step))
+        names = list(columns)
+        found = f"no column ({', '.join(names)}) has a common label name, and no folders name the classes"
+        expected = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
+        by_column: Text = ("Name a column, for example ", option("labels", names[0]))
+        next_step = (by_column, ", use a function of the path, or pass ", option("labels", None))
+        raise BadSource(cannot(act, found, expected, next_step))
     return meaning
 
 
@@ -150,20 +162,24 @@ def _infer_labels(act: str, columns: Mapping[str, Sequence[Any]], labels: Labels
         return infer_cells(act, f"the column {labels!r}", _column(act, columns, labels), items)
     if isinstance(labels, list | tuple) and labels and all(isinstance(name, str) for name in labels):
         if len(set(labels)) < len(labels):
-            found = f"a column twice in labels={list(labels)!r}"
-            raise InvalidOption(cannot(act, found, "each once", "Remove one of them"))
+            found = (option("labels", list(labels)), " names a column twice")
+            raise InvalidOption(cannot(act, found, "each column once", "Remove the duplicate"))
         return infer_columns(act, labels, [_column(act, columns, name) for name in labels], items)
     if callable(labels):
-        return infer_cells(act, "what labels= returned", [labels(item.path) for item in items], items)
-    found = f"labels={labels!r:.80}"
-    needed = "a column, a list of columns, a function of the path, 'auto' or None"
-    raise InvalidOption(cannot(act, found, needed, "Use labels='label', say"))
+        what = ("the result of ", option("labels", Code("function")))
+        return infer_cells(act, what, [labels(item.path) for item in items], items)
+    expected = "a column, a list of columns, a function of the path, 'auto' or None"
+    next_step = ("For example, use ", option("labels", "label"))
+    raise InvalidOption(cannot(act, option("labels", labels), expected, next_step))
 
 
 def _column(act: str, columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
     if name not in columns:
-        needed = f"one of {', '.join(columns)}" if columns else "a table, since files alone have no columns"
-        raise InvalidOption(cannot(act, f"no column {name!r}", needed, "Name a column, or use a function of the path"))
+        if not columns:
+            found = f"there is no column {name!r}, because the source has only files"
+            raise InvalidOption(cannot(act, found, "a table", "Use folders, or a function of the path"))
+        next_step = "Name one of these, or use a function of the path"
+        raise InvalidOption(cannot(act, f"there is no column {name!r}", f"one of {', '.join(columns)}", next_step))
     return columns[name]
 
 
@@ -181,7 +197,8 @@ def _split_samples(
     if isinstance(splits, str):
         places = _split_places(act, f"the column {splits!r}", _column(act, columns, splits), items)
     elif callable(splits):
-        places = _split_places(act, "what splits= returned", [splits(item.path) for item in items], items)
+        what = ("the result of ", option("splits", Code("function")))
+        places = _split_places(act, what, [splits(item.path) for item in items], items)
     elif splits is None:
         places = by_folder if own is None else _split_places(act, f"the column {own!r}", columns[own], items)
     else:
@@ -191,22 +208,22 @@ def _split_samples(
         names = {split_named(cell) for cell in cells}
         if None not in names and names != {SPLITS[0]}:
             found = f"the source already has the splits {', '.join(split for split in SPLITS if split in names)}"
-            needed = "samples that are not split yet"
-            raise InvalidOption(cannot(act, found, needed, "Leave splits out, or use a function of the path"))
+            next_step = (omit("splits"), ", or use a function of the path")
+            raise InvalidOption(cannot(act, found, "samples that are not split yet", next_step))
         return split_shares(strata_of(meaning.kind, meaning.values, shares), len(items), shares, seed)
     split = {split: np.flatnonzero(places == place) for place, split in enumerate(SPLITS)}
     return {name: numbers for name, numbers in split.items() if len(numbers)}
 
 
-def _split_places(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> Indices:
+def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> Indices:
     """Return the split of each cell, as index into `SPLITS`."""
     splits = [split_named(cell) for cell in cells]
     if None in splits:
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        found = f"{what} holds {', '.join(unknown[:5])}{more}, first for {items[splits.index(None)].path!r}"
-        next_step = "Rename them, or use splits= with a function of the path"
-        raise BadSource(cannot(act, found, "train, dev, val, test or the like", next_step))
+        names = f"{', '.join(unknown[:5])}{more}, first for {items[splits.index(None)].path!r}"
+        next_step = ("Rename them, or use ", option("splits", Code("function")), " of the path")
+        raise BadSource(cannot(act, (what, f" contains {names}"), "train, dev, val or test", next_step))
     return np.fromiter((SPLITS.index(split) for split in splits if split), np.int64, len(splits))
 
 
@@ -232,9 +249,10 @@ class _FolderTree:
         if self._has_splits or not named or min(depths.values()) < 2:
             return
         other = min(top for top in depths if top not in named)
-        found = f"{other!r}, which is no split, beside {min(named)!r}"
-        needed = f"folders named {', '.join(SPLITS)} or their like"
-        raise BadSource(cannot(act, found, needed, "Rename it, or use labels= and splits= with functions of the path"))
+        found = f"the folder {other!r} next to {min(named)!r} is not a split"
+        functions = option("labels", Code("function")), " and ", option("splits", Code("function"))
+        next_step = ("Rename the folder, or use ", *functions, " of the path")
+        raise BadSource(cannot(act, found, f"folders named {', '.join(SPLITS)} or similar", next_step))
 
     def splits(self) -> Indices:
         """Return the split of each row of the listing, as index into `SPLITS`."""
@@ -248,13 +266,13 @@ class _FolderTree:
             BadSource: if a sample is in no class folder, or if names lack extensions and are therefore not file names.
         """
         named = {folder: self._class_of(folder) for folder in self._folders}
-        next_step = "Sort the files into folders, or use a function of the path, or labels=None"
+        next_step = ("Sort the files into folders, use a function of the path, or pass ", option("labels", None))
         if outside := [rows[0] for folder, rows in self._folders.items() if not named[folder]]:
-            found = f"{self._items[min(outside)].path!r} lies in no class folder"
+            found = f"{self._items[min(outside)].path!r} is not in a class folder"
             raise BadSource(cannot(act, found, _LAYOUT, next_step))
         firsts = [self._items[rows[0]].path for rows in self._folders.values()]
         if keys := [path for path in firsts if _ending(path.rpartition("/")[2]) not in {*_IMAGES, _ARRAY}]:
-            raise BadSource(cannot(act, f"{keys[0]!r} is not named like a file", _LAYOUT, next_step))
+            raise BadSource(cannot(act, f"{keys[0]!r} has no file extension", _LAYOUT, next_step))
         names = sorted(set(named.values()))
         number = {name: index for index, name in enumerate(names)}
         numbers = self._by_row({folder: number[name] for folder, name in named.items()})
@@ -325,9 +343,9 @@ def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tup
         chosen = [row for row, ending in others.items() if ending == _ARRAY or not has_endings]
         images = _by_folder(items, chosen)
     if not images:
-        found = f"no image among {format_things(len(items), 'file')}" if items else "no files at all"
-        raise BadSource(cannot(act, found, _LAYOUT, "Check the path"))
-    reasons |= dict.fromkeys(others.keys() - chosen, "no image by its name")
+        found = f"there is no image among {format_things(len(items), 'file')}" if items else "the source has no files"
+        raise BadSource(cannot(act, found, "image files or .npy files", "Check the path"))
+    reasons |= dict.fromkeys(others.keys() - chosen, "no image extension")
     left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in sorted(reasons)))
     return images, left_out
 

@@ -17,7 +17,7 @@ from colabkit.foundation import (
     check_whole_number,
     epoch_order,
     format_things,
-    shown,
+    option,
 )
 from colabkit.packs.format.layout import SPLITS, Indices
 from colabkit.packs.labels.label_values import LabelKind
@@ -49,17 +49,17 @@ def shares_of(act: str, splits: object) -> dict[str, float]:
         InvalidOption: if a share or a name is invalid, a split is named twice, or the shares do not add up to 1.
     """
     if not isinstance(splits, Mapping):
-        next_step = "Use {'train': 0.8, 'test': 0.2}, for example"
-        raise InvalidOption(cannot(act, f"splits={shown(splits)}", "shares by split", next_step))
+        next_step = ("For example, use ", option("splits", {"train": 0.8, "test": 0.2}))
+        raise InvalidOption(cannot(act, option("splits", splits), "a share for each split", next_step))
     named = [(split_named(name), name) for name in splits]
     if unknown := [name for split, name in named if split is None]:
-        needed = f"names among {', '.join(SPLITS)}"
-        raise InvalidOption(cannot(act, f"{unknown[0]!r} is no split", needed, "Rename it"))
+        found = f"{unknown[0]!r} is not the name of a split"
+        raise InvalidOption(cannot(act, found, f"one of {', '.join(SPLITS)}", "Rename it"))
     found_shares = {split: splits[name] for split, name in named}
     if len(found_shares) < len(named):
-        found = f"several shares of one split in {dict(splits)!r}"
-        raise InvalidOption(cannot(act, found, "one for each", "Add them up"))
-    _check_shares(act, found_shares)
+        message = (option("splits", dict(splits)), " has several shares for one split")
+        raise InvalidOption(cannot(act, message, "one share for each split", "Add up the shares of this split"))
+    _check_shares(act, "splits", found_shares)
     return {split: float(found_shares[split]) for split in SPLITS if split in found_shares}
 
 
@@ -75,7 +75,7 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     """
     act = f"split into {dict(shares)!r:.200}"
     check_whole_number(act, "seed", seed, 0)
-    total = _check_shares(act, shares)
+    total = _check_shares(act, "shares", shares)
     parts: dict[str, list[Indices]] = {name: [] for name in shares}
     for stratum, members in _members(act, strata, n):
         random.Random(f"{seed}/{stratum}").shuffle(members)
@@ -88,8 +88,8 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
             start = stop
     found = {name: np.sort(np.concatenate([np.empty(0, np.int64), *part])) for name, part in parts.items()}
     if empty := next((name for name, part in found.items() if not len(part)), None):
-        told = f"no sample for {empty!r} among {n}"
-        raise InvalidOption(cannot(act, told, "at least one", "Use a larger share or more samples"))
+        message = f"{empty!r} would get none of {format_things(n, 'sample')}"
+        raise InvalidOption(cannot(act, message, "at least one sample", "Use a larger share, or more samples"))
     return found
 
 
@@ -149,7 +149,8 @@ def fold_numbers(
     check_whole_number(act, "n", n, 0)
     check_whole_number(act, "seed", seed, 0)
     if n < k:
-        raise InvalidOption(cannot(act, format_things(n, "sample"), "at least one for each fold", "Use fewer folds"))
+        message = f"the dataset has only {format_things(n, 'sample')}"
+        raise InvalidOption(cannot(act, message, "at least one for each fold", "Use fewer folds"))
     stratum_of = np.zeros(n, np.int64) if strata is None else _codes(act, "strata", strata, n)
     if groups is not None:
         group_of = _codes(act, "groups", groups, n)
@@ -165,7 +166,8 @@ def _folds_of_groups(act: str, k: int, stratum_of: Indices, group_of: Indices, s
     """Return the fold of each group."""
     count = int(group_of.max()) + 1
     if count < k:
-        raise InvalidOption(cannot(act, f"{count} groups", "at least one for each fold", "Use fewer folds"))
+        message = f"the dataset has only {format_things(count, 'group')}"
+        raise InvalidOption(cannot(act, message, "at least one for each fold", "Use fewer folds"))
     totals = np.bincount(stratum_of)
     pairs, sizes = np.unique(group_of * len(totals) + stratum_of, return_counts=True)
     owner, stratum = np.divmod(pairs, len(totals))
@@ -189,13 +191,15 @@ def _folds_of_groups(act: str, k: int, stratum_of: Indices, group_of: Indices, s
     return folds
 
 
-def _check_shares(act: str, shares: Mapping[Any, Any]) -> float:
+def _check_shares(act: str, parameter: str, shares: Mapping[Any, Any]) -> float:
     """Return the sum of shares; raises `InvalidOption` unless all are above 0 and add up to 1."""
-    checked = [check_number(act, f"shares[{name!r}]", share, above=0, example=0.2) for name, share in shares.items()]
+    checked = [
+        check_number(act, f"{parameter}[{name!r}]", share, above=0, example=0.2) for name, share in shares.items()
+    ]
     total = float(sum(checked))
     if abs(total - 1) > 1e-6:
-        needed, next_step = "shares that add up to 1", "Use {'train': 0.8, 'test': 0.2}, for example"
-        raise InvalidOption(cannot(act, f"shares that add up to {total:g}", needed, next_step))
+        found = f"the shares add up to {total:g}"
+        raise InvalidOption(cannot(act, found, "a sum of 1", "For example, use shares of 0.8 and 0.2"))
     return total
 
 
@@ -214,13 +218,13 @@ def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int
     """Return values as integers from 0 that preserve their order."""
     array = np.asarray(values)
     if array.shape != (n,):
-        found, needed = f"{name} of shape {array.shape}", f"one value for each of {format_things(n, 'sample')}"
-        raise InvalidOption(cannot(act, found, needed, "Give as many values as samples"))
+        expected = f"one value for each of {format_things(n, 'sample')}"
+        next_step = "Pass as many values as samples"
+        raise InvalidOption(cannot(act, f"{name} has the shape {array.shape}", expected, next_step))
     try:
         codes = np.unique(array, return_inverse=True)[1]
     except TypeError as error:
         kinds = ", ".join(sorted({type(value).__name__ for value in array.tolist()}))
-        raise InvalidOption(
-            cannot(act, f"{name} of {kinds}", "values of one kind", "Convert them to numbers or text")
-        ) from error
+        found = f"{name} contains values of the types {kinds}"
+        raise InvalidOption(cannot(act, found, "values of one type", "Convert them to numbers or text")) from error
     return codes.reshape(n).astype(np.int64)
