@@ -83,19 +83,17 @@ class PublishReport(Report):
 
     def _summary(self) -> str:
         rate = format_bytes(self.published_bytes / max(self.seconds, 1e-9))
-        done = f"{'Replaced' if self.replaced else 'Published'} {str(self.path)!r}"
-        later = (
-            "" if self.is_sent else f"; the mount sends it later, and {self._words.render(call('flush'))} waits for it"
-        )
+        action = f"{'Replaced' if self.replaced else 'Published'} {str(self.path)!r}"
+        later = "" if self.is_sent else f"; uploaded later, {self._words.render(call('flush'))} waits for that"
         size = format_bytes(self.published_bytes)
-        return f"{done}: {size} in {format_seconds(self.seconds)} ({rate}/s, {self.checked}{later})"
+        return f"{action}: {size} in {format_seconds(self.seconds)} ({rate}/s, {self.checked}{later})"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
             ("path", str(self.path)),
             ("bytes", format_bytes(self.published_bytes)),
             ("checked", self.checked),
-            ("sent", "yes" if self.is_sent else f"later; {self._words.render(call('flush'))} waits for it"),
+            ("uploaded", "yes" if self.is_sent else f"later; {self._words.render(call('flush'))} waits for that"),
         ]
 
 
@@ -170,7 +168,7 @@ def publish(
         seconds=time.monotonic() - started,
         replaced=is_replaced,
         is_sent=not can_hang(str(final), table),
-        checked="all bytes read back" if verify == "full" else "byte counts",
+        checked="all bytes read back" if verify == "full" else "sizes compared",
     )
 
 
@@ -180,9 +178,9 @@ def _source_at(act: str, local: Path) -> FileSource | FolderSource:
     if local.is_file():
         return FileSource(local)
     if os.path.lexists(local):
-        found = "a special file or broken link"
-        raise BadSource(cannot(act, found, "a file or a folder", "Name the file that it should be"))
-    raise SourceMissing(cannot(act, "nothing is there", "a file or a folder", "Check the path"))
+        found = "it is a special file or a broken link"
+        raise BadSource(cannot(act, found, "a file or a folder", "Pass the path of a file or folder"))
+    raise SourceMissing(cannot(act, "this path does not exist", "", "Check the path"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +215,8 @@ class _Publication:
                     crc = crcs[item] if self.is_full else None
                     check_written(self.act, item.path, path, item.size, crc, moved)
                 if self.source.list().items != self.items:
-                    found = "it was written to meanwhile"
-                    raise SourceChanged(cannot(self.act, found, "a finished file or folder", "Run it again"))
+                    next_step = "Run it again when no program writes to it"
+                    raise SourceChanged(cannot(self.act, "it changed while it was copied", "", next_step))
                 moved()
                 is_replaced = os.path.lexists(final)
                 partial.publish(replace=True)
@@ -243,11 +241,16 @@ class _Publication:
         final = target / local.name if self.is_inside or (target.is_dir() and not is_former) else target
         real, place = Path(os.path.realpath(local)), Path(os.path.realpath(final))
         if place.is_relative_to(real) or real.is_relative_to(place):
-            found = f"{str(final)!r} is the same place, or lies in it or around it"
-            raise TargetExists(cannot(self.act, found, "a place elsewhere", "Choose another path"))
+            if place == real:
+                found = f"the target {str(final)!r} is the source itself"
+            elif place.is_relative_to(real):
+                found = f"the target {str(final)!r} is inside the source"
+            else:
+                found = f"the target {str(final)!r} is a folder that contains the source"
+            raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         if os.path.lexists(final) and final.is_dir() != is_folder:
-            found = f"{str(final)!r} is {'a folder' if final.is_dir() else 'no folder'}"
-            raise TargetExists(cannot(self.act, found, "the like of what is published", "Choose another path"))
+            other = "a file, but the source is a folder" if is_folder else "a folder, but the source is a file"
+            raise TargetExists(cannot(self.act, f"the target {str(final)!r} is {other}", "", "Choose another target"))
         return final
 
 
@@ -312,20 +315,19 @@ class SlowMount:
             finally:
                 ended.set()
 
-        needed = "a mount that answers"
-        next_step = "Run colabkit.mount(force=True) if it is Drive, then run this again"
+        next_step = ("Mount it again, for Drive with ", call("mount", force=True), ", then run this again")
         self._abandoned = [event for event in self._abandoned if not event.is_set()]
         if len(self._abandoned) >= _MOST_ABANDONED:
-            found = f"{self.name!r} has yet to answer {format_things(len(self._abandoned), 'earlier call')}"
-            raise TimedOut(cannot(act, found, needed, next_step))
+            earlier = format_things(len(self._abandoned), "earlier operation")
+            raise TimedOut(cannot(act, f"{self.name!r} has not responded to {earlier}", "", next_step))
         stalled_s = self.stalled_s + largest_bytes / SLOWEST_BYTES_S + files / _SLOWEST_FILES_S
         with Calls(run, Level(1, is_fixed=True), stalled_s, on_wait, tries=1) as calls:
             try:
                 calls.make(None)
                 return calls.take()
             except TimedOut as error:
-                found = f"{self.name!r} has answered nothing for {stalled_s:.0f} s"
-                raise TimedOut(cannot(act, found, needed, next_step)) from error
+                found = f"{self.name!r} has not responded for {stalled_s:.0f} s"
+                raise TimedOut(cannot(act, found, "", next_step)) from error
             finally:
                 stop.set()
                 if not ended.is_set():
@@ -358,9 +360,9 @@ def check_written(act: str, name: str, path: Path, size: int, crc: int | None, m
     `act` and `name` are for the message; `moved` is called with the size of each block that is read back.
     """
     moved()
-    arrived = path.stat().st_size
-    if arrived != size:
-        raise Corrupt(cannot(act, f"{arrived} bytes of {name!r} arrived", f"all {size}", "Run it again"))
+    copied = path.stat().st_size
+    if copied != size:
+        raise Corrupt(cannot(act, f"the copy of {name!r} has {copied} bytes", f"{size} bytes", "Run it again"))
     if crc is None:
         return
     seen = read = 0
@@ -369,8 +371,8 @@ def check_written(act: str, name: str, path: Path, size: int, crc: int | None, m
         seen = crc32(block, seen)
         read += len(block)
     if (seen, read) != (crc, size):
-        found = f"other bytes of {name!r} were read back than were written"
-        raise Corrupt(cannot(act, found, "the same", "Run it again, or mount Drive again"))
+        found = f"the bytes of {name!r} that were read back differ from those written"
+        raise Corrupt(cannot(act, found, "", "Run it again, or mount Drive again first"))
 
 
 def _blocks_of_medium(path: Path, size: int) -> Iterator[bytes]:

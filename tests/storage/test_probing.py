@@ -20,7 +20,7 @@ SLACK_S = 2.0
 Mounted = Callable[..., FuseMount]
 
 
-def test_a_local_tree_of_tiny_files_is_quick_enough_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_local_tree_of_tiny_files_is_fast_enough_and_stays_unchanged(tmp_path: Path) -> None:
     root = fill(tmp_path / "root", 1500, folders=10, size=100)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     report = probe(root, 4.0)
@@ -29,27 +29,27 @@ def test_a_local_tree_of_tiny_files_is_quick_enough_and_left_as_it_was(tmp_path:
     assert all(rate.reads_per_s for rate in report.small)
     assert sum(rate.reads for rate in report.small) <= 1500
     assert all(rate.bytes_per_s is None for rate in report.large)
-    assert "Quick enough to pack from directly" in report.recommendation
+    assert "fast enough to pack from it directly" in report.recommendation
     assert report.seconds < 4
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
-def test_few_files_leave_higher_levels_open(tmp_path: Path) -> None:
+def test_higher_levels_are_not_measured_with_few_files(tmp_path: Path) -> None:
     report = probe(fill(tmp_path / "few", 14), 2.0)
     assert [rate.reads for rate in report.small] == [5, 8, 0, 0]
     assert [rate.reads_per_s is None for rate in report.small] == [False, False, True, True]
     report = probe(next(fill(tmp_path / "one", 1).rglob("*.png")), 2.0)
-    assert report.recommendation == "Too few files to tell."
+    assert report.recommendation == "There are too few files for a recommendation."
     assert report.open_s is not None
     assert report.small[0].reads == 1
     (tmp_path / "none").mkdir()
     report = probe(tmp_path / "none", 2.0)
-    assert report.recommendation == "There is no file in it."
+    assert report.recommendation == "It contains no files."
     assert report.listing_rate is None
     assert report.is_complete
 
 
-def test_files_of_some_mebibytes_count_as_small_where_there_are_no_smaller_ones(tmp_path: Path) -> None:
+def test_files_of_a_few_mebibytes_count_as_small_if_there_are_no_smaller_ones(tmp_path: Path) -> None:
     root = fill(tmp_path / "root", 60, size=3 << 20)
     report = probe(root, 4.0)
     assert (report.small_files, report.small_bytes) == (60, 180 << 20)
@@ -64,12 +64,12 @@ def test_a_single_large_file_is_read_in_ranges(tmp_path: Path) -> None:
     assert sum(rate.read_bytes for rate in report.large) <= 130 << 20
     assert all(rate.bytes_per_s for rate in report.large)
     assert report.open_s is not None
-    assert "130 MiB take" in report.recommendation
+    assert "file of 130 MiB takes" in report.recommendation
     report = probe(add_large(tmp_path, 16), 2.0)
     assert [rate.read_bytes > 0 for rate in report.large] == [True, False, False, False]
 
 
-def test_names_that_are_no_text_are_read_too(tmp_path: Path) -> None:
+def test_files_with_undecodable_names_are_read(tmp_path: Path) -> None:
     for number in range(3):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff%d.png" % number)).write_bytes(b"pixels")
     report = probe(tmp_path, 2.0)
@@ -77,14 +77,14 @@ def test_names_that_are_no_text_are_read_too(tmp_path: Path) -> None:
     assert report.small[0].reads == 3
 
 
-def test_what_is_no_folder_or_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_and_paths_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("x")
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
     with pytest.raises(BadSource, match="device, pipe or socket"):
         probe(tmp_path / "pipe", 2.0)
     for missing in (tmp_path / "nothing", tmp_path / "file" / "inside"):
-        with pytest.raises(SourceMissing, match=r"Cannot probe .*nothing at this path"):
+        with pytest.raises(SourceMissing, match=r"Cannot probe .*this path does not exist"):
             probe(missing, 2.0)
     for path in ("", None, b"bytes"):
         with pytest.raises(InvalidOption, match="as path"):

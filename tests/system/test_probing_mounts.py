@@ -1,4 +1,4 @@
-"""`read_probe()` against real mounts of known latency, and mounts that hang, die or fail."""
+"""`read_probe()` of real mounts with a known latency, and of mounts that hang, die or fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Mounted = Callable[..., FuseMount]
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Mounted]:
-    """Return a function that mounts `tmp_path / "root"` until the test ends; no process may be left that touches it."""
+    """Return a function that mounts `tmp_path / "root"` until the test ends; then no process may access it."""
     needs("FUSE", has_fuse())
     with contextlib.ExitStack() as stack:
 
@@ -48,7 +48,9 @@ def processes_with(path: Path) -> list[str]:
     return found
 
 
-def test_the_figures_are_those_the_mount_was_given_and_no_file_is_read_twice(tmp_path: Path, mounted: Mounted) -> None:
+def test_the_measured_rates_match_the_latency_of_the_mount_and_no_file_is_read_twice(
+    tmp_path: Path, mounted: Mounted
+) -> None:
     root = fill(tmp_path / "root", 800, folders=4)
     add_large(root, 300)
     mount = mounted(latency_s=LATENCY_S)
@@ -61,7 +63,8 @@ def test_the_figures_are_those_the_mount_was_given_and_no_file_is_read_twice(tmp
     assert report.open_s <= report.open_p95_s < 3 * LATENCY_S
     for rate, level in zip(report.small, SMALL_LEVELS, strict=True):
         assert rate.concurrency == level
-        assert rate.reads_per_s == pytest.approx(level / (2 * LATENCY_S), rel=0.35)  # an open and a read each
+        # Each file takes one open and one read.
+        assert rate.reads_per_s == pytest.approx(level / (2 * LATENCY_S), rel=0.35)
         assert rate.bytes_per_s == pytest.approx(5000 * rate.reads_per_s, rel=0.01)
     for rate, level in zip(report.large, LARGE_LEVELS, strict=True):
         assert rate.concurrency == level
@@ -75,7 +78,7 @@ def test_the_figures_are_those_the_mount_was_given_and_no_file_is_read_twice(tmp
     assert report.seconds < 3.0 + SLACK_S
 
 
-def test_the_concurrency_that_a_mount_rewards_is_found(tmp_path: Path, mounted: Mounted) -> None:
+def test_the_best_concurrency_of_a_mount_is_found(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 400)
     report = probe(mounted(latency_s=LATENCY_S, at_once=4).point, 2.0)
     best = best_rate(report.small, of_bytes=False)
@@ -84,7 +87,7 @@ def test_the_concurrency_that_a_mount_rewards_is_found(tmp_path: Path, mounted: 
     assert "threads=4)" in report.recommendation
 
 
-def test_a_slow_mount_is_measured_and_not_called_stalled(tmp_path: Path, mounted: Mounted) -> None:
+def test_a_slow_mount_is_measured_and_not_reported_as_stalled(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 200)
     report = probe(mounted(latency_s=0.35).point, 2.5)
     assert not report.stalled
@@ -97,7 +100,7 @@ def test_a_slow_mount_is_measured_and_not_called_stalled(tmp_path: Path, mounted
     ("operation", "after", "words"),
     sampled(
         [
-            (None, 0, "looking at"),
+            (None, 0, "accessing"),
             ("list", 2, "listing"),
             ("open", 9, "opening"),
             ("read", 9, "reading"),
@@ -105,7 +108,7 @@ def test_a_slow_mount_is_measured_and_not_called_stalled(tmp_path: Path, mounted
         2,
     ),
 )
-def test_a_mount_that_hangs_is_left_in_time_and_the_stall_is_named(
+def test_a_probe_of_a_hanging_mount_ends_in_time_and_names_the_operation(
     tmp_path: Path, mounted: Mounted, operation: str | None, after: int, words: str
 ) -> None:
     fill(tmp_path / "root", 300, folders=3)
@@ -117,7 +120,7 @@ def test_a_mount_that_hangs_is_left_in_time_and_the_stall_is_named(
     assert report.stalled
     assert not report.is_good
     assert report.stall.startswith(f"{words} {str(mount.point)!r}"[:-1])
-    assert "did not answer in time" in report.recommendation
+    assert "did not respond in time" in report.recommendation
     assert "colabkit.mount(force=True)" in report.recommendation
     if operation == "list" and after:
         assert 0 < report.listed_entries < 303
@@ -129,7 +132,7 @@ def test_a_mount_that_hangs_is_left_in_time_and_the_stall_is_named(
         assert report.small[-1].reads_per_s is None
 
 
-def test_a_dead_mount_is_refused_at_once_with_its_cure(tmp_path: Path, mounted: Mounted) -> None:
+def test_a_dead_mount_raises_at_once_and_names_the_remedy(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 3)
     mount = mounted(fstype="fuse.drive")
     mount.kill()
@@ -141,7 +144,7 @@ def test_a_dead_mount_is_refused_at_once_with_its_cure(tmp_path: Path, mounted: 
     assert time.monotonic() - started < 2
 
 
-def test_errors_are_counted_by_name_and_the_rest_is_measured(tmp_path: Path, mounted: Mounted) -> None:
+def test_errors_are_counted_by_name_and_the_other_files_are_measured(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 200)
     mount = mounted(latency_s=0.001)
     mount.fail(errno.EIO, one_in=5)
@@ -151,10 +154,11 @@ def test_errors_are_counted_by_name_and_the_rest_is_measured(tmp_path: Path, mou
     assert report.small[0].reads_per_s is not None
     assert not report.is_good
     assert "EIO" in repr(report)
-    assert max(Counter(mount.opened_paths).values()) == 1  # a read that failed is not tried again
+    # A failed read is not tried again.
+    assert max(Counter(mount.opened_paths).values()) == 1
 
 
-def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, mounted: Mounted) -> None:
+def test_a_folder_that_cannot_be_listed_raises(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 3)
     mount = mounted()
     mount.fail(errno.EACCES)
@@ -162,7 +166,7 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, mounted: Moun
         probe(mount.point, 2.0)
 
 
-def test_a_link_is_measured_as_what_it_leads_to(tmp_path: Path, mounted: Mounted) -> None:
+def test_a_link_is_followed(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 20)
     (tmp_path / "link").symlink_to(mounted().point)
     report = probe(tmp_path / "link", 2.0)
@@ -170,6 +174,6 @@ def test_a_link_is_measured_as_what_it_leads_to(tmp_path: Path, mounted: Mounted
     assert report.files == 20
 
 
-def test_files_that_come_too_quickly_for_a_network_are_called_cached(tmp_path: Path, mounted: Mounted) -> None:
+def test_files_that_are_too_fast_for_a_network_are_reported_as_cached(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 300)
     assert "from a cache" in probe(mounted().point, 2.0).caveat

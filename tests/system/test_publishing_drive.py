@@ -1,4 +1,4 @@
-"""`publish()` to real mounts that hang, fail or die, and from processes that are killed."""
+"""`publish()` to real mounts that hang, fail or die, and from killed processes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from colabkit.storage import publishing
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Look after each test for threads and open files that stayed."""
+    """Check after each test that no thread and no open file is left."""
     yield
     assert_nothing_is_open(tmp_path)
 
 
 @pytest.fixture
-def near(tmp_path: Path) -> Path:
+def local(tmp_path: Path) -> Path:
     """Return a file to publish."""
-    return write(tmp_path / "near" / "birds.h5", NEW)
+    return write(tmp_path / "local" / "birds.h5", NEW)
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ def drive(tmp_path: Path) -> Callable[..., FuseMount]:
     return mounted
 
 
-def test_a_kill_at_any_operation_shows_the_old_or_the_new_file_and_the_next_run_cleans_up(near, tmp_path, killed_at):
-    final = write(tmp_path / "far" / "birds.h5", OLD)
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new_file_and_the_next_call_cleans_up(local, tmp_path, killed_at):
+    final = write(tmp_path / "remote" / "birds.h5", OLD)
     left = 0
-    for number in killed_runs(killed_at, partial(bring, near, final)):
+    for number in killed_runs(killed_at, partial(bring, local, final)):
         assert content(final) in (OLD, NEW), f"at operation {number}"
         left += len(leftovers(tmp_path))
-        bring(near, final)
+        bring(local, final)
         assert content(final) == NEW
         assert leftovers(tmp_path) == []
         write(final, OLD)
@@ -67,14 +67,14 @@ def test_a_kill_at_any_operation_shows_the_old_or_the_new_file_and_the_next_run_
     assert left
 
 
-def test_a_kill_at_any_operation_shows_the_old_or_the_new_folder_except_between_its_two_renames(tmp_path, killed_at):
-    source, final = write(tmp_path / "near" / "run", NEW_FOLDER), write(tmp_path / "far" / "run", OLD_FOLDER)
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new_folder_except_between_its_two_renames(tmp_path, killed_at):
+    source, final = write(tmp_path / "local" / "run", NEW_FOLDER), write(tmp_path / "remote" / "run", OLD_FOLDER)
     between = 0
     for number in killed_runs(killed_at, partial(bring, source, final)):
         assert content(final) in (None, OLD_FOLDER, NEW_FOLDER), f"at operation {number}"
         if content(final) is None:
             between += 1
-            hidden = [content(Path(path)) for path in leftovers(tmp_path / "far") if path.endswith("-old.partial")]
+            hidden = [content(Path(path)) for path in leftovers(tmp_path / "remote") if path.endswith("-old.partial")]
             assert OLD_FOLDER in hidden
         bring(source, final)
         assert content(final) == NEW_FOLDER
@@ -85,31 +85,31 @@ def test_a_kill_at_any_operation_shows_the_old_or_the_new_folder_except_between_
     assert between == 1
 
 
-def test_bytes_that_are_read_back_differently_are_found_out_and_the_old_stays(near, drive, tmp_path):
+def test_different_bytes_when_read_back_raise_and_keep_the_old_file(local, drive, tmp_path):
     write(tmp_path / "root" / "birds.h5", OLD)
     fault = {"on": "read", "path": "/.colabkit-*.partial", "do": "change"}
     with drive(fault) as mount:
-        with pytest.raises(Corrupt, match=r"other bytes of 'birds\.h5' were read back"):
-            bring(near, mount.point)
+        with pytest.raises(Corrupt, match=r"bytes of 'birds\.h5' that were read back differ"):
+            bring(local, mount.point)
         assert mount.faults
         assert content(mount.point / "birds.h5") == OLD
         assert leftovers(mount.point) == []
-        assert bring(near, mount.point, verify="size").replaced
+        assert bring(local, mount.point, verify="size").replaced
     assert content(tmp_path / "root" / "birds.h5") == NEW
 
 
-def test_a_size_that_differs_is_found_out_without_reading_back(near, drive):
+def test_a_different_size_raises_without_reading_back(local, drive):
     with drive({"on": "open", "path": "/.colabkit-*.partial", "do": "change", "count": 1}) as mount:
-        with pytest.raises(Corrupt, match=r"15001 bytes of 'birds\.h5' arrived, all 15000"):
-            bring(near, mount.point, verify="size")
+        with pytest.raises(Corrupt, match=r"copy of 'birds\.h5' has 15001 bytes; expected 15000 bytes"):
+            bring(local, mount.point, verify="size")
         assert mount.read_bytes == 0
         assert leftovers(mount.point) == []
 
 
-def test_a_drive_without_locks_is_published_to_and_sends_later(near, drive, tmp_path):
-    source = write(tmp_path / "near" / "run", NEW_FOLDER)
+def test_a_drive_without_locks_works_and_uploads_later(local, drive, tmp_path):
+    source = write(tmp_path / "local" / "run", NEW_FOLDER)
     with drive(locks=False) as mount:
-        assert not bring(near, mount.point).is_sent
+        assert not bring(local, mount.point).is_sent
         assert "flush()" in repr(bring(source, mount.point))
     assert content(tmp_path / "root" / "birds.h5") == NEW
     assert content(tmp_path / "root" / "run") == NEW_FOLDER
@@ -117,49 +117,51 @@ def test_a_drive_without_locks_is_published_to_and_sends_later(near, drive, tmp_
 
 
 @pytest.mark.parametrize("operation", sampled(["create", "write", "sync", "rename"], 2))
-def test_a_drive_that_hangs_is_one_error_in_time_and_what_was_begun_is_taken_back_when_it_answers(
-    near, drive, tmp_path, file_hook, monkeypatch, operation
+def test_a_hanging_drive_raises_in_time_and_the_unfinished_copy_is_removed_when_it_responds(
+    local, drive, tmp_path, file_hook, monkeypatch, operation
 ):
     monkeypatch.setattr(publishing, "STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
     with drive() as mount:
         file_hook(lambda at, path: mount.hang() if at == operation else None)
         started = time.monotonic()
-        with pytest.raises(TimedOut, match="answered nothing for 1 s"):
-            bring(near, mount.point)
+        with pytest.raises(TimedOut, match="not responded for 1 s"):
+            bring(local, mount.point)
         assert time.monotonic() - started < 5
         file_hook(None)
         mount.go_on()
         wait_for(lambda: not reader_threads(), "the end of the thread")
         assert content(mount.point / "birds.h5") in ((None, NEW) if operation == "rename" else (None,))
         assert leftovers(mount.point) == []
-        bring(near, mount.point)
+        bring(local, mount.point)
     assert content(tmp_path / "root" / "birds.h5") == NEW
 
 
-def test_a_drive_that_hangs_and_is_taken_away_leaves_what_the_next_run_removes(near, drive, file_hook, monkeypatch):
+def test_the_next_call_removes_what_is_left_on_a_drive_that_hung_and_was_unmounted(
+    local, drive, file_hook, monkeypatch
+):
     monkeypatch.setattr(publishing, "STALLED_S", 0.5)
     with drive() as mount:
         file_hook(lambda at, path: mount.hang() if at == "write" else None)
         with pytest.raises(TimedOut):
-            bring(near, mount.point)
+            bring(local, mount.point)
         file_hook(None)
     wait_for(lambda: not reader_threads(), "the end of the thread")
     with drive() as mount:
         assert leftovers(mount.point)
-        bring(near, mount.point)
+        bring(local, mount.point)
         assert content(mount.point / "birds.h5") == NEW
         assert leftovers(mount.point) == []
 
 
-def test_a_drive_that_dies_is_one_typed_line(near, drive, file_hook):
+def test_a_drive_that_dies_raises_one_line(local, drive, file_hook):
     with drive() as mount:
         file_hook(lambda at, path: mount.kill() if at == "sync" else None)
         with pytest.raises(ColabkitError, match=r"dead|input/output error|timed out"):
-            bring(near, mount.point)
+            bring(local, mount.point)
 
 
-def test_an_interrupt_while_the_drive_hangs_comes_through_at_once(near, drive, file_hook):
+def test_an_interrupt_works_at_once_while_the_drive_hangs(local, drive, file_hook):
     pressed: list[float] = []
 
     def hang(at: str, path: Path) -> None:
@@ -171,7 +173,7 @@ def test_an_interrupt_while_the_drive_hangs_comes_through_at_once(near, drive, f
     with drive() as mount:
         file_hook(hang)
         with pytest.raises(KeyboardInterrupt):
-            bring(near, mount.point)
+            bring(local, mount.point)
         assert time.monotonic() - pressed[0] < 2
         mount.go_on()
         wait_for(lambda: not reader_threads(), "the end of the thread")

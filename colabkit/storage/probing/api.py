@@ -30,7 +30,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.storage.probing import child
-from colabkit.storage.probing.report import ProbeReport, ReadRate, advise, doubt
+from colabkit.storage.probing.report import ProbeReport, ReadRate, doubt
 
 # Time for the child to end after its deadline, before it counts as hung.
 _CHILD_END_S = 1.5
@@ -92,9 +92,9 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
         found = {values["concurrency"]: ReadRate(**values) for values in records[kind]}
         facts[kind] = tuple(found.get(level, ReadRate(level)) for level in levels)
     if stalled := _last(records, "stalled"):
-        operation = {"list": "listing", "open": "opening", "read": "reading"}.get(stalled["operation"], "looking at")
+        operation = {"list": "listing", "open": "opening", "read": "reading"}.get(stalled["operation"], "accessing")
         waited = format_seconds(stalled["seconds"])
-        facts |= {"stalled": True, "stall": f"{operation} {stalled['path']!r} had not ended after {waited}"}
+        facts |= {"stalled": True, "stall": f"{operation} {stalled['path']!r} did not finish within {waited}"}
     place = _last(records, "found")
     mount = mount_holding(place.get("path", text), table)
     if mount is not None:
@@ -107,7 +107,7 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
         seconds=time.monotonic() - started,
         **facts,
     )
-    return dataclasses.replace(report, recommendation=advise(report), caveat=doubt(report))
+    return dataclasses.replace(report, caveat=doubt(report))
 
 
 def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
@@ -141,14 +141,14 @@ def _check(act: str, records: _Records) -> None:
     if failed := _last(records, "failed"):
         error = OSError(failed["errno"], os.strerror(failed["errno"]), failed["path"])
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise SourceMissing(cannot(act, "nothing at this path", "a folder or a file", "Check the path")) from error
+            raise SourceMissing(cannot(act, "this path does not exist", "", "Check the path")) from error
         with file_changes.translated(act):
             raise error
     found = _last(records, "found")
     if found.get("type") == "special file":
-        raise BadSource(cannot(act, "a device, pipe or socket", "a folder or a file", "Choose another path"))
+        raise BadSource(cannot(act, "it is a device, pipe or socket", "a folder or a file", "Choose another path"))
     if not records["stalled"] and not (found and records["end"]):
-        raise FileFailed(cannot(act, "the probe's process ended early", "its figures", "Try again"))
+        raise FileFailed(cannot(act, "the process that measures ended early", "", "Try again"))
 
 
 def _last(records: _Records, kind: str) -> dict[str, Any]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from colabkit.foundation import (
     DRIVEFS,
+    PYTHON,
     MissingPackage,
     Report,
+    Text,
+    call,
     escape,
     format_bytes,
     format_count,
@@ -18,6 +21,7 @@ from colabkit.foundation import (
     format_share,
     format_things,
     html_table,
+    option,
     plotting,
 )
 
@@ -116,7 +120,6 @@ class ProbeReport(Report):
         stalled: whether an operation hung.
         stall: the hanging operation, and the time waited for it.
         seconds: duration of the probe.
-        recommendation: one or two sentences of advice.
         caveat: why the figures may be too optimistic; usually empty.
     """
 
@@ -142,8 +145,16 @@ class ProbeReport(Report):
     stalled: bool = False
     stall: str = ""
     seconds: float = 0.0
-    recommendation: str = ""
     caveat: str = ""
+
+    @property
+    def recommendation(self) -> str:
+        """One or two sentences of advice."""
+        return self._words.render(advise(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dictionary of JSON-serializable values, with the recommendation for Python."""
+        return {**super().to_dict(), "recommendation": PYTHON.render(advise(self))}
 
     @property
     def is_good(self) -> bool:
@@ -242,11 +253,11 @@ def draw_rates(panels: Sequence[RatePanel]) -> str:
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.margins(y=0.15)
-    told = "; ".join(
+    description = "; ".join(
         f"{panel.title}: " + ", ".join(f"{bar.text} with {bar.concurrency} {bar.axis}" for bar in panel.bars)
         for panel in panels
     )
-    return plotting.svg_of(figure, "Rates against concurrency", told)
+    return plotting.svg_of(figure, "Rates against concurrency", description)
 
 
 def text_bars(panels: Sequence[RatePanel]) -> str:
@@ -263,8 +274,8 @@ def text_bars(panels: Sequence[RatePanel]) -> str:
     return "\n".join(lines)
 
 
-def advise(report: ProbeReport) -> str:
-    """Return the recommendation, in one or two sentences.
+def advise(report: ProbeReport) -> Text:
+    """Return the recommendation, one or two sentences with references to options and calls.
 
     The rules apply in this order. For a stall, name the operation and the remedy. If nothing could be read, give the
     reason. Otherwise, state the time for 1,000 small files and for the whole tree, with one thread and with the best
@@ -273,7 +284,7 @@ def advise(report: ProbeReport) -> str:
     ten minutes.
     """
     if report.stalled:
-        return f"It did not answer in time: {report.stall}. {_cure(report)}"
+        return (f"The path did not respond in time: {report.stall}. ", _remedy(report))
     small, large = best_rate(report.small, of_bytes=False), best_rate(report.large, of_bytes=True)
     if small is not None and report.type == "folder":
         return _of_small_files(report, small)
@@ -289,80 +300,82 @@ def doubt(report: ProbeReport) -> str:
     alone = report.small[0]
     if report.is_remote and report.fstype.startswith("fuse") and alone.quick_reads > _CACHED_SHARE * alone.reads:
         share = f"{format_count(alone.quick_reads)} of {format_count(alone.reads)} small files"
-        return f"{share} took under 1 ms, as from a cache: files that were never read may be slower."
+        return f"{share} took less than 1 ms, as if read from a cache: files that were never read may be slower."
     is_in_memory = report.fstype in ("tmpfs", "ramfs")
     if not is_in_memory and any((rate.bytes_per_s or 0.0) > _CACHED_BYTES_PER_S for rate in report.large):
-        return "Over 2 GiB/s is the speed of memory: parts of the large file came from a cache."
+        return "Over 2 GiB/s is the speed of memory, so parts of the large file came from a cache."
     return ""
 
 
-def _cure(report: ProbeReport) -> str:
-    again = "mount it again"
+def _remedy(report: ProbeReport) -> Text:
+    again: Text = "mount it again"
     if report.fstype == DRIVEFS:
-        again = "run colabkit.mount(force=True), which loses what Drive has not been sent"
+        again = ("run ", call("mount", force=True), ", which loses unsent writes")
     if report.stall.startswith("listing"):
-        return f"Folders of very many files list so slowly: keep those as one archive. If nothing answers, {again}."
-    return f"Try again; if it stays so, {again}." if report.is_remote else "Look at the disk."
+        slow = "Folders with very many files are slow to list, so store their files as one archive."
+        return (f"{slow} If the mount does not respond at all, ", again, ".")
+    return ("Try again; if it hangs again, ", again, ".") if report.is_remote else "Check the disk."
 
 
-def _of_nothing(report: ProbeReport) -> str:
+def _of_nothing(report: ProbeReport) -> Text:
+    more_time = (" Allow more time with ", option("seconds"), ".")
     if report.errors:
-        return f"Nothing could be read ({report.error_text}): mend that first."
+        return f"No file could be read ({report.error_text}). Fix these errors first."
     if not report.files:
-        return "There is no file in it." if report.is_complete else "No file was found in the time: allow more seconds."
+        return "It contains no files." if report.is_complete else ("No file was found in time.", more_time)
     could_be_read = report.type == "folder" and report.small_files > 1
     if could_be_read or not report.is_complete:
-        return "Too little was read in the time to tell: allow more seconds."
-    return "Too few files to tell."
+        return ("Too few files were read in time for a recommendation.", more_time)
+    return "There are too few files for a recommendation."
 
 
-def _of_small_files(report: ProbeReport, best: ReadRate) -> str:
+def _of_small_files(report: ProbeReport, best: ReadRate) -> Text:
     alone = report.small[0]
     known = [rate for rate in report.small if rate.reads_per_s]
     assert best.reads_per_s
     if len(known) < 2 or not alone.reads_per_s:
-        rest = " Too few files to tell how many threads help." if report.is_complete else ""
+        rest = " There are too few files to find the best number of threads." if report.is_complete else ""
         return f"1,000 small files take {format_seconds(_THOUSAND / best.reads_per_s)}{_with(best)}.{rest}"
     cost_s, best_s = _THOUSAND / alone.reads_per_s, _THOUSAND / best.reads_per_s
     tree_s, best_tree_s = _tree_seconds(report, alone), _tree_seconds(report, best)
     if best is alone:
         first = f"1,000 small files take {format_seconds(cost_s)}, and more threads do not help"
-        whole = f"; the {format_things(report.files, 'file')} here {format_seconds(best_tree_s)}" if best_tree_s else ""
+        files = format_things(report.files, "file")
+        whole = f"; the {files} here take {format_seconds(best_tree_s)}" if best_tree_s else ""
     else:
         first = f"1,000 small files take {format_seconds(cost_s)} one by one and {format_seconds(best_s)}{_with(best)}"
         whole = ""
         if tree_s and best_tree_s:
             files = format_things(report.files, "file")
-            whole = f"; the {files} here {format_seconds(tree_s)} and {format_seconds(best_tree_s)}"
-    return f"{first}{whole}. {_next_step(report, best, best_s, best_tree_s)}"
+            whole = f"; the {files} here take {format_seconds(tree_s)} and {format_seconds(best_tree_s)}"
+    return (f"{first}{whole}. ", _next_step(report, best, best_s, best_tree_s))
 
 
-def _next_step(report: ProbeReport, best: ReadRate, best_s: float, best_tree_s: float | None) -> str:
+def _next_step(report: ProbeReport, best: ReadRate, best_s: float, best_tree_s: float | None) -> Text:
     if not report.is_remote and best_s < _QUICK_S:
-        return "Quick enough to pack from directly."
-    stage = f"Stage it with colabkit.stage({report.path!r}, threads={best.concurrency})"
+        return "This is fast enough to pack from it directly."
+    stage = ("Stage it with ", call("stage", report.path, threads=best.concurrency))
     if best_tree_s is not None and best_tree_s > _LONG_S:
-        return f"{stage} once, pack that, and keep the pack: one large file is read far quicker."
-    return f"{stage}."
+        return (stage, " once, pack the local copy, and save the pack: one large file is read much faster.")
+    return (stage, ".")
 
 
-def _of_large_file(report: ProbeReport, best: ReadRate) -> str:
+def _of_large_file(report: ProbeReport, best: ReadRate) -> Text:
     alone = report.large[0]
     assert best.bytes_per_s
-    here = report.type == "file"
-    size = report.largest_bytes if here else 1 << 30
-    name = f"Its {format_bytes(size)}" if here else "1 GiB of a large file"
-    takes = format_seconds(size / best.bytes_per_s)
-    verb = "take" if here else "takes"
+    is_file = report.type == "file"
+    size = report.largest_bytes if is_file else 1 << 30
+    name = f"The file of {format_bytes(size)}" if is_file else "1 GiB of a large file"
+    duration = format_seconds(size / best.bytes_per_s)
     if best is not alone:
-        before = f", {format_seconds(size / alone.bytes_per_s)} in one" if alone.bytes_per_s else ""
-        text = f"{name} {verb} {takes} in {best.concurrency} ranges at once{before}."
+        before = f" and {format_seconds(size / alone.bytes_per_s)} in one" if alone.bytes_per_s else ""
+        text = f"{name} takes {duration} in {best.concurrency} concurrent ranges{before}."
     elif sum(rate.bytes_per_s is not None for rate in report.large) > 1:
-        text = f"{name} {verb} {takes}, and more ranges do not help."
+        text = f"{name} takes {duration}, and more ranges do not help."
     else:
-        text = f"{name} {verb} {takes}."
+        text = f"{name} takes {duration}."
     if report.is_remote and report.path.lower().endswith(".zip"):
-        text += f" Stage it with colabkit.stage({report.path!r}), which reads several ranges at once."
+        return (text, " Stage it with ", call("stage", report.path), ", which reads several ranges concurrently.")
     return text
 
 
