@@ -87,7 +87,7 @@ def test_invalid_arguments_and_paths_raise(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(SourceMissing, match=r"Cannot probe .*this path does not exist"):
             probe(missing, 2.0)
     for path in ("", None, b"bytes"):
-        with pytest.raises(InvalidOption, match="as path"):
+        with pytest.raises(InvalidOption, match="is not a valid path"):
             read_probe(path)  # type: ignore[arg-type]
     for seconds in (0, -1, float("inf"), "8"):
         with pytest.raises(InvalidOption, match="seconds"):

@@ -107,8 +107,8 @@ INVALID: list[tuple[Any, str, type[ColabkitError], str]] = [
     ("run", "run/inner/final", TargetExists, "inside the source"),
     ("run/run", "run", TargetExists, "contains the source"),
     ("file", "file2/final", FileFailed, "file2"),
-    ("file", "", InvalidOption, "as path"),
-    (7, "final", InvalidOption, "7 as path"),
+    ("file", "", InvalidOption, "'' is not a valid path"),
+    (7, "final", InvalidOption, "7 is not a valid path"),
 ]
 
 

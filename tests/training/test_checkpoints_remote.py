@@ -87,7 +87,7 @@ def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpo
         kept.finish()
         # The best checkpoint is tried once more.
         assert [step for step, _ in kept.failures] == [20, 30, 20]
-        assert "has answered nothing for" in kept.failures[0][1]
+        assert "has not responded for" in kept.failures[0][1]
         assert (
             f"The checkpoint remains at {str(near_of(near_storage) / 'checkpoint-00000020.pt')!r}"
             in kept.failures[0][1]
@@ -160,7 +160,7 @@ def test_a_drive_that_hangs_on_resume_raises_timed_out(tmp_path, near_storage, d
     elsewhere(monkeypatch, tmp_path / "other")
     monkeypatch.setattr(files, "STALLED_S", 0.5)
     mount.hang(operation)
-    with pytest.raises(TimedOut, match=r"Cannot resume from .+ has answered nothing"):
+    with pytest.raises(TimedOut, match=r"Cannot resume from .+ has not responded"):
         CheckpointFolder(folder).newest()
     mount.go_on()
     wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")

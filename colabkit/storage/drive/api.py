@@ -43,7 +43,7 @@ from colabkit.storage.drive.mountpoints import (
 )
 from colabkit.storage.drive.ocamlfuse import Ocamlfuse
 from colabkit.storage.drive.rclone import Rclone
-from colabkit.storage.drive.reports import CacheReport, FlushReport, MountReport, UnmountReport
+from colabkit.storage.drive.reports import CacheReport, FlushReport, MountReport, UnmountReport, with_notes
 
 COLAB_POINT = "/content/drive"
 
@@ -351,12 +351,12 @@ def _folders(found: Mount) -> tuple[str, ...]:
 def _report(
     found: Mount, state: str, readonly: bool | None, started: float, notes: tuple[Text, ...] = ()
 ) -> MountReport:
-    return MountReport(
+    report = MountReport(
         path=Path(drive_root(found)),
         mountpoint=Path(found.point),
         kind=DRIVE_TYPES[found.fstype],
         state=state,
         readonly=readonly,
         seconds=time.monotonic() - started,
-        notes=notes,
     )
+    return with_notes(report, notes)

@@ -104,7 +104,7 @@ def _not_here(place: Place, act: str) -> Message:
             act,
             "google.colab cannot mount Drive in Colab Enterprise",
             "",
-            ("Keep the data in Cloud Storage and download it with ", call("fetch", "gs://...")),
+            ("Keep the data in Cloud Storage and download it with ", call("fetch", "gs://BUCKET/FOLDER")),
         )
     if place.name == "Colab, local runtime":
         return cannot(

@@ -106,7 +106,7 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
         *([name, "-u", *(["-z"] if lazily else [])] for name in ("fusermount3", "fusermount")),
         ["umount", *(["-l"] if lazily else [])],
     ]
-    reason = ""
+    reason = None
     before = mounts_at(mount.point)
     deadline = time.monotonic() + timeout
     for name, *options in commands:
@@ -118,7 +118,7 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
         if mounts_at(mount.point) < before:
             return
         reason = " ".join(finished.output.split()) or f"{name} ended with status {finished.status}"
-    if not reason:
+    if reason is None:
         message = cannot(act, "none of fusermount3, fusermount and umount is installed", "", "Install fuse3")
     else:
         next_step = (

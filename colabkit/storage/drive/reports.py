@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from colabkit.foundation import PYTHON, Report, Text, format_bytes, format_count, format_seconds, format_things
 
@@ -20,7 +20,6 @@ class MountReport(Report):
         state: `"mounted"`, `"was mounted already"`, or `"repaired"` if a dead mount was replaced.
         readonly: whether writes are refused; None if unknown, for example for a DriveFS mounted by another process.
         seconds: duration of the call.
-        notes: further information, such as a warning about writes that may be lost.
     """
 
     path: Path
@@ -29,17 +28,22 @@ class MountReport(Report):
     state: str
     readonly: bool | None
     seconds: float
-    notes: tuple[Text, ...] = ()
+    _notes: ClassVar[tuple[Text, ...]] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Further information, such as a warning about writes that may be lost."""
+        return tuple(map(self._words.render, self._notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary of JSON-serializable values."""
-        return {**super().to_dict(), "notes": [PYTHON.render(note) for note in self.notes]}
+        return {**super().to_dict(), "notes": [PYTHON.render(note) for note in self._notes]}
 
     def _summary(self) -> str:
         mode = ", read-only" if self.readonly else ""
         how = "" if self.state == "was mounted already" else f" in {format_seconds(self.seconds)}"
         lines = [f"Drive {self.state} at {str(self.path)!r} ({self.kind}{mode}){how}; drive: is its short name"]
-        return "\n".join([*lines, *map(self._words.render, self.notes)])
+        return "\n".join([*lines, *self.notes])
 
     def _rows(self) -> list[tuple[str, ...]]:
         mode = {None: "unknown", True: "read-only", False: "read and write"}[self.readonly]
@@ -47,8 +51,14 @@ class MountReport(Report):
             ("My Drive", str(self.path)),
             ("mounted at", str(self.mountpoint)),
             ("mode", mode),
-            *(("note", self._words.render(note)) for note in self.notes),
+            *(("note", note) for note in self.notes),
         ]
+
+
+def with_notes(report: MountReport, notes: tuple[Text, ...]) -> MountReport:
+    """Set the notes of a report, which front ends show in their words, and return the report."""
+    object.__setattr__(report, "_notes", notes)
+    return report
 
 
 @dataclass(frozen=True, repr=False)
