@@ -94,13 +94,15 @@ def mount(
     state, reason = liveness(_folders(found), timeout)
     if state == "alive" and not force:
         if point != found.point:
-            message = cannot(
-                "mount Drive",
-                f"it is already mounted at {found.point!r}",
-                "",
-                ("Use that mount, or run ", call("unmount"), " first"),
+            failure = MountFailed(
+                cannot(
+                    "mount Drive",
+                    f"it is already mounted at {found.point!r}",
+                    "",
+                    ("Use that mount, or run ", call("unmount"), " first"),
+                )
             )
-            raise with_cause("folder", MountFailed(message))
+            raise with_cause("folder", failure)
         mode = options_of(found)[0] if found.fstype == DRIVEFS else found.readonly
         notes: list[Text] = [f"This is the rclone mount of {found.source!r}"] if found.fstype == RCLONE else []
         if readonly and not mode:
@@ -126,48 +128,58 @@ def _note_of_mode(found: Mount, mode: bool | None) -> Text:
 def _forced_only(found: Mount, state: str, reason: str) -> MountFailed:
     """Return the error for a DriveFS mount that hangs or returns errors, and is replaced only on request."""
     is_quota = "quota" in log_causes()
+    problem = "does not respond" if state == "hung" else "returns errors"
     log = "; its log reports QUOTA_EXCEEDED" if is_quota else ""
     effect = "which loses unsent writes" if state == "hung" else "which sends its writes first"
-    message = cannot(
-        "mount Drive",
-        f"the DriveFS mount at {found.point!r} {'does not respond' if state == 'hung' else 'fails'} ({reason}){log}",
-        "",
-        ("Wait and try again, or mount it again with ", option("force", True), f", {effect}"),
+    failure = MountFailed(
+        cannot(
+            "mount Drive",
+            f"the DriveFS mount at {found.point!r} {problem} ({reason}){log}",
+            "",
+            ("Wait and try again, or mount it again with ", option("force", True), f", {effect}"),
+        )
     )
-    return with_cause("quota" if is_quota else state, MountFailed(message))
+    return with_cause("quota" if is_quota else state, failure)
 
 
 def _cannot_replace(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
     """Return the error for a mount that google.colab did not make; if it is dead, unmount it first."""
     kind = DRIVE_TYPES[found.fstype]
+    problem = "does not respond" if state == "hung" else "returns errors"
     command = f"{f'rclone mount {found.source}' if found.fstype == RCLONE else kind} {found.point}"
     if state == "dead":
         detach(found, timeout, lazily=True)
-        message = cannot(
-            "mount Drive",
-            f"the {kind} mount at {found.point!r} was dead and has been removed",
-            "",
-            f"Run '{command}' again",
+        failure = MountFailed(
+            cannot(
+                "mount Drive",
+                f"the {kind} mount at {found.point!r} was dead and has been removed",
+                "",
+                f"Run '{command}' again",
+            )
         )
     elif state == "alive":
-        message = cannot(
-            "mount Drive",
-            f"the {kind} mount at {found.point!r} was not made by google.colab, which cannot mount it again",
-            "",
-            ("Run ", call("unmount"), f", then '{command}'"),
+        failure = MountFailed(
+            cannot(
+                "mount Drive",
+                f"the {kind} mount at {found.point!r} was not made by google.colab, which cannot mount it again",
+                "",
+                ("Run ", call("unmount"), f", then '{command}'"),
+            )
         )
     else:
-        message = cannot(
-            "mount Drive",
-            f"the {kind} mount at {found.point!r} {'does not respond' if state == 'hung' else 'fails'} ({reason})",
-            "",
-            (
-                "Wait and try again, or run ",
-                call("unmount", force=True),
-                f", which may lose unsent writes, then '{command}'",
-            ),
+        failure = MountFailed(
+            cannot(
+                "mount Drive",
+                f"the {kind} mount at {found.point!r} {problem} ({reason})",
+                "",
+                (
+                    "Wait and try again, or run ",
+                    call("unmount", force=True),
+                    f", which may lose unsent writes, then '{command}'",
+                ),
+            )
         )
-    return with_cause("place" if state == "alive" else state, MountFailed(message))
+    return with_cause("place" if state == "alive" else state, failure)
 
 
 def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: float, started: float) -> MountReport:

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from colabkit.foundation import (
     DRIVEFS_FOLDER,
-    Message,
     Mount,
     MountFailed,
     Place,
@@ -81,41 +80,55 @@ _EXPECTED = ("Mounted at", "Drive already mounted at")
 def check_can_mount(place: Place, act: str = "mount Drive") -> None:
     """Raise `MountFailed` if `google.colab` cannot mount Drive here; the message names an alternative."""
     if not place.can_mount_drive:
-        raise with_cause("place", MountFailed(_not_here(place, act)))
+        raise with_cause("place", _not_here(place, act))
     if threading.current_thread() is not threading.main_thread():
-        message = cannot(act, "it was called in a background thread", "the kernel's main thread", "Call it in a cell")
-        raise with_cause("thread", MountFailed(message))
+        failure = MountFailed(
+            cannot(act, "it was called in a background thread", "the kernel's main thread", "Call it in a cell")
+        )
+        raise with_cause("thread", failure)
 
 
-def _not_here(place: Place, act: str) -> Message:
-    """Return the message that names an alternative to `google.colab` for a place."""
+def _not_here(place: Place, act: str) -> MountFailed:
+    """Return the error that names an alternative to `google.colab` for a place."""
     if place.name == "Kaggle":
-        return cannot(
-            act,
-            "Kaggle cannot mount Drive",
-            "",
-            (
-                "Attach the data as a Kaggle dataset, which appears in /kaggle/input, or download a share link with ",
-                call("fetch"),
-            ),
+        return MountFailed(
+            cannot(
+                act,
+                "Kaggle cannot mount Drive",
+                "",
+                (
+                    "Attach the data as a Kaggle dataset, which appears in /kaggle/input, "
+                    "or download a share link with ",
+                    call("fetch"),
+                ),
+            )
         )
     if place.name == "Colab Enterprise":
-        return cannot(
-            act,
-            "google.colab cannot mount Drive in Colab Enterprise",
-            "",
-            ("Keep the data in Cloud Storage and download it with ", call("fetch", "gs://BUCKET/FOLDER")),
+        return MountFailed(
+            cannot(
+                act,
+                "google.colab cannot mount Drive in Colab Enterprise",
+                "",
+                ("Keep the data in Cloud Storage and download it with ", call("fetch", "gs://BUCKET/FOLDER")),
+            )
         )
     if place.name == "Colab, local runtime":
-        return cannot(
-            act,
-            "google.colab can mount Drive on hosted runtimes only",
-            "",
-            ("Use Drive for desktop or 'rclone mount' on this machine, or download a share link with ", call("fetch")),
+        return MountFailed(
+            cannot(
+                act,
+                "google.colab can mount Drive on hosted runtimes only",
+                "",
+                (
+                    "Use Drive for desktop or 'rclone mount' on this machine, or download a share link with ",
+                    call("fetch"),
+                ),
+            )
         )
     if place.name.startswith("Colab"):
-        return cannot(act, "this process is not the notebook's kernel", "", "Run %mount in a cell of the notebook")
-    return cannot(act, "google.colab can mount Drive in hosted Colab notebooks only", "", _ANYWHERE)
+        return MountFailed(
+            cannot(act, "this process is not the notebook's kernel", "", "Run %mount in a cell of the notebook")
+        )
+    return MountFailed(cannot(act, "google.colab can mount Drive in hosted Colab notebooks only", "", _ANYWHERE))
 
 
 def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> Mount:
@@ -124,13 +137,15 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     holding = mount_holding(point, mounts())
     # google.colab would access this folder, and could hang there.
     if holding is not None and holding.is_remote:
-        message = cannot(
-            "mount Drive",
-            f"{point!r} is on the mount at {holding.point!r} ({holding.fstype})",
-            "an empty local folder",
-            "Choose another path, or unmount that file system first",
+        failure = MountFailed(
+            cannot(
+                "mount Drive",
+                f"{point!r} is on the mount at {holding.point!r} ({holding.fstype})",
+                "an empty local folder",
+                "Choose another path, or unmount that file system first",
+            )
         )
-        raise with_cause("folder", MountFailed(message))
+        raise with_cause("folder", failure)
     drive = importlib.import_module("google.colab.drive")
     log_start = log_size()
     printed = io.StringIO()
@@ -146,8 +161,10 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     if mount is None:
         text = " ".join(printed.getvalue().split())
         output = f"; it printed {text!r}" if text else ""
-        message = cannot("mount Drive", f"google.colab ended without an error and mounted nothing{output}", "", _AGAIN)
-        raise with_cause("unknown", MountFailed(message))
+        failure = MountFailed(
+            cannot("mount Drive", f"google.colab ended without an error and mounted nothing{output}", "", _AGAIN)
+        )
+        raise with_cause("unknown", failure)
     _options[point] = (readonly, timeout)
     state, reason = liveness((mount.point, drive_root(mount)), timeout)
     if state != "alive":
@@ -177,63 +194,75 @@ def options_of(mount: Mount) -> tuple[bool | None, float | None]:
 
 def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFailed:
     """Translate an exception of `google.colab`, with the causes found in DriveFS's log, into the error of `mount()`."""
-    cause, message = _explained(error, timeout, logged)
-    return with_cause(cause, MountFailed(message))
+    cause, failure = _explained(error, timeout, logged)
+    return with_cause(cause, failure)
 
 
-def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tuple[str, Message]:
+def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tuple[str, MountFailed]:
     name, text = type(error).__name__, " ".join(str(error).split())
     if name == "MessageError":
-        return "consent", cannot(
-            "mount Drive",
-            f"access was not granted in the browser ({text})",
-            "",
-            (
-                "Run ",
-                call("mount"),
-                " again, choose the account that this notebook runs under and grant all permissions; to use another "
-                "account's Drive, share its folder with this account",
-            ),
+        return "consent", MountFailed(
+            cannot(
+                "mount Drive",
+                f"access was not granted in the browser ({text})",
+                "",
+                (
+                    "Run ",
+                    call("mount"),
+                    " again, choose the account that this notebook runs under and grant all permissions; "
+                    "to use another account's Drive, share its folder with this account",
+                ),
+            )
         )
     if isinstance(error, NotImplementedError):
-        return "place", cannot("mount Drive", "google.colab cannot mount Drive in this environment", "", _ANYWHERE)
+        return "place", MountFailed(
+            cannot("mount Drive", "google.colab cannot mount Drive in this environment", "", _ANYWHERE)
+        )
     if "domain policy" in text:
-        return "policy", cannot(
-            "mount Drive",
-            "the organization of this account has disabled Drive for desktop",
-            "",
-            "Ask its administrator (https://support.google.com/a/answer/7496409), or use another account",
+        return "policy", MountFailed(
+            cannot(
+                "mount Drive",
+                "the organization of this account has disabled Drive for desktop",
+                "",
+                "Ask its administrator (https://support.google.com/a/answer/7496409), or use another account",
+            )
         )
     if "quota" in logged:
-        return "quota", cannot(
-            "mount Drive",
-            "Drive reports QUOTA_EXCEEDED: too many requests or downloads",
-            "",
-            "Wait a few hours, then read one archive instead of many files, or a copy in your own Drive",
+        return "quota", MountFailed(
+            cannot(
+                "mount Drive",
+                "Drive reports QUOTA_EXCEEDED (too many requests or downloads)",
+                "",
+                "Wait a few hours, then read one archive instead of many files, or a copy in your own Drive",
+            )
         )
     if "root folder" in text or "top folder" in logged:
-        return "top folder", cannot(
-            "mount Drive",
-            f"Drive's top folder holds too many items to be listed within {format_seconds(timeout)}",
-            "",
-            (
-                "Run ",
-                call("mount", timeout=max(600, round(2 * timeout))),
-                ", since each attempt lists more of them, then move items to folders and empty the Trash",
-            ),
+        return "top folder", MountFailed(
+            cannot(
+                "mount Drive",
+                f"Drive's top folder holds too many items to be listed within {format_seconds(timeout)}",
+                "",
+                (
+                    "Run ",
+                    call("mount", timeout=max(600, round(2 * timeout))),
+                    ", since each attempt lists more of them, then move items to folders and empty the Trash",
+                ),
+            )
         )
     if text.startswith("Mountpoint") or "must be a directory" in text:
-        return "folder", cannot(
-            "mount Drive", f"google.colab reports {text!r}", "an empty folder", "Choose another path"
+        return "folder", MountFailed(
+            cannot("mount Drive", f"google.colab reports {text!r}", "an empty folder", "Choose another path")
         )
     if isinstance(error, TimeoutError) or name == "TIMEOUT":
-        return "timeout", cannot(
-            "mount Drive",
-            f"no answer from the consent dialog or from DriveFS within {format_seconds(timeout)}",
-            "",
-            ("Look for a dialog in the browser and run ", call("mount", timeout=max(300, round(2 * timeout)))),
+        return "timeout", MountFailed(
+            cannot(
+                "mount Drive",
+                f"no answer from the consent dialog or from DriveFS within {format_seconds(timeout)}",
+                "",
+                ("Look for a dialog in the browser and run ", call("mount", timeout=max(300, round(2 * timeout)))),
+            )
         )
-    return "unknown", cannot("mount Drive", f"google.colab reports {text or name!r}", "", _AGAIN)
+    return "unknown", MountFailed(cannot("mount Drive", f"google.colab reports {text or name!r}", "", _AGAIN))
 
 
 @contextlib.contextmanager
@@ -302,13 +331,15 @@ class DriveFs(DriveMount):
                     continue
                 if error.message is None:
                     raise
-                message = cannot(
-                    act,
-                    (f"{done}, but Drive could not be mounted again: ", error.message.found),
-                    error.message.expected,
-                    error.message.next_step,
+                failure = MountFailed(
+                    cannot(
+                        act,
+                        (f"{done}, but Drive could not be mounted again: ", error.message.found),
+                        error.message.expected,
+                        error.message.next_step,
+                    )
                 )
-                raise with_cause(error.cause, MountFailed(message)) from error
+                raise with_cause(error.cause, failure) from error
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
         """Send all writes and end DriveFS."""
@@ -327,8 +358,10 @@ class DriveFs(DriveMount):
             )
         last_line = (finished.output.strip().splitlines() or [""])[-1]
         if last_line.startswith(("NotImplementedError", "ModuleNotFoundError", "ImportError")):
-            message = cannot(act, f"google.colab reports {last_line!r}", "a hosted Colab notebook", _ANYWHERE)
-            raise with_cause("place", MountFailed(message))
+            failure = MountFailed(
+                cannot(act, f"google.colab reports {last_line!r}", "a hosted Colab notebook", _ANYWHERE)
+            )
+            raise with_cause("place", failure)
         if finished.status or not wait_until(lambda: not mounts_at(self.mount.point), _END_S):
             output = f" (google.colab reports {last_line!r})" if last_line else ""
             raise UnsentWrites(

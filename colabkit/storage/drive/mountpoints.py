@@ -119,13 +119,15 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
             return
         reason = " ".join(finished.output.split()) or f"{name} ended with status {finished.status}"
     if reason is None:
-        message = cannot(act, "none of fusermount3, fusermount and umount is installed", "", "Install fuse3")
+        failure = MountFailed(
+            cannot(act, "none of fusermount3, fusermount and umount is installed", "", "Install fuse3")
+        )
     else:
         next_step = (
             "Close the files that are open on it, leave its folders in all notebooks and terminals, and try again"
         )
-        message = cannot(act, reason, "", next_step)
-    raise with_cause("in use", MountFailed(message))
+        failure = MountFailed(cannot(act, reason, "", next_step))
+    raise with_cause("in use", failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,13 +296,15 @@ def check_not_inside(found: Mount, act: str) -> None:
     except FileNotFoundError:
         return
     if mount_holding(here, [found]):
-        message = cannot(
-            act,
-            f"the working folder {here!r} is on this mount",
-            "",
-            "Change to another folder first, for example by %cd /content",
+        failure = MountFailed(
+            cannot(
+                act,
+                f"the working folder {here!r} is on this mount",
+                "",
+                "Change to another folder first, for example by %cd /content",
+            )
         )
-        raise with_cause("in use", MountFailed(message))
+        raise with_cause("in use", failure)
 
 
 def check_alive(found: Mount, act: str, timeout: float) -> None:

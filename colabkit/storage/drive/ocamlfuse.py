@@ -122,8 +122,8 @@ class Ocamlfuse(DriveMount):
         if finished.status or state != "alive":
             found = _last_line(finished) if finished.status else f"the mount does not work ({reason})"
             command = shlex.join([PROGRAM, *_without_secrets(self.daemon.arguments)])
-            message = cannot(act, found, "", f"Run it again with the same arguments: {command}")
-            raise with_cause("unknown", MountFailed(message))
+            failure = MountFailed(cannot(act, found, "", f"Run it again with the same arguments: {command}"))
+            raise with_cause("unknown", failure)
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
         """Clear the cache in the order that loses nothing; if files are unsent, keep the mount or mount again."""
@@ -148,13 +148,15 @@ class Ocamlfuse(DriveMount):
             # Without stored consent it ends with status 1 although it has cleared the cache, so check the remaining
             # files.
             if left := [path for path in self.cached() if not path.name.startswith("cache.db")]:
-                message = cannot(
-                    act,
-                    f"{PROGRAM} -cc left {format_things(len(left), 'file')} in the cache; {_last_line(finished)}",
-                    "",
-                    f"Check the folder {str(self.cache)!r}",
+                failure = MountFailed(
+                    cannot(
+                        act,
+                        f"{PROGRAM} -cc left {format_things(len(left), 'file')} in the cache; {_last_line(finished)}",
+                        "",
+                        f"Check the folder {str(self.cache)!r}",
+                    )
                 )
-                raise with_cause("unknown", MountFailed(message))
+                raise with_cause("unknown", failure)
         except ColabkitError:
             if not mounts_at(self.mount.point):
                 with contextlib.suppress(ColabkitError):
@@ -181,8 +183,8 @@ class Ocamlfuse(DriveMount):
             return processes.run([self.daemon.program, *arguments], act, timeout, environ=self.daemon.environ)
         except OSError as error:
             found = f"{self.daemon.program!r} cannot be started ({error.strerror})"
-            message = cannot(act, found, "", f"Check that {PROGRAM} is installed")
-            raise with_cause("unknown", MountFailed(message)) from error
+            failure = MountFailed(cannot(act, found, "", f"Check that {PROGRAM} is installed"))
+            raise with_cause("unknown", failure) from error
 
 
 def folders(daemon: Daemon) -> tuple[Path, Path]:

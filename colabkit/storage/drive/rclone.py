@@ -98,8 +98,8 @@ class Rclone(DriveMount):
                 os.kill(self.daemon.pid, signal.SIGHUP)
             except OSError as error:
                 found = f"the signal SIGHUP could not be sent to rclone ({error.strerror})"
-                message = cannot(act, found, "", "Start rclone with --rc")
-                raise with_cause("unknown", MountFailed(message)) from error
+                failure = MountFailed(cannot(act, found, "", "Start rclone with --rc"))
+                raise with_cause("unknown", failure) from error
         return ""
 
     def cache_folder(self) -> Path | None:
