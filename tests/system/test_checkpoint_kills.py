@@ -1,4 +1,4 @@
-"""CheckpointFolder under SIGKILL and full disks, at every change of files: a good one is always there."""
+"""A checkpoint folder has a valid checkpoint after SIGKILL or a full disk at any change of files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 def restored(folder: Path, before: Path) -> None:
-    """Bring a folder to what it was."""
+    """Restore the earlier content of a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(before, folder)
 
 
-def test_a_kill_at_any_operation_of_a_save_keeps_the_newest_good_one(tmp_path, killed_at):
+def test_a_kill_at_any_operation_of_a_save_keeps_the_newest_valid_checkpoint(tmp_path, killed_at):
     folder, before = tmp_path / "run", tmp_path / "before"
     save(folder, 10, 20)
     shutil.copytree(folder, before)
@@ -31,16 +31,18 @@ def test_a_kill_at_any_operation_of_a_save_keeps_the_newest_good_one(tmp_path, k
         step, passed_over = found(folder)
         assert passed_over == []
         seen.add(step)
-        following = 30 if number % 2 else 25  # the same step again, or another run
+        # The same step again, or another run.
+        following = 30 if number % 2 else 25
         if step < 30 or following == 30:
             save(folder, following)
             assert found(folder) == (following, [])
-            assert len(steps_at(folder)) == 2  # and what was left is removed
+            # The next save also removes leftovers.
+            assert len(steps_at(folder)) == 2
         restored(folder, before)
     assert seen == {20, 30}
 
 
-def test_a_kill_at_the_first_save_leaves_none_or_a_good_one(tmp_path, killed_at):
+def test_a_kill_at_the_first_save_leaves_no_checkpoint_or_a_valid_one(tmp_path, killed_at):
     folder = tmp_path / "run"
     for _ in kills(killed_at, partial(save, folder, 1)):
         newest = CheckpointFolder(folder).newest()
@@ -50,7 +52,7 @@ def test_a_kill_at_the_first_save_leaves_none_or_a_good_one(tmp_path, killed_at)
         shutil.rmtree(folder)
 
 
-def test_a_kill_while_the_only_checkpoint_is_saved_again_keeps_it_or_the_new_one(tmp_path, killed_at):
+def test_a_kill_while_the_only_checkpoint_is_replaced_keeps_the_old_or_the_new_one(tmp_path, killed_at):
     folder, before = tmp_path / "run", tmp_path / "before"
     save_again(folder, 0)
     shutil.copytree(folder, before)
@@ -66,7 +68,7 @@ def test_a_kill_while_the_only_checkpoint_is_saved_again_keeps_it_or_the_new_one
     assert seen == {0, 1}
 
 
-def test_a_kill_at_any_operation_of_a_publication_keeps_good_ones_near_and_far(
+def test_a_kill_at_any_operation_of_publishing_keeps_valid_local_and_remote_checkpoints(
     tmp_path, near_storage, monkeypatch, killed_at
 ):
     far = pretend_far(monkeypatch, tmp_path / "far")
@@ -78,7 +80,8 @@ def test_a_kill_at_any_operation_of_a_publication_keeps_good_ones_near_and_far(
     for number in kills(killed_at, partial(with_far, save, far, 30)):
         step, passed_over = found(far)
         assert passed_over == []
-        with pytest.MonkeyPatch.context() as elsewhere:  # another machine has only what was published
+        # Another machine has only the published checkpoints.
+        with pytest.MonkeyPatch.context() as elsewhere:
             elsewhere.setenv("COLABKIT_NEAR", str(tmp_path / "elsewhere"))
             published, passed_over = found(far)
             assert passed_over == []
@@ -94,7 +97,7 @@ def test_a_kill_at_any_operation_of_a_publication_keeps_good_ones_near_and_far(
     assert seen == {(20, 20), (30, 20), (30, 30)}
 
 
-def test_a_kill_while_a_far_checkpoint_is_fetched_leaves_it_to_be_fetched(
+def test_a_kill_while_a_remote_checkpoint_is_fetched_lets_it_be_fetched_again(
     tmp_path, near_storage, monkeypatch, killed_at
 ):
     far = pretend_far(monkeypatch, tmp_path / "far")
@@ -111,7 +114,7 @@ def test_a_kill_while_a_far_checkpoint_is_fetched_leaves_it_to_be_fetched(
 def every_full_disk(
     work: Callable[[], object], set_hook: Callable[..., None], lasting: bool
 ) -> Iterator[ColabkitError | None]:
-    """Yield after each failure of `work` for want of space at its 1st, 2nd, … change, until it succeeds."""
+    """Yield after each failure of `work` due to a full disk at its 1st, 2nd, … change, until it succeeds."""
     number = 1
     while True:
         hook = AtChange(number, fill_disk, lasting)
@@ -129,7 +132,7 @@ def every_full_disk(
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_a_disk_that_fills_up_during_a_save_keeps_the_older_ones(tmp_path, file_hook, lasting):
+def test_a_disk_that_fills_up_during_a_save_keeps_the_older_checkpoints(tmp_path, file_hook, lasting):
     folder, before = tmp_path / "run", tmp_path / "before"
     save(folder, 10, 20)
     shutil.copytree(folder, before)
@@ -145,7 +148,7 @@ def test_a_disk_that_fills_up_during_a_save_keeps_the_older_ones(tmp_path, file_
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_a_disk_that_fills_up_during_a_publication_fails_no_training(
+def test_a_disk_that_fills_up_during_publishing_does_not_stop_training(
     tmp_path, near_storage, monkeypatch, file_hook, lasting
 ):
     far = pretend_far(monkeypatch, tmp_path / "far")

@@ -1,4 +1,4 @@
-"""The mounts that other tests rely on are as slow, as narrow and as faulty as they were told to be, and then gone."""
+"""The mounts that other tests use have the requested latency, bandwidth and faults, and are removed afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIG_BYTES = 2_000_000
 
 Mounted = Callable[..., FuseMount]
 
-# Only `--full` tests the doubles; what colabkit promises is tested with them in each run.
+# Only `--full` tests the fakes themselves; tests of colabkit use them in each run.
 pytestmark = pytest.mark.full
 
 
@@ -78,7 +78,7 @@ def outcome(act: Callable[[], object]) -> object:
         ({"latency_s": 0.5}, ["open", "read", "list"]),
     ],
 )
-def test_opens_listings_and_reads_have_one_latency_or_their_own(
+def test_opens_listings_and_reads_have_a_common_or_a_separate_latency(
     mounted: Mounted, options: dict[str, float], slow: list[str]
 ) -> None:
     folder = mounted(**options).point / "birds"
@@ -105,7 +105,7 @@ def test_all_reads_share_one_bandwidth(mounted: Mounted, root: Path) -> None:
     assert 0.98 <= took_s < 2
 
 
-def test_an_idle_line_saves_nothing_up(mounted: Mounted) -> None:
+def test_idle_bandwidth_is_not_saved_for_later(mounted: Mounted) -> None:
     mount = mounted(bandwidth=4 * BIG_BYTES, read_s=0.15)
     file = os.open(mount.point / "big.bin", os.O_RDONLY)
     part = BIG_BYTES // 4
@@ -114,7 +114,7 @@ def test_an_idle_line_saves_nothing_up(mounted: Mounted) -> None:
     assert all(taken >= 0.15 + 1 / 16 for taken in times)
 
 
-def test_requests_beyond_the_cap_wait(mounted: Mounted) -> None:
+def test_requests_beyond_the_maximum_wait(mounted: Mounted) -> None:
     for kind in ("open", "read", "list"):
         mount = mounted(**{f"{kind}_s": 0.1}, at_once=3)
         folder = mount.point / "birds"
@@ -131,7 +131,7 @@ def test_requests_beyond_the_cap_wait(mounted: Mounted) -> None:
         assert mount.busiest == 3
 
 
-def test_what_waits_for_the_line_keeps_its_place(mounted: Mounted) -> None:
+def test_requests_that_wait_for_bandwidth_keep_their_slot(mounted: Mounted) -> None:
     mount = mounted(bandwidth=BIG_BYTES, at_once=1)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit((mount.point / "big.bin").read_bytes)
@@ -140,7 +140,7 @@ def test_what_waits_for_the_line_keeps_its_place(mounted: Mounted) -> None:
         reading.result()
 
 
-def test_without_faults_every_byte_name_and_time_is_the_roots(mounted: Mounted, root: Path) -> None:
+def test_without_faults_bytes_names_and_times_equal_those_of_the_root(mounted: Mounted, root: Path) -> None:
     for options in ({}, {"direct_io": False, "attr_s": 60.0}, {"plan": {"faults": []}, "bandwidth": 1e9}):
         point = mounted(**options).point
         assert (point / "big.bin").read_bytes() == (root / "big.bin").read_bytes()
@@ -150,7 +150,7 @@ def test_without_faults_every_byte_name_and_time_is_the_roots(mounted: Mounted, 
             assert getattr(found, field) == getattr(real, field)
 
 
-def test_the_kernel_keeps_attributes_and_contents_only_if_it_may(mounted: Mounted, root: Path) -> None:
+def test_the_kernel_caches_attributes_and_contents_only_if_allowed(mounted: Mounted, root: Path) -> None:
     plan = {"faults": [{"on": "stat", "path": "/birds/00.txt", "do": "error", "first": 2}]}
     for options, kept in (({}, "EIO"), ({"attr_s": 60.0}, 7)):
         point = mounted(plan=plan, **options).point
@@ -180,7 +180,7 @@ def test_each_kind_of_request_fails_with_the_planned_errno(mounted: Mounted) -> 
         assert mount.faults >= 1
 
 
-def test_the_first_and_the_last_request_that_goes_wrong_can_be_told(mounted: Mounted) -> None:
+def test_the_first_and_the_last_failing_request_can_be_chosen(mounted: Mounted) -> None:
     fault = {"on": "open", "path": "/birds/*", "first": 2, "count": 2, "do": "error"}
     mount = mounted(plan={"faults": [fault]})
     outcomes = [outcome((mount.point / f"birds/{number:02d}.txt").read_text) for number in range(5)]
@@ -192,9 +192,7 @@ def test_the_first_and_the_last_request_that_goes_wrong_can_be_told(mounted: Mou
     assert outcome((mount.point / "birds/01.txt").read_text) == "bird 01"
 
 
-def test_reads_fail_from_an_offset_on_and_short_ones_return_half_although_there_is_more(
-    mounted: Mounted, root: Path
-) -> None:
+def test_reads_fail_from_an_offset_on_and_short_reads_return_half_of_the_bytes(mounted: Mounted, root: Path) -> None:
     faults = [
         {"on": "read", "path": "/big.bin", "count": 1, "do": "short"},
         {"on": "read", "path": "/big.bin", "offset_from": 10_000, "do": "error", "errno": "ESTALE"},
@@ -208,7 +206,7 @@ def test_reads_fail_from_an_offset_on_and_short_ones_return_half_although_there_
     assert outcomes == [4, 4, "ESTALE", "ESTALE", 4]
 
 
-def test_what_vanishes_is_listed_but_not_found_and_what_a_listing_hides_is_there(mounted: Mounted, root: Path) -> None:
+def test_vanished_files_are_listed_but_not_found_and_hidden_files_the_reverse(mounted: Mounted, root: Path) -> None:
     faults = [
         {"on": "read", "path": "*/03.txt", "first": 2, "count": 1, "do": "vanish"},
         {"on": "list", "path": "*/04.txt", "first": 2, "count": 1, "do": "hide"},
@@ -238,7 +236,7 @@ def test_a_file_can_change_while_it_is_read(mounted: Mounted, root: Path) -> Non
     assert (root / "birds/03.txt").read_text() == "bird 03"
 
 
-def test_what_hangs_by_plan_goes_on_when_it_is_told_and_a_drive_that_dies_leaves_its_mount_dead(
+def test_planned_hangs_can_be_released_and_a_killed_drive_leaves_a_dead_mount(
     mounted: Mounted,
 ) -> None:
     mount = mounted(
@@ -253,12 +251,13 @@ def test_what_hangs_by_plan_goes_on_when_it_is_told_and_a_drive_that_dies_leaves
     assert in_child(READ, mount.point / "birds/04.txt") == "bird 04"
     mount.go_on()
     assert in_child(READ, mount.point / "birds/03.txt") == "bird 03"
-    assert "Errno" in in_child(READ, mount.point / "birds/05.txt")  # whose second read looks for the end
+    # The second read of this file looks for its end.
+    assert "Errno" in in_child(READ, mount.point / "birds/05.txt")
     assert "Errno 107" in in_child(READ, mount.point / "birds/04.txt")
     assert mounted_at(mount.point) == ["fuse.drive"]
 
 
-def test_times_are_rounded_down_to_the_grain(mounted: Mounted, root: Path) -> None:
+def test_modification_times_are_rounded_down_to_the_grain(mounted: Mounted, root: Path) -> None:
     os.utime(root / "birds/03.txt", ns=(0, 1_700_000_003_700_000_000))
     for grain_s, time_ns in ((2.0, 1_700_000_002_000_000_000), (0.5, 1_700_000_003_500_000_000)):
         file = mounted(plan={"mtime_grain_s": grain_s}).point / "birds/03.txt"
@@ -267,7 +266,7 @@ def test_times_are_rounded_down_to_the_grain(mounted: Mounted, root: Path) -> No
             assert os.fstat(opened.fileno()).st_mtime_ns == time_ns
 
 
-def test_a_plan_replays_also_when_many_read_at_once(mounted: Mounted) -> None:
+def test_a_plan_can_be_replayed_with_concurrent_reads(mounted: Mounted) -> None:
     def run(seed: int) -> list[object]:
         faults = [
             {"on": "open", "path": "*.txt", "one_in": 3, "each": True, "count": 1, "do": "error", "errno": "EAGAIN"},
@@ -285,14 +284,14 @@ def test_a_plan_replays_also_when_many_read_at_once(mounted: Mounted) -> None:
     assert once[2] == tuple(f"bird {number:02d}" for number in range(24))
 
 
-def test_a_plan_that_cannot_be_is_refused(mounted: Mounted) -> None:
+def test_an_invalid_plan_is_rejected(mounted: Mounted) -> None:
     for wrong in ({"do": "melt"}, {"on": "open", "do": "short"}, {"errno": "EBIRD"}, {"frist": 2}):
         with pytest.raises(RuntimeError, match=f"cannot be|{next(iter(wrong))}"):
             mounted(plan={"faults": [{"on": "read", "path": "*", "do": "error", **wrong}]})
 
 
 @pytest.mark.parametrize("end", sampled(["unmounted", "interrupted", "interrupted while it hangs"], 2))
-def test_it_runs_by_hand_until_it_is_unmounted_or_interrupted(tmp_path: Path, root: Path, end: str) -> None:
+def test_the_command_line_mounts_until_it_is_unmounted_or_interrupted(tmp_path: Path, root: Path, end: str) -> None:
     point = tmp_path / "by hand"
     point.mkdir()
     plan = tmp_path / "plan.json"
@@ -328,7 +327,7 @@ def test_it_runs_by_hand_until_it_is_unmounted_or_interrupted(tmp_path: Path, ro
 
 
 @pytest.mark.parametrize("fstype", ["fuse.drive", "fuse.google-drive-ocamlfuse"])
-def test_a_mount_has_the_type_that_was_asked_for_until_the_block_ends(tmp_path: Path, root: Path, fstype: str) -> None:
+def test_a_mount_has_the_requested_type_until_the_block_ends(tmp_path: Path, root: Path, fstype: str) -> None:
     with FuseMount(tmp_path / "far side", root, fstype) as mount:
         assert mounted_at(mount.point) == [fstype]
         pid = mount.pid
@@ -356,7 +355,7 @@ def test_writes_renames_and_removals_reach_the_root_and_every_open_reaches_the_m
     assert mount.opened_paths[-2:] == ["/birds/00.txt"] * 2
 
 
-def test_a_hung_mount_answers_nothing_then_goes_on_and_goes_away_with_its_block(mounted: Mounted, root: Path) -> None:
+def test_a_hanging_mount_can_be_released_and_is_removed_when_its_block_ends(mounted: Mounted, root: Path) -> None:
     mount = mounted()
     file = mount.point / "birds/01.txt"
     mount.hang()
@@ -375,7 +374,7 @@ def test_a_hung_mount_answers_nothing_then_goes_on_and_goes_away_with_its_block(
         assert mounted_at(other.point) == os.listdir(other.point) == []
 
 
-def test_reads_and_listings_fail_with_the_given_errno_and_a_killed_mount_stays_dead(mounted: Mounted) -> None:
+def test_reads_and_listings_fail_with_the_given_errno_and_a_killed_mount_remains_dead(mounted: Mounted) -> None:
     mount = mounted()
     mount.fail(errno.EIO)
     assert outcome((mount.point / "birds/01.txt").read_text) == outcome(lambda: os.listdir(mount.point)) == "EIO"
@@ -387,13 +386,13 @@ def test_reads_and_listings_fail_with_the_given_errno_and_a_killed_mount_stays_d
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_locks_work_or_fail_as_asked(mounted: Mounted, locks: bool) -> None:
+def test_locks_work_or_fail_as_requested(mounted: Mounted, locks: bool) -> None:
     said = in_child(LOCK, mounted(locks=locks).point / "birds/01.txt")
     assert said == "locked" if locks else f"Errno {errno.ENOLCK}" in said
 
 
 @pytest.mark.parametrize("mode", ["full", "writes", "off"])
-def test_rclone_serves_a_folder_and_goes_away(tmp_path: Path, root: Path, mode: str) -> None:
+def test_rclone_serves_a_folder_and_is_unmounted(tmp_path: Path, root: Path, mode: str) -> None:
     needs("rclone", has_rclone())
     with RcloneMount(tmp_path / "far", root, tmp_path / "cache", mode) as mount:
         assert mounted_at(mount.point) == ["fuse.rclone"]
@@ -403,7 +402,7 @@ def test_rclone_serves_a_folder_and_goes_away(tmp_path: Path, root: Path, mode: 
     assert mounted_at(mount.point) == []
 
 
-def test_rclone_answers_over_http_those_who_may_ask(tmp_path: Path, root: Path) -> None:
+def test_rclone_answers_authorized_users_over_http(tmp_path: Path, root: Path) -> None:
     needs("rclone", has_rclone())
     with RcloneMount(tmp_path / "open", root, tmp_path / "cache", rc=True) as mount:
         assert ask(mount.url, "core/pid") == {"pid": mount.pid}

@@ -1,4 +1,4 @@
-"""`pip install .` in Colab replaces nothing that is there, and brings no more than it has to."""
+"""`pip install .` in Colab replaces no installed packages and adds only the necessary ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from colab_image import CPU, GPU, make_image
 from trees import needs
 
 ROOT = Path(__file__).parents[2]
-ALWAYS_NEW = {"colabkit", "simplejpeg"}  # what Colab's images do not hold
+# Packages that Colab's images do not include.
+ALWAYS_NEW = {"colabkit", "simplejpeg"}
 DEADLINE_S = 200
 
 
@@ -24,7 +25,7 @@ def pip(python: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def would_install(python: Path, tree: Path) -> dict[str, str]:
-    """Return names and versions of what pip would install there for a tree's sake."""
+    """Return names and versions of the packages that pip would install in this environment for a source tree."""
     report = tree.parent / "report.json"
     done = pip(python, "install", "--quiet", "--dry-run", "--report", report, tree)
     assert done.returncode == 0, done.stderr
@@ -44,7 +45,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return a copy of what pip builds the package from."""
+    """Return a copy of the files from which pip builds the package."""
     copy = tmp_path / "tree"
     shutil.copytree(ROOT / "colabkit", copy / "colabkit", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -54,7 +55,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("image", "versions"), [("cpu", CPU), ("gpu", GPU)])
-def test_pip_sees_colabs_versions_and_finds_them_in_order(
+def test_pip_sees_colabs_versions_without_conflicts(
     images: dict[str, Path], image: str, versions: Mapping[str, str]
 ) -> None:
     found = {item["name"]: item["version"] for item in json.loads(pip(images[image], "list", "--format=json").stdout)}
@@ -76,9 +77,7 @@ def test_installing_in_colab_changes_none_of_its_packages(
 @pytest.mark.parametrize(
     ("bound", "raised"), [("psutil>=5.9", "psutil>=5.9.6"), ("numpy>=1.26", "numpy>=2.2"), ("tqdm>=4.64", "tqdm<4.67")]
 )
-def test_a_bound_that_colabs_version_does_not_meet_shows(
-    images: dict[str, Path], tree: Path, bound: str, raised: str
-) -> None:
+def test_a_bound_above_colabs_version_is_detected(images: dict[str, Path], tree: Path, bound: str, raised: str) -> None:
     setup = (tree / "setup.py").read_text()
     assert f'"{bound}"' in setup
     (tree / "setup.py").write_text(setup.replace(f'"{bound}"', f'"{raised}"'))

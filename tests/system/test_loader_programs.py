@@ -1,4 +1,4 @@
-"""Programs that load: several processes of torchrun, and scripts that end in the middle of an epoch."""
+"""Loaders in programs: in several processes of torchrun, and in scripts that end in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCHRUN_S = 100.0
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the loopback interface is called lo on Linux")
-def test_two_processes_of_torchrun_go_on_from_the_state_of_three_and_one_from_theirs(tmp_path):
+def test_two_processes_of_torchrun_resume_from_the_state_of_three_and_one_from_that_of_two(tmp_path):
     n = 44
     numbers = {"X": {"train": np.arange(n)}, "Y": {"train": np.arange(n) % 3}}
     pack = seal_fields(tmp_path / "numbers.h5", numbers, {"X": "array"}, "class")
@@ -68,7 +68,7 @@ print(tuple(next(coming).shape))
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ending", "status"), sampled([("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)], 1))
-def test_a_script_may_end_in_the_middle_of_an_iteration(ending: str, status: int) -> None:
+def test_a_script_can_end_in_the_middle_of_an_iteration(ending: str, status: int) -> None:
     command = [sys.executable, "-c", LEFT_OPEN + ending]
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""A real cluster packs: Dask's workers do the tasks, and one that is killed is replaced."""
+"""Packing on a real cluster: Dask's workers run the tasks, and a killed worker is replaced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def packed(source: Path, out: Path, executor: Any, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    """Return a client of two worker processes; afterwards nothing of them is left."""
+    """Return a client of two worker processes, and check that no process remains."""
     distributed = pytest.importorskip("distributed")
     threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
     ports = listening()
@@ -46,7 +46,7 @@ def client() -> Iterator[Any]:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Return whether it is the process that Python itself starts with the first spawned one, and keeps."""
+    """Return whether this is the helper process that Python starts with the first spawned process, and keeps."""
     try:
         return "resource_tracker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -58,7 +58,7 @@ def listening() -> set[int]:
 
 
 @pytest.mark.full
-def test_both_workers_pack_and_one_that_is_killed_in_the_middle_is_made_up_for(tmp_path, image_tree, client):
+def test_both_workers_pack_and_the_tasks_of_a_killed_worker_are_repeated(tmp_path, image_tree, client):
     before = set(client.run(os.getpid).values())
     flag = tmp_path / "died"
     fields = {"Z": partial(die_once, flag), "made_by": process_of}
@@ -78,7 +78,7 @@ def test_both_workers_pack_and_one_that_is_killed_in_the_middle_is_made_up_for(t
 
 
 @pytest.mark.full
-def test_an_error_cancels_the_tasks_and_the_next_call_goes_on(tmp_path, image_tree, client):
+def test_an_error_cancels_the_tasks_and_the_next_call_resumes(tmp_path, image_tree, client):
     good = (image_tree / "cats" / "003.png").read_bytes()
     (image_tree / "cats" / "003.png").write_bytes(b"no image" * (len(good) // 8) + b"x" * (len(good) % 8))
     times = (image_tree / "cats" / "002.png").stat()

@@ -1,4 +1,4 @@
-"""`pack()` and `prepare()` killed at any change of files: no path ever holds a half, and the next call ends right."""
+"""After a kill of `pack()` or `prepare()` at any change of files, no pack is incomplete and the next call succeeds."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ every = pytest.mark.parametrize("options", WORKS.values(), ids=WORKS)
 
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
-    """Return a folder of 3 images, or kills at every operation would be many."""
+    """Return a folder of only 3 images, because a test kills at every operation."""
     return make_tree(tmp_path / "three", 1)
 
 
 def check_leftovers(folder: Path, expected: tuple[object, ...]) -> None:
-    """Check that nothing below a folder opens but the whole pack."""
+    """Check that the complete pack is the only file below a folder that opens."""
     for path in folder.rglob("*"):
         try:
             found = whole_content(path)
         except ColabkitError:
             continue
-        assert found == expected  # killed between seal and rename
+        # The kill came between sealing and renaming.
+        assert found == expected
 
 
 @every
-def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_cleans_up(tmp_path, options, killed_at):
+def test_a_kill_at_any_operation_leaves_no_partial_pack_and_the_next_run_cleans_up(tmp_path, options, killed_at):
     tree = photos_for(options, tmp_path / "tree")
     out = tmp_path / "made" / "p.h5"
     expected = whole_content(packed(tree, tmp_path / "reference.h5", threads=1, **options))
@@ -58,7 +59,7 @@ def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_clea
 
 
 @every
-def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, options, killed_at):
+def test_a_kill_while_overwriting_keeps_the_complete_old_pack(tmp_path, options, killed_at):
     tree = photos_for(options, tmp_path / "tree")
     out = packed(photos(tmp_path / "other", per_class=1), tmp_path / "p.h5")
     old = out.read_bytes()
@@ -70,7 +71,7 @@ def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, options, ki
 
 
 def state_of(path: Path, *contents: dict[str, list[tuple[bytes, ...]]]) -> str:
-    """Return which of some contents a path holds, whole, or that it is absent."""
+    """Return the name of the complete content at a path, or that it is absent."""
     if not path.exists():
         return "absent"
     found = content(path)
@@ -79,7 +80,7 @@ def state_of(path: Path, *contents: dict[str, list[tuple[bytes, ...]]]) -> str:
     return str(contents.index(found))
 
 
-def test_a_kill_at_any_operation_on_shards_is_resumed(tmp_path, three, killed_at):
+def test_packing_of_shards_resumes_after_a_kill_at_any_operation(tmp_path, three, killed_at):
     expected = content(packed(three, tmp_path / "whole.h5"))
     number, most, states = 1, 0, set()
     out = tmp_path / "1" / "p.h5"
@@ -102,9 +103,9 @@ def test_a_kill_at_any_operation_on_shards_is_resumed(tmp_path, three, killed_at
 @pytest.mark.parametrize(
     ("old", "new"),
     [(None, 2 * ROW), (ROW, None), (ROW, 3 * ROW - 1), (2 * ROW, ROW), (2 * ROW, 2 * ROW)],
-    ids=["one file by shards", "shards by one file", "by fewer shards", "by more shards", "by as many"],
+    ids=["one file by shards", "shards by one file", "by fewer shards", "by more shards", "by the same number"],
 )
-def test_a_kill_while_overwriting_shards_leaves_old_or_new_or_nothing(tmp_path, three, killed_at, old, new):
+def test_a_kill_while_overwriting_shards_leaves_the_old_or_the_new_pack_or_none(tmp_path, three, killed_at, old, new):
     before = content(sharded(three, tmp_path / "old" / "p.h5", old, channels=1).path)
     expected = content(packed(three, tmp_path / "whole.h5"))
     out, states = tmp_path / "new" / "p.h5", []
@@ -113,7 +114,8 @@ def test_a_kill_while_overwriting_shards_leaves_old_or_new_or_nothing(tmp_path, 
     while killed_at(len(states) + 1, work):
         states.append(state_of(out, before, expected))
         if len(states) % 9 == 0 or (states[-1] == "absent" and len(states) % 2):
-            options: dict[str, Any] = {"size": 4} if len(states) % 3 else {}  # another pack reclaims all, too
+            # A pack with other options also removes all leftovers.
+            options: dict[str, Any] = {"size": 4} if len(states) % 3 else {}
             last = sharded(three, out, 2 * ROW, overwrite=states[-1] != "absent", **options)
             assert verify(out, progress=False).is_good
             names = [f"p-{number:05d}.h5" for number in range(last.shards)]
@@ -129,7 +131,7 @@ def test_a_kill_while_overwriting_shards_leaves_old_or_new_or_nothing(tmp_path, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_prepare_killed_at_any_operation_ends_right_the_next_time(
+def test_prepare_succeeds_after_a_kill_at_any_operation(
     tmp_path, image_tree, near_storage, killed_at, monkeypatch, is_saved
 ):
     drive = tmp_path / "drive"

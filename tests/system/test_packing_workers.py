@@ -1,4 +1,4 @@
-"""Forked workers: they really work, may die, hang or fail, and leave nothing behind, whoever is killed."""
+"""Forked workers share the work, may die, hang or fail, and leave nothing behind when any process is killed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Check that no process, zombies too, no descriptor and no thread is left after the test."""
+    """Check that no process, zombie, descriptor or thread remains after the test."""
     before = descriptors(), set(children()), threading.active_count()
     yield
     assert (descriptors(), set(children()), threading.active_count()) == before
 
 
 def children(pid: int | None = None) -> list[int]:
-    """Return the processes that a process has started and not waited for."""
+    """Return the child processes that a process has not waited for."""
     found = []
     for entry in os.scandir("/proc"):
         try:
@@ -56,7 +56,7 @@ def children(pid: int | None = None) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is there and no zombie."""
+    """Return whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -68,7 +68,7 @@ def descriptors() -> int:
 
 
 def at_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any, str], object]) -> None:
-    """Call `act` with each range of samples in whatever makes them, `"before"` and `"after"` they are made."""
+    """Call `act` with each range of samples in the worker that makes them, `"before"` and `"after"` they are made."""
     write = sample_writer.FileSampleWriter.write_range
 
     def written(self: Any, samples: Any) -> Any:
@@ -81,12 +81,12 @@ def at_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any, str], object]) 
 
 
 def at_range(monkeypatch: pytest.MonkeyPatch, start: int, act: Callable[[], None], when: str = "before") -> None:
-    """Call `act` in whatever makes the range that begins at a sample."""
+    """Call `act` in the worker that makes the range that begins at a sample."""
     at_each(monkeypatch, lambda samples, at: act() if (samples.start, at) == (start, when) else None)
 
 
 def once(marker: Path, act: Callable[[], None]) -> Callable[[], None]:
-    """Return what acts the first time only, in whatever process that is."""
+    """Return a function that acts only on the first call in any process."""
 
     def acted() -> None:
         try:
@@ -163,7 +163,7 @@ def test_a_worker_that_is_killed_once_is_replaced(tmp_path, tree, monkeypatch, e
 @pytest.mark.parametrize(
     ("act", "how"), [(kill_me, "SIGKILL"), (lambda: os._exit(3), "exit code 3")], ids=["kill", "exit"]
 )
-def test_files_that_always_kill_their_worker_are_named(tmp_path, tree, monkeypatch, encoding, act, how):
+def test_files_that_always_kill_their_worker_are_named_in_the_error(tmp_path, tree, monkeypatch, encoding, act, how):
     fork(monkeypatch)
     at_range(monkeypatch, 10, act)
     with pytest.raises(
@@ -173,7 +173,7 @@ def test_files_that_always_kill_their_worker_are_named(tmp_path, tree, monkeypat
     assert names_in(tmp_path) == ["tree"]
 
 
-def test_every_worker_may_die_once(tmp_path, tree, monkeypatch):
+def test_packing_succeeds_if_every_worker_dies_once(tmp_path, tree, monkeypatch):
     whole = packed(tree, tmp_path / "whole.h5", threads=1).read_bytes()
     fork(monkeypatch)
     at_each(monkeypatch, lambda samples, _: once(tmp_path / f"killed-{samples.start}", kill_me)())
@@ -182,7 +182,7 @@ def test_every_worker_may_die_once(tmp_path, tree, monkeypatch):
 
 
 @pytest.mark.parametrize("act", [hang, stop_me], ids=["hangs", "is stopped"])
-def test_a_worker_that_hangs_is_replaced_and_twice_is_an_error(tmp_path, tree, monkeypatch, act):
+def test_a_worker_that_hangs_is_replaced_once_and_then_an_error_is_raised(tmp_path, tree, monkeypatch, act):
     whole = packed(tree, tmp_path / "whole.h5", threads=1).read_bytes()
     fork(monkeypatch)
     stalls_after(monkeypatch, 0.4)
@@ -197,7 +197,7 @@ def test_a_worker_that_hangs_is_replaced_and_twice_is_an_error(tmp_path, tree, m
     assert leftovers(tmp_path) == []
 
 
-def test_a_worker_that_is_slower_than_its_parent_waits_is_no_hung_one(monkeypatch):
+def test_a_slow_worker_is_not_treated_as_hung(monkeypatch):
     begun = time.monotonic()
     with ForkedWorkers("count", lambda task: time.sleep(0.1) or task, 2, str, stalled_s=0.35) as workers:
         assert sorted(workers.results(range(12))) == list(range(12))
@@ -205,7 +205,7 @@ def test_a_worker_that_is_slower_than_its_parent_waits_is_no_hung_one(monkeypatc
 
 
 class _Odd(Exception):
-    """An error that pickles, but cannot be made again."""
+    """An error that can be pickled but not unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"odd {one} {two}")
@@ -225,7 +225,8 @@ class _Sticky(Exception):
         (ZeroDivisionError("no"), ZeroDivisionError, "no"),
         (KeyError("a"), KeyError, "'a'"),
         (MemoryError("much"), MemoryError, "much"),
-        (_Odd(1, 2), (RuntimeError, _Odd), "odd 1 2"),  # other packages teach pickle to make it again
+        # Other packages change pickle so that it can restore this error.
+        (_Odd(1, 2), (RuntimeError, _Odd), "odd 1 2"),
         (_Sticky(), RuntimeError, "_Sticky in a worker process: sticky"),
         (OSError(errno.ENOSPC, "full"), NotEnoughSpace, "Cannot pack .*full"),
         (PermissionError(errno.EACCES, "closed", "a"), Exception, "Cannot pack .*closed"),
@@ -233,7 +234,7 @@ class _Sticky(Exception):
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
 )
-def test_an_error_of_a_worker_comes_as_it_is_where_it_can(tmp_path, tree, monkeypatch, error, kind, said):
+def test_an_error_of_a_worker_is_raised_unchanged_if_possible(tmp_path, tree, monkeypatch, error, kind, said):
     fork(monkeypatch)
 
     def fail() -> None:
@@ -247,7 +248,7 @@ def test_an_error_of_a_worker_comes_as_it_is_where_it_can(tmp_path, tree, monkey
     assert names_in(tmp_path) == ["tree"]
 
 
-def test_a_disk_that_is_full_for_a_worker_leaves_nothing(tmp_path, tree, monkeypatch, file_hook):
+def test_a_full_disk_in_a_worker_leaves_no_files(tmp_path, tree, monkeypatch, file_hook):
     fork(monkeypatch)
 
     def full(operation: str, path: Path) -> None:
@@ -260,7 +261,7 @@ def test_a_disk_that_is_full_for_a_worker_leaves_nothing(tmp_path, tree, monkeyp
     assert names_in(tmp_path) == ["tree"]
 
 
-def test_a_process_that_cannot_be_started_is_one_clear_error(tmp_path, tree, monkeypatch):
+def test_a_worker_that_cannot_be_started_raises_one_error(tmp_path, tree, monkeypatch):
     fork(monkeypatch)
     start, started = multiprocessing.context.ForkProcess._Popen, []
 
@@ -278,7 +279,7 @@ def test_a_process_that_cannot_be_started_is_one_clear_error(tmp_path, tree, mon
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("number", [1, 4, 12])
-def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path, tree, monkeypatch, encoding, number):
+def test_ctrl_c_during_packing_leaves_no_files_and_processes(tmp_path, tree, monkeypatch, encoding, number):
     fork(monkeypatch)
     add, calls = pack_writer.Compaction.add, []
 
@@ -295,7 +296,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path, tree, monkeypatch, encodi
 
 
 class Packing:
-    """A process that packs, in a group of its own, whose workers wait in the middle until they may go on."""
+    """A packing process in its own process group, whose workers wait in the middle until they are released."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         folder = tree.parent
@@ -322,7 +323,7 @@ class Packing:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def test_ctrl_c_of_the_whole_group_ends_all_and_prints_nothing(tmp_path, tree, monkeypatch):
+def test_ctrl_c_in_the_process_group_ends_all_processes_and_prints_nothing(tmp_path, tree, monkeypatch):
     packing = Packing(tree, monkeypatch, hang)
     assert len(packing.workers) == 2
     os.killpg(packing.pid, signal.SIGINT)
@@ -334,7 +335,7 @@ def test_ctrl_c_of_the_whole_group_ends_all_and_prints_nothing(tmp_path, tree, m
 
 
 @pytest.mark.parametrize("with_group", [False, True])
-def test_workers_end_with_a_parent_that_is_killed_and_the_next_call_cleans_up(tmp_path, tree, monkeypatch, with_group):
+def test_workers_end_when_their_parent_is_killed_and_the_next_call_cleans_up(tmp_path, tree, monkeypatch, with_group):
     packing = Packing(tree, monkeypatch, hang)
     assert len(packing.workers) == 2
     (os.killpg if with_group else os.kill)(packing.pid, signal.SIGKILL)
@@ -346,7 +347,7 @@ def test_workers_end_with_a_parent_that_is_killed_and_the_next_call_cleans_up(tm
     assert leftovers(tmp_path) == []
 
 
-def test_a_process_that_may_have_no_children_packs_without(tmp_path, tree, monkeypatch):
+def test_a_process_that_must_not_have_children_packs_without_workers(tmp_path, tree, monkeypatch):
     fork(monkeypatch)
     context = multiprocessing.get_context("fork")
     with context.Pool(1) as pool:
@@ -361,7 +362,7 @@ def _made_by(tree: Path, out: Path) -> str:
     return pack(tree, out, progress=False).made_by
 
 
-def test_no_task_is_larger_than_its_bound_but_for_single_files(tmp_path, tree, monkeypatch):
+def test_no_task_exceeds_its_bound_except_for_single_files(tmp_path, tree, monkeypatch):
     sizes = [file.stat().st_size for file in files_of(tree)]
     seen: list[tuple[int, int]] = []
     at_each(monkeypatch, lambda samples, at: seen.append((samples.start, samples.stop)) if at == "before" else None)

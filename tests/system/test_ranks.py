@@ -1,4 +1,4 @@
-"""`train()` in several processes: each sample once among them, one writes, and another number of them goes on."""
+"""`train()` in several processes: they share the samples, one of them writes, and a different number can resume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     pack: Path, folder: Path, world_size: int, *, stop_after: int = -1, by_torchrun: bool = False
 ) -> list[dict[str, Any]]:
-    """Train in so many processes, and return what each wrote down."""
+    """Train in this many processes, and return the records of each."""
     folder.mkdir(exist_ok=True)
     for old in records(folder):
         old.unlink()
@@ -58,7 +58,7 @@ def trained(
 
 
 def records(folder: Path) -> list[Path]:
-    """Return what the processes wrote down, by rank."""
+    """Return the records of the processes by rank."""
     return sorted(path for path in folder.glob("*-*.json") if not path.name.startswith("checkpoint"))
 
 
@@ -73,13 +73,13 @@ def by_epoch(ranks: list[dict[str, Any]]) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, numbers: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return what one process and two wrote down of a training that was not interrupted."""
+    """Return the records of an uninterrupted training in one process and in two."""
     folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
     return {1: trained(numbers, folders[0], 1), 2: trained(numbers, folders[1], 2, by_torchrun=True)}
 
 
 @pytest.mark.full
-def test_two_processes_and_one_see_the_same_samples_and_come_to_the_same_weights(whole):
+def test_one_and_two_processes_use_the_same_samples_and_produce_the_same_weights(whole):
     one, two = whole[1], whole[2]
     assert [len(one), len(two)] == [1, 2]
     for ranks in (one, two):
@@ -95,7 +95,7 @@ def test_two_processes_and_one_see_the_same_samples_and_come_to_the_same_weights
 
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
-def test_training_goes_on_with_another_number_of_processes(tmp_path, numbers, whole, before, after):
+def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers, whole, before, after):
     first = trained(numbers, tmp_path, before, stop_after=3)
     assert [rank["stopped"] for rank in first] == ["Ctrl-C"] * before
     assert len({rank["steps"] for rank in first}) == 1
@@ -112,7 +112,7 @@ def test_training_goes_on_with_another_number_of_processes(tmp_path, numbers, wh
 
 
 @pytest.mark.full
-def test_a_notebook_launches_its_own_functions_in_processes_of_one_group(tmp_path):
+def test_functions_of_a_notebook_run_in_processes_of_one_group(tmp_path):
     def work(folder: Path, factor: int) -> list[int]:
         told = torch.tensor([distributed.get_rank() + 1])
         distributed.all_reduce(told)
@@ -149,7 +149,7 @@ def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
 
 
 @pytest.mark.full
-def test_a_process_that_fails_is_one_line_that_names_it():
+def test_a_failed_process_raises_one_line_that_names_it():
     def work() -> None:
         if distributed.get_rank() == 1:
             raise ValueError("planned")
@@ -161,7 +161,7 @@ def test_a_process_that_fails_is_one_line_that_names_it():
 
 
 @pytest.mark.full
-def test_a_result_that_cannot_come_back_and_a_sudden_end_are_said():
+def test_results_that_cannot_be_returned_and_sudden_ends_raise():
     with pytest.raises(LaunchFailed, match="process 0 failed with InvalidOption: Cannot return the result"):
         colabkit.notebook_launch(lambda: (number for number in range(3)), 2)
     with pytest.raises(LaunchFailed, match=r"process \d failed with exit code 3"):
@@ -169,12 +169,12 @@ def test_a_result_that_cannot_come_back_and_a_sudden_end_are_said():
 
 
 @pytest.mark.parametrize(("function", "processes"), [(3, 2), (print, 0), (print, "two")])
-def test_a_launch_that_cannot_be_meant_is_one_line(function, processes):
+def test_an_invalid_launch_raises_one_line(function, processes):
     with pytest.raises(InvalidOption):
         colabkit.notebook_launch(function, processes)
 
 
-def test_a_process_with_threads_launches_others_and_shows_what_they_print(capsys):
+def test_a_process_with_threads_launches_others_and_shows_their_output(capsys):
     matrix, stop = torch.rand(256, 256), threading.Event()
     busy = [threading.Thread(target=lambda: [matrix @ matrix for _ in iter(stop.is_set, True)]) for _ in range(3)]
     for thread in busy:
@@ -194,7 +194,7 @@ def test_a_process_with_threads_launches_others_and_shows_what_they_print(capsys
 
 
 @pytest.mark.full
-def test_classes_of_the_notebook_come_back_as_the_same_classes(monkeypatch):
+def test_classes_of_the_notebook_keep_their_identity_in_results(monkeypatch):
     class Answer:
         rank = -1
 
@@ -207,7 +207,7 @@ def test_classes_of_the_notebook_come_back_as_the_same_classes(monkeypatch):
     assert (type(found), found.rank) == (Answer, 0)
 
 
-def test_what_cannot_be_copied_to_another_process_is_named():
+def test_objects_that_cannot_be_copied_to_another_process_are_named():
     lock = threading.Lock()
 
     def work() -> None:
@@ -219,7 +219,7 @@ def test_what_cannot_be_copied_to_another_process_is_named():
         colabkit.notebook_launch(print, 2, (number for number in range(3)))
 
 
-def test_one_process_alone_asks_nobody():
+def test_a_single_process_does_not_communicate():
     with Ranks() as alone:
         assert (alone.rank, alone.count, alone.is_first) == (0, 1, True)
         assert alone.agreed(5, 0.1, [1, 0]) == [1, 0]
@@ -229,7 +229,7 @@ def test_one_process_alone_asks_nobody():
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_processes_that_are_told_to_end_leave_a_checkpoint_and_signals_as_they_were(tmp_path, numbers, number):
+def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp_path, numbers, number):
     data = colabkit.open_pack(numbers)["train"]
     former = signal.signal(signal.SIGTERM, lambda *_: heard.append(signal.SIGTERM))
     heard: list[int] = []
@@ -237,7 +237,8 @@ def test_processes_that_are_told_to_end_leave_a_checkpoint_and_signals_as_they_w
     def work() -> None:
         def press(done: meters.StepDone) -> None:
             if done.step == 3 and distributed.get_rank() == 0:
-                os.kill(os.getppid(), number)  # as a terminal or a runtime that ends does to all
+                # A terminal or runtime that ends also signals all processes.
+                os.kill(os.getppid(), number)
 
         colabkit.train(
             lambda batch: None, colabkit.Loader(data, 1), epochs=99, state={}, save_to=tmp_path, on_step=press

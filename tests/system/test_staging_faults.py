@@ -1,4 +1,4 @@
-"""`stage()` when the disk fills, a process is killed or the user interrupts, at every operation, and beside others."""
+"""`stage()` with a full disk, a kill or an interrupt at every operation, and with concurrent processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = ("folder", "archive", "kept archive")
 
 @pytest.fixture
 def source(tmp_path):
-    """Return a function that makes a tiny source of a kind."""
+    """Return a function that creates a tiny source of a kind."""
 
     def make(kind: str) -> Path:
         folder = tmp_path / "far" / "tree"
@@ -54,7 +54,7 @@ def copy(source: Path, near: Path, kind: str, threads: int = 1, refresh: bool = 
 
 
 def content(near: Path) -> dict[str, bytes] | None:
-    """Return the bytes of a near copy's files, None where there is nothing at its path."""
+    """Return the bytes of a local copy's files; None if nothing is at its path."""
     if not os.path.lexists(near):
         return None
     files = [path for path in near.rglob("*") if path.is_file()]
@@ -63,18 +63,18 @@ def content(near: Path) -> dict[str, bytes] | None:
 
 
 def whole(source: Path, kind: str) -> dict[str, bytes]:
-    """Return what the near copy has to hold."""
+    """Return the expected content of the local copy."""
     return {source.name: source.read_bytes()} if kind == "kept archive" else FILES
 
 
 def inside_kept(folder: Path) -> list[str]:
-    """Return all that lies in partials that are kept for the next run, and these themselves."""
+    """Return the partial folders that are kept for the next run, with their entries."""
     return [str(path) for kept in kept_partials(folder) for path in (kept, *kept.rglob("*"))]
 
 
 @pytest.mark.parametrize("threads", sampled([1, 3], 1))
 @pytest.mark.parametrize("kind", sampled(KINDS, 2))
-def test_a_disk_that_fills_at_any_operation_leaves_nothing_and_the_next_run_succeeds(
+def test_a_disk_that_fills_up_at_any_operation_leaves_nothing_and_the_next_run_succeeds(
     source, tmp_path, file_hook, kind, threads
 ):
     far, near = source(kind), tmp_path / "new" / "near"
@@ -92,24 +92,28 @@ def test_a_disk_that_fills_at_any_operation_leaves_nothing_and_the_next_run_succ
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_that_fills_at_any_operation_of_a_refresh_leaves_the_old_or_the_new(source, tmp_path, file_hook, kind):
+def test_a_disk_that_fills_up_at_any_operation_of_a_refresh_leaves_the_old_or_the_new_copy(
+    source, tmp_path, file_hook, kind
+):
     far, near = source(kind), tmp_path / "near"
     copy(far, near, kind)
 
     def refresh() -> None:
-        os.utime(far / "5.txt" if kind == "folder" else far)  # something has changed
+        # Change the source.
+        os.utime(far / "5.txt" if kind == "folder" else far)
         copy(far, near, kind, refresh=True)
 
     for number, strike in struck_runs(file_hook, full, refresh, NotEnoughSpace):
         assert content(near) == whole(far, kind), f"at operation {number}"
         assert leftovers(tmp_path) == [] or strike.operation in ("rename", "remove"), f"at operation {number}"
     assert content(near) == whole(far, kind)
-    copy(far, near, kind)  # takes away what could not be removed
+    # The next run removes leftovers that could not be removed before.
+    copy(far, near, kind)
     assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, 1))
-def test_a_kill_at_any_operation_shows_nothing_or_the_whole_and_the_next_run_completes(
+def test_after_a_kill_at_any_operation_the_copy_is_absent_or_complete_and_the_next_run_completes_it(
     source, tmp_path, killed_at, kind
 ):
     far, near = source(kind), tmp_path / "near"
@@ -124,10 +128,11 @@ def test_a_kill_at_any_operation_shows_nothing_or_the_whole_and_the_next_run_com
     assert left_something
 
 
-def test_a_kill_at_any_operation_of_a_refresh_shows_nothing_the_old_or_the_new(source, tmp_path, killed_at):
+def test_after_a_kill_at_any_operation_of_a_refresh_the_copy_is_absent_old_or_new(source, tmp_path, killed_at):
     far, near = source("folder"), tmp_path / "near"
     copy(far, near, "folder")
-    os.utime(far / "5.txt", ns=(0, 0))  # something has changed
+    # Change the source.
+    os.utime(far / "5.txt", ns=(0, 0))
     for number in killed_runs(killed_at, partial(copy, far, near, "folder", refresh=True)):
         assert content(near) in (None, FILES), f"at operation {number}"
         copy(far, near, "folder", refresh=True)
@@ -136,7 +141,7 @@ def test_a_kill_at_any_operation_of_a_refresh_shows_nothing_the_old_or_the_new(s
     assert number >= 15
 
 
-def test_a_kill_at_any_operation_of_unstage_shows_nothing_or_the_whole(source, tmp_path, killed_at):
+def test_after_a_kill_at_any_operation_of_unstage_the_copy_is_absent_or_complete(source, tmp_path, killed_at):
     far, near = source("folder"), tmp_path / "near"
     copy(far, near, "folder")
     for _ in killed_runs(killed_at, partial(unstage, near)):
@@ -159,11 +164,11 @@ def test_an_interrupt_at_any_operation_leaves_no_thread_and_the_next_run_resumes
         assert set(leftovers(tmp_path)) <= set(inside_kept(tmp_path)) or strike.operation in ("rename", "remove")
         assert reader_threads() == []
         assert content(stage_it()) == whole(far, kind)
-        assert leftovers(tmp_path) == [], f"not taken up after operation {number}"
+        assert leftovers(tmp_path) == [], f"not resumed after operation {number}"
         unstage(near)
 
 
-def test_other_refusals_of_the_file_system_are_typed_and_leave_nothing(source, tmp_path, file_hook):
+def test_other_errors_of_the_file_system_are_typed_and_leave_nothing(source, tmp_path, file_hook):
     far, near = source("folder"), tmp_path / "near"
 
     def refuse() -> None:
@@ -179,7 +184,7 @@ def test_other_refusals_of_the_file_system_are_typed_and_leave_nothing(source, t
     assert leftovers(tmp_path) == []
 
 
-def test_the_source_is_untouched_by_runs_that_fail(source, tmp_path, file_hook):
+def test_failed_runs_do_not_change_the_source(source, tmp_path, file_hook):
     far = source("archive").parent
     before = [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([far, *far.rglob("*")])]
     for number in range(1, 17, 3):
@@ -191,7 +196,7 @@ def test_the_source_is_untouched_by_runs_that_fail(source, tmp_path, file_hook):
     assert [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([far, *far.rglob("*")])] == before
 
 
-def test_a_killed_process_is_gone_on_with_by_the_next(source, tmp_path):
+def test_the_next_process_resumes_the_work_of_a_killed_one(source, tmp_path):
     code = (
         "import sys, os, signal; from colabkit import stage; from colabkit.foundation import file_changes\n"
         "def hook(operation, path):\n"
@@ -206,7 +211,7 @@ def test_a_killed_process_is_gone_on_with_by_the_next(source, tmp_path):
 
 
 @pytest.mark.full
-def test_eight_processes_that_stage_the_same_all_end_right_and_copy_once(tmp_path):
+def test_eight_processes_that_stage_one_source_all_succeed_and_copy_it_once(tmp_path):
     far = make_tree(tmp_path / "far", 100)
     code = (
         "import sys, colabkit; sys.stdin.readline(); r = colabkit.stage(sys.argv[1], sys.argv[2], progress=False);"

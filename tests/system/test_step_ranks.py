@@ -1,4 +1,4 @@
-"""`supervised_step()` in two processes: the gradients of both, one set of names, the same figures."""
+"""`supervised_step()` in two processes: combined gradients, one set of names, and equal results."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def all_of(some: Batches) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def update(rank: int, folder: str) -> None:
-    """Train two epochs on every second batch, the first of an odd number of them, and write what came of it.
+    """Train two epochs on every second batch of an odd number, starting with the first, and write the results.
 
-    This is done twice: with a model, which the step wraps, and with one that is wrapped already.
+    This is done twice: with a plain model, which the step wraps, and with a wrapped one.
     """
     store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=dt.timedelta(seconds=60))
     try:
         for is_wrapped in (False, True):
-            model = small_cnn(width=8, seed=0 if is_wrapped else rank)  # the first process's weights hold
+            # All processes use the first one's weights.
+            model = small_cnn(width=8, seed=0 if is_wrapped else rank)
             _, step = make_step(DistributedDataParallel(model) if is_wrapped else model, accumulate=2)
             exchanges: list[int] = []
             for epoch in (batches(10), batches(10)[:4]):
@@ -38,7 +39,8 @@ def update(rank: int, folder: str) -> None:
                     step(batch)
                     exchanges.append(step.updates)
                 step.flush()
-            found = step.evaluate(batches(3)[: 2 - rank])  # unequally many: two here, one there
+            # Different numbers of batches: two in the first process, one in the second.
+            found = step.evaluate(batches(3)[: 2 - rank])
             assert step.parts["model"] is model
             record = {"model": model.state_dict(), "found": found, "updates": step.updates, "exchanges": exchanges}
             torch.save(record, f"{folder}/{rank}-{is_wrapped}.pt")
@@ -46,7 +48,7 @@ def update(rank: int, folder: str) -> None:
         distributed.destroy_process_group()
 
 
-def test_two_processes_make_the_updates_of_one_on_all_their_batches(tmp_path):
+def test_two_processes_make_the_same_updates_as_one_with_all_batches(tmp_path):
     reference, step = make_step()
     some = batches(10)
     for start, stop in ((0, 4), (4, 8), (8, 10), (0, 4)):
@@ -65,7 +67,7 @@ def test_two_processes_make_the_updates_of_one_on_all_their_batches(tmp_path):
 
 
 def train_with_checkpoints(rank: int, data: PackedDataset, folder: str) -> None:
-    """Train an epoch of 11 steps, with checkpoints after every second one."""
+    """Train an epoch of 11 steps with a checkpoint after every second step."""
     store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=dt.timedelta(seconds=60))
     try:
@@ -74,7 +76,7 @@ def train_with_checkpoints(rank: int, data: PackedDataset, folder: str) -> None:
         distributed.destroy_process_group()
 
 
-def test_checkpoints_that_are_due_by_steps_come_amid_an_epoch_of_several_processes(tmp_path, data):
+def test_several_processes_save_checkpoints_in_the_middle_of_an_epoch(tmp_path, data):
     works = [(train_with_checkpoints, rank, data, str(tmp_path)) for rank in range(2)]
     assert statuses_of(works) == [0, 0]
     found = [int(path.stem.split("-")[1]) for path in (tmp_path / "run").glob("*.json")]
@@ -83,7 +85,7 @@ def test_checkpoints_that_are_due_by_steps_come_amid_an_epoch_of_several_process
 
 
 def fail_in_one(rank: int, data: PackedDataset, folder: str) -> None:
-    """Train with a step that fails in one of two processes, and write down by what each training ended."""
+    """Train with a step that fails in one of two processes, and record the error of each training."""
     store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=dt.timedelta(minutes=30))
     steps: list[object] = []
@@ -99,13 +101,13 @@ def fail_in_one(rank: int, data: PackedDataset, folder: str) -> None:
         Path(folder, str(rank)).write_text(f"{type(error).__name__}: {error}")
 
 
-def test_a_step_that_fails_in_one_process_waits_for_no_other(tmp_path, data):
+def test_a_step_that_fails_in_one_process_does_not_wait_for_the_other(tmp_path, data):
     assert statuses_of([(fail_in_one, rank, data, str(tmp_path)) for rank in range(2)]) == [0, 0]
     assert (tmp_path / "1").read_text() == "ValueError: planned"
     assert (tmp_path / "0").exists()
 
 
-def test_a_group_of_one_process_wraps_nothing(tmp_path, monkeypatch):
+def test_a_group_of_one_process_does_not_wrap_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "DistributedDataParallel", None)
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

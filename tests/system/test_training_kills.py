@@ -1,4 +1,4 @@
-"""Trainings whose process is killed or told to end: what is resumed equals an uninterrupted run, bit for bit."""
+"""Trainings in processes that are killed or terminated: a resumed run equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train_until_killed(data: PackedDataset, folder: Path, at_step: int) -> None:
 
 
 @pytest.mark.parametrize("at_step", sampled([1, 6, 7, 15, 23], 2))
-def test_killed_in_any_step_and_resumed_equals_uninterrupted(tmp_path, data, at_step):
+def test_a_run_that_is_killed_in_any_step_and_resumed_equals_an_uninterrupted_one(tmp_path, data, at_step):
     whole = SmallTraining(data)
     expected = whole.train(4)
     assert statuses_of([(train_until_killed, data, tmp_path, at_step)]) == [-signal.SIGKILL]
@@ -52,7 +52,8 @@ def test_killed_in_any_step_and_resumed_equals_uninterrupted(tmp_path, data, at_
     report = resumed.train(4, save_to=tmp_path)
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
-    saved = (at_step - 1) // 6 * 6  # in the background: the kill may come before it is sealed
+    # Saved in the background, so the kill may come before it is sealed.
+    saved = (at_step - 1) // 6 * 6
     assert report.resumed_from.name in {f"checkpoint-{step:08d}.pt" for step in (saved, max(0, saved - 6))}
 
 
@@ -63,7 +64,7 @@ def train_noted(data: PackedDataset, folder: Path, log: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["digits", "images"])
-def test_killed_at_twenty_random_moments_equals_uninterrupted(tmp_path, name):
+def test_a_run_that_is_killed_at_twenty_random_times_equals_an_uninterrupted_one(tmp_path, name):
     data = make_packs(tmp_path)[name]
     whole = NotedTraining(data, tmp_path / "whole", tmp_path / "whole.log")
     expected = whole.train()
@@ -77,13 +78,15 @@ def test_killed_at_twenty_random_moments_equals_uninterrupted(tmp_path, name):
         process = PROCESSES.Process(target=train_noted, args=(data, folder, log))
         process.start()
         moment = time.monotonic() + DEADLINE_S
-        while not log.exists() or log.stat().st_size <= begun:  # some steps further each time, so that it ends
+        # Let each attempt make some steps, so that the training ends.
+        while not log.exists() or log.stat().st_size <= begun:
             assert time.monotonic() < moment
             assert process.is_alive()
         process.join(draws.uniform(0, 0.05))
         process.kill()
         process.join()
-        if process.exitcode != -signal.SIGKILL:  # it came to its end before: once more from the start
+        # If the process finished before the kill, start again from the beginning.
+        if process.exitcode != -signal.SIGKILL:
             assert process.exitcode == 0
             shutil.rmtree(folder)
             log.unlink()
@@ -100,7 +103,8 @@ def test_killed_at_twenty_random_moments_equals_uninterrupted(tmp_path, name):
 
 def train_until_told_to_end(data: PackedDataset, folder: Path | None, signals: list[int], is_failing: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
+        # nohup ignores SIGHUP.
+        signal.signal(number, signal.SIG_DFL)
     steps: list[object] = []
 
     def step(batch: object) -> None:
@@ -115,7 +119,7 @@ def train_until_told_to_end(data: PackedDataset, folder: Path | None, signals: l
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_process_that_is_told_to_end_saves_before_it_does(tmp_path, data, number):
+def test_a_terminated_process_saves_before_it_ends(tmp_path, data, number):
     for signals in ([number], [number, signal.SIGINT]):
         folder = tmp_path / str(len(signals))
         assert statuses_of([(train_until_told_to_end, data, folder, signals, False)]) == [-number]
@@ -124,5 +128,5 @@ def test_a_process_that_is_told_to_end_saves_before_it_does(tmp_path, data, numb
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_process_that_is_told_to_end_does_so_even_if_the_training_fails(data, number):
+def test_a_terminated_process_ends_even_if_the_training_fails(data, number):
     assert statuses_of([(train_until_told_to_end, data, None, [number], True)]) == [-number]

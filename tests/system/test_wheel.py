@@ -1,4 +1,4 @@
-"""The wheel holds what it must and nothing else; the samples are what README says."""
+"""The wheel contains exactly the required files, and the samples match the README."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "colabkit", folder / "colabkit", ignore=ignored)  # building in place leaves things behind
+    # Building in place would leave files behind.
+    shutil.copytree(ROOT / "colabkit", folder / "colabkit", ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(folder)]
     subprocess.run(command, check=True, capture_output=True)
     (path,) = folder.glob("colabkit-*.whl")
     return zipfile.ZipFile(path)
 
 
-def test_the_wheel_holds_every_module_and_the_samples(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_contains_every_module_and_the_samples(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {
         str(path.relative_to(ROOT)) for path in (ROOT / "colabkit").rglob("*.py*") if path.suffix in (".py", ".pyi")
@@ -39,7 +40,7 @@ def test_the_wheel_holds_every_module_and_the_samples(wheel: zipfile.ZipFile) ->
     assert names == sources | {"colabkit/py.typed", "colabkit/storage/samples/digits.zip"}
 
 
-def test_the_wheel_has_the_command_and_lower_bounds_only(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_the_command_and_only_lower_bounds(wheel: zipfile.ZipFile) -> None:
     info = {name.rpartition("/")[2]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
     assert "colabkit = colabkit.notebook.command_line:main" in info["entry_points.txt"]
     lines = info["METADATA"].splitlines()
@@ -48,7 +49,7 @@ def test_the_wheel_has_the_command_and_lower_bounds_only(wheel: zipfile.ZipFile)
     assert not [line for line in required if re.search("<|==|~=|!=", line)]
 
 
-def test_the_samples_are_the_digits_with_one_folder_a_class() -> None:
+def test_the_samples_are_the_digits_with_one_folder_for_each_class() -> None:
     with zipfile.ZipFile(sample_archive("digits")) as archive:
         names = archive.namelist()
         counts = Counter(name.split("/")[1] for name in names)

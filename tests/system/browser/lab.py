@@ -1,4 +1,4 @@
-"""A real JupyterLab in Chromium, for the scripts beside: its server, its commands, what is looked at."""
+"""A real JupyterLab in Chromium for the scripts in this folder: its server, its commands and its elements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READY = """async () => {
 
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """Run JupyterLab over a folder; give its address."""
+    """Run JupyterLab in a folder and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,7 +89,7 @@ def save_notebook(path: Path, cells: list[str]) -> None:
 
 
 def do(page: Page, command: str, **arguments: object) -> None:
-    """Start one of JupyterLab's commands."""
+    """Run one of JupyterLab's commands."""
     page.evaluate("([name, taken]) => { window.jupyterapp.commands.execute(name, taken); }", [command, arguments])
 
 
@@ -102,12 +102,12 @@ def open_lab(page: Page, address: str, path: str = "") -> None:
 
 
 def check(what: str, found: object, holds: bool) -> bool:
-    print(f"{'holds' if holds else 'FALLS SHORT':<12}{what}: {found}")
+    print(f"{'passed' if holds else 'FAILED':<12}{what}: {found}")
     return holds
 
 
 def cut_off(page: Page, selector: str) -> list[str]:
-    """Return the parts of an element that end outside of it, but for those that can be scrolled to."""
+    """Return the parts of an element that extend beyond it, except those that can be scrolled into view."""
     return page.evaluate(
         """(whole) => {
             const scrolls = (part) => part && part !== document.querySelector(whole)

@@ -1,10 +1,11 @@
-"""Click through the launcher and the template notebook in a real JupyterLab in Chromium, and look at them.
+"""Click through the launcher and the template notebook in a real JupyterLab in Chromium, and check them.
 
 pip install ".[bench]" jupyterlab && python tests/system/browser/launcher_in_jupyterlab.py --pictures pictures
 
-It checks that the template trains to its end after "Run All Cells" in the menu; that the launcher's "Stage and train",
-clicked twice with the mouse, trains once, moves its bar, shows the live panel and its reports; that an interrupt is
-told and gone on from; that a wrong path is told inside; that a narrow window cuts nothing off. It makes pictures.
+It checks that the template finishes after "Run All Cells" in the menu; that a double click on the launcher's "Stage and
+train" trains once, moves the progress bar, and shows the live panel and the reports; that the launcher reports an
+interrupt and resumes; that it shows errors such as a wrong path; and that a narrow window cuts nothing off. It saves
+pictures.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def is_over(page: Page) -> bool:
 
 
 def watched(page: Page) -> tuple[set[str], set[str]]:
-    """Return the widths of the bar, and the texts of the live panel, that were seen until the work was over."""
+    """Return the widths of the progress bar and the texts of the live panel until the work is finished."""
     bars: set[str] = set()
     frames: set[str] = set()
     look = f"""[
@@ -111,7 +112,7 @@ def watched(page: Page) -> tuple[set[str], set[str]]:
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Write image files in two classes, enough to see them being staged and packed."""
+    """Write image files in two classes, enough to watch them being staged and packed."""
     random = np.random.default_rng(0)
     for name in ("dark", "light"):
         (folder / name).mkdir(parents=True)
@@ -201,7 +202,7 @@ def look_at_saved(page: Page, address: str, pictures: Path) -> list[bool]:
 
 
 def look_around(page: Page, pictures: Path) -> list[bool]:
-    """Make pictures of the panel in both themes and several widths."""
+    """Save pictures of the panel in both themes and several widths."""
     results = []
     for theme in ("Light", "Dark"):
         do(page, "apputils:change-theme", theme=f"JupyterLab {theme}")

@@ -1,8 +1,8 @@
-"""Make the pictures of the launcher in README: a real run in JupyterLab, in light and dark.
+"""Make README's pictures of the launcher: a real run in JupyterLab, in the light and the dark theme.
 
 pip install ".[bench]" jupyterlab && python tests/system/browser/launcher_picture.py --chromium /usr/bin/chromium
 
-It clicks "Stage and train" for pieces of scikit-learn's two photos, which lie in a folder that stands for Drive.
+It clicks "Stage and train" for crops of scikit-learn's two photos, which lie in a folder that represents Drive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 LAUNCHER = ".colabkit-launcher"
-COLORS = 256  # of a picture: all that it shows, in half the bytes
+# Enough for all colors of a picture, with half the bytes.
+COLORS = 256
 
 
 def fill(page: Page, label: str, text: str) -> None:
@@ -27,7 +28,7 @@ def fill(page: Page, label: str, text: str) -> None:
 
 
 def take(page: Page, path: Path) -> None:
-    """Write a picture of the launcher, with few colours."""
+    """Write a picture of the launcher with few colors."""
     image = Image.open(io.BytesIO(page.locator(LAUNCHER).screenshot())).convert("RGB")
     few = image.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
@@ -47,7 +48,8 @@ def take_pictures(page: Page, address: str, target: Path, epochs: int) -> None:
     panel.get_by_text(f"epoch {epochs // 3}/{epochs}").wait_for(timeout=120_000)
     for theme in ("light", "dark"):
         do(page, "apputils:change-theme", theme=f"JupyterLab {theme.capitalize()}")
-        page.wait_for_timeout(1000)  # until it is painted
+        # Wait until the page is painted.
+        page.wait_for_timeout(1000)
         panel.get_by_text("Nothing to fix").wait_for(timeout=60_000)  # the change of themes took a CPU
         take(page, target / f"launcher-{theme}.png")
     do(page, "notebook:shutdown-kernel")

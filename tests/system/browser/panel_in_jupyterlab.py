@@ -1,10 +1,10 @@
-"""Train in a real JupyterLab in Chromium, and look at the panel: while the cell is busy, and in the saved notebook.
+"""Train in a real JupyterLab in Chromium, and check the panel while the cell is busy and in the saved notebook.
 
 pip install ".[bench]" jupyterlab && python tests/system/browser/panel_in_jupyterlab.py --pictures pictures
 
-It checks that the panel's words change at least once a second while the cell is busy, that nothing but the panel's one
-output is there, that it can be read in the saved notebook without a kernel and without trust, and that a narrow window
-cuts nothing off. It makes pictures of each.
+It checks that the panel's text changes at least once a second while the cell is busy, that the panel's output is the
+only one, that the panel is readable in the saved, untrusted notebook without a kernel, and that a narrow window cuts
+nothing off. It saves pictures of each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOOK_S = 0.05
 
 
 def watched(page: Page) -> tuple[list[float], int]:
-    """Run the notebook; return when the panel's words changed while the cell was busy, and how many outputs it has."""
+    """Run the notebook; return the times at which the panel's text changed, and the number of outputs."""
     page.wait_for_function("window.jupyterapp.shell.currentWidget?.sessionContext !== undefined")
     page.evaluate(READY)
     do(page, "notebook:run-all-cells")
@@ -92,7 +92,7 @@ def look_at(page: Page, address: str, folder: Path, screen: str, pictures: Path)
 
 
 def look_at_saved(page: Page, address: str, folder: Path, screen: str, pictures: Path) -> list[bool]:
-    """Open a copy of the saved notebook, which nobody trusts, without a kernel."""
+    """Open an untrusted copy of the saved notebook without a kernel."""
     saved = nbformat.read(folder / f"{screen}.ipynb", as_version=4)
     saved.metadata["copied"] = True
     nbformat.write(saved, folder / f"{screen}-saved.ipynb")

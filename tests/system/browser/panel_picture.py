@@ -1,9 +1,9 @@
-"""Make the pictures of the panel in README: a frame of a real run, drawn by Chromium in light and dark.
+"""Make README's pictures of the panel: a frame of a real run, drawn by Chromium in light and dark.
 
 pip install ".[bench]" && python tests/system/browser/panel_picture.py --chromium /usr/bin/chromium
 
-The run trains a small network on crops of photos in JPEG files, which takes longer to decode than to train on, so that
-the panel has something to say. scikit-learn's two photos are cut into the 400 files.
+The run trains a small network on 400 JPEG files, which are crops of scikit-learn's two photos. Decoding them takes
+longer than training, so that the panel has a bottleneck to report.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDTH = 784
 
 
 class KeptFrames:
-    """A screen that keeps what it is given."""
+    """A screen that records its frames."""
 
     def __init__(self) -> None:
         self.frames: list[str] = []
@@ -40,11 +40,11 @@ class KeptFrames:
         self.frames.append(html)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing."""
 
 
 def write_photos(folder: Path, count: int, size: tuple[int, int] = (384, 512)) -> Path:
-    """Write JPEG files in two classes: pieces of two photos."""
+    """Write JPEG files in two classes: crops of two photos."""
     random = np.random.default_rng(0)
     for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
         (folder / name).mkdir(parents=True)
@@ -57,7 +57,8 @@ def write_photos(folder: Path, count: int, size: tuple[int, int] = (384, 512)) -
 
 def frames_of_a_run(epochs: int) -> list[str]:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the other cores decode
+    # Leave the other cores to decoding.
+    torch.set_num_threads(1)
     screen = KeptFrames()
     with tempfile.TemporaryDirectory() as name, chdir(name):
         files = colabkit.FileDataset(write_photos(Path("photos"), 400))
