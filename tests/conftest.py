@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: small image trees, packs, and the seam through which files change."""
+"""Fixtures shared by all tests: small image trees, packs, and the hook before each file change."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ settings.register_profile("full", deadline=None)
 settings.register_profile("fast", max_examples=15, deadline=None)
 
 MOST_CASES = 2
-"""Cases of a parametrised test that run without `--full`, the first and the last."""
+"""Number of cases of a parametrized test that run without `--full`: the first and the last."""
 
 NUMBERS = itertools.count()
 ROWS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--report", action="store_true", help="print the table of known failures and what is done")
-    parser.addoption("--full", action="store_true", help="run every test, also those marked `full`")
+    parser.addoption(
+        "--report", action="store_true", help="print a table of known failures and how colabkit handles them"
+    )
+    parser.addoption("--full", action="store_true", help="run all tests, including those marked `full`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
         see_own_mounts_only()
-    # A shell starts background jobs with SIGINT ignored, which programs inherit. A handler is not inherited: programs
-    # that tests start get the default again.
+    # A shell starts background jobs with SIGINT ignored, which child processes inherit. A handler is not inherited, so
+    # programs that tests start get the default action again.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("full" if config.getoption("--full") else "fast")
 
 
 def see_own_mounts_only() -> None:
-    """Leave the mount namespace, so that no worker finds the Drive that another one mounts.
+    """Enter a new mount namespace, so that no worker finds the Drive that another worker mounts.
 
-    `CLONE_NEWNS`, `MS_REC` and `MS_PRIVATE` are those of `<linux/sched.h>` and `<linux/mount.h>`.
+    The numbers are `CLONE_NEWNS` of `<linux/sched.h>`, and `MS_REC` and `MS_PRIVATE` of `<linux/mount.h>`.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x00020000) == 0:
@@ -60,31 +62,31 @@ def see_own_mounts_only() -> None:
 
 @pytest.fixture
 def report_row(pytestconfig: pytest.Config) -> Callable[[str, str, object], None]:
-    """Return a function that adds a row to the table of `--report`: what goes wrong, what is done, what is said."""
+    """Return a function that adds a row to the table of `--report`: a failure, the reaction, and the message."""
     rows = pytestconfig.stash.setdefault(ROWS, [])
-    return lambda symptom, act, said: rows.append((symptom, act, repr(said) if isinstance(said, Report) else str(said)))
+    return lambda symptom, act, text: rows.append((symptom, act, repr(text) if isinstance(text, Report) else str(text)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if not config.getoption("--report"):
         return
-    terminalreporter.section("known failures: what colabkit does, and says")
-    for symptom, act, said in config.stash.get(ROWS, []):
+    terminalreporter.section("known failures, and how colabkit handles and reports them")
+    for symptom, act, text in config.stash.get(ROWS, []):
         terminalreporter.line(f"{symptom:42}{act}")
-        for line in said.splitlines():
+        for line in text.splitlines():
             terminalreporter.line(f"{'':42}{line}", yellow=True)
 
 
 @pytest.fixture(autouse=True)
 def main_module_stays() -> Iterator[None]:
-    """Put the main module back, whose place IPython's shells take: spawned processes ask it where they come from."""
+    """Restore the main module, which IPython's shells replace; spawned processes import it by its path."""
     yield
     sys.modules["__main__"] = MAIN
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark all but a few cases of each test as `full`, and deselect what only `--full` runs."""
+    """Mark all but a few cases of each test as `full`, and deselect the tests that only `--full` runs."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("full") and not item.get_closest_marker("every_case"):
@@ -98,27 +100,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    # With several workers, what takes longest begins first.
+    # With several workers, the slowest tests start first.
     items.sort(key=lambda item: item.path.parent.name != "system")
 
 
 def pytest_collection_finish() -> None:
-    """Take the modules out of what is collected as garbage, or each collection and each fork would touch them all."""
+    """Exclude the modules from garbage collection, since each collection and each fork would touch all of them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Keep near copies of `to="auto"` and `to="disk"` inside a folder of the test's own."""
-    # mktemp() would look through the folders of all tests before.
+    """Store local copies of `to="auto"` and `to="disk"` in a folder of the test."""
+    # mktemp() would list the folders of all previous tests.
     folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
     folder.mkdir()
     monkeypatch.setenv("COLABKIT_NEAR", str(folder))
     yield folder
     try:
         folder.rmdir()
-    except OSError:  # it is not empty, as with few tests
+    except OSError:
+        # The folder is not empty.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -141,7 +144,7 @@ def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]
 
 @pytest.fixture(scope="module")
 def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
-    """Return a function that runs work until it is killed at its `number`-th change; it says whether it came so far."""
+    """Return a function that kills work at its `number`-th file change; it returns whether work got that far."""
     with Killing() as killing:
         yield killing.at
 
@@ -154,7 +157,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
 
 @pytest.fixture
 def heard() -> Iterator[list[meters.Event]]:
-    """Return a list that fills with the events that loaders and trainings publish."""
+    """Return a list that receives the events that loaders and trainings publish."""
     events: list[meters.Event] = []
     unsubscribe = meters.subscribe(events.append)
     yield events
@@ -163,7 +166,7 @@ def heard() -> Iterator[list[meters.Event]]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Compute in one thread, as forked processes have to, so that they come to the same bits."""
+    """Compute in one thread, as forked processes must, so that results are bit-identical."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

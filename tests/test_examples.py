@@ -1,4 +1,4 @@
-"""Every public function and class has one example, and it runs as written."""
+"""Every public function and class has one example, which runs as written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST = 8
 
 
 def needs_example(thing: object) -> bool:
-    """Return whether users call a public name; they only receive reports and errors."""
+    """Return whether users call a public name; reports and errors are only returned or raised."""
     is_received = inspect.isclass(thing) and issubclass(thing, (Report, BaseException))
     return not isinstance(thing, ModuleType) and callable(thing) and not is_received
 
@@ -42,13 +42,13 @@ PUBLIC = {
 
 
 def documentation(name: str) -> str:
-    """Return the docstring of a public name; a class does not inherit that of its base."""
+    """Return the docstring of a public name; a class does not inherit the one of its base class."""
     return inspect.cleandoc(PUBLIC[name].__doc__ or "")
 
 
 @pytest.fixture
 def hosted_drive(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Be in hosted Colab, whose Drive is a real mount of a folder."""
+    """Pretend to be in hosted Colab, where Drive is a FUSE mount of a folder."""
     needs("FUSE", has_fuse())
     with hosted_colab(tmp_path_factory.mktemp("colab"), monkeypatch):
         yield
@@ -58,7 +58,7 @@ def hosted_drive(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 def shared_file(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Share `birds.zip` on a fake Drive, which gdown reaches in place of the real one."""
+    """Share `birds.zip` on a fake Drive, which gdown uses instead of the real one."""
     gdown = installed("gdown>=6", pytestconfig)
     with fake_drive(trustme.CA(), gdown, tmp_path_factory.mktemp("home"), monkeypatch) as drive:
         drive.files[SHARED_ID] = DriveFile("birds.zip", b"birds" * 1000)
@@ -76,7 +76,7 @@ def shell() -> Iterator[None]:
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make IPython return a shell with a kernel, and show nothing."""
+    """Make IPython return a shell with a kernel, and display nothing."""
     monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=object(), execution_count=1))
     monkeypatch.setattr(IPython.display, "display", lambda *_, **__: None)
 
@@ -91,7 +91,7 @@ FIXTURES = {
     "colabkit.unload_ipython_extension": "shell",
     "colabkit.unmount": "hosted_drive",
 }
-"""The service that an example needs, as a fixture."""
+"""The fixture with the service that an example needs."""
 
 
 def test_every_public_function_and_class_ends_with_one_short_example() -> None:
@@ -102,7 +102,7 @@ def test_every_public_function_and_class_ends_with_one_short_example() -> None:
         if sections.count("Example") != 1 or sections[-1] != "Example":
             wrong[name] = f"expected one section Example, as the last; found {sections}"
         elif not 2 <= len(lines) <= LONGEST or not lines[0].startswith("    >>> "):
-            wrong[name] = f"expected 2 to {LONGEST} lines from a prompt on; found {lines}"
+            wrong[name] = f"expected 2 to {LONGEST} lines that start with a prompt; found {lines}"
     assert wrong == {}
     assert set(FIXTURES) <= set(PUBLIC)
 
@@ -119,7 +119,7 @@ def test_example_runs_as_written(
     # Functions of `__main__` are pickled by value, as in a notebook.
     variables = {"__name__": "__main__"}
     example = doctest.DocTestParser().get_doctest(documentation(name), variables, name, None, None)
-    said: list[str] = []
+    output: list[str] = []
     assert example.examples
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append)
-    assert not said, "".join(said)
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=output.append)
+    assert not output, "".join(output)

@@ -1,4 +1,4 @@
-"""The front door: names sorted, complete, documented, and cheap to import."""
+"""The public names of `colabkit`: sorted, complete, documented, and fast to import."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NAMESPACES = [getattr(colabkit, name) for name in MODULES]
 PASSED_BY_COLABKIT = ("OpenSplit", "Words")
 
 
-def test_public_names_are_listed_in_order() -> None:
+def test_public_names_are_sorted() -> None:
     assert colabkit.__all__ == sorted(colabkit.__all__)
     assert set(dir(colabkit)) == set(colabkit.__all__)
 
 
-def test_unknown_names_are_attribute_errors() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         colabkit.no_such_name  # noqa: B018
 
@@ -103,7 +103,7 @@ def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_import_loads_nothing_heavy_and_changes_nothing() -> None:
+def test_import_loads_no_heavy_package_and_has_no_side_effects() -> None:
     code = f"""
 import json, logging, os, sys, threading, warnings
 def state():
@@ -125,6 +125,6 @@ def test_import_takes_under_a_tenth_of_a_second() -> None:
     assert min(float(run_python(code)) for _ in range(3)) < 0.1
 
 
-def test_staging_and_packing_need_no_torch() -> None:
+def test_staging_and_packing_do_not_import_torch() -> None:
     code = "import colabkit as c, sys; c.pack, c.stage, c.runtime, c.verify; print('torch' in sys.modules)"
     assert run_python(code).strip() == "False"

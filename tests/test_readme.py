@@ -1,4 +1,4 @@
-"""README's code blocks run, its links lead somewhere, and its version is the package's."""
+"""The README: its code blocks run, its links exist, and its newest version is that of the package."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_block_is_of_a_kind_that_is_checked() -> None:
+def test_every_code_block_has_a_known_language() -> None:
     assert {name for name, _ in BLOCKS} <= {"bash", "ipython", "python", "console", "text", "diff"}
 
 
-def test_the_first_block_is_the_two_commands_of_a_newcomer() -> None:
+def test_the_first_block_is_the_quickstart() -> None:
     assert BLOCKS[0] == ("bash", 'pip install . && colabkit demo\npip install ".[test]" && pytest\n')
 
 
 @pytest.mark.full
-def test_python_blocks_run_one_after_the_other(inside: Path) -> None:
+def test_python_blocks_run_in_order(inside: Path) -> None:
     code = "\n".join(blocks("python"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -54,37 +54,38 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 PROMPT = re.compile(r"^In \[\d+\]: (.*)\n(?:Out\[\d+\]: ((?:(?!In \[).*\n)+))?", re.MULTILINE)
-OF_THE_MACHINE = {"%runtime": "RuntimeReport", "%doctor": "Diagnosis"}  # they say another thing on each machine
+# The output of these magics differs between machines.
+OF_THE_MACHINE = {"%runtime": "RuntimeReport", "%doctor": "Diagnosis"}
 AMOUNT = re.compile(r"<?\d[\d,.]*( (ms|s|µs|KiB|MiB|GiB)\b)?")
 QUOTED = re.compile(r"'[^']*'")
 
 
-def shape(said: str) -> str:
-    """Return what is said without its numbers and paths, which differ from run to run."""
-    return AMOUNT.sub("#", QUOTED.sub("'...'", said.strip()))
+def shape(output: str) -> str:
+    """Return an output without its numbers and paths, which differ between runs."""
+    return AMOUNT.sub("#", QUOTED.sub("'...'", output.strip()))
 
 
-def test_notebook_blocks_run_and_say_what_is_printed(inside: Path, shell: InteractiveShell) -> None:
+def test_notebook_blocks_run_and_have_the_printed_output(inside: Path, shell: InteractiveShell) -> None:
     shell.run_cell(blocks("python")[0]).raise_error()
     for block in blocks("ipython"):
-        for code, said in PROMPT.findall(block) or [(block, "")]:
+        for code, output in PROMPT.findall(block) or [(block, "")]:
             done = shell.run_cell(code)
             done.raise_error()
-            if said and code in OF_THE_MACHINE:
+            if output and code in OF_THE_MACHINE:
                 assert type(done.result).__name__ == OF_THE_MACHINE[code.split()[0]]
                 assert len(repr(done.result).splitlines()[0]) > 20
-            elif said:
-                assert shape(repr(done.result)) == shape(said), code
+            elif output:
+                assert shape(repr(done.result)) == shape(output), code
     shell.run_cell("%unload_ext colabkit").raise_error()
 
 
-def test_the_six_magics_are_printed_with_what_they_say() -> None:
+def test_six_magics_are_printed_with_their_output() -> None:
     lines = PROMPT.findall(blocks("ipython")[0])
-    magics = [code.split()[0] for code, said in lines if said]
+    magics = [code.split()[0] for code, output in lines if output]
     assert magics == ["%runtime", "%stage", "%pack", "%verify", "%train", "%doctor"]
 
 
-def test_the_table_of_magics_is_that_of_the_options() -> None:
+def test_the_table_of_magics_is_up_to_date() -> None:
     written = re.search(r"<!-- begin verbs -->\n(.*)\n<!-- end verbs -->", README, re.DOTALL)[1]
     assert written == verbs_table(), "python tests/doubles/readme_tables.py prints it"
 
@@ -99,16 +100,16 @@ def test_commands_run(session: str, inside: Path) -> None:
         subprocess.run([sys.executable, "-m", "colabkit", *words], capture_output=True, check=True)
 
 
-def test_links_and_pictures_lead_to_files() -> None:
+def test_linked_files_and_pictures_exist() -> None:
     targets = re.findall(r"\]\(([^)#:]+)\)|(?:src|srcset)=\"([^\":]+)\"", README)
     for target in filter(None, (path for pair in targets for path in pair)):
         assert (ROOT / target).exists(), target
 
 
-def test_the_newest_change_is_the_version() -> None:
+def test_the_newest_changelog_entry_is_the_version() -> None:
     changes = README.partition("## Changes")[2]
     assert re.search(r"### (\S+)", changes)[1] == colabkit.__version__
 
 
-def test_nothing_is_left_to_fill_in() -> None:
+def test_no_placeholder_is_left() -> None:
     assert not re.search(r"\b(NUMBER|RATIO|OUTPUT|DEMO|BENCH|TODO)\b", README)

@@ -1,4 +1,4 @@
-"""The structure of the package: rooms in order, front doors, no cycles, and one class for each name."""
+"""The structure of the package: imports between subpackages, no cycles, unique class names, and short files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ import colabkit
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "colabkit"
-ROOMS = ("foundation", "storage", "packs", "loading", "training", "monitoring", "notebook")
-FACES = ("augment", "errors", "sampler", "types")
-"""Public namespaces beside the rooms: they only import from front doors."""
+SUBPACKAGES = ("foundation", "storage", "packs", "loading", "training", "monitoring", "notebook")
+NAMESPACES = ("augment", "errors", "sampler", "types")
+"""Public namespaces besides the subpackages: they only import from the `__init__` modules of these."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-DOORS = {room: PACKAGE / room / "__init__.pyi" for room in ROOMS}
 
 
 def name_of(file: Path) -> str:
-    """Return the dotted name of a module; a package has that of its folder."""
+    """Return the dotted name of a module; a package has the name of its folder."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -33,10 +32,10 @@ def name_of(file: Path) -> str:
 MODULES = {name_of(file): file for file in FILES}
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module, empty for the public namespaces."""
-    room = module.split(".")[1] if "." in module else ""
-    return room if room in ROOMS else ""
+def subpackage_of(module: str) -> str:
+    """Return the subpackage of a module, empty for the public namespaces."""
+    subpackage = module.split(".")[1] if "." in module else ""
+    return subpackage if subpackage in SUBPACKAGES else ""
 
 
 @cache
@@ -46,7 +45,7 @@ def tree_of(file: Path) -> ast.Module:
 
 @cache
 def imports_of(module: str) -> tuple[tuple[str, str], ...]:
-    """Return the modules of colabkit that a module imports anywhere, also for type checking, with the line as text."""
+    """Return the modules of colabkit that a module imports, also for type checking only, each with the line."""
     file = MODULES[module]
     found = []
     for node in ast.walk(tree_of(file)):
@@ -65,30 +64,35 @@ def imports_of(module: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def test_modules_import_only_from_their_own_room_and_the_rooms_above_it() -> None:
+def test_modules_import_only_from_their_own_subpackage_and_earlier_ones() -> None:
     wrong = []
     for module in MODULES:
         for target, line in imports_of(module):
-            if not room_of(module) or (room_of(module) == ROOMS[-1] and target == "colabkit"):
-                continue  # public namespaces may import from every room, the last room may use the package as users do
-            if not room_of(target) or ROOMS.index(room_of(target)) > ROOMS.index(room_of(module)):
-                wrong.append(f"{module}: {line}")
-    assert wrong == []
-
-
-def test_other_rooms_are_imported_through_their_front_doors() -> None:
-    wrong = []
-    for module in MODULES:
-        for target, line in imports_of(module):
-            if not room_of(target):
+            if not subpackage_of(module) or (subpackage_of(module) == SUBPACKAGES[-1] and target == "colabkit"):
+                # Public namespaces may import from every subpackage; the last one may use `colabkit` as users do.
                 continue
-            is_door = line.startswith(f"from colabkit.{room_of(target)} import ")
-            if is_door == (room_of(target) == room_of(module)) and not (is_door and target.count(".") > 1):
+            if not subpackage_of(target) or SUBPACKAGES.index(subpackage_of(target)) > SUBPACKAGES.index(
+                subpackage_of(module)
+            ):
                 wrong.append(f"{module}: {line}")
     assert wrong == []
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_other_subpackages_are_imported_through_their_init_modules() -> None:
+    wrong = []
+    for module in MODULES:
+        for target, line in imports_of(module):
+            if not subpackage_of(target):
+                continue
+            is_from_init = line.startswith(f"from colabkit.{subpackage_of(target)} import ")
+            if is_from_init == (subpackage_of(target) == subpackage_of(module)) and not (
+                is_from_init and target.count(".") > 1
+            ):
+                wrong.append(f"{module}: {line}")
+    assert wrong == []
+
+
+def test_there_are_no_import_cycles() -> None:
     finished: set[str] = set()
 
     def walk(module: str, path: tuple[str, ...]) -> None:
@@ -110,20 +114,20 @@ def classes() -> Iterator[tuple[str, str]]:
                 yield node.name, module
 
 
-def test_no_two_classes_share_a_name() -> None:
+def test_class_names_are_unique() -> None:
     homes = defaultdict(list)
     for name, module in classes():
         homes[name.lstrip("_")].append(f"{module}.{name}")
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
-def test_package_files_hold_a_docstring_and_names_only() -> None:
+def test_init_modules_contain_only_a_docstring_and_names() -> None:
     wrong = []
     for file in FILES:
         if file.name != "__init__.py":
             continue
         first, *rest = tree_of(file).body
-        assert isinstance(first, ast.Expr), f"{file} does not explain its folder"
+        assert isinstance(first, ast.Expr), f"{file} has no docstring"
         for node in rest:
             is_dunder = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).strip("()").startswith("__")
             if not is_dunder and not isinstance(node, ast.Import | ast.ImportFrom):
@@ -131,41 +135,41 @@ def test_package_files_hold_a_docstring_and_names_only() -> None:
     assert wrong == []
 
 
-def test_only_front_doors_list_their_names() -> None:
+def test_only_init_modules_and_public_namespaces_define_all() -> None:
     listing = [
         module
         for module, file in MODULES.items()
-        if file.name != "__init__.py" and module.removeprefix("colabkit.") not in FACES
+        if file.name != "__init__.py" and module.removeprefix("colabkit.") not in NAMESPACES
         for node in tree_of(file).body
         if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0])
     ]
     assert listing == []
 
 
-def test_front_doors_explain_every_module_and_offer_only_what_is_used() -> None:
+def test_init_modules_describe_every_module_and_export_only_used_names() -> None:
     wrong = []
-    for room in ROOMS:
-        door = importlib.import_module(f"colabkit.{room}")
-        text = inspect.getdoc(door) or ""
-        inside = {path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")}
-        inside |= {path.stem for path in (PACKAGE / room).glob("*.py")} - {"__init__"}
-        wrong += [f"{room} does not explain {name}" for name in inside if f"`{name}`" not in text]
+    for subpackage in SUBPACKAGES:
+        package = importlib.import_module(f"colabkit.{subpackage}")
+        text = inspect.getdoc(package) or ""
+        inside = {path.parent.name for path in (PACKAGE / subpackage).glob("*/__init__.py")}
+        inside |= {path.stem for path in (PACKAGE / subpackage).glob("*.py")} - {"__init__"}
+        wrong += [f"{subpackage} does not describe {name}" for name in inside if f"`{name}`" not in text]
         named = {word for line in re.findall(r"^- (.*?):", text, re.MULTILINE) for word in re.findall(r"`(\w+)`", line)}
-        wrong += [f"{room} has no {name}" for name in named - inside]
-        wrong += [f"nobody imports {room}.{name}" for name in set(door.__all__) - used_names()[room]]
+        wrong += [f"{subpackage} has no {name}" for name in named - inside]
+        wrong += [f"nobody imports {subpackage}.{name}" for name in set(package.__all__) - used_names()[subpackage]]
     assert wrong == []
 
 
 @cache
 def used_names() -> dict[str, set[str]]:
-    """Return, for each room, the names that anything imports through its front door."""
+    """Return, for each subpackage, the names that other code imports from it."""
     used: dict[str, set[str]] = defaultdict(set)
     line = re.compile(r"from (?:colabkit)?\.(\w+) import (\([^)]*\)|[^\n\\(\"]*)")
     for root in (PACKAGE, ROOT / "tests", ROOT / "notebooks"):
         for file in root.rglob("*"):
             if file.suffix in (".py", ".ipynb") or file == PACKAGE / "__init__.pyi":
-                for room, names in line.findall(file.read_text(encoding="utf-8")):
-                    used[room] |= set(re.findall(r"\w+", names))
+                for subpackage, names in line.findall(file.read_text(encoding="utf-8")):
+                    used[subpackage] |= set(re.findall(r"\w+", names))
     return used
 
 
@@ -181,7 +185,7 @@ def test_files_stay_short() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What tests share lives in `tests/doubles` or in a `conftest.py`."""
+    """Code that tests share is in `tests/doubles` or in a `conftest.py`."""
     files = sorted((ROOT / "tests").rglob("*.py"))
     names = [file.stem for file in files if file.stem.startswith("test_")]
     assert sorted(set(names)) == sorted(names), "two test files share a name"
@@ -201,18 +205,18 @@ def test_no_test_module_imports_another() -> None:
 
 
 def test_test_files_are_named_after_what_they_test() -> None:
-    """`tests/<room>/test_<module>_<aspect>.py`, where the name of the room may stand before that of the module."""
+    """`tests/<subpackage>/test_<module>_<aspect>.py`; the subpackage's name may precede the module's."""
     wrong = []
-    for room in ROOMS:
-        names = {path.stem for path in (PACKAGE / room).rglob("*") if path.suffix == ".py" or path.is_dir()}
-        for file in sorted((ROOT / "tests" / room).glob("test_*.py")):
-            stem = file.stem.removeprefix("test_").removeprefix(f"{room}_")
+    for subpackage in SUBPACKAGES:
+        names = {path.stem for path in (PACKAGE / subpackage).rglob("*") if path.suffix == ".py" or path.is_dir()}
+        for file in sorted((ROOT / "tests" / subpackage).glob("test_*.py")):
+            stem = file.stem.removeprefix("test_").removeprefix(f"{subpackage}_")
             if not any(f"{stem}_".startswith(f"{name}_") for name in names):
-                wrong.append(f"{room}: {file.name}")
+                wrong.append(f"{subpackage}: {file.name}")
     assert wrong == []
 
 
-def test_the_paths_that_contributors_are_sent_to_exist() -> None:
+def test_paths_in_the_contributing_guide_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paths = re.findall(r"`([\w.-]+/[\w./-]*)`", text)
     assert len(paths) > 5
