@@ -59,7 +59,7 @@ def shared(wait: float, count: int = 100) -> list[StepTimes]:
 
 @UNHURRIED
 @given(STEPS)
-def test_the_four_shares_add_up_to_one_or_nothing_was_timed(steps: Sequence[StepTimes]) -> None:
+def test_the_four_shares_add_up_to_one_or_are_all_zero(steps: Sequence[StepTimes]) -> None:
     shares = made(steps=steps).shares
     total = shares.wait + shares.copy + shares.compute + shares.other
     assert total == pytest.approx(1) or (total == 0 and not made(steps=steps).step.seconds)
@@ -67,7 +67,7 @@ def test_the_four_shares_add_up_to_one_or_nothing_was_timed(steps: Sequence[Step
 
 @UNHURRIED
 @given(st.integers(50, 512), st.lists(st.tuples(st.integers(0, 511), st.floats(0.2, 1e3)), max_size=2))
-def test_a_few_long_steps_do_not_change_the_typical_one(count: int, late: list[tuple[int, float]]) -> None:
+def test_a_few_long_steps_do_not_change_the_typical_step(count: int, late: list[tuple[int, float]]) -> None:
     steps = steps_of(wait=0.01, copy=0.002, other=0.003, count=count)
     usual = typical_step(steps)
     for place, seconds in late:
@@ -75,20 +75,20 @@ def test_a_few_long_steps_do_not_change_the_typical_one(count: int, late: list[t
     assert typical_step(steps) == pytest.approx(usual)
 
 
-def test_a_loader_that_gives_several_batches_at_once_is_seen_to_wait() -> None:
+def test_the_wait_for_a_loader_that_yields_several_batches_at_once_is_measured() -> None:
     for together, count in itertools.product((1, 2, 4, 8, 16), (192, 300, 512)):
         waits = [0.1 * together if number % together == 0 else 0.0 for number in range(count)]
         steps = [StepTimes(wait_s, 0.0, 0.1, 0.0, 64) for wait_s in waits]
         assert made(steps=steps).shares.wait == pytest.approx(0.5, abs=0.1)
 
 
-def test_single_steps_of_any_size_make_a_mean_batch() -> None:
+def test_the_typical_batch_is_the_mean_of_batches_of_any_size() -> None:
     steps = [StepTimes(0.0, 0.0, 0.1, 0.0, 64 - 32 * (number % 2)) for number in range(96)]
     assert typical_step(steps).samples == 48
     assert made(steps=steps).samples_per_s == pytest.approx(480)
 
 
-def test_of_no_steps_nothing_is_typical_and_late_is_what_waits_for_more_than_three_usual_steps() -> None:
+def test_without_steps_all_times_are_zero_and_late_waits_exceed_three_typical_steps() -> None:
     assert typical_step([]).seconds == 0
     assert late_share([]) == 0
     assert made(steps=[]).samples_per_s == 0
@@ -98,12 +98,12 @@ def test_of_no_steps_nothing_is_typical_and_late_is_what_waits_for_more_than_thr
         assert late_share(steps) == pytest.approx(late)
 
 
-def test_fifty_steps_are_enough_or_a_few_that_take_seconds() -> None:
+def test_fifty_steps_or_a_few_steps_of_seconds_are_enough() -> None:
     for count, seconds, expected in ((49, 0.1, False), (50, 0.1, True), (7, 10.0, False), (8, 10.0, True)):
         assert has_enough_steps(steps_of(compute=seconds, count=count)) is expected
 
 
-def test_the_first_steps_of_a_run_and_of_each_pass_are_left_out() -> None:
+def test_the_first_steps_of_a_run_and_of_each_pass_are_not_counted() -> None:
     steps = [StepTimes(float(number), 0.0, 0.1, 0.0, 1, number % 50 == 0) for number in range(200)]
     kept = [step.wait_s for step in settled_steps(steps)]
     assert kept == [number for number in range(20, 200) if number % 50]
@@ -111,13 +111,13 @@ def test_the_first_steps_of_a_run_and_of_each_pass_are_left_out() -> None:
     assert len(settled_steps(steps[1:11], warm=0)) == 10
 
 
-def test_passes_of_one_step_are_judged_by_these() -> None:
+def test_the_first_steps_count_if_each_pass_has_one_step() -> None:
     steps = [StepTimes(0.05, 0.0, 0.1, 0.0, 64, is_first=True) for _ in range(100)]
     assert made(steps=steps).shares.wait == pytest.approx(1 / 3)
     assert judge(made(steps=steps)).verdict == "data"
 
 
-def test_a_run_whose_beginning_is_out_of_sight_has_no_first_steps_to_leave_out() -> None:
+def test_all_steps_count_if_the_start_of_the_run_is_not_recorded() -> None:
     steps = shared(0.5, 512)
     assert made(steps=steps).steps == 492
     assert profile_run(replace(spent_of(steps), steps=5000), GATHERED, []).steps == 511
@@ -133,14 +133,14 @@ VERDICTS: tuple[tuple[dict[str, Any], str, str], ...] = (
 )
 
 
-def test_the_verdict_is_the_largest_share_that_should_not_be_there() -> None:
+def test_the_verdict_is_the_largest_avoidable_share() -> None:
     for times, verdict, sentence in VERDICTS:
         found = judge(made(**times))
         assert (found.verdict, found.sentence) == (verdict, sentence)
         assert found.is_good is (verdict == "compute")
 
 
-def test_the_slowest_part_is_named_where_data_is_late() -> None:
+def test_the_verdict_names_the_slowest_part_if_data_is_late() -> None:
     parts = (part("read", 0.0001), part("decode", 0.009, 0.009))
     found = judge(made(wait=0.2, facts=DECODED, parts=parts))
     assert found.bottleneck == "decode"
@@ -149,7 +149,7 @@ def test_the_slowest_part_is_named_where_data_is_late() -> None:
 
 
 @pytest.mark.parametrize(("augment_s", "slowest"), [(0.005, "samples"), (0.007, "augment")])
-def test_what_one_thread_does_after_worker_processes_is_weighed_against_what_each_of_them_does(
+def test_a_transform_after_worker_processes_is_compared_with_the_work_of_each_worker(
     augment_s: float, slowest: str
 ) -> None:
     facts = replace(PROCESSES, workers=2)
@@ -157,14 +157,14 @@ def test_what_one_thread_does_after_worker_processes_is_weighed_against_what_eac
     assert judge(made(wait=0.2, facts=facts, parts=parts)).bottleneck == slowest
 
 
-def test_who_transforms_on_the_gpu_already_is_not_told_to() -> None:
+def test_transforms_on_the_gpu_are_not_advised_if_they_already_run_there() -> None:
     parts = (part("gather", 1e-5), part("augment", 0.003))
     for facts, is_told in ((GATHERED, True), (ON_GPU, False)):
         told = judge(made(wait=0.2, facts=facts, parts=parts, host=with_gpu()))
         assert any(advice.rule == "slow_transform" for advice in told.advice) is is_told
 
 
-def test_the_first_pass_is_not_judged_by_once_later_ones_have_enough() -> None:
+def test_the_first_pass_does_not_count_if_later_passes_have_enough_steps() -> None:
     decoded = shared(0.5)
     first = replace(spent_of(decoded, parts=(part("decode", 1e-3),)), recent=())
 
@@ -181,7 +181,7 @@ def test_the_first_pass_is_not_judged_by_once_later_ones_have_enough() -> None:
     assert later(51).passes == 2
 
 
-def test_the_machine_of_the_first_pass_is_forgotten_with_it() -> None:
+def test_snapshots_of_the_machine_in_an_ignored_first_pass_do_not_count() -> None:
     decoded = shared(0.5)
     first = replace(spent_of(decoded), recent=())
     spent = spent_of([*decoded, *shared(0.0)], passes=2, first_pass=first)
@@ -191,7 +191,7 @@ def test_the_machine_of_the_first_pass_is_forgotten_with_it() -> None:
     assert profile_run(spent_of(decoded), DECODED, hosts).machine.cpu_rate == pytest.approx(0.65, abs=0.05)
 
 
-def test_what_is_done_to_batches_at_last_is_no_work_of_processes() -> None:
+def test_transforms_of_finished_batches_are_not_counted_as_work_of_processes() -> None:
     parts = (part("samples", 0.012, 0.012), part("augment", 0.004))
     case = made(facts=PROCESSES, parts=parts, wait=0.5)
     assert case.worker_s == pytest.approx(0.012)
@@ -200,7 +200,7 @@ def test_what_is_done_to_batches_at_last_is_no_work_of_processes() -> None:
     assert made(facts=DECODED, parts=parts).at_last_s == 0
 
 
-def test_too_few_steps_are_said_to_be_too_few_and_nothing_is_advised() -> None:
+def test_too_few_steps_give_no_verdict_and_no_advice() -> None:
     found = Doctor().look(spent_of(shared(0.9, 15)), DRIVE, [FULL], 0.5)
     assert (found.verdict, found.sentence) == ("unknown", "Not enough steps yet: 12 of 50, not counting the first ones")
     assert (found.advice, found.ceiling_samples_per_s, found.bottleneck) == ((), None, None)
@@ -221,11 +221,13 @@ def looks(doctor: Doctor, *shares: float) -> list[str]:
         ((0.21, 0.16, 0.16), ["data", "data", "compute"]),  # three points under it
     ],
 )
-def test_the_first_verdict_stands_at_once_and_does_not_flicker(shares: tuple[float, ...], verdicts: list[str]) -> None:
+def test_the_first_verdict_appears_immediately_and_does_not_flicker(
+    shares: tuple[float, ...], verdicts: list[str]
+) -> None:
     assert looks(Doctor(), *shares) == verdicts
 
 
-def test_the_last_look_says_what_the_run_comes_to_at_once() -> None:
+def test_the_last_look_reports_the_verdict_of_the_whole_run_immediately() -> None:
     doctor, calm = Doctor(), spent_of(shared(0.01))
     assert looks(doctor, 0.5) == ["data"]
     last = doctor.look(calm, GATHERED, [QUIET], is_over=True)
@@ -233,14 +235,14 @@ def test_the_last_look_says_what_the_run_comes_to_at_once() -> None:
     assert last.verdict == "compute"
 
 
-def test_three_verdicts_in_turn_convince_nobody() -> None:
+def test_three_alternating_verdicts_do_not_change_the_verdict() -> None:
     doctor = Doctor()
     looks(doctor, 0.01)
     runs = [steps_of(wait=0.1), steps_of(other=0.1)] * 3
     assert {doctor.look(spent_of(run), GATHERED).verdict for run in runs} == {"compute"}
 
 
-def test_a_verdict_stands_while_there_is_not_enough_to_judge_by() -> None:
+def test_the_verdict_stays_while_there_are_too_few_steps() -> None:
     doctor = Doctor()
     assert looks(doctor, 0.5) == ["data"]
     few = doctor.look(spent_of(shared(0.01, 10)), GATHERED)
@@ -272,7 +274,9 @@ def named(found: Diagnosis) -> list[str]:
     return [advice.rule for advice in found.advice]
 
 
-def test_the_best_three_are_given_the_best_first_if_they_gain_three_hundredths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_three_pieces_of_advice_that_gain_three_percent_are_given_best_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gains = [told(f"rule {gain}", 640.0 * gain) for gain in (2, 5, 3, 4)]
     rules_that_give(monkeypatch, told("about nothing"), *gains)
     assert named(judge(made())) == ["rule 5", "rule 4", "rule 3"]
@@ -282,7 +286,7 @@ def test_the_best_three_are_given_the_best_first_if_they_gain_three_hundredths(m
     assert named(judge(made())) == ["full_ram", "lost_gpu", "a"], "first what may end the run"
 
 
-def test_advice_that_another_one_contradicts_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradicting_advice_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for rule in RULES for name in rule.silences} <= {rule.name for rule in RULES}
     for rule in RULES:
         for other in rule.silences:
@@ -292,13 +296,13 @@ def test_advice_that_another_one_contradicts_is_not_given(monkeypatch: pytest.Mo
             assert named(judge(made())) == [other]
 
 
-def test_what_two_rules_would_do_alike_is_said_once_by_the_better(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_rules_with_the_same_call_give_only_the_better_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = (replace(told(name, speed), call="colabkit.stage('x')") for name, speed in (("a", 1e3), ("b", 2e3)))
     rules_that_give(monkeypatch, one, other, told("c"), told("d"))
     assert named(judge(made())) == ["b", "c", "d"]
 
 
-def test_more_workers_are_not_advised_where_memory_is_short() -> None:
+def test_more_workers_are_not_advised_if_memory_is_short() -> None:
     given = {"wait": 0.2, "facts": replace(FOREIGN, workers=1)}
     assert "more_workers" in named(judge(made(**given)))
     full = judge(made(**given, host=replace(QUIET, ram_used_bytes=11 * GIB)))
@@ -313,7 +317,7 @@ def test_larger_batches_are_advised_once_and_not_on_a_full_gpu() -> None:
     assert named(judge(made(**idle, host=full))) == ["full_gpu"]
 
 
-def test_a_pack_is_not_packed_again_but_what_it_was_made_of() -> None:
+def test_the_source_of_a_pack_is_packed_again_not_the_pack() -> None:
     parts = (part("read", 0.0001), part("decode", 0.009, 0.009))
     packed = replace(DECODED, path="/data/birds.h5", files=None)
     for source, named_as in ((None, "..."), ("/data/it's", '"/data/it\'s"')):
@@ -326,7 +330,7 @@ def test_a_pack_is_not_packed_again_but_what_it_was_made_of() -> None:
         check_call(advice.call)
 
 
-def test_seconds_saved_are_those_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_seconds_are_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     rules_that_give(monkeypatch, told("twice", 1280.0))
     (advice,) = judge(made(facts=replace(GATHERED, samples=6400))).advice
     assert advice.saved_s == pytest.approx(5.0)
@@ -334,7 +338,7 @@ def test_seconds_saved_are_those_of_an_epoch(monkeypatch: pytest.MonkeyPatch) ->
     assert advice.saved_s is None
 
 
-def test_only_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() -> None:
+def test_only_a_run_limited_by_compute_needs_no_fix() -> None:
     assert repr(judge(made(wait=0.001))).splitlines() == [
         "Data keeps up: the step itself takes 99% of the time; 634 images/s in a typical step",
         "Data loading needs no fix",
@@ -347,7 +351,7 @@ def test_only_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() ->
         assert not found.needs_nothing
 
 
-def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_contains_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     rules_that_give(monkeypatch, replace(told("one", 640.0), call="colabkit.stage('x')", check="look"), told("two"))
     found = judge(made(wait=0.1, facts=replace(GATHERED, samples=6400)))
     assert repr(found).splitlines() == [
@@ -362,7 +366,7 @@ def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.
     assert "to check: look" in table
 
 
-def test_a_loop_that_does_nothing_else_is_not_promised_the_moon() -> None:
+def test_huge_predicted_speedups_are_capped() -> None:
     found = judge(made(wait=0.1, compute=1e-7, facts=FOREIGN))
     assert "640 images/s in a typical step, over 64,000 images/s if data were always ready" in repr(found)
     assert "(over 100 times as fast" in repr(found)
@@ -370,7 +374,7 @@ def test_a_loop_that_does_nothing_else_is_not_promised_the_moon() -> None:
     assert more.samples_per_s == pytest.approx(1280, rel=0.01)  # four instead of two
 
 
-def test_workers_are_said_to_bring_what_they_can_share_of_the_waiting() -> None:
+def test_more_workers_are_predicted_to_divide_the_wait() -> None:
     alone = made(wait=0.4, compute=0.1, facts=replace(FOREIGN, workers=0))
     (more,) = [advice for advice in judge(alone).advice if advice.rule == "more_workers"]
     assert more.samples_per_s == pytest.approx(640)
@@ -379,7 +383,7 @@ def test_workers_are_said_to_bring_what_they_can_share_of_the_waiting() -> None:
     assert more.samples_per_s == pytest.approx(64 / 0.3)
 
 
-def test_paths_of_others_are_only_text_in_html_json_and_terminal() -> None:
+def test_hostile_paths_are_only_text_in_html_json_and_terminal() -> None:
     path = "/content/drive/<script>alert(1)</script>\x1b[31m\n'\"&\udcff"
     parts = (part("read", 0.05, size=20_000), part("decode", 0.001, 0.001, 0.02))
     found = judge(made(wait=0.3, facts=replace(DRIVE, path=path), parts=parts))
@@ -394,7 +398,7 @@ def test_paths_of_others_are_only_text_in_html_json_and_terminal() -> None:
         check_call(advice.call)
 
 
-def test_a_look_is_cheap_enough_for_twice_a_second() -> None:
+def test_a_look_is_cheap_enough_for_two_per_second() -> None:
     noise = random.Random(7)
     steps = [StepTimes(noise.random(), 0.0, noise.random(), 0.0, 64) for _ in range(512)]
     spent, doctor = spent_of(steps, parts=(part("read", 0.05), part("decode", 0.01, 0.01))), Doctor()

@@ -148,7 +148,7 @@ def cases(draw: st.DrawFn) -> RunProfile:
 
 @EXAMPLES
 @given(cases())
-def test_no_rule_fails_and_what_it_says_reads_well(case: RunProfile) -> None:
+def test_no_rule_fails_and_all_advice_is_well_formed(case: RunProfile) -> None:
     for rule in RULES:
         advice = rule(case)
         assert advice is None or isinstance(advice, Advice)
@@ -159,7 +159,7 @@ def test_no_rule_fails_and_what_it_says_reads_well(case: RunProfile) -> None:
 
 @EXAMPLES
 @given(cases())
-def test_data_is_not_blamed_where_it_costs_less_than_a_sixth(case: RunProfile) -> None:
+def test_the_verdict_is_not_data_if_data_costs_less_than_a_sixth(case: RunProfile) -> None:
     found = judge(case)
     if case.input_share < 0.17:
         assert found.verdict != "data"
@@ -168,7 +168,7 @@ def test_data_is_not_blamed_where_it_costs_less_than_a_sixth(case: RunProfile) -
 
 @EXAMPLES
 @given(cases())
-def test_what_is_said_is_short_ordered_and_does_not_contradict_itself(case: RunProfile) -> None:
+def test_a_diagnosis_is_short_ordered_and_consistent(case: RunProfile) -> None:
     found = judge(case)
     assert len(found.advice) <= 3
     assert len({advice.rule for advice in found.advice}) == len(found.advice)
@@ -183,7 +183,7 @@ def test_what_is_said_is_short_ordered_and_does_not_contradict_itself(case: RunP
 
 @EXAMPLES
 @given(cases())
-def test_every_diagnosis_can_be_shown_and_kept(case: RunProfile) -> None:
+def test_every_diagnosis_can_be_displayed_and_serialized(case: RunProfile) -> None:
     found = judge(case)
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["verdict"] == found.verdict
     assert repr(found)
@@ -206,7 +206,7 @@ def check_agreement(found: Diagnosis) -> None:
                 assert not any(other in rest for other in others), texts
 
 
-def test_a_foreign_loader_that_feeds_a_gpu_from_pageable_memory_is_told_of_the_option() -> None:
+def test_pin_memory_is_advised_to_a_third_party_loader_with_pageable_memory() -> None:
     foreign = replace(FOREIGN, device="cuda:0", is_pinned=False)
     advice = pageable_copies(made(facts=foreign))
     assert advice is not None

@@ -76,14 +76,14 @@ def check(found: Diagnosis) -> None:
         check_advice(advice)
 
 
-def test_of_a_report_the_verdict_is_that_of_the_run(data: PackedDataset) -> None:
+def test_the_verdict_of_a_report_is_the_verdict_of_its_run(data: PackedDataset) -> None:
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
     found = diagnose(report)
     assert (found.verdict, found.steps) == ("compute", 70)  # of 88, without the first epoch and the first of each
     check(found)
 
 
-def test_of_a_report_it_is_about_the_machine_of_that_time(data: PackedDataset) -> None:
+def test_the_diagnosis_of_a_report_uses_the_machine_of_that_run(data: PackedDataset) -> None:
     report = train(lambda batch: threading.Event().wait(0.006), Loader(data, 2), epochs=5)
     hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)),) * 3, precision="fp32")
     assert [advice.rule for advice in diagnose(hot).advice] == []  # too few steps
@@ -91,13 +91,13 @@ def test_of_a_report_it_is_about_the_machine_of_that_time(data: PackedDataset) -
     assert [advice.rule for advice in diagnose(longer).advice] == ["slowed_gpu"]
 
 
-def test_a_report_without_steps_has_too_few(data: PackedDataset) -> None:
+def test_a_report_without_steps_has_too_few_for_a_verdict(data: PackedDataset) -> None:
     found = diagnose(train(lambda batch: None, Loader(data, 4), epochs=0))
     assert found.sentence == "Too few steps for a diagnosis: 0 of 50, not counting the first ones"
     check(found)
 
 
-def test_of_a_loader_that_was_used_the_verdict_is_that_of_the_loop() -> None:
+def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
     loader = Loader(Slow(), 4, num_workers=1)
     for _ in loader:
         pass
@@ -112,7 +112,7 @@ def test_of_a_loader_that_was_used_the_verdict_is_that_of_the_loop() -> None:
     check(found)
 
 
-def test_of_a_used_loader_the_machine_is_looked_at_once_where_nobody_watched_it(
+def test_the_machine_is_sampled_once_for_a_used_loader_without_a_sampler(
     data: PackedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Fake:
@@ -131,7 +131,7 @@ def test_of_a_used_loader_the_machine_is_looked_at_once_where_nobody_watched_it(
     assert len(closed) == 1
 
 
-def test_a_watched_loader_that_was_used_is_judged_by_its_loop() -> None:
+def test_a_used_watched_loader_is_diagnosed_by_its_loop() -> None:
     watched = colabkit.watch(DataLoader(Slow(100), 1))
     for _ in watched:
         pass
@@ -141,7 +141,7 @@ def test_a_watched_loader_that_was_used_is_judged_by_its_loop() -> None:
     check(found)
 
 
-def test_an_unused_loader_is_timed_by_itself_and_does_not_move(data: PackedDataset) -> None:
+def test_an_unused_loader_is_timed_alone_and_its_state_does_not_change(data: PackedDataset) -> None:
     loader = Loader(data, 4, shuffle=True, seed=3)
     expected = [batch[1].tolist() for batch in Loader(data, 4, shuffle=True, seed=3)]
     state = loader.state_dict()
@@ -158,7 +158,7 @@ def test_an_unused_loader_is_timed_by_itself_and_does_not_move(data: PackedDatas
     check(found)
 
 
-def test_a_data_loader_by_itself_is_told_how_fast_it_is() -> None:
+def test_the_speed_of_an_unused_data_loader_is_reported() -> None:
     found = diagnose(DataLoader(Slow(40), 4), seconds=BRIEF)
     assert 0 < found.samples_per_s < 500  # of 2 ms each
     assert "slow_foreign" in [advice.rule for advice in found.advice]
@@ -168,13 +168,13 @@ def test_a_data_loader_by_itself_is_told_how_fast_it_is() -> None:
     check(found)
 
 
-def test_image_files_by_themselves_are_told_of_their_decoding(tmp_path: Path) -> None:
+def test_decoding_is_reported_for_an_unused_loader_of_image_files(tmp_path: Path) -> None:
     found = diagnose(Loader(FileDataset(make_tree(tmp_path / "tree", 8)), 4, size=4, keep="auto"), seconds=BRIEF)
     assert found.samples_per_s > 0
     check(found)
 
 
-def test_a_pack_by_itself_names_where_it_came_from_or_dots(tmp_path: Path) -> None:
+def test_advice_about_a_pack_names_its_source_or_dots(tmp_path: Path) -> None:
     packed = colabkit.pack(make_tree(tmp_path / "tree", 4), tmp_path / "a.h5", progress=False).path
     loader = Loader(colabkit.open_pack(packed)["train"], 4)
     assert loader.meters.facts is not None
@@ -184,7 +184,7 @@ def test_a_pack_by_itself_names_where_it_came_from_or_dots(tmp_path: Path) -> No
     assert other.meters.facts.source is None
 
 
-def test_passes_of_one_batch_or_one_pass_are_enough_and_a_loader_that_never_ends_is_left_after_a_while() -> None:
+def test_one_batch_per_pass_or_one_pass_is_enough_and_an_endless_loader_is_stopped() -> None:
     for loader in ([torch.zeros(5, 2)], DataLoader(TensorDataset(torch.zeros(5, 2)), 8)):
         found = diagnose(loader, seconds=BRIEF)
         assert found.samples_per_s > 0
@@ -195,14 +195,14 @@ def test_passes_of_one_batch_or_one_pass_are_enough_and_a_loader_that_never_ends
     assert diagnose((torch.zeros(5) for _ in itertools.count()), seconds=BRIEF).samples_per_s > 0
 
 
-def test_a_gpu_that_no_step_has_used_yet_is_no_fault_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_gpu_is_not_reported_for_a_loader_without_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = with_gpu(utilization_rate=0.0, torch_bytes=None, torch_reserved_bytes=None)
     real = api._profile
     monkeypatch.setattr(api, "_profile", lambda spent, facts, hosts: real(spent, facts, [idle] * 3))
     assert "wrong_device" not in [advice.rule for advice in diagnose(Loader(Slow(), 4), seconds=BRIEF).advice]
 
 
-def test_speeds_go_by_what_the_step_takes_alone_where_that_was_measured() -> None:
+def test_predictions_use_the_measured_time_of_the_step_alone() -> None:
     loader = colabkit.watch(DataLoader(Slow(320), 4))
     for _ in loader:
         pass
@@ -221,7 +221,7 @@ def test_speeds_go_by_what_the_step_takes_alone_where_that_was_measured() -> Non
     check(found)
 
 
-def test_a_saved_report_takes_a_headspace_too(data: PackedDataset, tmp_path: Path) -> None:
+def test_a_saved_report_accepts_a_headspace(data: PackedDataset, tmp_path: Path) -> None:
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
     alone = headspace_of(step_s=0.05)
     found = diagnose(report, headspace=alone)
@@ -230,7 +230,7 @@ def test_a_saved_report_takes_a_headspace_too(data: PackedDataset, tmp_path: Pat
     assert from_file.ceiling_samples_per_s == pytest.approx(found.ceiling_samples_per_s, rel=1e-3)
 
 
-def test_a_headspace_that_is_none_or_of_no_step_is_one_line_of_error() -> None:
+def test_an_invalid_headspace_or_one_without_steps_is_a_one_line_error() -> None:
     for headspace, message in (
         (0.5, r"headspace is a float; expected a HeadspaceReport or None\. Use headspace=colabkit\.headspace\("),
         (headspace_of(0.01), r"headspace= is given, and the loader has not been used .*, or omit headspace=\."),
@@ -240,26 +240,26 @@ def test_a_headspace_that_is_none_or_of_no_step_is_one_line_of_error() -> None:
 
 
 @pytest.mark.parametrize("empty", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 2)), 4)])
-def test_a_loader_without_batches_is_one_line_of_error(empty: Any) -> None:
+def test_a_loader_without_batches_is_a_one_line_error(empty: Any) -> None:
     with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose the loader: it yields no batches\. Check "):
         diagnose(empty, seconds=BRIEF)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), "1", None, True])
-def test_a_time_that_is_no_number_or_never_ends_is_one_line_of_error(seconds: Any) -> None:
+def test_a_time_that_is_not_a_finite_number_is_a_one_line_error(seconds: Any) -> None:
     message = rf"^Cannot diagnose the loader: seconds={seconds!r}; expected a finite number\. .* seconds=5\.$"
     with pytest.raises(errors.InvalidOption, match=message):
         diagnose(DataLoader(Slow(8), 4), seconds=seconds)
 
 
-def test_rubbish_is_one_line_of_error() -> None:
+def test_an_argument_that_is_not_a_loader_is_a_one_line_error() -> None:
     message = r"^Cannot diagnose: the argument is (an?|the class) \w+; expected a TrainReport or an iterable"
     for rubbish in RUBBISH:
         with pytest.raises(errors.InvalidOption, match=message):
             diagnose(rubbish)
 
 
-def test_an_error_of_the_loader_comes_as_it_is() -> None:
+def test_an_error_of_the_loader_passes_unchanged() -> None:
     def batches() -> Iterator[int]:
         yield from range(3)
         raise OSError(5, "it broke")

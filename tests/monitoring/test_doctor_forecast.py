@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> RunProfile:
 
 @UNHURRIED
 @given(FORECASTS)
-def test_no_fix_of_the_input_is_faster_than_the_step_alone(forecast: Forecast) -> None:
+def test_no_predicted_fix_of_the_input_is_faster_than_the_step_alone(forecast: Forecast) -> None:
     alone = forecast.samples / forecast.step_s
     for speed in (
         forecast.without_loader(),
@@ -79,7 +79,7 @@ def test_no_fix_of_the_input_is_faster_than_the_step_alone(forecast: Forecast) -
 
 @UNHURRIED
 @given(FORECASTS)
-def test_taking_something_away_never_makes_it_slower(forecast: Forecast) -> None:
+def test_removing_a_cost_never_predicts_a_lower_speed(forecast: Forecast) -> None:
     now = forecast.samples_per_s()
     assert forecast.without_loader() >= now
     assert forecast.samples_per_s(workers=forecast.workers + 1) >= now
@@ -90,7 +90,7 @@ def test_taking_something_away_never_makes_it_slower(forecast: Forecast) -> None
 
 @UNHURRIED
 @given(cases())
-def test_without_its_loader_no_measured_run_is_slower_than_it_was(case: RunProfile) -> None:
+def test_a_measured_run_is_predicted_not_to_be_slower_without_its_loader(case: RunProfile) -> None:
     forecast = forecast_run(case)
     assert forecast.without_loader() >= case.samples_per_s * (1 - 1e-9)
     assert forecast.samples_per_s(cpu_s=0.0, wall_s=0.0, saved_s=case.step.copy_s) >= forecast.without_loader()
@@ -98,14 +98,14 @@ def test_without_its_loader_no_measured_run_is_slower_than_it_was(case: RunProfi
 
 @UNHURRIED
 @given(cases())
-def test_a_measured_step_takes_no_longer_alone_than_it_took(case: RunProfile) -> None:
+def test_a_step_alone_is_predicted_to_take_at_most_its_measured_time(case: RunProfile) -> None:
     forecast = forecast_run(case)
     assert 0 <= forecast.step_s <= case.step.seconds - case.step.wait_s + 1e-9
     assert 0 <= forecast.held_s <= forecast.step_s
     assert forecast.wall_s >= forecast.cpu_s >= 0
 
 
-def test_the_speed_is_that_of_the_slowest_link() -> None:
+def test_the_predicted_speed_is_the_speed_of_the_slowest_part() -> None:
     assert USUAL.samples_per_s() == pytest.approx(64 / 0.16)  # 64 samples of 5 ms by two workers
     assert USUAL.samples_per_s(workers=8) == pytest.approx(64 / 0.1)  # now the step
     assert USUAL.samples_per_s(workers=8, cpu_s=0.01) == pytest.approx(64 / (0.02 + 0.64 / 3.8))  # in turns
@@ -122,7 +122,7 @@ def test_a_faster_source_does_not_help_a_loader_that_decodes_too_slowly() -> Non
 
 
 @pytest.mark.parametrize(("facts", "is_told"), [(FOREIGN, True), (PROCESSES, True), (DRIVE, False)])
-def test_workers_that_wait_for_each_file_are_predicted_by_what_they_cost_now_and_users_read_that(
+def test_the_cpu_time_of_waiting_workers_is_used_for_predictions_and_the_check_says_so(
     facts: LoaderFacts, is_told: bool
 ) -> None:
     host = replace(QUIET, children_cpu_rate=0.1)
@@ -138,7 +138,7 @@ def test_workers_that_wait_for_each_file_are_predicted_by_what_they_cost_now_and
 
 
 @pytest.mark.parametrize("are_threads", [True, False], ids=["threads", "processes"])
-def test_workers_get_on_one_at_a_time_beside_a_step_that_computes_on_the_cpu(are_threads: bool) -> None:
+def test_workers_and_a_step_on_the_cpu_take_turns(are_threads: bool) -> None:
     computing = Forecast(64, 0.1, 0.1, 0.01, 0.01, workers=2, cpus=2.0, are_threads=are_threads)
     assert computing.samples_per_s() == pytest.approx(64 / (0.1 + 0.64))
     on_four = replace(computing, cpus=4.0).samples_per_s()
@@ -148,7 +148,7 @@ def test_workers_get_on_one_at_a_time_beside_a_step_that_computes_on_the_cpu(are
 
 @pytest.mark.parametrize("facts", [FOREIGN, ON_GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("measured_s", [0.01, 0.5])
-def test_what_a_step_takes_alone_is_what_was_measured_unless_a_gpus_events_tell_less(facts, measured_s) -> None:
+def test_the_time_of_a_step_alone_is_the_measured_time_unless_gpu_events_are_shorter(facts, measured_s) -> None:
     case = made(wait=0.2, compute=0.1, facts=facts)
     case = replace(case, measured_alone_s=measured_s / case.step.samples)
     expected = min(measured_s, 0.1) if facts is ON_GPU else measured_s
@@ -156,7 +156,7 @@ def test_what_a_step_takes_alone_is_what_was_measured_unless_a_gpus_events_tell_
     assert forecast_run(case).without_loader() == pytest.approx(case.step.samples / expected)
 
 
-def test_rows_cost_their_bytes_in_the_thread_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathering_rows_costs_time_in_the_thread_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast_module, "gather_bytes_per_s", lambda row_bytes: 4e9)
     assert USUAL.from_rows(None) == USUAL.without_loader()
     assert USUAL.from_rows(1e6) == pytest.approx(64 / (0.1 + 64e6 / 4e9))
@@ -175,9 +175,7 @@ def _measures_again() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_measures_again")
 @pytest.mark.parametrize("row_bytes", [1, 1000, 150_000, 1e9])
-def test_on_a_machine_that_takes_ten_times_as_long_the_prediction_is_slower(
-    monkeypatch: pytest.MonkeyPatch, row_bytes: float
-) -> None:
+def test_a_ten_times_slower_machine_gets_a_slower_prediction(monkeypatch: pytest.MonkeyPatch, row_bytes: float) -> None:
     bound = Forecast(samples=64, step_s=1e-9, held_s=0.0, cpu_s=1e-9, wall_s=1e-9, workers=1, cpus=1.0)
     run = made(wait=0.1, compute=0.01, facts=DRIVE, parts=(part("decode", 0.002, 0.002),), host=QUIET)
 
@@ -194,11 +192,11 @@ def test_on_a_machine_that_takes_ten_times_as_long_the_prediction_is_slower(
     assert read_s > 2 * usual_read_s > 0
 
 
-def test_users_read_that_a_prediction_is_a_bound() -> None:
+def test_a_prediction_is_shown_as_an_upper_bound() -> None:
     assert re.search(r"\(up to \d+\.\d times as fast", repr(judge(made(wait=0.2, facts=FOREIGN))))
 
 
-def test_what_the_loader_takes_of_a_full_cpu_is_given_back_to_the_step() -> None:
+def test_cpu_time_saved_in_the_loader_speeds_up_the_step_on_a_full_cpu() -> None:
     steps = [
         step._replace(compute_s=0.1 if number % 10 == 0 else 0.2)
         for number, step in enumerate(steps_of(wait=0.02, count=200))
@@ -211,7 +209,7 @@ def test_what_the_loader_takes_of_a_full_cpu_is_given_back_to_the_step() -> None
     assert forecast_run(crowded).without_loader() > 1.5 * forecast_run(idle).without_loader()
 
 
-def test_a_step_on_a_gpu_is_not_made_shorter_by_idle_cpus_nor_one_of_an_unseen_machine(
+def test_idle_cpus_or_an_unknown_machine_do_not_shorten_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_gpu = made(wait=0.1, facts=replace(DECODED, device="cuda:0"), parts=(part("decode", 0.01, 0.01),), host=FULL)
@@ -223,7 +221,7 @@ def test_a_step_on_a_gpu_is_not_made_shorter_by_idle_cpus_nor_one_of_an_unseen_m
     assert forecast_run(made(steps=[], facts=None, host=None)).without_loader() == 0
 
 
-def test_files_that_others_read_ahead_now_cost_the_workers_a_read_each_once_they_are_near() -> None:
+def test_local_files_cost_the_workers_one_read_each() -> None:
     far = replace(DECODED, is_far=True)
     busy = part("decode", 0.002, 0.002)
     case = made(wait=0.1, compute=0.01, facts=far, parts=(busy, part("read", 0.2, 0.0)), host=QUIET)

@@ -38,12 +38,12 @@ def loader(samples: int = 600) -> colabkit.Loader:
     return colabkit.Loader((np.zeros((samples, 2), np.float32), np.zeros(samples, np.int64)), 4)
 
 
-def test_with_nothing_to_judge_the_error_says_what_to_do() -> None:
+def test_without_a_run_the_error_names_the_next_step() -> None:
     with pytest.raises(InvalidOption, match=r"^Cannot diagnose: no training and no loop .* Train first, or name"):
         diagnose()
 
 
-def test_a_training_is_judged_by_its_report_also_when_its_loader_and_a_later_one_are_gone() -> None:
+def test_a_training_is_diagnosed_by_its_report_even_after_its_loader_is_deleted() -> None:
     report = train(lambda batch: 0.5, loader())
     gc.collect()
     assert latest() is report
@@ -55,7 +55,7 @@ def test_a_training_is_judged_by_its_report_also_when_its_loader_and_a_later_one
     assert latest() is report
 
 
-def test_a_loop_after_a_training_is_what_was_last_also_over_a_watched_loader() -> None:
+def test_a_loop_after_a_training_is_the_latest_run_even_over_a_watched_loader() -> None:
     train(lambda batch: 0.5, loader())
     used = loader(1000)
     for _ in used:
@@ -68,7 +68,7 @@ def test_a_loop_after_a_training_is_what_was_last_also_over_a_watched_loader() -
     assert latest() is watched.meters
 
 
-def test_of_loaders_used_in_turn_the_one_that_began_is_judged() -> None:
+def test_the_first_of_alternating_loaders_is_diagnosed() -> None:
     training, validation, test = loader(), loader(), loader()
     used: list[colabkit.Loader] = [training, validation, training, validation, test, validation, training, validation]
     judged = []
@@ -81,7 +81,7 @@ def test_of_loaders_used_in_turn_the_one_that_began_is_judged() -> None:
     assert latest() is test.meters
 
 
-def test_a_loop_is_judged_by_the_machine_of_its_time_also_when_nobody_watches_any_more(
+def test_a_loop_is_diagnosed_with_the_machine_of_that_time_even_after_sampling_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Hot:
@@ -106,7 +106,7 @@ def test_a_loop_is_judged_by_the_machine_of_its_time_also_when_nobody_watches_an
     assert "slowed_gpu" not in [advice.rule for advice in diagnose(later).advice]
 
 
-def test_looking_into_a_loader_and_a_run_with_nothing_left_count_for_nothing(tmp_path: Path) -> None:
+def test_peeking_at_a_loader_and_runs_without_steps_do_not_count(tmp_path: Path) -> None:
     one, two = loader(), loader()
     report = train(lambda batch: 0.5, one)
     two.peek()
@@ -115,7 +115,7 @@ def test_looking_into_a_loader_and_a_run_with_nothing_left_count_for_nothing(tmp
     assert latest() is report
 
 
-def test_an_interrupted_training_is_judged_too() -> None:
+def test_an_interrupted_training_is_diagnosed() -> None:
     def interrupted(batch: object) -> float:
         signal.raise_signal(signal.SIGINT)
         return 0.5
@@ -125,7 +125,7 @@ def test_an_interrupted_training_is_judged_too() -> None:
     assert latest() is caught.value.report
 
 
-def test_a_saved_report_comes_to_the_same_verdict(tmp_path: Path) -> None:
+def test_a_saved_report_gets_the_same_verdict(tmp_path: Path) -> None:
     report = train(lambda batch: 0.5, loader(), epochs=2)
     hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)), QUIET) * 2, precision="fp32")
     found, again = diagnose(hot), diagnose(hot.save(tmp_path / "run.json"))
@@ -144,7 +144,7 @@ def test_a_saved_report_stays_small(tmp_path: Path) -> None:
     assert diagnose(saved).steps > 100
 
 
-def test_what_is_no_saved_report_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_saved_report_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(SourceMissing, match=r"Cannot read '.*none.json': no such file"):
         diagnose(tmp_path / "none.json")
     good = train(lambda batch: 0.5, loader()).save(tmp_path / "run.json")

@@ -355,7 +355,7 @@ def given(name: str, changes: Given | None = None) -> Any:
     return ALL[name](made(**{**TABLE[name][0], **(changes or {})}))
 
 
-def test_every_rule_speaks_up_in_its_own_case_in_words_and_a_call_that_are_right() -> None:
+def test_every_rule_gives_well_formed_advice_and_a_valid_call_in_its_own_case() -> None:
     assert set(TABLE) == set(ALL)
     assert len(ALL) == len(RULES)
     for name in TABLE:
@@ -365,7 +365,7 @@ def test_every_rule_speaks_up_in_its_own_case_in_words_and_a_call_that_are_right
         check_advice(advice)
 
 
-def test_a_rule_is_silent_in_the_cases_beside_its_own_and_where_nothing_is_known() -> None:
+def test_a_rule_gives_no_advice_in_similar_cases_or_without_data() -> None:
     for name, (_, neighbours) in TABLE.items():
         for why, changes in neighbours.items():
             assert given(name, changes) is None, f"{name}: {why}"

@@ -55,14 +55,14 @@ class Failing:
         raise OSError(5, "it broke")
 
 
-def test_a_data_loader_gives_what_it_gave() -> None:
+def test_a_watched_data_loader_yields_the_same_batches() -> None:
     torch.manual_seed(7)
     plain = [batch[0].tolist() for batch in DataLoader(DATA, 4, shuffle=True)]
     torch.manual_seed(7)
     assert [batch[0].tolist() for batch in watch(DataLoader(DATA, 4, shuffle=True))] == plain
 
 
-def test_length_attributes_and_methods_are_those_of_the_loader() -> None:
+def test_length_attributes_and_methods_are_forwarded_to_the_loader() -> None:
     loader = DataLoader(DATA, 4)
     watched = watch(loader)
     assert len(watched) == 3
@@ -75,7 +75,7 @@ def test_length_attributes_and_methods_are_those_of_the_loader() -> None:
         watched.no_such  # noqa: B018
 
 
-def test_what_has_no_length_has_none_and_is_iterated_all_the_same() -> None:
+def test_a_loader_without_a_length_can_be_iterated() -> None:
     for loader in (Named([1, 2, 3]), (number for number in (1, 2, 3)), DataLoader(Stream(), 2)):
         watched = watch(loader)
         with pytest.raises(TypeError):
@@ -84,7 +84,7 @@ def test_what_has_no_length_has_none_and_is_iterated_all_the_same() -> None:
     assert list(itertools.islice(watch(itertools.count()), 3)) == [0, 1, 2]
 
 
-def test_what_gives_no_batches_is_refused_in_one_line_and_a_watched_loader_is_not_watched_twice() -> None:
+def test_invalid_arguments_are_one_line_errors_and_a_watched_loader_is_not_wrapped_twice() -> None:
     for rubbish in (None, 5, "photos", b"photos", {"train": [1]}, DATA, [1, 2], [DataLoader(DATA)], [DATA]):
         message = r"^Cannot watch: the argument is (None|an? \w+); expected an iterable of batches"
         with pytest.raises(errors.InvalidOption, match=message):
@@ -107,7 +107,7 @@ def test_batches_samples_passes_and_steps_are_counted() -> None:
     assert spent.parts == ()
 
 
-def test_waiting_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_and_work_are_measured_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     # Asked, given, left, given, left; asking for the third is not timed.
     now = itertools.chain([0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
     monkeypatch.setattr(api.time, "perf_counter", lambda: next(now))
@@ -118,7 +118,7 @@ def test_waiting_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (spent.wait_s, spent.compute_s, spent.first_s) == (5.0, 2.0, 3.0)
 
 
-def test_steps_are_counted_while_a_long_pass_goes_on_and_no_step_of_a_gpu_is_lost(
+def test_steps_are_counted_during_a_long_pass_and_no_gpu_step_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watched = watch(Named(list(range(100))))
@@ -130,7 +130,7 @@ def test_steps_are_counted_while_a_long_pass_goes_on_and_no_step_of_a_gpu_is_los
     assert watched.meters.snapshot().steps == 1000
 
 
-def test_events_tell_of_passes_and_of_batches_that_are_counted_by_then(heard: list[meters.Event]) -> None:
+def test_events_report_passes_and_batches_that_are_already_counted(heard: list[meters.Event]) -> None:
     watched, seen = watch(DataLoader(DATA, 4)), []
     unsubscribe = meters.subscribe(lambda event: seen.append(event.meters.samples))
     try:
@@ -149,7 +149,7 @@ def test_events_tell_of_passes_and_of_batches_that_are_counted_by_then(heard: li
     assert stranger.meters.facts == meters.LoaderFacts("foreign", encoding="python")
 
 
-def test_leaving_a_pass_early_keeps_what_was_counted_and_ends_the_loaders_own() -> None:
+def test_leaving_a_pass_early_keeps_the_counts_and_closes_the_loaders_iterator() -> None:
     ended = threading.Event()
 
     def batches() -> Iterator[int]:
@@ -168,7 +168,7 @@ def test_leaving_a_pass_early_keeps_what_was_counted_and_ends_the_loaders_own() 
     assert ended.is_set()
 
 
-def test_an_error_of_the_loader_or_of_the_loop_is_the_users_own() -> None:
+def test_errors_of_the_loader_and_of_the_loop_pass_unchanged() -> None:
     failing = watch(Failing())
     with pytest.raises(OSError, match="it broke"):
         list(failing)
@@ -180,7 +180,7 @@ def test_an_error_of_the_loader_or_of_the_loop_is_the_users_own() -> None:
     assert watched.meters.snapshot().passes == 2
 
 
-def test_passes_within_a_pass_are_counted_each() -> None:
+def test_nested_passes_are_counted_separately() -> None:
     watched = watch(Named([1, 2, 3]))
     pairs = [(one, other) for one in watched for other in watched]
     assert len(pairs) == 9
@@ -189,7 +189,7 @@ def test_passes_within_a_pass_are_counted_each() -> None:
     assert list(zip(watched, watched, strict=True)) == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_a_batch_is_let_go_before_the_next_one_is_made() -> None:
+def test_a_batch_is_released_before_the_next_one_is_loaded() -> None:
     alive: list[bool] = []
 
     class Batch:
@@ -242,7 +242,7 @@ BATCHES: tuple[tuple[Any, int], ...] = (  # with their samples
 )
 
 
-def test_samples_are_those_of_the_last_field_of_a_batch() -> None:
+def test_samples_are_counted_by_the_last_field_of_a_batch() -> None:
     for batch, samples in BATCHES:
         assert samples_in(batch) == samples, batch
 
@@ -251,13 +251,13 @@ class Graphs:
     """A batch of somebody else's that tells nothing in the usual words."""
 
 
-def test_an_object_that_does_not_tell_holds_what_its_loader_puts_into_a_batch() -> None:
+def test_a_batch_of_unknown_type_counts_as_the_batch_size_of_its_loader() -> None:
     watched = watch(DataLoader(DATA, 5, collate_fn=lambda _: Graphs()))
     assert [type(batch) for batch in watched] == [Graphs, Graphs]
     assert watched.meters.samples == 10
 
 
-def test_whatever_batches_are_watching_them_changes_nothing() -> None:
+def test_watching_does_not_change_batches_of_any_type() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided)
     empty, texts = (torch.zeros(0, 3), torch.zeros(0)), (["a", "b"], torch.zeros(2))
     for batch in (torch.eye(4).to_sparse(), nested, empty, texts, Graphs()):
@@ -266,7 +266,7 @@ def test_whatever_batches_are_watching_them_changes_nothing() -> None:
             assert len(list(watch(loader))) == 3
 
 
-def test_facts_are_what_a_data_loader_tells_of_itself() -> None:
+def test_facts_are_read_from_the_attributes_of_a_data_loader() -> None:
     data = TensorDataset(torch.zeros(10, 2))
     for options, keeps_workers, is_pinned in (
         ({"num_workers": 2, "persistent_workers": True, "pin_memory": True}, True, True),
@@ -284,7 +284,7 @@ def test_facts_are_what_a_data_loader_tells_of_itself() -> None:
         )
 
 
-def test_facts_of_an_image_folder_and_of_its_subsets_have_its_path(tmp_path: Path) -> None:
+def test_facts_of_an_image_folder_and_of_its_subsets_contain_its_path(tmp_path: Path) -> None:
     folder = pytest.importorskip("torchvision.datasets").ImageFolder(make_tree(tmp_path / "tree", 2))
     for data in (folder, Subset(folder, [0, 1])):
         facts = watch(DataLoader(data, 2)).meters.facts
@@ -293,7 +293,7 @@ def test_facts_of_an_image_folder_and_of_its_subsets_have_its_path(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("allocated", "device"), [(0, "cpu"), (512, "cuda:1")])
-def test_a_loop_whose_tensors_are_on_a_gpu_is_one_on_that_gpu(
+def test_a_loop_with_tensors_on_a_gpu_counts_as_running_on_that_gpu(
     monkeypatch: pytest.MonkeyPatch, allocated: int, device: str
 ) -> None:
     watched = watch(Named([1]))

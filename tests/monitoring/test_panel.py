@@ -27,7 +27,7 @@ def loader() -> colabkit.Loader:
     return colabkit.Loader((np.zeros((24, 2), np.float32), np.zeros(24, np.int64)), 4)
 
 
-def test_it_runs_beside_a_plain_loop_and_ends_with_one_final_frame(loader: colabkit.Loader) -> None:
+def test_the_panel_runs_during_a_plain_loop_and_ends_with_one_final_frame(loader: colabkit.Loader) -> None:
     screen = Frames()
     with Dashboard(screen, machine=machine):
         assert screen.frames == [], "nothing is to be shown yet"
@@ -43,7 +43,7 @@ def test_it_runs_beside_a_plain_loop_and_ends_with_one_final_frame(loader: colab
     assert not meters.is_heard()
 
 
-def test_it_runs_beside_training(loader: colabkit.Loader) -> None:
+def test_the_panel_runs_during_training(loader: colabkit.Loader) -> None:
     screen = Frames()
     with Dashboard(screen, machine=machine):
         train(lambda batch: 0.25, loader, epochs=2)
@@ -51,7 +51,7 @@ def test_it_runs_beside_training(loader: colabkit.Loader) -> None:
     assert "Loss        0.25" in screen.frames[-1][1]
 
 
-def test_the_loss_of_a_validation_stands_beside_that_of_training(loader: colabkit.Loader) -> None:
+def test_the_validation_loss_is_shown_beside_the_training_loss(loader: colabkit.Loader) -> None:
     screen = Frames()
     with Dashboard(screen, machine=machine):
         step = lambda batch: {"loss": 0.25, "accuracy": 0.9}  # noqa: E731
@@ -63,7 +63,7 @@ def test_the_loss_of_a_validation_stands_beside_that_of_training(loader: colabki
     assert f"<b>0.25</b> &#8194;{beside}" in html
 
 
-def test_it_runs_beside_a_plain_data_loader_that_is_watched() -> None:
+def test_the_panel_runs_during_a_loop_over_a_watched_data_loader() -> None:
     screen = Frames()
     watched = colabkit.watch(DataLoader(TensorDataset(torch.zeros(80, 2)), batch_size=1))
     with Dashboard(screen, machine=machine):
@@ -90,7 +90,7 @@ def test_two_runs_in_one_block_are_shown_one_after_the_other(loader: colabkit.Lo
     assert len(doctors) == 3, "one for each run, and one for what was before"
 
 
-def test_while_data_is_waited_for_it_says_since_when() -> None:
+def test_the_panel_shows_how_long_it_has_waited_for_data() -> None:
     screen, time, counts = Frames(), FakeTime(), LoaderMeters()
     with Dashboard(screen, machine=machine, clock=time, cpu_clock=time):
         meters.publish(meters.EpochStarted(counts, 0, 10, 40))
@@ -103,7 +103,7 @@ def test_while_data_is_waited_for_it_says_since_when() -> None:
     ]
 
 
-def test_a_screen_that_fails_is_followed_by_text_once_and_training_goes_on(
+def test_a_failing_screen_is_replaced_by_text_once_and_training_continues(
     loader: colabkit.Loader, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken(Frames):
@@ -121,7 +121,7 @@ def test_a_screen_that_fails_is_followed_by_text_once_and_training_goes_on(
     assert capsys.readouterr().out.count("epoch 1/1 · step 6/6") == 1
 
 
-def test_a_screen_that_cannot_be_closed_stops_nothing(
+def test_training_continues_if_a_screen_cannot_be_closed(
     loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Stuck(Frames):
@@ -134,7 +134,7 @@ def test_a_screen_that_cannot_be_closed_stops_nothing(
     assert not is_any_open()
 
 
-def test_when_text_fails_too_there_is_no_panel_and_training_goes_on(
+def test_without_any_working_screen_there_is_no_panel_and_training_continues(
     loader: colabkit.Loader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "recent", lambda machine, seconds: 1 / 0)
@@ -159,7 +159,7 @@ def test_ctrl_c_leaves_a_final_frame(loader: colabkit.Loader) -> None:
     assert "stopped by KeyboardInterrupt · epoch 1 · step 1/6" in screen.frames[-1][1]
 
 
-def test_ctrl_c_while_it_is_painted_passes_through_and_everything_is_let_go(loader: colabkit.Loader) -> None:
+def test_ctrl_c_during_painting_passes_through_and_releases_everything(loader: colabkit.Loader) -> None:
     class Interrupted(Frames):
         def paint(self, html: str, text: str, final: bool) -> None:
             super().paint(html, text, final)
@@ -174,7 +174,7 @@ def test_ctrl_c_while_it_is_painted_passes_through_and_everything_is_let_go(load
     assert not meters.is_heard()
 
 
-def test_only_the_thread_that_opened_it_paints(loader: colabkit.Loader) -> None:
+def test_only_the_thread_that_opened_the_panel_paints(loader: colabkit.Loader) -> None:
     screen, time, painters = Frames(), FakeTime(), set()
     paint = screen.paint
     screen.paint = lambda *frame: (painters.add(threading.get_ident()), paint(*frame))
@@ -189,7 +189,7 @@ def test_only_the_thread_that_opened_it_paints(loader: colabkit.Loader) -> None:
     assert painters == {threading.get_ident()}
 
 
-def test_it_leaves_no_thread_and_no_descriptor_behind(loader: colabkit.Loader) -> None:
+def test_the_panel_leaves_no_thread_and_no_descriptor_behind(loader: colabkit.Loader) -> None:
     def held() -> tuple[set[threading.Thread], list[str]]:
         return set(threading.enumerate()), os.listdir("/proc/self/fd")
 
@@ -202,7 +202,7 @@ def test_it_leaves_no_thread_and_no_descriptor_behind(loader: colabkit.Loader) -
     assert held() == (threads, descriptors)
 
 
-def test_it_opens_and_closes_itself_beside_training_and_tells_what_stopped_it(
+def test_the_panel_opens_and_closes_itself_during_training_and_names_the_error_that_stopped_it(
     loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop = show_beside_training()
@@ -221,7 +221,7 @@ def test_it_opens_and_closes_itself_beside_training_and_tells_what_stopped_it(
     assert not is_any_open()
 
 
-def test_a_training_within_a_training_leaves_the_outer_ones_panel_open(
+def test_a_nested_training_leaves_the_panel_of_the_outer_one_open(
     loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = []
@@ -243,7 +243,7 @@ def test_a_training_within_a_training_leaves_the_outer_ones_panel_open(
 
 
 @pytest.mark.parametrize("is_failing", [False, True])
-def test_a_training_within_a_training_leaves_the_outer_one_on_the_panel(
+def test_a_nested_training_is_not_shown_on_the_panel_of_the_outer_one(
     loader: colabkit.Loader, is_failing: bool
 ) -> None:
     screen, within = Frames(), colabkit.Loader(loader.dataset, 8)
@@ -263,7 +263,7 @@ def test_a_training_within_a_training_leaves_the_outer_one_on_the_panel(
     assert not [text for _, text, _ in screen.frames if "stopped by" in text or "/3 " in text]
 
 
-def test_a_training_that_is_interrupted_as_it_starts_is_not_taken_to_go_on(loader: colabkit.Loader) -> None:
+def test_a_training_that_is_interrupted_while_it_starts_does_not_count_as_running(loader: colabkit.Loader) -> None:
     class Interrupted(Frames):
         def paint(self, html: str, text: str, final: bool) -> None:
             super().paint(html, text, final)
@@ -278,7 +278,7 @@ def test_a_training_that_is_interrupted_as_it_starts_is_not_taken_to_go_on(loade
     assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
 
 
-def test_it_can_be_shown_again_and_counts_its_runs_from_the_start(loader: colabkit.Loader) -> None:
+def test_a_panel_can_be_shown_again_and_restarts_its_count_of_runs(loader: colabkit.Loader) -> None:
     screen = Frames()
     panel = Dashboard(screen, machine=machine)
     with panel:
@@ -309,7 +309,7 @@ def test_a_panel_that_shows_nothing_and_one_without_a_loop_do_nothing(loader: co
     assert screen.is_closed
 
 
-def test_of_panels_inside_each_other_the_inner_one_is_shown(loader: colabkit.Loader) -> None:
+def test_the_inner_one_of_nested_panels_is_shown(loader: colabkit.Loader) -> None:
     outer, inner = Frames(), Frames()
     with Dashboard(outer, machine=machine):
         with Dashboard(inner, machine=machine):
@@ -323,7 +323,7 @@ def test_of_panels_inside_each_other_the_inner_one_is_shown(loader: colabkit.Loa
     assert "epoch 3 · step 6/6" in outer.frames[-1][1]
 
 
-def test_a_machine_that_cannot_be_watched_stops_nothing(
+def test_training_continues_if_the_machine_cannot_be_sampled(
     loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Unwilling(Machine):
@@ -342,7 +342,7 @@ def test_a_machine_that_cannot_be_watched_stops_nothing(
     assert screen.is_closed
 
 
-def test_options_that_cannot_be_meant_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for refresh_s in (0, 0.1, float("nan"), "1", None, True):
         message = f"^Cannot show the panel: refresh_s={refresh_s!r}; expected a finite number of 0.5 or more"
         with pytest.raises(InvalidOption, match=message):

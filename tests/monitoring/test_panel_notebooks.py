@@ -135,7 +135,9 @@ def test_the_last_frame_stays_in_the_saved_notebook_as_html_and_text(run: Client
 
 
 @by_screen
-def test_it_is_painted_while_the_cell_is_busy_within_its_budget_of_messages_and_bytes(run: Client, cell: int) -> None:
+def test_the_panel_is_painted_while_the_cell_is_busy_within_its_budget_of_messages_and_bytes(
+    run: Client, cell: int
+) -> None:
     sent = run.sent[cell]
     assert sent.seconds > 3
     assert sent.frames >= sent.seconds
@@ -151,7 +153,7 @@ def test_ctrl_c_leaves_a_final_frame(run: Client) -> None:
     assert [output.ename for output in outputs(run, 3) if output.output_type == "error"] == ["KeyboardInterrupt"]
 
 
-def test_a_front_end_that_fails_gets_text_and_training_goes_on(run: Client) -> None:
+def test_a_failing_front_end_gets_text_and_training_continues(run: Client) -> None:
     text = printed(run, 4)
     assert "trained 64" in text
     assert re.search(r"epoch 1/1 · step 64/64", text)

@@ -25,7 +25,7 @@ def paced(time: FakeTime, cost_s: float, frames: int, pace: FramePace | None = N
     return pace
 
 
-def test_frames_that_cost_little_are_painted_twice_a_second() -> None:
+def test_cheap_frames_are_painted_twice_per_second() -> None:
     time = FakeTime()
     pace = paced(time, 0.001, 100)
     assert pace.interval_s == 0.5
@@ -39,7 +39,7 @@ def test_the_first_frame_comes_before_the_run_and_does_not_count() -> None:
     assert pace.interval_s == 0.5
 
 
-def test_a_frame_of_more_than_5_ms_doubles_the_time_to_the_next_and_one_of_less_halves_it() -> None:
+def test_a_frame_of_more_than_5_ms_doubles_the_interval_and_a_shorter_one_halves_it() -> None:
     time = FakeTime()
     pace = paced(time, 0.0001, 1000)
     intervals = []
@@ -50,7 +50,7 @@ def test_a_frame_of_more_than_5_ms_doubles_the_time_to_the_next_and_one_of_less_
 
 
 @pytest.mark.parametrize("cost_s", [0.003, 0.0049])
-def test_frames_are_painted_less_often_so_that_their_share_stays_at_half_a_per_cent(cost_s: float) -> None:
+def test_the_interval_grows_so_that_frames_take_half_a_percent_of_the_time(cost_s: float) -> None:
     time = FakeTime()
     pace = paced(time, cost_s, 1)
     assert pace.interval_s == 1.0
@@ -61,7 +61,9 @@ def test_frames_are_painted_less_often_so_that_their_share_stays_at_half_a_per_c
 
 
 @pytest.mark.parametrize(("wall_s", "cost_s"), [(0.004, 0.001), (0.009, 0.001), (0.050, 0.040)])
-def test_turns_of_other_threads_are_theirs_but_not_the_wait_for_a_front_end(wall_s: float, cost_s: float) -> None:
+def test_time_slices_of_other_threads_do_not_count_but_waiting_for_the_front_end_does(
+    wall_s: float, cost_s: float
+) -> None:
     time = FakeTime()
     pace = paced(time, 0.0001, 1)
     time.now_s += 100
@@ -70,12 +72,12 @@ def test_turns_of_other_threads_are_theirs_but_not_the_wait_for_a_front_end(wall
     assert pace.interval_s == (1.0 if cost_s > 0.005 else 0.5)
 
 
-def test_it_is_painted_every_8_seconds_however_much_that_costs() -> None:
+def test_the_panel_is_painted_every_8_seconds_at_any_cost() -> None:
     time = FakeTime()
     assert paced(time, 1.0, 20).interval_s == 8.0
 
 
-def test_what_the_doctor_advises_for_a_costly_panel_makes_it_slower_than_it_is_by_itself() -> None:
+def test_the_advice_for_a_costly_panel_makes_it_slower_than_its_own_limit() -> None:
     advice = costly_panel(made(cost_share=0.02, compute_s=60.0))
     advised_s = float(advice.call.rpartition("refresh_s=")[2].rstrip(")"))
     time = FakeTime()
@@ -105,7 +107,7 @@ def run(time: FakeTime, screen: Frames, seconds: float, step_s: float = 0.01) ->
             meters.publish(meters.StepDone(0, step, step, {"loss": 1 / step}))
 
 
-def test_a_run_paints_at_most_twice_a_second() -> None:
+def test_a_run_paints_at_most_twice_per_second() -> None:
     time = FakeTime()
     screen = Slow(time, 0.0)
     run(time, screen, 10)
@@ -121,7 +123,7 @@ def test_a_slow_screen_is_painted_less_often_and_its_cost_is_shown() -> None:
     assert "panel 0.2%" in screen.frames[-1][1], "its 0.1% and those of the sampler"
 
 
-def test_nothing_is_painted_while_the_words_stay_the_same() -> None:
+def test_nothing_is_painted_while_the_text_stays_the_same() -> None:
     time, screen, counts = FakeTime(), Frames(), LoaderMeters()
     with Dashboard(screen, machine=machine, clock=time, cpu_clock=time):
         meters.publish(meters.RunStarted(counts, 1, 10))
@@ -134,7 +136,7 @@ def test_nothing_is_painted_while_the_words_stay_the_same() -> None:
     assert len(screen.frames) == ended + 1, "the final one"
 
 
-def test_what_goes_to_the_front_end_stays_below_20_kilobytes_a_second() -> None:
+def test_the_panel_sends_less_than_20_kilobytes_per_second_to_the_front_end() -> None:
     time = FakeTime()
     screen = Slow(time, 0.0)
     run(time, screen, 100)

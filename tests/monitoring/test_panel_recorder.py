@@ -57,7 +57,7 @@ def seen(recorder: RunRecorder, hosts: Sequence[HostSnapshot] = (HOST,), cost_sh
     return recorder.state(Machine(hosts), cost_share)
 
 
-def test_it_follows_a_run(recorder: RunRecorder, time: FakeTime) -> None:
+def test_the_state_follows_a_run(recorder: RunRecorder, time: FakeTime) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 2, 10))
     recorder.note(meters.EpochStarted(counts, 1, 10, 40))
@@ -77,13 +77,13 @@ def test_it_follows_a_run(recorder: RunRecorder, time: FakeTime) -> None:
     assert (seen(recorder).phase, seen(recorder).stopped_by) == ("stopped", "ValueError")
 
 
-def test_before_the_first_event_nothing_is_known_but_the_machine(recorder: RunRecorder) -> None:
+def test_before_the_first_event_only_the_machine_is_known(recorder: RunRecorder) -> None:
     state = seen(recorder)
     assert state == replace(PanelState("starting"), host=HOST, load_curve=(0.47,))
     assert seen(recorder, ()).host is None
 
 
-def test_it_ignores_the_loader_of_the_validation(recorder: RunRecorder) -> None:
+def test_the_loader_of_the_validation_is_ignored(recorder: RunRecorder) -> None:
     counts, other = LoaderMeters(), LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 10))
     recorder.note(meters.StepDone(0, 4, 4, {}))
@@ -95,7 +95,7 @@ def test_it_ignores_the_loader_of_the_validation(recorder: RunRecorder) -> None:
     assert state.waiting_s == 0.0
 
 
-def test_it_follows_a_plain_loop_pass_after_pass(recorder: RunRecorder) -> None:
+def test_the_state_follows_each_pass_of_a_plain_loop(recorder: RunRecorder) -> None:
     counts = LoaderMeters()
     recorder.note(meters.EpochStarted(counts, 3, 6, 24))
     recorder.note(meters.BatchTaken(counts))
@@ -109,7 +109,7 @@ def test_it_follows_a_plain_loop_pass_after_pass(recorder: RunRecorder) -> None:
     assert (seen(recorder).epoch, seen(recorder).step) == (5, 0)
 
 
-def test_a_loader_that_does_not_tell_its_length_has_no_time_left(recorder: RunRecorder) -> None:
+def test_a_loader_without_a_length_has_no_remaining_time(recorder: RunRecorder) -> None:
     counts = LoaderMeters(facts=LoaderFacts("foreign"))
     recorder.note(meters.EpochStarted(counts, 0, None, None))
     recorder.note(meters.BatchTaken(counts))
@@ -132,7 +132,7 @@ def test_after_the_end_nothing_changes(recorder: RunRecorder, time: FakeTime) ->
     assert (state.phase, state.stopped_by, state.step, state.elapsed_s) == ("finished", None, 4, 8)
 
 
-def test_the_doctor_is_shown_the_run_alone_and_what_is_known(recorder: RunRecorder, doctor: AskedDoctor) -> None:
+def test_the_doctor_gets_only_the_run_and_the_known_facts(recorder: RunRecorder, doctor: AskedDoctor) -> None:
     facts = LoaderFacts("decoded", device="cuda:0")
     counts = LoaderMeters(facts=facts)
     took(counts, 5, 9.0, 9.0)
@@ -146,7 +146,7 @@ def test_the_doctor_is_shown_the_run_alone_and_what_is_known(recorder: RunRecord
     assert doctor.cost_share == 0.004
 
 
-def test_the_doctor_looks_every_two_seconds_and_when_it_is_over(
+def test_the_doctor_looks_every_two_seconds_and_at_the_end(
     recorder: RunRecorder, doctor: AskedDoctor, time: FakeTime
 ) -> None:
     recorder.note(meters.RunStarted(LoaderMeters(), 1, 10))
@@ -160,7 +160,7 @@ def test_the_doctor_looks_every_two_seconds_and_when_it_is_over(
     assert (len(doctor.spent), doctor.is_over) == (6, True)
 
 
-def test_a_real_doctor_is_content_with_what_it_is_shown(time: FakeTime) -> None:
+def test_a_real_doctor_accepts_the_recorded_run(time: FakeTime) -> None:
     recorder, counts = RunRecorder(Doctor(), time), LoaderMeters(facts=LoaderFacts("decoded", samples=4000))
     recorder.note(meters.RunStarted(counts, 1, 1000))
     took(counts, 400, 0.03, 0.01)
@@ -169,7 +169,7 @@ def test_a_real_doctor_is_content_with_what_it_is_shown(time: FakeTime) -> None:
     assert diagnosis.shares.wait == pytest.approx(0.75)
 
 
-def test_speed_is_that_of_the_newest_steps_and_falls_while_data_is_waited_for(
+def test_the_speed_is_that_of_the_newest_steps_and_drops_during_a_wait_for_data(
     recorder: RunRecorder, time: FakeTime
 ) -> None:
     counts = LoaderMeters()
@@ -185,7 +185,7 @@ def test_speed_is_that_of_the_newest_steps_and_falls_while_data_is_waited_for(
 
 
 @pytest.mark.parametrize(("part", "size"), [("read", 3000), ("gather", 3000), ("decode", 0)])
-def test_bytes_are_those_read_or_gathered_and_unknown_where_neither_is_counted(
+def test_bytes_are_read_or_gathered_bytes_or_unknown(
     recorder: RunRecorder, time: FakeTime, part: str, size: int
 ) -> None:
     counts = LoaderMeters()
@@ -201,7 +201,7 @@ def test_bytes_are_those_read_or_gathered_and_unknown_where_neither_is_counted(
     assert seen(recorder).data_bytes_per_s == (0.0 if size else None), "nothing was read lately"
 
 
-def test_the_queues_filling_is_that_of_the_last_seconds(recorder: RunRecorder, time: FakeTime) -> None:
+def test_the_fill_level_of_the_queue_is_that_of_the_last_seconds(recorder: RunRecorder, time: FakeTime) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 10))
     assert seen(recorder).queue_rate is None
@@ -214,7 +214,7 @@ def test_the_queues_filling_is_that_of_the_last_seconds(recorder: RunRecorder, t
         assert seen(recorder).queue_rate == rate
 
 
-def test_losses_that_are_no_numbers_do_not_break_the_curve(recorder: RunRecorder) -> None:
+def test_losses_that_are_not_finite_do_not_break_the_curve(recorder: RunRecorder) -> None:
     for loss in (1.0, float("nan"), float("inf"), 2.0):
         recorder.note(meters.StepDone(0, 1, 1, {"loss": loss}))
         state = seen(recorder)
@@ -232,7 +232,7 @@ def test_the_gpu_is_the_one_that_the_batches_go_to(recorder: RunRecorder) -> Non
     assert seen(recorder, [replace(HOST, gpus=())]).load_curve == (0.93,), "the CPUs where there is none"
 
 
-def test_when_it_is_over_the_curves_are_those_of_the_whole_run(recorder: RunRecorder, time: FakeTime) -> None:
+def test_after_the_end_the_curves_cover_the_whole_run(recorder: RunRecorder, time: FakeTime) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 1000))
     hosts = [replace(HOST, at_s=time.now_s + second, gpus=()) for second in range(-5, 100)]
@@ -247,7 +247,7 @@ def test_when_it_is_over_the_curves_are_those_of_the_whole_run(recorder: RunReco
     assert len(state.load_curve) == 100, "what was before the run does not count"
 
 
-def test_a_series_holds_the_newest_minute_and_a_bounded_picture_of_all_of_it() -> None:
+def test_a_series_holds_the_newest_minute_and_a_bounded_summary_of_the_whole_run() -> None:
     series = TimeSeries()
     for number in range(10_000):
         series.add(float(number))
@@ -284,7 +284,7 @@ class Mark:
         return self.has_happened
 
 
-def test_values_on_a_gpu_are_read_when_they_have_arrived_and_nothing_waits_for_them() -> None:
+def test_values_on_a_gpu_are_read_after_they_have_arrived_without_waiting() -> None:
     marks: list[Mark] = []
 
     def mark(value: object) -> Mark:
@@ -305,7 +305,7 @@ def test_values_on_a_gpu_are_read_when_they_have_arrived_and_nothing_waits_for_t
     assert not readings.read(), "there is nothing new"
 
 
-def test_the_last_values_are_read_for_certain_unless_the_device_has_failed(recorder: RunRecorder) -> None:
+def test_the_last_values_are_always_read_unless_the_device_has_failed(recorder: RunRecorder) -> None:
     class Broken:
         def __float__(self) -> float:
             raise RuntimeError("CUDA error")

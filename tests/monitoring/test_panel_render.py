@@ -31,7 +31,7 @@ def text_of(html: str) -> str:
     return " ".join("".join(tree(html).itertext()).split())
 
 
-def test_every_frame_is_small_and_well_formed_with_words_for_those_who_cannot_see_it() -> None:
+def test_every_frame_is_small_well_formed_and_has_text_alternatives() -> None:
     for state in STATES.values():
         html, text = render(state)
         assert (html, text) == render(replace(state)), "the same state gives the same picture"
@@ -54,7 +54,7 @@ def test_every_frame_is_small_and_well_formed_with_words_for_those_who_cannot_se
             assert part.attrib.get("role") != "img" or part.attrib["aria-label"]
 
 
-def test_frames_stay_small_whatever_names_and_sentences_are() -> None:
+def test_frames_stay_small_for_any_names_and_sentences() -> None:
     advice = replace(ADVICE, action="do " * 500, found="it is " * 500, call="f(" * 500)
     diagnosis = replace(DIAGNOSIS, sentence="wait " * 500, advice=(advice,))
     values = {"loss": 0.123456789, **{f"{'name' * 50}{number}": 1 / 3 for number in range(50)}}
@@ -117,7 +117,7 @@ def test_the_first_lines_are_verdict_and_position() -> None:
         assert where in text_of(html)
 
 
-def test_the_progress_bar_tells_how_far_it_came_also_if_that_was_not_to_the_end() -> None:
+def test_the_progress_bar_shows_the_progress_of_finished_and_stopped_runs() -> None:
     assert "aria-label='done: 17%'" in render(RUNNING)[0]
     assert "aria-label='done: 100%'" in render(FINISHED)[0]
     assert "aria-label='done: 50%'" in render(replace(FINISHED, epochs=None, step=625))[0]
@@ -125,11 +125,11 @@ def test_the_progress_bar_tells_how_far_it_came_also_if_that_was_not_to_the_end(
     assert "aria-label='done: n/a'" in render(EMPTY)[0]
 
 
-def test_a_short_wait_is_not_told() -> None:
+def test_a_short_wait_is_not_shown() -> None:
     assert render(replace(STATES["waiting"], waiting_s=0.4))[1].startswith(DIAGNOSIS.sentence)
 
 
-def test_only_the_verdict_is_a_live_region_and_seconds_are_not_read_out_each_time() -> None:
+def test_only_the_verdict_is_a_live_region_and_screen_readers_skip_the_seconds() -> None:
     root = tree(render(STATES["waiting"])[0])
     (region,) = [part for part in root.iter() if part.attrib.get("role") == "status" or "aria-live" in part.attrib]
     assert region.text.strip() == "Waiting for data"
@@ -137,7 +137,7 @@ def test_only_the_verdict_is_a_live_region_and_seconds_are_not_read_out_each_tim
     assert region[0].text == "since 3.2 s"
 
 
-def test_the_shares_of_a_step_stand_in_words_and_are_told_apart_without_colour() -> None:
+def test_the_shares_of_a_step_are_written_and_distinguishable_without_color() -> None:
     html, text = render(RUNNING)
     assert "▒ waiting for data 61%  ▓ copy 3.0%  █ step 33%  ░ other 3.0%" in text
     assert re.search(r"\n  ▒{15}█{8}░  ▒ waiting", text), "24 characters, shares rounded so that they fill it"
@@ -150,7 +150,7 @@ def test_the_shares_of_a_step_stand_in_words_and_are_told_apart_without_colour()
         assert sign in text_of(html)
 
 
-def test_the_top_advice_stands_with_its_reason_its_call_and_what_is_predicted() -> None:
+def test_the_best_advice_is_shown_with_reason_call_and_prediction() -> None:
     html, text = render(RUNNING)
     action, found, gain = ADVICE.action.rstrip("."), ADVICE.found, "about 1,490 images/s (3.1×)"
     assert text.splitlines()[-2:] == [f"  {action}: {found}", f"  → {gain}  {ADVICE.call}"]
@@ -166,14 +166,14 @@ WITHOUT_ADVICE: tuple[tuple[Phase, Verdict, float, str], ...] = (
 )
 
 
-def test_without_advice_it_is_told_whether_all_is_well_and_whether_some_may_come() -> None:
+def test_without_advice_the_panel_shows_whether_all_is_well_or_advice_may_follow() -> None:
     for phase, verdict, wait, said in WITHOUT_ADVICE:
         diagnosis = replace(DIAGNOSIS, verdict=verdict, shares=Shares(wait, compute=1 - wait), advice=())
         _, text = render(replace(RUNNING, phase=phase, diagnosis=diagnosis))
         assert text.splitlines()[-1].strip() == said
 
 
-def test_a_call_of_two_statements_is_shown_whole_in_text() -> None:
+def test_a_call_of_two_statements_is_shown_completely_in_text() -> None:
     call = "colabkit.pack('/content/drive/MyDrive/birds', 'pack.h5', size=..., encoding='raw'); "
     call += "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
     diagnosis = replace(DIAGNOSIS, advice=(replace(ADVICE, call=call),))
@@ -181,7 +181,7 @@ def test_a_call_of_two_statements_is_shown_whole_in_text() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_is_shown_and_comes_before_all_advice(loss: float) -> None:
+def test_a_loss_that_is_not_finite_is_shown_before_all_advice(loss: float) -> None:
     html, text = render(replace(RUNNING, values={"loss": loss, "lr": math.inf}))
     assert f"Lower the learning rate, or clip gradients: the loss is {loss}" in text
     assert ADVICE.call not in html
@@ -189,7 +189,7 @@ def test_a_loss_that_is_no_number_is_shown_and_comes_before_all_advice(loss: flo
     assert "lr inf" in text_of(html)
 
 
-def test_what_fills_up_is_shown_with_its_limit_in_its_unit_and_tmpfs_apart_within_the_ram() -> None:
+def test_gauges_show_used_and_total_in_one_unit_and_tmpfs_separately_within_ram() -> None:
     html, text = render(RUNNING)
     assert "GPU memory 10.0/15.0 GiB · RAM 6.0/12.0 GiB (tmpfs 2.0 GiB)" in text
     assert "Disk 38.0/108 GiB · tmpfs 2.0/6.0 GiB · panel 0.2%" in text
@@ -200,7 +200,7 @@ def test_what_fills_up_is_shown_with_its_limit_in_its_unit_and_tmpfs_apart_withi
     assert "RAM 0.3/12.0 GiB ·" in text.replace("\n", " ·")
 
 
-def test_without_a_gpu_the_cpus_load_is_shown_and_one_of_several_is_named() -> None:
+def test_without_a_gpu_the_cpu_load_is_shown_and_one_of_several_gpus_is_named() -> None:
     assert re.search(r"^ +CPU +93% ", render(STATES["no GPU"])[1], re.MULTILINE)
     two = replace(RUNNING, host=replace(HOST, gpus=(HOST.gpus[0], replace(HOST.gpus[0], utilization_rate=0.9))))
     assert re.search(r"^ +GPU 1 +90% ", render(replace(two, gpu_number=1))[1], re.MULTILINE)
@@ -208,7 +208,7 @@ def test_without_a_gpu_the_cpus_load_is_shown_and_one_of_several_is_named() -> N
     assert "GPU memory GPU lost" in render(replace(RUNNING, host=replace(HOST, gpus=(lost,))))[1]
 
 
-def test_names_are_never_html_nor_control_characters() -> None:
+def test_names_never_become_html_or_control_characters() -> None:
     advice = replace(ADVICE, action=HOSTILE, found=HOSTILE, call=HOSTILE)
     diagnosis = replace(DIAGNOSIS, sentence=HOSTILE, advice=(advice,))
     state = replace(STATES["stopped"], values={HOSTILE: 1.0}, diagnosis=diagnosis, stopped_by=HOSTILE)
@@ -226,7 +226,7 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_colours_are_seen_on_light_and_dark_and_pictures_use_no_other() -> None:
+def test_colors_are_visible_on_light_and_dark_and_pictures_use_no_others() -> None:
     palette = {BLUE, VERMILLION, GREEN, PURPLE, GREY}
     for color in palette:
         for background in ("#ffffff", "#131314"):
@@ -236,7 +236,7 @@ def test_colours_are_seen_on_light_and_dark_and_pictures_use_no_other() -> None:
     assert {color[:7] for color in re.findall(r"#[0-9A-F]{6,8}", svg)} == palette
 
 
-def test_text_and_frame_have_the_themes_own_colours_and_digits_have_one_width() -> None:
+def test_text_and_frame_use_the_colors_of_the_theme_and_digits_of_equal_width() -> None:
     style = tree(render(RUNNING)[0]).attrib["style"]
     for theme in ("--jp-ui-font-color1", "--colab-primary-text-color", "--vscode-foreground", "--jp-border-color2"):
         assert f"var({theme}" in style

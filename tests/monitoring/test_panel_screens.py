@@ -53,7 +53,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], str, bo
     return found
 
 
-def test_a_notebook_has_one_output_of_html_and_text_that_is_updated(
+def test_a_notebook_has_one_output_with_html_and_text_that_is_updated(
     shown: list[tuple[dict[str, Any], str, bool]],
 ) -> None:
     screen = NotebookScreen()
@@ -67,7 +67,7 @@ def test_a_notebook_has_one_output_of_html_and_text_that_is_updated(
     assert shown[-1][1] != shown[0][1], "each panel has its own"
 
 
-def test_a_widget_is_shown_once_changed_in_place_and_replaced_by_what_needs_no_widgets(
+def test_a_widget_is_shown_once_updated_in_place_and_finally_replaced_by_a_plain_output(
     shown: list[tuple[dict[str, Any], str, bool]],
 ) -> None:
     FakeWidget.made.clear()
@@ -84,7 +84,7 @@ def test_a_widget_is_shown_once_changed_in_place_and_replaced_by_what_needs_no_w
     screen.close()
 
 
-def test_a_widget_is_closed_also_if_its_last_frame_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_widget_is_closed_even_if_its_last_frame_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeWidget.made.clear()
     monkeypatch.setattr(IPython.display, "display", lambda *bundle, **options: None)
     screen = WidgetScreen(SimpleNamespace(HTML=FakeWidget))
@@ -112,7 +112,7 @@ def test_a_terminal_is_rewritten_in_place_and_a_log_gets_the_last_frame_only() -
     assert log.getvalue() == "two\nframe\n"
 
 
-def test_lines_that_a_terminal_would_break_or_scroll_away_are_cut_until_the_last_frame(
+def test_lines_that_a_terminal_would_wrap_or_scroll_are_cut_except_in_the_last_frame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: (20, 5))
@@ -127,14 +127,14 @@ def test_lines_that_a_terminal_would_break_or_scroll_away_are_cut_until_the_last
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_a_terminal_without_unicode_still_gets_the_words(state: Any) -> None:
+def test_a_terminal_without_unicode_still_shows_the_text(state: Any) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     TerminalScreen(stream).paint("", render(state)[1], True)
     stream.flush()
     assert b"waiting for data" in stream.buffer.getvalue().lower()
 
 
-def test_screens_are_chosen_by_name_and_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screens_are_chosen_by_name_or_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(choose_screen("auto"), TerminalScreen)
     assert isinstance(choose_screen("text"), TerminalScreen)
     assert isinstance(choose_screen("notebook"), NotebookScreen)
@@ -146,7 +146,7 @@ def test_screens_are_chosen_by_name_and_by_place(monkeypatch: pytest.MonkeyPatch
     assert isinstance(choose_screen("auto"), TerminalScreen)
 
 
-def test_ipywidgets_is_imported_only_if_it_is_asked_for() -> None:
+def test_ipywidgets_is_imported_only_on_request() -> None:
     code = (
         "import sys, colabkit\n"
         "from colabkit.monitoring.panel.screens import choose_screen\n"

@@ -32,7 +32,7 @@ def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"Python {sys.version.split()[0]}: ")
 
 
-def test_json_is_the_report_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_only_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stage", "samples:digits", "--to", str(tmp_path / "near"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["files"] == 1797
@@ -48,7 +48,7 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.C
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_verb_does_not_take_is_its_usage_with_a_hint_and_exit_status_2(
+def test_unknown_arguments_print_the_usage_with_a_hint_and_exit_with_status_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words, said in (
@@ -122,7 +122,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         sys.modules.pop(name, None)
 
 
-def test_the_doctor_judges_a_loader_of_a_file_or_a_saved_report(
+def test_the_doctor_diagnoses_a_loader_in_a_file_or_a_saved_report(
     experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = experiment / "experiment.py"
@@ -146,7 +146,7 @@ def test_headspace_is_a_command(experiment: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["batch_size"] == 4
 
 
-def test_one_file_is_run_once_however_it_is_named(
+def test_a_file_is_run_once_regardless_of_how_its_path_is_written(
     experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (experiment / "experiment.py").write_text("print('run')\n" + EXPERIMENT)
@@ -163,7 +163,7 @@ def test_one_file_is_run_once_however_it_is_named(
         ("def step(batch)\n    pass", "SyntaxError: expected ':'", ["def step(batch)", "^"]),
     ],
 )
-def test_an_error_of_a_users_file_shows_its_own_lines_alone(
+def test_an_error_in_a_users_file_shows_only_the_lines_of_that_file(
     experiment: Path, capsys: pytest.CaptureFixture[str], code: str, said: str, lines: list[str]
 ) -> None:
     file = experiment / "experiment.py"
@@ -177,7 +177,7 @@ def test_an_error_of_a_users_file_shows_its_own_lines_alone(
         assert hidden not in shown
 
 
-def test_an_error_of_colabkits_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_of_colabkit_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ZeroDivisionError
 
@@ -189,7 +189,7 @@ def test_an_error_of_colabkits_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("is_terminal", "words", "is_shown"), [(True, [], True), (True, ["--json"], False), (False, [], False)]
 )
-def test_a_terminal_shows_the_panel_beside_training(
+def test_a_terminal_shows_the_panel_during_training(
     experiment: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -205,7 +205,7 @@ def test_a_terminal_shows_the_panel_beside_training(
 
 
 @pytest.mark.parametrize("reference", ["step", "missing.py:step"])
-def test_a_wrong_reference_is_one_line(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_reference_is_a_one_line_error(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", reference, "x.py:loader"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("colabkit: Cannot use '")
@@ -221,7 +221,7 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_as_escapes(tmp_path: Path
     assert rb"v\xf6gel" in done.stdout
 
 
-def test_a_report_that_nobody_reads_is_exit_status_1_and_no_more() -> None:
+def test_a_closed_standard_output_gives_exit_status_1_and_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "colabkit", "runtime"]

@@ -19,12 +19,12 @@ def digits() -> colabkit.DemoReport:
     return colabkit.demo(latency=0.002, progress=False)
 
 
-def test_digits_are_learnt(digits: colabkit.DemoReport) -> None:
+def test_the_demo_learns_the_digits(digits: colabkit.DemoReport) -> None:
     assert (digits.samples, digits.classes, digits.sample_shape) == (1797, 10, (8, 8, 3))
     assert digits.accuracy >= 0.97
 
 
-def test_the_table_tells_rates_waiting_parts_and_accuracy(digits: colabkit.DemoReport) -> None:
+def test_the_table_shows_rates_waiting_parts_and_accuracy(digits: colabkit.DemoReport) -> None:
     text = repr(digits)
     for name in ("training, images/s", "waiting for data", "stage", "pack", "train", "gather", "test accuracy"):
         assert any(line.strip().startswith(name) for line in text.splitlines()), name
@@ -34,7 +34,7 @@ def test_the_table_tells_rates_waiting_parts_and_accuracy(digits: colabkit.DemoR
     assert json.dumps(digits.to_dict())
 
 
-def test_every_figure_is_from_the_run(digits: colabkit.DemoReport) -> None:
+def test_every_figure_comes_from_the_run(digits: colabkit.DemoReport) -> None:
     threads = max(1, round(usable_cpus()))  # that are busy side by side
     busy_s = sum(digits.part_s[name] for name in ("gather", "augment"))
     assert digits.packed_images_per_s <= threads * 3 * 1437 / busy_s
@@ -43,7 +43,7 @@ def test_every_figure_is_from_the_run(digits: colabkit.DemoReport) -> None:
 
 
 @pytest.mark.parametrize("prefixes", [pytest.param(("",), marks=pytest.mark.full), ("train", "val")])
-def test_any_tree_with_or_without_split_folders_is_taken(tmp_path: Path, prefixes: tuple[str, ...]) -> None:
+def test_folders_with_and_without_split_folders_are_accepted(tmp_path: Path, prefixes: tuple[str, ...]) -> None:
     for prefix in prefixes:
         make_tree(tmp_path / "tree", 6, prefix=prefix)
     report = colabkit.demo(tmp_path / "tree", epochs=1, latency=0, keep=tmp_path / "kept", progress=False)
@@ -53,7 +53,7 @@ def test_any_tree_with_or_without_split_folders_is_taken(tmp_path: Path, prefixe
 
 
 @pytest.mark.full
-def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
+def test_images_of_several_sizes_are_resized_to_one_size(tmp_path: Path) -> None:
     make_tree(tmp_path / "tree" / "train", 4, (12, 20))
     make_tree(tmp_path / "tree" / "test", 4, (30, 10))
     assert colabkit.demo(tmp_path / "tree", epochs=1, latency=0, progress=False).sample_shape == (64, 64, 3)
@@ -109,7 +109,7 @@ def _cut_short(folder: Path) -> Path:
         (_cut_short, colabkit.errors.BadArchive, "cut.zip"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(
+def test_bad_input_is_a_one_line_error_and_leaves_no_files(
     make, error, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = make(tmp_path)
@@ -125,18 +125,18 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 1.5}, {"size": 0}, {"latency": -1}])
-def test_options_that_cannot_be_meant_are_refused(options: dict) -> None:
+def test_invalid_options_are_rejected(options: dict) -> None:
     with pytest.raises(InvalidOption, match=next(iter(options))):
         colabkit.demo(**options)
 
 
-def test_a_folder_with_something_in_it_is_not_used_to_keep_the_demo(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_rejected_as_keep(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(TargetExists, match="not empty"):
         colabkit.demo(keep=tmp_path, progress=False)
 
 
-def test_a_tree_without_training_images_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_without_training_images_is_a_one_line_error(tmp_path: Path) -> None:
     make_tree(tmp_path / "tree" / "val", 2)
     make_tree(tmp_path / "tree" / "test", 2)
     with pytest.raises(BadSource, match="only the splits dev, test"):

@@ -29,7 +29,7 @@ def verbs(plan: Pipeline) -> list[str]:
     return [step.verb.call for step in plan.calls]
 
 
-def test_each_button_does_what_those_before_it_do() -> None:
+def test_each_button_includes_the_calls_of_the_buttons_before_it() -> None:
     assert verbs(make_pipeline(Settings("birds"), "probe")) == ["read_probe"]
     assert verbs(make_pipeline(Settings("birds"), "stage")) == ["stage"]
     assert verbs(make_pipeline(Settings("birds"), "pack")) == ["stage", "pack"]
@@ -39,7 +39,7 @@ def test_each_button_does_what_those_before_it_do() -> None:
     assert make_pipeline(Settings("birds"), "pack").training is None
 
 
-def test_drive_is_mounted_first_unless_another_folder_stands_for_it() -> None:
+def test_drive_is_mounted_first_unless_another_folder_replaces_it() -> None:
     assert verbs(make_pipeline(Settings("drive:birds"), "probe")) == ["mount", "read_probe"]
     assert verbs(make_pipeline(Settings("birds", work="drive:work"), "pack")) == ["mount", "stage", "pack"]
     assert verbs(make_pipeline(Settings("birds", work="drive:work"), "stage")) == ["stage"]
@@ -49,11 +49,11 @@ def test_drive_is_mounted_first_unless_another_folder_stands_for_it() -> None:
 @pytest.mark.parametrize(
     "source", ["data.tfrecord", "part.tfrecord-00000-of-00010", "data.lmdb", "s-{000..012}.tar", "birds.CSV"]
 )
-def test_records_and_tables_are_packed_from_where_they_are(source: str) -> None:
+def test_records_and_tables_are_packed_without_staging(source: str) -> None:
     assert verbs(make_pipeline(Settings(source), "train")) == ["pack"]
 
 
-def test_the_calls_have_the_forms_values() -> None:
+def test_the_calls_have_the_values_of_the_form() -> None:
     form = Settings("birds", "disk", "240x320", "jpeg", "a,b", "train=0.5,dev=0.5", "1", "skip", work="w")
     staging, packing = make_pipeline(form, "pack").calls
     assert staging.arguments == {"source": "birds", "to": "disk"}
@@ -70,11 +70,11 @@ def test_the_calls_have_the_forms_values() -> None:
     assert packing.arguments["out"].startswith("w/birds-")
 
 
-def test_empty_options_are_those_of_the_public_function() -> None:
+def test_empty_options_use_the_defaults_of_the_public_function() -> None:
     assert list(make_pipeline(Settings("birds", splits=""), "pack").calls[-1].arguments) == ["source", "out"]
 
 
-def test_other_options_make_another_pack_and_other_epochs_do_not() -> None:
+def test_other_pack_options_create_another_pack_and_other_epochs_do_not() -> None:
     def folder(form: Settings) -> str:
         return make_pipeline(form, "train").training.save_to
 
@@ -101,12 +101,12 @@ def test_an_invalid_text_is_one_line_that_names_the_field(form: Settings, said: 
 
 
 @pytest.mark.parametrize("source", ["samples:digits", "https://example.org/a.zip"])
-def test_what_lies_on_no_mount_is_not_probed(source: str) -> None:
+def test_a_source_without_a_path_is_not_probed(source: str) -> None:
     with pytest.raises(InvalidOption, match="this source has no path; expected the path of a folder or a file"):
         make_pipeline(Settings(source), "probe")
 
 
-def test_a_wrong_size_is_an_error_of_the_family() -> None:
+def test_an_invalid_size_names_and_marks_its_field() -> None:
     with pytest.raises(InvalidOption) as caught:
         make_pipeline(Settings("birds", size="wide"), "pack")
     expected = "expected a number, or height and width such as 240x320"
@@ -125,7 +125,7 @@ def test_a_path_that_looks_like_an_option_is_a_path() -> None:
 ADDRESS = "https://user:secret1@example.org/a/birds.zip?token=secret2"
 
 
-def test_an_address_with_secrets_is_asked_for_and_not_shown() -> None:
+def test_an_address_with_secrets_is_prompted_for_and_not_shown() -> None:
     plan = make_pipeline(Settings(ADDRESS), "train")
     code = code_of(plan)
     assert "secret" not in code
@@ -169,14 +169,14 @@ PATHS = ONE_LINE.map(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # where others work, too
 @given(PATHS, PATHS)
-def test_any_path_survives_in_the_code(source: str, work: str) -> None:
+def test_any_path_is_unchanged_in_the_code(source: str, work: str) -> None:
     check_code(source, work)
 
 
 @pytest.mark.parametrize(
     "word", ["{x}", "$x", "a b", "it's", 'say "x"', "back\\", "\\'\"", "?", "x?", "%x", "!x", "~", "-x", "--to"]
 )
-def test_quotes_braces_and_dollar_signs_survive(word: str) -> None:
+def test_quotes_braces_and_dollar_signs_are_unchanged_in_the_code(word: str) -> None:
     check_code(word, word)
 
 
@@ -271,7 +271,7 @@ def test_the_shown_code_makes_the_same_calls_with_the_same_arguments(
     assert repr(shell.user_ns["report"].epochs[-1].values) == repr(reports["report"].epochs[-1].values)
 
 
-def test_what_is_free_stands_beside_each_choice() -> None:
+def test_free_space_is_shown_beside_each_choice() -> None:
     disks = (DiskReport("/tmp", "ext4", 9 * GIB, 2 * GIB, 2 * GIB), DiskReport("/data", "ext4", 9, 3 * GIB, 3 * GIB))
     tmpfs = (DiskReport("/dev/shm", "tmpfs", 8 * GIB, 6 * GIB, 5 * GIB),)
     found = SimpleNamespace(disks=disks, tmpfs=tmpfs)

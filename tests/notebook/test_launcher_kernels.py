@@ -148,7 +148,7 @@ def test_two_clicks_in_a_row_do_the_work_once_and_in_the_main_thread(kernel: Ker
     assert results == ["staged"]
 
 
-def test_an_interrupt_is_told_inside_and_the_next_click_works(kernel: Kernel) -> None:
+def test_an_interrupt_is_shown_in_the_panel_and_the_next_click_works(kernel: Kernel) -> None:
     kernel.run("view.fields['source'].value = 'endless'")
     kernel.clicks("stage")
     kernel.wait_for(lambda message: "Staging" in str(message["content"]))
@@ -167,13 +167,13 @@ def test_stage_and_train_paints_the_live_panel_while_it_works(kernel: Kernel) ->
     assert sum("Training panel" in update for update in updates) >= 2
 
 
-def test_an_error_is_told_inside(kernel: Kernel) -> None:
+def test_an_error_is_shown_in_the_panel(kernel: Kernel) -> None:
     kernel.run("view.fields['source'].value = 'nowhere'")
     assert kernel.click("pack")[0].startswith("Cannot read 'nowhere': no such file or folder")
     kernel.run("view.fields['source'].value = 'tree'")
 
 
-def test_nothing_but_the_panel_was_shown(kernel: Kernel) -> None:
+def test_only_the_panel_is_shown(kernel: Kernel) -> None:
     kinds = {message["msg_type"] for message in kernel.published}
     assert "error" not in kinds
     texts = [message["content"] for message in kernel.published if message["msg_type"] == "stream"]

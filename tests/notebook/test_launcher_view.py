@@ -51,7 +51,7 @@ def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image_tree: Path) -> 
     ("action", "results"),
     [("probe", ["probed"]), ("stage", ["staged"]), ("pack", ["staged", "packed"])],
 )
-def test_a_click_does_its_work_and_shows_the_reports(panel: Launcher, action: str, results: list[str]) -> None:
+def test_a_click_runs_its_action_and_shows_the_reports(panel: Launcher, action: str, results: list[str]) -> None:
     click(panel, action)
     assert panel.view.said.startswith("Done in ")
     assert list(panel.results) == results
@@ -60,7 +60,7 @@ def test_a_click_does_its_work_and_shows_the_reports(panel: Launcher, action: st
     assert panel.view.shown.count("<details open") == 1
 
 
-def test_stage_and_train_trains_beside_the_live_panel_with_checkpoints(
+def test_stage_and_train_trains_with_the_live_panel_and_checkpoints(
     panel: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     click(panel, "train")
@@ -76,7 +76,7 @@ def test_stage_and_train_trains_beside_the_live_panel_with_checkpoints(
     assert len(panel.results["report"].epochs) == 2
 
 
-def test_images_of_several_sizes_are_trained_on_at_one(panel: Launcher, image_tree: Path) -> None:
+def test_images_of_several_sizes_are_resized_to_train(panel: Launcher, image_tree: Path) -> None:
     from PIL import Image
 
     Image.new("RGB", (20, 30)).save(image_tree / "ants" / "large.png")
@@ -85,7 +85,7 @@ def test_images_of_several_sizes_are_trained_on_at_one(panel: Launcher, image_tr
     assert panel.results["report"].trained == 1
 
 
-def test_labels_that_are_no_classes_are_named(panel: Launcher) -> None:
+def test_labels_that_are_not_classes_are_reported(panel: Launcher) -> None:
     fill(panel, labels="none")
     click(panel, "train")
     assert "the images have no labels; expected one class per image" in panel.view.said
@@ -94,7 +94,7 @@ def test_labels_that_are_no_classes_are_named(panel: Launcher) -> None:
 HOSTILE = "<script>alert(1)</script>"
 
 
-def test_an_error_is_told_inside_as_one_line_and_nothing_is_injected(
+def test_an_error_is_shown_in_the_panel_as_one_escaped_line(
     panel: Launcher, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(panel, source=f"/no/such/{HOSTILE}")
@@ -109,14 +109,14 @@ def test_an_error_is_told_inside_as_one_line_and_nothing_is_injected(
     assert not caplog.records
 
 
-def test_names_of_classes_are_not_injected(panel: Launcher, image_tree: Path) -> None:
+def test_names_of_classes_are_escaped(panel: Launcher, image_tree: Path) -> None:
     (image_tree / "ants").rename(image_tree / "<b>ants")
     click(panel, "train")
     assert panel.results["packed"].classes[0] == "<b>ants"
     assert "<b>ants" not in panel.view.shown
 
 
-def test_any_other_exception_is_one_line_as_well(
+def test_any_other_exception_is_shown_as_one_line(
     panel: Launcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(**_: object) -> None:
@@ -133,7 +133,7 @@ def test_any_other_exception_is_one_line_as_well(
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_interrupt_is_told_and_the_next_click_goes_on(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_shown_and_the_next_click_resumes(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = signal.getsignal(signal.SIGINT)
     stage = colabkit.stage
     monkeypatch.setattr(colabkit, "stage", lambda **_: signal.raise_signal(signal.SIGINT))
@@ -143,7 +143,7 @@ def test_an_interrupt_is_told_and_the_next_click_goes_on(panel: Launcher, monkey
     assert signal.getsignal(signal.SIGINT) == handler
 
 
-def test_training_that_is_interrupted_goes_on_where_it_was(panel: Launcher) -> None:
+def test_an_interrupted_training_resumes(panel: Launcher) -> None:
     def interrupt(event: meters.Event) -> None:
         if isinstance(event, meters.StepDone):
             signal.raise_signal(signal.SIGINT)
@@ -160,7 +160,7 @@ def test_training_that_is_interrupted_goes_on_where_it_was(panel: Launcher) -> N
     assert panel.results["report"].resumed_from is not None
 
 
-def test_a_second_click_starts_nothing_whether_it_comes_meanwhile_or_waits(
+def test_a_second_click_during_the_run_or_queued_for_later_starts_nothing(
     panel: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, calls = colabkit.stage, []
@@ -180,7 +180,7 @@ def test_a_second_click_starts_nothing_whether_it_comes_meanwhile_or_waits(
     assert len(calls) == 2
 
 
-def test_progress_moves_the_panels_own_bar(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_updates_the_bar_of_the_panel(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def slow(**_: object) -> None:
@@ -199,7 +199,7 @@ def test_progress_moves_the_panels_own_bar(panel: Launcher, monkeypatch: pytest.
     assert panel.view._work.layout.display == "none"
 
 
-def test_warnings_of_the_run_are_told_inside(
+def test_warnings_of_the_run_are_shown_in_the_panel(
     panel: Launcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warns(**_: object) -> None:
@@ -213,7 +213,7 @@ def test_warnings_of_the_run_are_told_inside(
     assert HOSTILE not in click(panel, "probe")
 
 
-def test_the_code_follows_the_form(panel: Launcher) -> None:
+def test_the_code_is_updated_with_the_form(panel: Launcher) -> None:
     panel.view.code_switch.value = True
     fill(panel, source="other", epochs=5)
     assert "colabkit.stage('other', to='disk')" in html.unescape(panel.view._code.value)
@@ -224,13 +224,13 @@ def test_the_code_follows_the_form(panel: Launcher) -> None:
     assert panel.view._code.value == ""
 
 
-def test_pack_options_are_shown_when_asked_for(panel: Launcher) -> None:
+def test_pack_options_are_shown_on_request(panel: Launcher) -> None:
     assert panel.view._options.layout.display == "none"
     panel.view.options_switch.value = True
     assert panel.view._options.layout.display is None
 
 
-def test_what_is_free_is_looked_up_again_and_the_choice_stays(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_updated_and_the_choice_stays(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "colabkit.notebook.launcher.panel.places", lambda *_: [("a", "auto"), ("b", "tmpfs"), ("c", "disk")]
     )
@@ -239,7 +239,7 @@ def test_what_is_free_is_looked_up_again_and_the_choice_stays(panel: Launcher, m
     assert panel.view.settings.to == "disk"
 
 
-def test_a_click_heard_in_another_thread_works_in_the_main_one(
+def test_a_click_handled_in_another_thread_runs_in_the_main_thread(
     image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -277,7 +277,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-def test_it_opens_once_in_its_cell_and_again_in_another(notebook: SimpleNamespace) -> None:
+def test_the_launcher_opens_once_in_its_cell_and_again_in_another(notebook: SimpleNamespace) -> None:
     panel = colabkit.open_launcher()
     panel._ipython_display_()
     assert notebook.shown == [([VIEW, "text/plain"], False), (["text/html", "text/plain"], False)]
@@ -287,7 +287,7 @@ def test_it_opens_once_in_its_cell_and_again_in_another(notebook: SimpleNamespac
     assert len(notebook.shown) == 4
 
 
-def test_opening_another_closes_the_one_before_and_unloading_closes_all(notebook: SimpleNamespace) -> None:
+def test_opening_another_launcher_closes_the_previous_one_and_unloading_closes_all(notebook: SimpleNamespace) -> None:
     before = widgets_there()
     first = colabkit.open_launcher()
     there = widgets_there()
@@ -299,7 +299,7 @@ def test_opening_another_closes_the_one_before_and_unloading_closes_all(notebook
     assert widgets_there() == before
 
 
-def test_what_a_run_came_to_stays_in_the_notebook_and_is_hidden_by_the_live_panel(
+def test_results_stay_in_the_saved_notebook_and_are_hidden_by_the_live_panel(
     notebook: SimpleNamespace, image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -318,12 +318,12 @@ def test_what_a_run_came_to_stays_in_the_notebook_and_is_hidden_by_the_live_pane
     assert notebook.last == {"text/plain": "colabkit's launcher, closed"}
 
 
-def test_outside_of_a_notebook_the_error_says_where_it_works() -> None:
+def test_outside_of_a_notebook_the_error_names_where_it_works() -> None:
     with pytest.raises(NoNotebook, match=r"this is not a notebook\..*python -m colabkit"):
         colabkit.open_launcher()
 
 
-def test_without_ipywidgets_the_error_names_the_line_that_installs_it(
+def test_without_ipywidgets_the_error_names_the_command_that_installs_it(
     notebook: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
@@ -331,7 +331,7 @@ def test_without_ipywidgets_the_error_names_the_line_that_installs_it(
         colabkit.open_launcher()
 
 
-def test_importing_it_imports_neither_torch_nor_ipywidgets() -> None:
+def test_importing_the_launcher_imports_neither_torch_nor_ipywidgets() -> None:
     import subprocess
 
     code = "import sys, colabkit.notebook.launcher.panel; print({'torch', 'ipywidgets', 'IPython'} & set(sys.modules))"

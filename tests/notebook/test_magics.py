@@ -26,7 +26,7 @@ def shell(tmp_path: Path) -> Iterator[InteractiveShell]:  # whose folder has to 
     assert not meters.is_heard()
 
 
-def test_the_magics_go_the_whole_way_and_return_reports(shell: InteractiveShell, tmp_path: Path) -> None:
+def test_the_magics_run_the_full_pipeline_and_return_reports(shell: InteractiveShell, tmp_path: Path) -> None:
     shell.user_ns["folder"] = tmp_path
     result = shell.run_cell(f"staged = %stage samples:digits --to '{tmp_path}/a folder/near' --no-progress")
     result.raise_error()
@@ -40,7 +40,7 @@ def test_the_magics_go_the_whole_way_and_return_reports(shell: InteractiveShell,
     packed.path.parent.rmdir()
 
 
-def test_training_runs_beside_a_panel_whose_last_frame_stays(
+def test_training_shows_a_panel_whose_last_frame_stays(
     shell: InteractiveShell, image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pack = colabkit.open_pack(colabkit.pack(image_tree, tmp_path / "p.h5", progress=False).path)
@@ -68,7 +68,7 @@ def test_colabkit_opens_the_launcher(shell: InteractiveShell, monkeypatch: pytes
     assert shell.run_line_magic("colabkit", " ") == "opened"
 
 
-def test_colabkit_and_a_verb_is_the_magic(
+def test_colabkit_with_a_verb_runs_its_magic(
     shell: InteractiveShell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell.user_ns["folder"] = tmp_path / "a folder"
@@ -79,7 +79,7 @@ def test_colabkit_and_a_verb_is_the_magic(
     assert "usage: %stage" in capsys.readouterr().out
 
 
-def test_an_unknown_verb_is_one_line_with_a_near_one(shell: InteractiveShell) -> None:
+def test_an_unknown_verb_is_a_one_line_error_with_a_similar_verb(shell: InteractiveShell) -> None:
     similar = r"Cannot run %colabkit stge: 'stge' is not a verb; expected one of .*\. Run %colabkit stage, or see "
     with pytest.raises(InvalidOption, match=similar):
         shell.run_line_magic("colabkit", "stge birds")
@@ -87,7 +87,7 @@ def test_an_unknown_verb_is_one_line_with_a_near_one(shell: InteractiveShell) ->
         shell.run_line_magic("colabkit", "xyzzy")
 
 
-def test_the_doctor_judges_what_is_named_or_was_last(shell: InteractiveShell, tmp_path: Path) -> None:
+def test_the_doctor_diagnoses_the_named_or_the_latest_run(shell: InteractiveShell, tmp_path: Path) -> None:
     loader = colabkit.Loader((np.zeros((600, 2), np.float32), np.zeros(600, np.int64)), 4)
     shell.user_ns |= {"step": lambda batch: 0.5, "loader": loader}
     report = shell.run_line_magic("train", "step loader")
@@ -100,12 +100,12 @@ def test_the_doctor_judges_what_is_named_or_was_last(shell: InteractiveShell, tm
 
 
 @pytest.mark.parametrize("line", ["DataLoader(data)", "DataLoader(data, batch_size=4) --seconds 1", "loaders['train']"])
-def test_the_doctor_asks_for_a_name_where_an_expression_is_given(shell: InteractiveShell, line: str) -> None:
+def test_the_doctor_requires_a_name_instead_of_an_expression(shell: InteractiveShell, line: str) -> None:
     with pytest.raises(InvalidOption, match=r"is an expression; expected the name of a variable\. Assign it"):
         shell.run_line_magic("doctor", line)
 
 
-def test_a_saved_report_may_be_called_like_an_expression(
+def test_the_file_of_a_saved_report_may_be_named_like_an_expression(
     shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,7 +129,7 @@ def test_an_error_is_one_line_without_a_traceback(
     assert shown.startswith(f"{error.__name__}: {said}")
 
 
-def test_variables_stand_for_values_that_are_not_parsed_again() -> None:
+def test_variables_are_replaced_by_values_that_are_not_parsed_again() -> None:
     namespace = {"folder": "a b; --to x $HOME 'q", "report": type("R", (), {"path": Path("p q")})()}
     assert split_line("{folder} $folder {report.path}", namespace) == [*[namespace["folder"]] * 2, "p q"]
     assert split_line("{unknown} '$folder' \"{folder}\" a{folder}", namespace) == [
@@ -137,7 +137,7 @@ def test_variables_stand_for_values_that_are_not_parsed_again() -> None:
     ]  # fmt: skip
 
 
-def test_an_open_quote_is_named() -> None:
+def test_an_open_quote_or_escape_is_reported() -> None:
     with pytest.raises(InvalidOption, match=r"a quote is not closed\. Add the closing quote\."):
         split_line("stage 'half", {})
     with pytest.raises(InvalidOption, match="a backslash ends the line"):

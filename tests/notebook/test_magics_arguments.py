@@ -73,7 +73,7 @@ def test_a_quoted_path_reaches_the_function_unchanged(
 
 @once
 @given(word=words, is_double=st.booleans())
-def test_a_cell_takes_paths_unchanged(shell: InteractiveShell, word: str, is_double: bool) -> None:
+def test_a_cell_magic_takes_paths_unchanged(shell: InteractiveShell, word: str, is_double: bool) -> None:
     if word.startswith("-"):
         word = f"./{word}"
     with (
@@ -86,7 +86,7 @@ def test_a_cell_takes_paths_unchanged(shell: InteractiveShell, word: str, is_dou
 
 @pytest.mark.parametrize("value", ["--dry-run", "-h", "--help", "--", "--nothing", "--to=x", "-hx", "a --b", "-1", ""])
 @pytest.mark.parametrize("word", ["{p}", "$p", "{place.name}"])
-def test_what_a_variable_stands_for_is_data_and_no_option(
+def test_the_value_of_a_variable_is_never_parsed_as_an_option(
     shell: InteractiveShell, value: str, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell.user_ns["p"], shell.user_ns["place"] = value, SimpleNamespace(name=value)
@@ -102,14 +102,16 @@ def test_what_a_variable_stands_for_is_data_and_no_option(
     assert "usage" not in capsys.readouterr().out
 
 
-def test_a_word_too_much_is_named_as_its_value(shell: InteractiveShell) -> None:
+def test_an_extra_word_is_reported_with_its_value(shell: InteractiveShell) -> None:
     shell.user_ns["p"] = "-h"
     with pytest.raises(InvalidOption, match="unrecognized arguments: -h; expected arguments from"):
         shell.run_line_magic("stage", "a {p}")
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_that_is_typed_is_given(shell: InteractiveShell, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_typed_help_option_prints_the_help(
+    shell: InteractiveShell, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with mock.patch.object(colabkit, "stage") as function:
         shell.run_line_magic("stage", f"a {word}")
     assert not function.called
@@ -117,20 +119,20 @@ def test_help_that_is_typed_is_given(shell: InteractiveShell, word: str, capsys:
 
 
 @pytest.mark.parametrize("word", ["-hh", "-hx"])
-def test_no_line_leaves_the_kernel(shell: InteractiveShell, word: str) -> None:
+def test_no_line_ends_the_kernel(shell: InteractiveShell, word: str) -> None:
     with mock.patch.object(colabkit, "stage") as function, pytest.raises(InvalidOption, match=r"^Cannot run %stage: "):
         shell.run_line_magic("stage", f"a {word}")
     assert not function.called
 
 
 @given(st.lists(words, min_size=1, max_size=4), st.booleans())
-def test_any_quoted_words_survive(texts: list[str], is_double: bool) -> None:
+def test_any_quoted_words_arrive_unchanged(texts: list[str], is_double: bool) -> None:
     line = " ".join(in_quotes(word, is_double) for word in texts)
     assert split_line(line, {"x": 1, "HOME": 2}) == texts
 
 
 @given(st.text(characters, min_size=1), st.sampled_from(["", '"', "'"]))
-def test_what_completion_types_is_read_as_it_was_meant(word: str, quote: str) -> None:
+def test_completed_words_are_parsed_as_the_path_that_was_completed(word: str, quote: str) -> None:
     typed = quote_word(word, quote)
     if typed is None:
         assert "'" in word
@@ -139,7 +141,7 @@ def test_what_completion_types_is_read_as_it_was_meant(word: str, quote: str) ->
 
 
 @given(st.text(characters))
-def test_a_line_that_is_being_typed_never_fails(line: str) -> None:
+def test_completing_a_partial_line_never_fails(line: str) -> None:
     finished, last = split_typed_line(line)
     assert line.endswith(last)
     assert all(isinstance(word, str) for word in finished)
@@ -150,7 +152,7 @@ def test_spaces_may_be_escaped() -> None:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in LINES if verb.options], ids=lambda verb: verb.name)
-def test_every_error_is_one_line(
+def test_every_parsing_error_is_one_line(
     shell: InteractiveShell, verb: Verb, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     shell.user_ns["broken"] = "two\nlines \x1b[31m"
@@ -163,7 +165,7 @@ def test_every_error_is_one_line(
         assert "\x1b[31m" not in shown.out + shown.err
 
 
-def test_nothing_reaches_a_shell_whatever_the_magic(shell: InteractiveShell, tmp_path: Path) -> None:
+def test_no_magic_passes_its_line_to_a_shell(shell: InteractiveShell, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     for text in (f"$(touch {canary})", f"`touch {canary}`", f"; touch {canary}", f"{{open('{canary}','w')}}"):
         for verb in LINES:

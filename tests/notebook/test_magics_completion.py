@@ -63,7 +63,7 @@ def test_options_of_a_magic_are_offered(shell: InteractiveShell) -> None:
     assert "%%dashboard --off" not in offered(shell, "%%dashboard --")
 
 
-def test_values_with_a_meaning_are_offered(shell: InteractiveShell) -> None:
+def test_special_values_are_offered(shell: InteractiveShell) -> None:
     for line, words in (
         ("%pack a b --encoding ", {"raw", "source", "jpeg", "auto"}),
         ("%pack a b --encoding s", {"source"}),
@@ -86,7 +86,7 @@ def test_verbs_of_colabkit_and_their_options_are_offered(shell: InteractiveShell
     check(shell, "%colabkit nothing --enc", [])
 
 
-def test_variables_are_offered_where_objects_are_meant(shell: InteractiveShell) -> None:
+def test_variables_are_offered_for_objects(shell: InteractiveShell) -> None:
     check(shell, "%train my_", {"%train my_loader", "%train my_step"})
     check(
         shell,
@@ -101,7 +101,7 @@ def test_variables_are_offered_where_objects_are_meant(shell: InteractiveShell) 
     check(shell, "%doctor _ow", ["%doctor _ow"])
 
 
-def test_paths_are_offered_as_they_have_to_be_typed(shell: InteractiveShell) -> None:
+def test_paths_are_offered_with_the_required_quoting(shell: InteractiveShell) -> None:
     for line, lines in (
         ("%stage bir", [r"%stage bird\ list.csv", r"%stage bird\ songs/", "%stage birds.h5", "%stage birds/"]),
         (
@@ -122,7 +122,7 @@ def test_paths_are_offered_as_they_have_to_be_typed(shell: InteractiveShell) -> 
         check(shell, line, lines)
 
 
-def test_what_is_offered_is_read_as_the_path_again(shell: InteractiveShell, tmp_path: Path) -> None:
+def test_an_offered_path_is_parsed_as_the_same_path(shell: InteractiveShell, tmp_path: Path) -> None:
     from colabkit.notebook.lines import split_line
 
     names = ["two words", "one's", 'say "hi"', "back\\slash", "$my_step", "{my_step}", "tab\there"]
@@ -145,7 +145,7 @@ def test_without_drive_nothing_is_offered(shell: InteractiveShell, monkeypatch: 
     check(shell, "%stage drive:bi", ["%stage drive:bi"])
 
 
-def test_a_mount_that_hangs_is_given_up(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_gives_up_on_a_hung_mount(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion, "_LIST_S", AGREED_S)
     asked = []
 
@@ -159,7 +159,7 @@ def test_a_mount_that_hangs_is_given_up(shell: InteractiveShell, monkeypatch: py
     assert max(asked) <= 2.0
 
 
-def test_a_drive_that_hangs_holds_nobody_up(
+def test_a_hung_drive_does_not_block_completion(
     shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("FUSE", has_fuse())
@@ -176,7 +176,7 @@ def test_a_drive_that_hangs_holds_nobody_up(
         mount.go_on()
 
 
-def test_long_folders_are_cut(shell: InteractiveShell, tmp_path: Path) -> None:
+def test_long_folders_are_truncated(shell: InteractiveShell, tmp_path: Path) -> None:
     (tmp_path / "many").mkdir()
     for number in range(260):
         (tmp_path / "many" / f"{number:03}").touch()
@@ -190,7 +190,7 @@ def test_other_lines_are_left_to_ipython(shell: InteractiveShell) -> None:
     check(shell, "%stagex --no", [])
 
 
-def test_unloading_ends_it(shell: InteractiveShell) -> None:
+def test_unloading_ends_completion(shell: InteractiveShell) -> None:
     dispatcher = shell.strdispatchers["complete_command"]
     assert any("stage" in pattern.pattern for pattern in dispatcher.regexs)
     shell.extension_manager.unload_extension("colabkit")

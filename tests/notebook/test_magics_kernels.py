@@ -162,7 +162,7 @@ def test_loading_prints_nothing_imports_nothing_heavy_and_is_undone(loading: dic
     assert loading["clean"]
 
 
-def test_names_that_are_taken_stay_their_owners_line_and_cell_apart(loading: dict[str, Any]) -> None:
+def test_existing_magics_of_the_same_name_are_not_replaced(loading: dict[str, Any]) -> None:
     said = "colabkit does not replace the existing %stage, %%train; use colabkit's functions instead"
     assert loading["taken"].splitlines() == [said]
     assert loading["left"] == loading["theirs"] == ["theirs", "theirs"]
@@ -175,13 +175,13 @@ def test_lines_are_completed_with_jedi_and_without(loading: dict[str, Any]) -> N
     assert all(line in found for line, found in zip(lines, loading["completed"], strict=True))
 
 
-def test_help_is_there_for_cells(loading: dict[str, Any]) -> None:
+def test_cell_magics_have_help(loading: dict[str, Any]) -> None:
     for text in (loading["help"], loading["cell help"]):
         assert "usage: %%train" in text
         assert "--batch-size" in text
 
 
-def test_a_cell_trains_beside_one_panel_and_shows_its_report(outputs: dict[str, list[NotebookNode]]) -> None:
+def test_a_cell_trains_with_one_panel_and_shows_its_report(outputs: dict[str, list[NotebookNode]]) -> None:
     assert outputs["setup"] == []
     (panel,) = panels(outputs["train"])
     assert "epoch 2/2 · step 4/4" in panel
@@ -189,7 +189,7 @@ def test_a_cell_trains_beside_one_panel_and_shows_its_report(outputs: dict[str, 
     assert result_of(outputs["names"]) == "[]"
 
 
-def test_an_error_is_the_users_own_line(outputs: dict[str, list[NotebookNode]]) -> None:
+def test_an_error_shows_the_users_own_line(outputs: dict[str, list[NotebookNode]]) -> None:
     trace = trace_of(outputs["error"])
     assert error_of(outputs["error"]).ename == "RuntimeError"
     assert re.search(r"-> 3 model\(x\[:, :3\]\)|3 model\(x\[:, :3\]\)", trace)
@@ -208,7 +208,7 @@ def test_ctrl_c_and_bad_syntax_are_one_line(outputs: dict[str, list[NotebookNode
     )
 
 
-def test_a_cell_runs_beside_the_panel_and_fails_for_all_to_see(outputs: dict[str, list[NotebookNode]]) -> None:
+def test_a_cell_with_the_panel_shows_its_error(outputs: dict[str, list[NotebookNode]]) -> None:
     assert len(panels(outputs["beside"])) == 1
     assert result_of(outputs["beside"]) == "42"
     assert error_of(outputs["beside error"]).ename == "ZeroDivisionError"
@@ -217,12 +217,12 @@ def test_a_cell_runs_beside_the_panel_and_fails_for_all_to_see(outputs: dict[str
     assert "run_cell_magic" not in trace
 
 
-def test_the_panel_is_beside_cells_that_loop_and_no_others(outputs: dict[str, list[NotebookNode]]) -> None:
+def test_the_panel_appears_only_in_cells_that_loop(outputs: dict[str, list[NotebookNode]]) -> None:
     assert [len(panels(outputs[name])) for name in ("switch", "idle", "loop", "off", "quiet")] == [0, 0, 1, 0, 0]
     assert outputs["idle"] == outputs["off"] == outputs["quiet"] == []
     (said,) = outputs["switch"]
     assert said.text.startswith("The panel appears below each cell")
 
 
-def test_the_doctor_finds_what_was_last(outputs: dict[str, list[NotebookNode]]) -> None:
+def test_the_doctor_finds_the_latest_run(outputs: dict[str, list[NotebookNode]]) -> None:
     assert "of 50" in result_of(outputs["doctor"])

@@ -28,7 +28,7 @@ def shell() -> Iterator[InteractiveShell]:
     assert not meters.is_heard()
 
 
-def test_a_cell_runs_beside_the_panel_and_its_last_expression_is_displayed(
+def test_a_cell_runs_with_the_panel_and_its_last_expression_is_displayed(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, f"%%dashboard\ntotal = 6 * 7\n{LOOP}\ntotal").raise_error()
@@ -47,7 +47,7 @@ def test_values_are_displayed_as_in_any_cell(shell: InteractiveShell, capsys: py
     assert [line.split()[-1] for line in shown_by(capsys)] == ["42", "48"]
 
 
-def test_a_cell_whose_loop_is_not_seen_is_told_of_watch(
+def test_a_cell_with_an_unknown_loader_suggests_watch(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell.push({"foreign": DataLoader(TensorDataset(torch.zeros(8, 2)), 4), "watch": colabkit.watch})
@@ -58,7 +58,7 @@ def test_a_cell_whose_loop_is_not_seen_is_told_of_watch(
     assert not [line for line in shown_by(capsys) if "No panel" in line]
 
 
-def test_a_loop_that_was_never_seen_is_told_of_watch_when_the_panel_is_switched_off(
+def test_switching_the_panel_off_suggests_watch_if_no_loop_was_detected(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hints(*cells: str) -> int:
@@ -73,7 +73,7 @@ def test_a_loop_that_was_never_seen_is_told_of_watch_when_the_panel_is_switched_
     assert hints() == 0, "no cell ran beside it"
 
 
-def test_options_are_those_of_the_function(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_match_the_function(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     run(shell, f"%%dashboard --screen none\n{LOOP}").raise_error()
     assert shown_by(capsys) == []
     result = run(shell, f"%%dashboard --screen window\n{LOOP}")
@@ -93,7 +93,7 @@ def test_an_error_shows_the_cells_line_and_stops_the_panel(
     assert "run_cell_magic" not in trace
 
 
-def test_it_is_shown_beside_each_cell_that_loops_until_it_is_switched_off(
+def test_the_panel_is_shown_in_each_cell_that_loops_until_it_is_switched_off(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, "%dashboard").raise_error()
@@ -113,13 +113,15 @@ def test_it_is_shown_beside_each_cell_that_loops_until_it_is_switched_off(
     assert sum("step 6/6" in line for line in shown_by(capsys)) == 1, "that of train() stays"
 
 
-def test_a_cell_that_fails_beside_it_says_so(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_panel_shows_that_its_cell_failed(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     run(shell, "%dashboard")
     run(shell, "for batch in loader:\n    1 / 0")
     assert "stopped by ZeroDivisionError" in "\n".join(shown_by(capsys))
 
 
-def test_a_panel_of_the_cells_own_is_the_only_one(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_panel_opened_by_the_cell_is_the_only_one(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(shell, "import colabkit")
     run(shell, "%dashboard")
     shown_by(capsys)
@@ -129,14 +131,14 @@ def test_a_panel_of_the_cells_own_is_the_only_one(shell: InteractiveShell, capsy
     assert sum("step 6/6" in line for line in shown_by(capsys)) == 1
 
 
-def test_cells_that_run_cells_leave_nothing_open(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nested_cells_leave_no_panel_open(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     run(shell, "%dashboard")
     run(shell, f"get_ipython().run_cell({LOOP!r})").raise_error()
     assert sum("step 6/6" in line for line in shown_by(capsys)) == 1
     assert not is_any_open()
 
 
-def test_unloading_ends_it(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unloading_closes_the_panel(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     before = {event: len(found) for event, found in shell.events.callbacks.items()}
     run(shell, "%dashboard")
     run(shell, "%unload_ext colabkit").raise_error()
@@ -148,7 +150,7 @@ def test_unloading_ends_it(shell: InteractiveShell, capsys: pytest.CaptureFixtur
     run(shell, "%load_ext colabkit")
 
 
-def test_a_loop_in_the_cell_that_switches_it_off_is_not_in_vain(
+def test_a_loop_in_the_cell_that_switches_the_panel_off_counts(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, "%dashboard")
@@ -160,7 +162,7 @@ def test_a_loop_in_the_cell_that_switches_it_off_is_not_in_vain(
     assert "watch(" not in shown
 
 
-def test_what_cannot_be_meant_switches_nothing_on(shell: InteractiveShell) -> None:
+def test_invalid_options_do_not_switch_the_panel_on(shell: InteractiveShell) -> None:
     assert isinstance(run(shell, "%dashboard --refresh-s 0.1").error_in_exec, InvalidOption)
     run(shell, LOOP)
     assert not is_any_open()

@@ -49,7 +49,7 @@ def train(shell: InteractiveShell, line: str, body: str) -> colabkit.TrainReport
     return report
 
 
-def test_the_body_runs_once_for_each_batch_with_its_names_in_scope(shell: InteractiveShell) -> None:
+def test_the_body_runs_once_per_batch_with_its_variables_in_scope(shell: InteractiveShell) -> None:
     body = "seen.append((epoch, step, x.shape, y.tolist(), len(batch)))\nloss = x.mean()"
     report = train(shell, "data --batch-size 10 --epochs 2 --no-shuffle --on cpu", body)
     seen = shell.user_ns["seen"]
@@ -71,14 +71,14 @@ def test_a_pack_is_named_by_its_path_a_variable_or_a_report(shell: InteractiveSh
         assert train(shell, f"{name} --on cpu", "loss = x.float().mean()").epochs[0].samples == 24
 
 
-def test_drive_paths_are_packs_as_well(
+def test_drive_paths_can_name_packs(
     shell: InteractiveShell, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     assert train(shell, "drive:p.h5 --batch-size 24", "pass").steps == 1
 
 
-def test_a_loader_is_taken_as_it_is_and_its_options_are_refused(shell: InteractiveShell) -> None:
+def test_a_loader_is_used_unchanged_and_loader_options_are_rejected(shell: InteractiveShell) -> None:
     shell.user_ns["loader"] = colabkit.Loader(shell.user_ns["data"], 8)
     assert train(shell, "loader --epochs 2", "loss = 1.0").steps == 6
     result = run(shell, "%%train loader --batch-size 64 --no-shuffle\npass")
@@ -89,7 +89,7 @@ def test_a_loader_is_taken_as_it_is_and_its_options_are_refused(shell: Interacti
     )
 
 
-def test_options_of_the_loader_reach_it(shell: InteractiveShell) -> None:
+def test_loader_options_reach_the_loader(shell: InteractiveShell) -> None:
     shell.user_ns["double"] = lambda images: 2 * images
     body = "seen.append((x[:, 0] / 4).tolist())"
     train(shell, "data --batch-size 24 --transform double --seed 3", body)
@@ -116,7 +116,7 @@ def test_batches_of_any_structure_have_x_and_y(shell: InteractiveShell, data: ob
         assert batch[2].tolist() == [7] * 4, "further fields are in the batch"
 
 
-def test_names_of_the_body_are_what_they_were_also_after_an_error(shell: InteractiveShell) -> None:
+def test_the_variables_of_the_body_are_restored_even_after_an_error(shell: InteractiveShell) -> None:
     shell.user_ns.update(x="mine", epoch=17)
     for body in ("x = y = 5\nkept = step", "1 / 0", "raise KeyboardInterrupt", "del x, y, step"):
         run(shell, f"%%train data\n{body}")
@@ -124,14 +124,14 @@ def test_names_of_the_body_are_what_they_were_also_after_an_error(shell: Interac
     assert shell.user_ns["kept"] == 0
 
 
-def test_names_are_whole_between_steps_too(shell: InteractiveShell) -> None:
+def test_the_variables_are_restored_between_steps(shell: InteractiveShell) -> None:
     shell.user_ns.update(x="mine")
     shell.run_cell("def judge():\n    seen.append((x, 'step' in globals()))\n    return {'a': 1}").raise_error()
     train(shell, "data --batch-size 8 --validate judge --validate-every 1 --on cpu", "pass")
     assert shell.user_ns["seen"] == [("mine", False)] * 3
 
 
-def test_a_loader_that_was_used_before_begins_at_epoch_0(shell: InteractiveShell) -> None:
+def test_a_loader_that_was_used_before_starts_at_epoch_0(shell: InteractiveShell) -> None:
     shell.user_ns["loader"] = colabkit.Loader(shell.user_ns["data"], 12)
     for _ in range(2):
         train(shell, "loader --epochs 2", "seen.append((epoch, step))")
@@ -154,7 +154,9 @@ def test_a_loss_counts_in_the_steps_that_set_it(shell: InteractiveShell) -> None
     assert report.epochs[0].values == {"loss": 0.5, "accuracy": 1.0}
 
 
-def test_a_loss_that_is_no_number_is_one_line(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_a_number_is_a_one_line_error(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(shell, "%%train data --batch-size 8\nloss = x")
     (line,) = shown_by(capsys)[-1:]
     assert line.startswith(
@@ -166,7 +168,7 @@ def test_a_loss_that_is_no_number_is_one_line(shell: InteractiveShell, capsys: p
     assert "sets loss to a str; expected a single number or a dict of numbers. Use another name" in line
 
 
-def test_an_error_shows_the_cells_line_and_not_what_runs_it(
+def test_an_error_shows_the_line_of_the_cell_without_colabkits_frames(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell.run_cell("def inner(value):\n    return value / 0")
@@ -184,7 +186,7 @@ def test_an_error_shows_the_cells_line_and_not_what_runs_it(
     assert len(trace.splitlines()) < 25
 
 
-def test_the_whole_traceback_is_there_for_who_asks(
+def test_colabkit_debug_shows_the_full_traceback(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLABKIT_DEBUG", "1")
@@ -192,7 +194,9 @@ def test_the_whole_traceback_is_there_for_who_asks(
     assert "colabkit/training/" in "\n".join(shown_by(capsys))
 
 
-def test_bad_syntax_is_one_line_with_the_cells_own(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_syntax_is_a_one_line_error_with_the_line_of_the_cell(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     for cell, said in (
         ("%%train data\na = 1\nb = = 2", "in line 3, 'b = = 2'"),
         ("%%train data\n\n\nreturn 5", "in line 4, 'return 5'"),
@@ -210,7 +214,7 @@ def test_magics_and_commands_in_the_body_work(shell: InteractiveShell) -> None:
     assert shell.user_ns["seen"] == [(os.getcwd(), "one two")] * 2
 
 
-def test_an_invalid_line_is_one_line(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_line_is_a_one_line_error(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     shell.user_ns |= {"model": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)}
     for line, error, said in (
         ("nowhere.h5", SourceMissing, "nowhere.h5"),
@@ -231,7 +235,7 @@ def test_an_invalid_line_is_one_line(shell: InteractiveShell, capsys: pytest.Cap
         assert said in shown
 
 
-def test_a_missing_split_is_named(shell: InteractiveShell, pack: Path) -> None:
+def test_a_missing_split_is_an_error(shell: InteractiveShell, pack: Path) -> None:
     assert isinstance(run(shell, "%%train p.h5 --split test\npass").error_in_exec, MissingSplit)
 
 
@@ -283,7 +287,9 @@ def forked(work: Callable[[], object]) -> int:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("step", sampled([0, 5, 9], 2))
-def test_killed_and_run_again_it_ends_bit_for_bit_like_an_uninterrupted_run(shell: InteractiveShell, step: int) -> None:
+def test_a_killed_and_repeated_run_ends_bit_for_bit_like_an_uninterrupted_run(
+    shell: InteractiveShell, step: int
+) -> None:
     line = f"data --batch-size 8 --epochs {EPOCHS} --state model optimizer --save-every 2 --on cpu --save-to"
     shell.run_cell(SETUP).raise_error()
     whole = train(shell, f"{line} whole", BODY)
@@ -299,7 +305,7 @@ def test_killed_and_run_again_it_ends_bit_for_bit_like_an_uninterrupted_run(shel
     assert [record.values for record in report.epochs] == [record.values for record in whole.epochs]
 
 
-def test_help_is_for_a_cell_and_for_a_line(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_covers_the_cell_and_the_line_magic(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     run(shell, "%%train --help\nseen.append(1)").raise_error()
     help_of_cell = capsys.readouterr().out
     assert "usage: %%train" in help_of_cell

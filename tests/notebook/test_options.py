@@ -21,7 +21,7 @@ OPTIONS = [(verb, option) for verb in (*VERBS, *CELLS, DASHBOARD) for option in 
 LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
 
 
-def test_names_order_and_defaults_are_the_functions() -> None:
+def test_names_order_and_defaults_match_the_functions() -> None:
     for verb in VERBS:
         expected = defaults(getattr(colabkit, verb.call))
         assert [(option.name, option.default) for option in verb.options] == list(expected.items()), verb.name
@@ -33,7 +33,7 @@ def defaults(function: Callable[..., object]) -> dict[str, object]:
     return {one.name: ... if one.default is inspect.Parameter.empty else one.default for one in parameters}
 
 
-def test_the_cell_that_trains_takes_what_loader_and_train_take() -> None:
+def test_the_training_cell_accepts_the_options_of_loader_and_train() -> None:
     own = {option.name: option.default for option in CELLS[0].options}
     trained, loaded = defaults(colabkit.train), defaults(colabkit.Loader)
     assert own.pop("pack") is ...
@@ -48,13 +48,13 @@ def test_the_cell_that_trains_takes_what_loader_and_train_take() -> None:
     assert own == {name: trained[name] for name in own}
 
 
-def test_the_panels_magics_take_what_dashboard_takes() -> None:
+def test_the_panel_magics_accept_the_options_of_dashboard() -> None:
     own = {option.name: option.default for option in CELLS[1].options}
     assert own == defaults(colabkit.dashboard)
     assert {option.name: option.default for option in DASHBOARD.options} == {**own, "off": False}
 
 
-def test_words_that_are_offered_are_those_that_the_function_takes() -> None:
+def test_offered_words_are_the_values_that_the_function_accepts() -> None:
     for verb, option in OPTIONS:
         if verb is DASHBOARD:
             continue
@@ -71,7 +71,7 @@ def literals(hint: object) -> set[object]:
     return {value for one in typing.get_args(hint) for value in literals(one)}
 
 
-def test_what_a_line_gives_is_told_from_defaults() -> None:
+def test_given_options_are_distinguished_from_defaults() -> None:
     def given(*words: str) -> set[str]:
         return given_in(parser_of(CELLS[0], "%%train"), words)
 
@@ -80,7 +80,7 @@ def test_what_a_line_gives_is_told_from_defaults() -> None:
     assert given("p.h5", "--state", "a", "b") == {"pack", "state"}
 
 
-def test_no_options_means_the_functions_defaults() -> None:
+def test_omitted_options_have_the_defaults_of_the_function() -> None:
     for verb in VERBS:
         required = [option.name for option in verb.options if option.is_required]
         values = arguments_of(verb, parser_of(verb, verb.name).parse_args(required), lambda name, kind: name)
@@ -97,7 +97,7 @@ def parse(verb_name: str, *words: str, **objects: object) -> dict[str, object]:
     return arguments_of(verb, parser_of(verb, verb_name).parse_args(words), partial(look_up_in, objects))
 
 
-def test_values_get_their_kinds() -> None:
+def test_values_are_converted_to_their_types() -> None:
     values = parse("pack", "a", "b.h5", "--size", "240x320", "--splits", "train=0.9,test=0.1", "--seed", "3")
     assert (values["size"], values["splits"], values["seed"]) == ((240, 320), {"train": 0.9, "test": 0.1}, 3)
     assert parse("pack", "a", "b", "--size", "64", "--splits", "")["size"] == 64
@@ -123,7 +123,7 @@ def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
     assert parse("doctor") == {"of": None, "seconds": 5.0, "headspace": None}
 
 
-def test_a_misspelt_object_is_suggested() -> None:
+def test_similar_names_are_suggested_for_a_misspelled_variable() -> None:
     message = r"Cannot use 'modle': no variable has this name\. Check its name, or use model\."
     with pytest.raises(InvalidOption, match=message):
         parse("train", "step", "loader", "--state", "modle", step=1, model=2, loader=3)
@@ -138,7 +138,7 @@ def test_a_misspelt_object_is_suggested() -> None:
         ({"_nope": LOADER, "Nope": list[int], "noper": "a text", "node": 3}, "Define it first"),
     ],
 )
-def test_only_what_could_be_a_loader_is_suggested_to_the_doctor(objects: dict[str, object], step: str) -> None:
+def test_only_possible_loaders_are_suggested_to_the_doctor(objects: dict[str, object], step: str) -> None:
     class Closed:
         @property
         def shape(self) -> tuple[int, ...]:
@@ -149,18 +149,18 @@ def test_only_what_could_be_a_loader_is_suggested_to_the_doctor(objects: dict[st
     assert str(caught.value).endswith(f"no variable has this name. {step}.")
 
 
-def test_a_module_is_not_suggested_where_an_object_is_meant() -> None:
+def test_modules_are_not_suggested_as_objects() -> None:
     with pytest.raises(InvalidOption, match=r"no variable has this name\. Define it first\.$"):
         parse("train", "npp", "loader", np=np)
 
 
-def test_invalid_arguments_are_one_line() -> None:
+def test_invalid_arguments_are_one_line_errors() -> None:
     for line in ("stage", "stage a --treads 4", "stage a --threads x", "pack a b --size big"):
         with pytest.raises(InvalidOption, match=r"^Cannot run .*--help\.$"):
             parse(*line.split())
 
 
-def test_an_unknown_option_is_named_first_with_the_one_that_may_be_meant() -> None:
+def test_an_unknown_option_is_reported_first_with_a_similar_option() -> None:
     for verb, option in OPTIONS:
         misspelt = option.flag[:-2] + option.flag[-1:]
         if option.flag:
@@ -169,17 +169,17 @@ def test_an_unknown_option_is_named_first_with_the_one_that_may_be_meant() -> No
             assert f"Cannot run %it: unknown option {misspelt} (did you mean {option.flag}?)" in str(caught.value)
 
 
-def test_words_behind_two_dashes_are_no_options() -> None:
+def test_words_after_two_dashes_are_not_options() -> None:
     assert parse("stage", "--", "--a-folder")["source"] == "--a-folder"
 
 
-def test_no_labels_may_be_written_as_in_python() -> None:
+def test_none_may_be_written_as_in_python() -> None:
     assert all(parse("pack", "a", "b", "--labels", word)["labels"] is None for word in ("none", "None"))
     assert all(parse("prepare", "a", "--save-to", word)["save_to"] is None for word in ("none", "None"))
     assert parse("pack", "a", "b", "--splits", "none")["splits"] == "none", "a column: leaving it out says None"
 
 
-def test_a_positional_option_with_a_default_may_be_left_out() -> None:
+def test_a_positional_option_with_a_default_may_be_omitted() -> None:
     assert parse("mount")["path"] is None
     assert parse("mount", "/content/gdrive", "--readonly")["path"] == "/content/gdrive"
     assert parse("fetch", "https://example.org/a.zip", "data")["to"] == "data"
