@@ -1,4 +1,4 @@
-"""`pack()` and `verify()`: the right samples in the right order, and nothing half-done whatever happens."""
+"""Tests of `pack()` and `verify()`: the right samples in the right order, and no incomplete files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_split_folders_become_splits(tmp_path):
         assert labels == sorted(labels)
 
 
-def test_fractions_deal_each_class_to_the_splits(tmp_path, image_tree):
+def test_shares_divide_each_class_among_the_splits(tmp_path, image_tree):
     paths = [
         packed(image_tree, tmp_path / f"{number}.h5", splits={"train": 0.5, "dev": 0.25, "test": 0.25}, seed=seed)
         for number, seed in enumerate((3, 3, 4))
@@ -115,7 +115,7 @@ def test_fractions_deal_each_class_to_the_splits(tmp_path, image_tree):
     assert not np.array_equal(found[0]["dev"][0], found[2]["dev"][0])
 
 
-def test_files_that_are_no_images_by_name_are_left_out_and_said(tmp_path, image_tree):
+def test_files_without_an_image_suffix_are_left_out_and_reported(tmp_path, image_tree):
     (image_tree / "ants" / "notes.txt").write_text("x")
     (image_tree / ".hidden").mkdir()
     (image_tree / ".hidden" / "a.png").write_text("x")
@@ -126,14 +126,14 @@ def test_files_that_are_no_images_by_name_are_left_out_and_said(tmp_path, image_
 
 
 @pytest.mark.parametrize(("make", "error"), [(lambda path: None, SourceMissing), (Path.mkdir, BadSource)])
-def test_a_missing_or_empty_source_is_refused(tmp_path, make, error):
+def test_a_missing_or_empty_source_is_an_error(tmp_path, make, error):
     make(tmp_path / "source")
     with pytest.raises(error):
         packed(tmp_path / "source", tmp_path / "p.h5")
     assert not (tmp_path / "p.h5").exists()
 
 
-def test_a_near_copy_at_another_place_is_the_same_source(tmp_path, image_tree):
+def test_a_local_copy_in_another_folder_is_the_same_source(tmp_path, image_tree):
     one = stage(image_tree, to=tmp_path / "one", progress=False).path
     path = packed(one, tmp_path / "p.h5", size=4)
     other = stage(image_tree, to=tmp_path / "other", progress=False).path
@@ -160,7 +160,7 @@ def swap_classes(tree: Path) -> None:
         (swap_classes, {}),
     ],
 )
-def test_a_pack_of_other_files_or_options_is_left_alone_unless_overwritten(tmp_path, image_tree, change, options):
+def test_a_pack_of_other_files_or_options_is_replaced_only_with_overwrite(tmp_path, image_tree, change, options):
     path = packed(image_tree, tmp_path / "p.h5")
     old = path.read_bytes()
     change(image_tree)
@@ -182,18 +182,19 @@ def test_only_packs_are_overwritten(tmp_path, small_tree, content):
     assert path.read_bytes() == content
     path.unlink()
     packed(small_tree, path)
-    path.write_bytes(path.read_bytes()[:5000])  # a damaged pack is still a pack
+    # A damaged pack is still a pack.
+    path.write_bytes(path.read_bytes()[:5000])
     packed(small_tree, path, overwrite=True)
     assert samples(path)[1] == [0, 0, 1, 1, 2, 2]
 
 
-def test_reports_say_what_was_made(tmp_path, image_tree):
+def test_reports_describe_the_pack(tmp_path, image_tree):
     report = pack(image_tree, tmp_path / "p.h5", progress=False)
     assert repr(report).startswith("Packed 24 images 6x5x3, ")
     assert str(report.path) in repr(report)
     assert "<table" in report._repr_html_()
-    whole = verify(report.path, progress=False)
-    assert repr(whole).endswith("is intact: 24 samples match their checksums")
+    verified = verify(report.path, progress=False)
+    assert repr(verified).endswith("is intact: 24 samples match their checksums")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -222,7 +223,7 @@ def test_a_pack_is_never_written_into_or_over_its_source(image_tree, tmp_path):
 
 
 @pytest.mark.parametrize("source", [None, 3, "", b"a"])
-def test_what_is_no_source_is_one_line(tmp_path, source):
+def test_an_invalid_source_is_a_one_line_error(tmp_path, source):
     with pytest.raises(InvalidOption, match="Cannot read"):
         pack(source, tmp_path / "p.h5", progress=False)
 
@@ -232,7 +233,7 @@ def test_a_seed_without_splits_changes_nothing(image_tree, tmp_path):
     assert pack(image_tree, tmp_path / "p.h5", seed=2, progress=False).reused
 
 
-def test_paths_that_cannot_be_asked_for_are_one_line(small_tree, tmp_path):
+def test_invalid_paths_are_one_line_errors(small_tree, tmp_path):
     for path in (tmp_path / ("x" * 300), tmp_path / "file" / "p.h5"):
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(ColabkitError, match=r"^Cannot (open|pack) .*: .*\. .*\.$"):

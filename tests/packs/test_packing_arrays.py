@@ -1,4 +1,4 @@
-"""`pack()` of arrays: every value arrives, whatever its dtype, and no array is copied whole."""
+"""Tests of `pack()` with arrays: values of any dtype are stored exactly, and no array is copied as a whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def samples_of(found: Pack, split: str = "train") -> list[Any]:
     return [found[split][number] for number in range(len(found[split]))]
 
 
-def test_images_and_labels_come_back_as_they_were(tmp_path):
+def test_images_and_labels_are_stored_unchanged(tmp_path):
     found = opened({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5")
     assert (found.splits, found.classes, found.source, found.encoding) == (
         {"train": 30},
@@ -50,7 +50,7 @@ def test_images_and_labels_come_back_as_they_were(tmp_path):
         {"x_train": IMAGES[:20], "y_train": CLASSES[:20, None], "x_valid": IMAGES[20:], "y_valid": CLASSES[20:, None]},
     ],
 )
-def test_splits_are_given_as_mappings_or_by_names(tmp_path, source):
+def test_splits_are_given_as_mappings_or_in_the_names_of_arrays(tmp_path, source):
     found = opened(source, tmp_path / "p.h5")
     assert found.splits == {"train": 20, "dev": 10}
     for split, part in (("train", slice(0, 20)), ("dev", slice(20, 30))):
@@ -60,7 +60,7 @@ def test_splits_are_given_as_mappings_or_by_names(tmp_path, source):
 
 
 @pytest.mark.parametrize("source", [IMAGES, {"X": IMAGES}, torch.from_numpy(IMAGES), {"X": torch.from_numpy(IMAGES)}])
-def test_samples_alone_have_no_labels(tmp_path, source):
+def test_arrays_without_labels_give_samples_without_labels(tmp_path, source):
     found = opened(source, tmp_path / "p.h5")
     assert found["train"].labels is None
     assert np.array_equal(found["train"][7].permute(1, 2, 0), IMAGES[7])
@@ -75,7 +75,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (1, 2, 3, 2), (0, 3)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_dtype_and_shape_arrives(tmp_path, dtype, shape):
+def test_any_dtype_and_shape_is_stored(tmp_path, dtype, shape):
     values = RANDOM.integers(0, 2 if dtype == "bool" else 100, (5, *shape)).astype(dtype)
     found = opened({"X": values, "Y": np.arange(5), "Z": values[::-1]}, tmp_path / "p.h5")
     given, other = found["train"][:][0], found["train"][:][2]
@@ -99,7 +99,7 @@ def test_any_dtype_and_shape_arrives(tmp_path, dtype, shape):
         IMAGES.tolist(),
     ],
 )
-def test_views_of_other_memory_arrive(tmp_path, view):
+def test_views_and_lists_are_stored(tmp_path, view):
     found = opened({"X": view}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
     whole = view.detach().numpy() if isinstance(view, torch.Tensor) else np.asarray(view)
     is_image = found.info.fields["X"].content == "image"
@@ -135,7 +135,7 @@ def test_labels_of_every_kind(tmp_path):
         assert found["train"][2][1] == found["train"].labels[2].tolist() or len(found["train"].labels.shape) > 1
 
 
-def test_texts_and_bytes_are_fields_and_samples(tmp_path):
+def test_text_and_bytes_can_be_fields_or_samples(tmp_path):
     words = ["", "ä word", "a\0b", "x" * 1000]
     blobs = np.array([b"1\0", b"", b"\xff", b"2"], object)
     source = {"X": words, "Y": [0, 1, 0, 1], "caption": np.array(words, object), "blob": blobs}
@@ -148,7 +148,7 @@ def test_texts_and_bytes_are_fields_and_samples(tmp_path):
             assert word == words[int(vector.argmax())]
 
 
-def test_fractions_keep_the_share_of_each_class_and_follow_the_seed(tmp_path):
+def test_shares_are_stratified_by_class_and_depend_on_the_seed(tmp_path):
     shares = {"train": 0.6, "val": 0.2, "test": 0.2}
     runs = []
     for number, seed in enumerate((1, 1, 2)):
@@ -164,7 +164,7 @@ def test_fractions_keep_the_share_of_each_class_and_follow_the_seed(tmp_path):
     assert not torch.equal(runs[0]["dev"][0], runs[2]["dev"][0])
 
 
-def test_combinations_of_labels_and_ranges_of_targets_are_dealt_alike(tmp_path):
+def test_shares_are_stratified_by_label_combinations_and_ranges_of_targets(tmp_path):
     several = np.repeat([[0, 1], [1, 1], [1, 0]], 20, axis=0)
     found = opened({"X": np.arange(60), "Y": several}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
     assert [found[split].labels.sum(0).tolist() for split in found] == [[20, 20]] * 2
@@ -173,7 +173,7 @@ def test_combinations_of_labels_and_ranges_of_targets_are_dealt_alike(tmp_path):
     assert abs(float(found["train"].labels.mean() - found["test"].labels.mean())) < 0.05
 
 
-def test_the_same_arrays_are_packed_once_and_others_are_not_overwritten(tmp_path):
+def test_the_same_arrays_reuse_the_pack_and_others_do_not_overwrite_it(tmp_path):
     out = tmp_path / "p.h5"
     assert not pack({"X": IMAGES, "Y": CLASSES}, out, progress=False).reused
     before = out.stat()
@@ -196,7 +196,7 @@ def test_the_same_arrays_are_packed_once_and_others_are_not_overwritten(tmp_path
 
 @pytest.mark.parametrize("kind", ["memmap", "h5py", "chunked h5py"])
 @pytest.mark.parametrize("splits", [None, {"train": 0.75, "test": 0.25}])
-def test_arrays_in_files_are_never_in_memory_whole(tmp_path, kind, splits):
+def test_arrays_in_files_are_never_loaded_as_a_whole(tmp_path, kind, splits):
     shape = (4000, 64, 64, 3)
     if kind == "memmap":
         array = np.memmap(tmp_path / "raw", np.uint8, "w+", shape=shape)
@@ -211,7 +211,8 @@ def test_arrays_in_files_are_never_in_memory_whole(tmp_path, kind, splits):
     report = pack({"X": array, "Y": np.arange(4000) % 251}, tmp_path / "p.h5", progress=False, splits=splits)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 40 << 20  # of 49 MB that there are; torch is imported elsewhere
+    # The array has 49 MB; torch is imported elsewhere.
+    assert peak < 40 << 20
     for data in open_pack(report.path).values():
         images, labels = data[:]
         assert torch.equal(images[:, 0, 0, 0], labels.byte())
@@ -219,7 +220,7 @@ def test_arrays_in_files_are_never_in_memory_whole(tmp_path, kind, splits):
         file.close()
 
 
-def test_an_open_hdf5_file_and_an_npz_are_mappings_of_arrays(tmp_path):
+def test_an_open_hdf5_file_or_npz_is_packed_as_a_mapping_of_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", x_train=IMAGES, y_train=CLASSES, x_test=IMAGES[:3], y_test=CLASSES[:3])
     found = opened(np.load(tmp_path / "a.npz"), tmp_path / "p.h5")
     assert found.splits == {"train": 30, "test": 3}
@@ -248,8 +249,8 @@ WRONG = {
     "ragged lists": ({"X": [[1], [1, 2]]}, InvalidOption, "'X' is a list that cannot be converted"),
     "dates": ({"X": np.array(["2024-01-01"], "M8[D]")}, InvalidOption, r"'X' has the dtype datetime64\[D\]"),
     "long doubles": ({"X": np.zeros(3, np.longdouble)}, InvalidOption, "'X' has the dtype"),
-    "half of brains": ({"X": torch.zeros(3).bfloat16()}, InvalidOption, "'X' is a Tensor that cannot be converted"),
-    "texts in a table": (
+    "bfloat16": ({"X": torch.zeros(3).bfloat16()}, InvalidOption, "'X' is a Tensor that cannot be converted"),
+    "text of two dimensions": (
         {"X": IMAGES[:2], "Z": np.array([["a", "b"]] * 2)},
         InvalidOption,
         r"text or objects of shape \[2, 2\]",
@@ -260,7 +261,7 @@ WRONG = {
         "the splits are named 'train', 'eval'",
     ),
     "a split twice": ({"val": {"X": IMAGES}, "dev": {"X": IMAGES}}, InvalidOption, "each once"),
-    "flat and not": (
+    "a name without a split": (
         {"X_train": IMAGES, "extra": CLASSES},
         InvalidOption,
         "'extra' does not end with a split, unlike 'X_train'",
@@ -285,12 +286,12 @@ WRONG = {
 }
 
 
-def test_arrays_that_do_not_fit_are_one_clear_error(tmp_path):
+def test_invalid_arrays_are_one_line_errors(tmp_path):
     for source, error, match in WRONG.values():
         assert_refused(error, f"^Cannot pack 'arrays': .*{match}", source, tmp_path / "made" / "p.h5")
 
 
-def test_options_that_mean_files_are_refused(tmp_path):
+def test_options_for_files_are_errors(tmp_path):
     source = {"X": IMAGES, "Y": CLASSES}
     given = {"size": 8, "fields": ["a"], "labels": "a", "encoding": "jpeg", "on_bad": "skip", "splits": "a"}
     for name, value in given.items():
@@ -298,12 +299,12 @@ def test_options_that_mean_files_are_refused(tmp_path):
     assert_refused(InvalidOption, "^Cannot pack .*shares", source, tmp_path / "p.h5", splits={"train": 0.5})
 
 
-def test_labels_none_leaves_labels_out(tmp_path):
+def test_labels_none_omits_labels(tmp_path):
     assert opened({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5", labels=None)["train"].labels is None
     assert leftovers(tmp_path) == []
 
 
-def test_zeros_at_the_end_of_bytes_and_text_are_kept(tmp_path):
+def test_trailing_zeros_of_bytes_and_text_are_stored(tmp_path):
     blobs, words = [b"ab\0\0", b"\0", b"c"], ["a\0", "a", "b"]
     found = opened({"X": blobs, "Z": words, "Y": words}, tmp_path / "p.h5")
     assert found.classes == ("a", "a\0", "b")
@@ -313,7 +314,7 @@ def test_zeros_at_the_end_of_bytes_and_text_are_kept(tmp_path):
         assert file["Y_train"][:].tolist() == [1, 0, 2]
 
 
-def test_values_that_a_pack_would_change_are_refused(tmp_path):
+def test_values_that_would_change_when_stored_are_errors(tmp_path):
     for arrays in (
         {"X": IMAGES[:2], "Y": np.array([2**63 + 5, 1], np.uint64)},
         {"X": IMAGES[:2], "Y": np.array([1e300, 1.0])},
@@ -322,7 +323,7 @@ def test_values_that_a_pack_would_change_are_refused(tmp_path):
         assert_refused((InvalidOption, BadSource), "^Cannot pack", arrays, tmp_path / "p.h5")
 
 
-def test_what_cannot_become_an_array_and_does_not_say_why_is_refused(tmp_path):
+def test_an_object_whose_conversion_raises_an_empty_error_is_an_error(tmp_path):
     class Silent:
         shape, dtype = (3,), np.dtype(object)
 
@@ -336,13 +337,13 @@ def test_what_cannot_become_an_array_and_does_not_say_why_is_refused(tmp_path):
         pack({"X": Silent()}, tmp_path / "p.h5", progress=False)
 
 
-def test_options_may_be_numbers_of_numpy(tmp_path):
+def test_options_accept_numpy_numbers(tmp_path):
     options = {"quality": np.int64(80), "seed": np.int64(3), "splits": {"train": 0.5, "test": 0.5}}
     opened({"X": IMAGES}, tmp_path / "p.h5", **options)
     assert pack({"X": IMAGES}, tmp_path / "p.h5", progress=False, **{**options, "quality": 80, "seed": 3}).reused
 
 
-def test_text_and_bytes_are_told_apart(tmp_path):
+def test_text_and_bytes_are_different_fields(tmp_path):
     def source(words: list[Any]) -> dict[str, Any]:
         return {"X": np.eye(2), "words": np.array(words, object)}
 

@@ -1,4 +1,4 @@
-"""Files that cannot be packed: an error that names them, left out, or black; all else stays aligned."""
+"""Tests of bad files: they are named in an error, skipped or stored as black images; other samples stay aligned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = 12
 
 
 def bomb(width: int) -> bytes:
-    """Return a small PNG file that says it is so wide, and 9000 pixels high."""
+    """Return a small PNG file whose header has this width and a height of 9000 pixels."""
     header = struct.pack(">IIBBBBB", width, 9000, 8, 0, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
     body = [
@@ -57,9 +57,11 @@ def spoil(tree: Path, *numbers: int, how: Callable[[bytes], bytes] = BROKEN["hal
     return [str(files[number].relative_to(tree)) for number in numbers]
 
 
-def check(path: Path, whole: Path, bad: dict[str, list[int]], on_bad: str, report: PackReport | None = None) -> None:
-    """Check a pack against one of the same files made before some of them, by split and number, were spoiled."""
-    reference, info = read_pack(whole), read_pack(path)
+def check(
+    path: Path, reference_path: Path, bad: dict[str, list[int]], on_bad: str, report: PackReport | None = None
+) -> None:
+    """Compare a pack with a reference pack made before the `bad` files, by split and number, were broken."""
+    reference, info = read_pack(reference_path), read_pack(path)
     listed = []
     for split in reference.splits:
         gone = bad.get(split, [])
@@ -68,7 +70,7 @@ def check(path: Path, whole: Path, bad: dict[str, list[int]], on_bad: str, repor
         if not kept:
             assert split not in info.splits
             continue
-        before, labels = stored(whole, split), labels_of(whole, split)
+        before, labels = stored(reference_path, split), labels_of(reference_path, split)
         now = stored(path, split)
         assert labels_of(path, split) == [labels[number] for number in kept]
         for number, value in zip(kept, now, strict=True):
@@ -88,7 +90,7 @@ def check(path: Path, whole: Path, bad: dict[str, list[int]], on_bad: str, repor
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
 @pytest.mark.parametrize("number", [0, 5, FILES - 1])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_bad_file_is_named_and_nothing_is_left(tmp_path, tree, monkeypatch, options, number, way):
+def test_a_bad_file_is_an_error_that_names_it_and_leaves_no_files(tmp_path, tree, monkeypatch, options, number, way):
     fork(monkeypatch)
     (name,) = spoil(tree, number)
     with pytest.raises(
@@ -103,7 +105,9 @@ def test_a_bad_file_is_named_and_nothing_is_left(tmp_path, tree, monkeypatch, op
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
 @pytest.mark.parametrize("numbers", [[0], [FILES - 1], [0, 1, 4, 7, 11], [4, 5, 6, 7]], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_bad_files_are_listed_and_the_others_stay_aligned(tmp_path, tree, monkeypatch, on_bad, options, numbers, way):
+def test_bad_files_are_listed_and_other_samples_stay_aligned(
+    tmp_path, tree, monkeypatch, on_bad, options, numbers, way
+):
     whole = packed(tree, tmp_path / "whole.h5", **options)
     names = spoil(tree, *numbers)
     fork(monkeypatch)
@@ -123,10 +127,11 @@ def split_tree(folder: Path) -> Path:
 
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
-def test_bad_files_of_several_splits_are_listed_in_their_order(tmp_path, monkeypatch, on_bad, options):
+def test_bad_files_of_several_splits_are_listed_in_the_order_of_samples(tmp_path, monkeypatch, on_bad, options):
     tree = split_tree(tmp_path / "tree")
     whole = packed(tree, tmp_path / "whole.h5", **options)
-    names = spoil(tree, 6, 8, 0, 5, 9, 10, 11)  # train, in the order of names, comes between test and val
+    # The files are sorted by name: test, train, val.
+    names = spoil(tree, 6, 8, 0, 5, 9, 10, 11)
     fork(monkeypatch)
     for way, threads in WAYS.items():
         report = pack(tree, tmp_path / f"{way}.h5", on_bad=on_bad, max_bad=9, progress=False, **options, **threads)
@@ -137,7 +142,7 @@ def test_bad_files_of_several_splits_are_listed_in_their_order(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
-def test_a_split_without_a_good_file_is_left_out_or_black(tmp_path, options):
+def test_a_split_of_bad_files_is_omitted_or_black(tmp_path, options):
     tree = split_tree(tmp_path / "tree")
     whole = packed(tree, tmp_path / "whole.h5", **options)
     spoil(tree, 12, 13, 14)
@@ -156,7 +161,7 @@ def test_a_source_without_a_good_file_is_an_error(tmp_path, tree, on_bad, option
     with pytest.raises((BadImage, BadSource), match=r"Cannot pack '.*tree'") as caught:
         pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=max_bad, progress=False, **options)
     if max_bad == 500:
-        assert str(caught.value).endswith("Check the source."), "to allow more does not help"
+        assert str(caught.value).endswith("Check the source."), "a larger max_bad would not help"
     assert names_in(tmp_path) == ["tree"]
 
 
@@ -164,7 +169,7 @@ def test_a_source_without_a_good_file_is_an_error(tmp_path, tree, on_bad, option
 @pytest.mark.parametrize(
     ("max_bad", "allowed"), [(0, 0), (0.1, 1), (0.25, 3), (0.2501, 3), (1, 1), (2, 2), (2.0, 2), (0.01, 1)]
 )
-def test_more_bad_files_than_allowed_are_an_error_that_counts_them(tmp_path, tree, options, max_bad, allowed):
+def test_more_bad_files_than_max_bad_are_an_error_with_their_number(tmp_path, tree, options, max_bad, allowed):
     names = spoil(tree, *range(1, 1 + allowed))
     if allowed:
         report = pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=max_bad, threads=1, progress=False, **options)
@@ -184,7 +189,7 @@ def test_more_bad_files_than_allowed_are_an_error_that_counts_them(tmp_path, tre
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("options", [*ENCODINGS, {"encoding": "raw", "size": 20}], ids=str)
-def test_every_kind_of_broken_file_is_told_apart(tmp_path, tree, kind, options):
+def test_the_reason_is_reported_for_every_kind_of_broken_file(tmp_path, tree, kind, options):
     how, why = BROKEN[kind]
     (name,) = spoil(tree, 6, how=how)
     report = pack(tree, tmp_path / "p.h5", on_bad="skip", progress=False, **options)
@@ -196,7 +201,7 @@ def test_every_kind_of_broken_file_is_told_apart(tmp_path, tree, kind, options):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
 @pytest.mark.parametrize("options", [*ENCODINGS, {"encoding": "raw", "size": 20}], ids=str)
-def test_files_cut_anywhere_are_bad_or_black_nowhere_else(tmp_path, kind, options):
+def test_truncated_files_are_bad_and_never_decoded_in_part(tmp_path, kind, options):
     tree = tmp_path / "tree"
     data = saved(photo(40, 60), kind)
     step = max(100, len(data) // 25)
@@ -208,14 +213,15 @@ def test_files_cut_anywhere_are_bad_or_black_nowhere_else(tmp_path, kind, option
     report = pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=0.999, progress=False, **options)
     assert verify(report.path, progress=False).is_good
     assert report.splits["train"] + len(report.bad) == count
-    assert report.splits["train"] <= 2  # a GIF or BMP that lacks a byte at its end is whole
+    # A GIF or BMP without its last byte can be decoded completely.
+    assert report.splits["train"] <= 2
     opened = open_pack(report.path)["train"]
     whole = open_pack(report.path)["train"][len(opened) - 1][0]
     assert all((opened[number][0] == whole).all() for number in range(len(opened)))
 
 
 def zipped(tree: Path, out: Path, broken: int | None = None) -> Path:
-    """Write a zip archive of the files; one of them does not match its CRC."""
+    """Write a zip archive of the files; the member with the number `broken` does not match its CRC."""
     with zipfile.ZipFile(out, "w") as archive:
         for file in files_of(tree):
             archive.write(file, file.relative_to(tree))
@@ -245,7 +251,7 @@ def test_a_broken_member_of_an_archive_is_a_bad_file(tmp_path, tree, options, is
 
 
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
-def test_bad_files_of_a_far_source_are_left_out_too(tmp_path, tree, options):
+def test_bad_files_of_a_remote_source_are_skipped(tmp_path, tree, options):
     whole = packed(tree, tmp_path / "whole.h5", **options)
     spoil(tree, 0, 3, 11)
     source = ZipSource(zipped(tree, tmp_path / "tree.zip"))
@@ -257,7 +263,7 @@ def test_bad_files_of_a_far_source_are_left_out_too(tmp_path, tree, options):
 
 
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
-def test_an_archive_that_is_read_from_its_front_skips_bad_files_but_is_no_use_broken(tmp_path, tree, options):
+def test_a_sequential_archive_skips_bad_files_but_damage_to_it_is_an_error(tmp_path, tree, options):
     whole = packed(tree, tmp_path / "whole.h5", **options)
     spoil(tree, 2, 8)
     with tarfile.open(tmp_path / "tree.tar.gz", "w:gz") as archive:
@@ -277,7 +283,7 @@ def test_an_archive_that_is_read_from_its_front_skips_bad_files_but_is_no_use_br
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
 @pytest.mark.parametrize("way", WAYS)
-def test_further_fields_stay_with_their_samples(tmp_path, tree, monkeypatch, on_bad, options, way):
+def test_additional_fields_stay_aligned_with_samples(tmp_path, tree, monkeypatch, on_bad, options, way):
     spoil(tree, 0, 6, 7)
     fork(monkeypatch)
     fields = {"name": lambda path: path, "length": lambda path: len(path) * 1.5, "file": "path"}
@@ -289,21 +295,21 @@ def test_further_fields_stay_with_their_samples(tmp_path, tree, monkeypatch, on_
 
 
 @pytest.mark.parametrize("probed", [1, 2, 16])
-def test_auto_looks_on_until_it_finds_a_good_image(tmp_path, tree, monkeypatch, probed):
+def test_auto_probes_files_until_one_is_good(tmp_path, tree, monkeypatch, probed):
     monkeypatch.setattr(file_plan, "_PROBED", probed)
     spoil(tree, *range(10), 11)
     report = pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=11, progress=False)
     assert (report.encoding, report.sample_shape, report.splits) == ("raw", (24, 32, 3), {"train": 1})
 
 
-def test_an_image_of_another_size_is_no_bad_file(tmp_path, tree):
+def test_an_image_of_another_size_is_an_error_not_a_bad_file(tmp_path, tree):
     (tree / "bees" / "001.jpg").write_bytes(saved(photo(9, 9), "JPEG"))
     for on_bad in ("skip", "blank"):
         with pytest.raises(BadImage, match=r"'bees/001.jpg' .*9x9x3, but 24x32x3 in the first sample.*size="):
             pack(tree, tmp_path / "p.h5", encoding="raw", on_bad=on_bad, progress=False)
 
 
-def test_bad_npy_arrays_are_left_out(tmp_path):
+def test_bad_npy_arrays_are_skipped(tmp_path):
     tree = tmp_path / "tree" / "a"
     tree.mkdir(parents=True)
     for number in range(10):
@@ -315,7 +321,7 @@ def test_bad_npy_arrays_are_left_out(tmp_path):
     assert [row[0, 0] for row in stored(report.path)] == [1, 2, 3, 5, 6, 7, 8, 9]
 
 
-def test_many_bad_files_are_all_in_the_pack_and_few_in_the_report(tmp_path):
+def test_many_bad_files_are_listed_in_the_pack_and_shortened_in_the_html_report(tmp_path):
     tree = photos(tmp_path / "tree", per_class=150, size=(8, 8))
     spoil(tree, *range(0, 450, 2))
     report = pack(tree, tmp_path / "p.h5", on_bad="blank", max_bad=0.6, progress=False)

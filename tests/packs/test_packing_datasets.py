@@ -1,4 +1,4 @@
-"""`pack()` of map-style data sets: what torch, torchvision and the like give, sample by sample, arrives as it was."""
+"""Tests of `pack()` with map-style datasets, such as those of torch and torchvision: samples are stored unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LABELS = torch.arange(12) % 3
 
 
 class Samples(Dataset):
-    """A data set of these samples, with further attributes."""
+    """A map-style dataset of the given samples and attributes."""
 
     def __init__(self, samples: list[Any], count: int | None = None, **attributes: Any) -> None:
         self._samples = samples
@@ -73,7 +73,7 @@ def images() -> list[Image.Image]:
         Samples([np.full((2, 2), number, ">i4") for number in range(12)]),
     ],
 )
-def test_samples_come_back_as_the_data_set_gives_them(tmp_path, dataset):
+def test_samples_are_stored_as_the_dataset_returns_them(tmp_path, dataset):
     found = opened(dataset, tmp_path / "p.h5")
     assert found.splits == {"train": 12}
     for number in range(12):
@@ -82,7 +82,7 @@ def test_samples_come_back_as_the_data_set_gives_them(tmp_path, dataset):
         assert same(found["train"][number], expected)
 
 
-def test_image_folder_and_its_folder_give_the_same_pack(tmp_path):
+def test_an_image_folder_dataset_gives_the_same_pack_as_its_folder(tmp_path):
     tree = make_tree(tmp_path / "tree", 4)
     dataset = torchvision.datasets.ImageFolder(str(tree))
     found = opened(dataset, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
@@ -94,7 +94,7 @@ def test_image_folder_and_its_folder_give_the_same_pack(tmp_path):
         assert torch.bincount(found[split].labels).tolist() == [2, 2, 2]
 
 
-def test_fake_data_arrives_and_has_no_class_names(tmp_path):
+def test_fake_data_is_stored_without_class_names(tmp_path):
     dataset = torchvision.datasets.FakeData(10, (3, 9, 7), 4)
     found = opened(dataset, tmp_path / "p.h5")
     for number in range(10):
@@ -107,7 +107,7 @@ def test_fake_data_arrives_and_has_no_class_names(tmp_path):
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "CMYK", "1", "I;16", "YCbCr"])
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [None, (5, 4)])
-def test_an_image_of_any_mode_becomes_what_its_file_becomes(tmp_path, mode, channels, size):
+def test_a_pillow_image_of_any_mode_is_converted_like_a_file(tmp_path, mode, channels, size):
     if mode == "I;16":
         image = Image.fromarray(RANDOM.integers(0, 65536, (8, 6), dtype=np.uint16))
     else:
@@ -119,7 +119,7 @@ def test_an_image_of_any_mode_becomes_what_its_file_becomes(tmp_path, mode, chan
     assert np.array_equal(found["train"][0].permute(1, 2, 0), expected)
 
 
-def test_an_image_that_its_file_turns_is_turned(tmp_path):
+def test_the_exif_orientation_of_a_pillow_image_is_applied(tmp_path):
     file, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = 6
     Image.fromarray(PIXELS[0]).save(file, "PNG", exif=exif)
@@ -130,7 +130,7 @@ def test_an_image_that_its_file_turns_is_turned(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["image", "tensor", "array"])
-def test_size_and_jpeg_hold_for_images_of_every_kind(tmp_path, kind):
+def test_size_and_jpeg_apply_to_images_of_every_type(tmp_path, kind):
     large = [photo(64, 48 + 6 * number) for number in range(3)]
     make = {"image": Image.fromarray, "tensor": lambda p: torch.from_numpy(p).permute(2, 0, 1), "array": np.asarray}
     dataset = Samples([(make[kind](pixels), number) for number, pixels in enumerate(large)])
@@ -153,14 +153,14 @@ def test_size_and_jpeg_hold_for_images_of_every_kind(tmp_path, kind):
         assert np.array_equal(small["train"][number][0].permute(1, 2, 0), decode_image(encode_jpeg(raw, 95)))
 
 
-def test_grey_tensors_stay_grey_and_colours_become_luminance_where_asked(tmp_path):
+def test_grayscale_tensors_stay_grayscale_and_channels_1_converts_colors(tmp_path):
     grey = opened(TensorDataset(TENSORS[:, :1]), tmp_path / "p.h5")
     assert torch.equal(grey["train"][:], TENSORS[:, :1])
     one = opened(TensorDataset(TENSORS), tmp_path / "q.h5", channels=1)
     assert np.array_equal(one["train"][3][0], np.asarray(Image.fromarray(PIXELS[3]).convert("L")))
 
 
-def test_mappings_are_told_by_their_keys(tmp_path):
+def test_the_keys_of_mappings_determine_the_fields(tmp_path):
     rows = [{"id": f"r{n}", "image": image, "label": n % 3, "box": [n, 0.5]} for n, image in enumerate(images())]
     found = opened(Samples(rows), tmp_path / "p.h5")
     assert found["train"].fields == ("X", "Y", "id", "box")
@@ -174,7 +174,7 @@ def test_mappings_are_told_by_their_keys(tmp_path):
     assert (named["train"].fields, named["train"].labels.tolist()) == (("X", "Y", "coarse"), LABELS.tolist())
 
 
-def test_targets_that_are_mappings_and_masks_become_fields(tmp_path):
+def test_mappings_as_targets_and_masks_become_fields(tmp_path):
     boxes = [(TENSORS[n], {"boxes": torch.full((2, 4), n), "label": n, "area": 1.5}) for n in range(4)]
     found = opened(Samples(boxes), tmp_path / "p.h5")
     assert found["train"].fields == ("X", "Y", "boxes", "area")
@@ -185,7 +185,7 @@ def test_targets_that_are_mappings_and_masks_become_fields(tmp_path):
     assert same(found["train"][3], (TENSORS[3], np.asarray(masks[3]), 5))
 
 
-def test_class_names_come_from_the_data_set(tmp_path):
+def test_class_names_come_from_the_dataset(tmp_path):
     names = ["owl", "elk", "ant"]
     words = Samples([(TENSORS[n], names[n % 3]) for n in range(12)], classes=names)
     numbers = Samples([(TENSORS[n], n % 3) for n in range(12)], classes=names, targets=LABELS.tolist())
@@ -199,7 +199,7 @@ def test_class_names_come_from_the_data_set(tmp_path):
     assert opened(Samples([(1.5, n) for n in (0, 2)], targets=[0, 2]), tmp_path / "n.h5").classes == ("0", "1", "2")
 
 
-def test_views_of_torch_are_packed_and_dealt_by_class(tmp_path):
+def test_subsets_and_concatenations_are_packed_and_split_by_class(tmp_path):
     whole = Samples([(TENSORS[n], n % 3) for n in range(12)], targets=LABELS)
     first, second = random_split(whole, [9, 3], torch.Generator().manual_seed(1))
     found = opened({"train": first, "val": second}, tmp_path / "p.h5")
@@ -212,7 +212,7 @@ def test_views_of_torch_are_packed_and_dealt_by_class(tmp_path):
         assert torch.bincount(dealt[split].labels).tolist() == [2, 2]
 
 
-def test_a_packed_data_set_is_packed_again_with_its_fields(tmp_path):
+def test_a_packed_dataset_can_be_packed_again_with_its_fields(tmp_path):
     source = {"X": PIXELS, "Y": LABELS.numpy(), "word": [f"w{n}" for n in range(12)], "box": np.eye(12)}
     first = opened(source, tmp_path / "p.h5", splits={"train": 0.75, "test": 0.25})
     for again in (opened(first, tmp_path / "q.h5"), opened(dict(first), tmp_path / "r.h5")):
@@ -235,7 +235,7 @@ WRONG = {
         r"'sample 9' of 'Samples': the dataset raised ValueError: of your own in",
     ),
     "raises at once": (Samples([BOOM, *GOOD]), BadImage, r"sample 0 is bad \(the dataset raised ValueError"),
-    "stops": (Samples([*GOOD, StopIteration()]), BadImage, "'sample 9' .* raised StopIteration"),
+    "raises StopIteration": (Samples([*GOOD, StopIteration()]), BadImage, "'sample 9' .* raised StopIteration"),
     "is shorter than its length": (Samples(GOOD, count=12), BadImage, "'sample 9' .* raised IndexError"),
     "is empty": (Samples([]), BadSource, "the split 'train' has no samples"),
     "has an empty part": ({"train": Samples(GOOD), "test": Samples([])}, BadSource, "the split 'test' has no samples"),
@@ -252,7 +252,7 @@ WRONG = {
     "changes its kind": (Samples([*GOOD, ("word", 1)]), BadImage, "'X' is a str, which is another type"),
     "loses a field": (Samples([*GOOD, (torch.zeros(2),)]), BadImage, "the field 'Y' is missing"),
     "has an image among arrays": (Samples([*GOOD, (TENSORS[0], 1)]), BadImage, "'X' is a Tensor of torch.uint8"),
-    "has labels in words": (
+    "has text labels": (
         Samples([(1.0, "owl")]),
         BadSource,
         "the label 'owl' is text, but the dataset has no .classes.",
@@ -272,7 +272,7 @@ WRONG = {
 }
 
 
-def test_a_data_set_that_cannot_be_packed_is_one_clear_error(tmp_path):
+def test_invalid_datasets_are_one_line_errors(tmp_path):
     for source, error, match in WRONG.values():
         assert_refused(error, f"^Cannot pack .*{match}", source, tmp_path / "p.h5")
 
@@ -290,21 +290,21 @@ def test_bad_samples_are_skipped_and_listed(tmp_path):
         pack(dataset(), tmp_path / "q.h5", progress=False, on_bad="skip", max_bad=1)
 
 
-def test_options_that_do_not_suit_are_refused(tmp_path):
+def test_options_that_do_not_apply_to_datasets_are_errors(tmp_path):
     given = {"on_bad": ["blank"], "fields": [["a"]], "labels": ["a", len], "splits": ["split"], "size": [8]}
     for name, values in {"encoding": ["source", "jpeg"], **given}.items():
         for value in values:
             assert_refused(InvalidOption, "^Cannot pack 'Samples'", Samples(GOOD), tmp_path / "p.h5", **{name: value})
 
 
-def test_an_error_in_the_middle_leaves_nothing(tmp_path):
+def test_an_error_in_a_late_sample_leaves_no_files(tmp_path):
     with pytest.raises(BadImage) as caught:
         pack(Samples([*GOOD * 300, BOOM]), tmp_path / "p.h5", progress=False)
     assert "of your own" in repr(caught.value.__cause__.__cause__)
     assert leftovers(tmp_path) == []
 
 
-def test_samples_of_unknown_sizes_are_made_a_few_at_once(tmp_path, monkeypatch):
+def test_samples_of_unknown_sizes_are_made_in_small_ranges(tmp_path, monkeypatch):
     sizes: list[int] = []
     written = SampleWriter._written
 
@@ -318,12 +318,12 @@ def test_samples_of_unknown_sizes_are_made_a_few_at_once(tmp_path, monkeypatch):
     assert max(sizes) <= 16
 
 
-def test_labels_that_a_pack_would_change_are_refused(tmp_path):
+def test_labels_that_would_change_when_stored_are_errors(tmp_path):
     for label in (np.uint64(2**63 + 5), 1e300):
         assert_refused(BadSource, "^Cannot pack", Samples([(np.zeros(3), label)]), tmp_path / "p.h5")
 
 
-def test_a_data_set_may_fill_the_same_memory_for_each_sample(tmp_path):
+def test_a_dataset_may_return_the_same_memory_for_each_sample(tmp_path):
     class Again(Samples):
         def __init__(self, memory: Any) -> None:
             super().__init__([])

@@ -1,4 +1,4 @@
-"""What `pack()` stores of image files: pixels, the files themselves or new files, the same bytes however it is made."""
+"""Tests of the encodings of image files: raw pixels, unchanged files or new JPEG files, independent of the workers."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_raw_rows_are_the_decoded_images(tmp_path, tree, size, channels):
     assert labels_of(report.path) == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_raw_with_a_size_takes_images_of_all_kinds(tmp_path, mixed):
+def test_raw_with_a_size_accepts_images_of_all_formats_and_sizes(tmp_path, mixed):
     path = packed(mixed, tmp_path / "p.h5", encoding="raw", size=(20, 30))
     expected = [decode_image(file.read_bytes(), 3, (20, 30)) for file in files_of(mixed)]
     assert np.array_equal(np.stack(stored(path)), np.stack(expected))
 
 
-def test_source_keeps_every_byte_of_the_files_and_the_pack_decodes_them(tmp_path, mixed):
+def test_source_stores_files_unchanged_and_the_pack_decodes_them(tmp_path, mixed):
     report = pack(mixed, tmp_path / "p.h5", encoding="source", progress=False)
     files = files_of(mixed)
     assert (report.encoding, report.sample_shape) == ("source", ())
@@ -80,14 +80,14 @@ def test_source_keeps_every_byte_of_the_files_and_the_pack_decodes_them(tmp_path
         assert distance(image, by_pillow(file.read_bytes())) <= AGREEMENT
 
 
-def test_luminance_of_a_source_pack_is_taken_when_it_is_read(tmp_path, tree):
+def test_a_source_pack_with_one_channel_is_converted_when_it_is_read(tmp_path, tree):
     path = packed(tree, tmp_path / "p.h5", encoding="source", channels=1)
     assert stored(path) == [file.read_bytes() for file in files_of(tree)]
     assert {image.shape for image in opened(path)} == {(24, 32, 1)}
 
 
 @pytest.mark.parametrize(("size", "channels", "quality"), [(None, 3, 90), (16, 3, 55), ((20, 12), 1, 100)])
-def test_jpeg_encodes_the_decoded_image_anew(tmp_path, mixed, size, channels, quality):
+def test_jpeg_re_encodes_the_decoded_image(tmp_path, mixed, size, channels, quality):
     path = packed(mixed, tmp_path / "p.h5", encoding="jpeg", size=size, channels=channels, quality=quality)
     wanted = (size, size) if isinstance(size, int) else size
     expected = [encode_jpeg(decode_image(file.read_bytes(), channels, wanted), quality) for file in files_of(mixed)]
@@ -97,7 +97,7 @@ def test_jpeg_encodes_the_decoded_image_anew(tmp_path, mixed, size, channels, qu
     assert (options["quality"], read_pack(path).meta["encoding"]) == (quality, "jpeg")
 
 
-def test_a_lower_quality_takes_less_room(tmp_path, tree):
+def test_a_lower_quality_takes_less_space(tmp_path, tree):
     sizes = [packed(tree, tmp_path / f"{quality}.h5", encoding="jpeg", quality=quality) for quality in (10, 50, 95)]
     lengths = [sum(map(len, stored(path))) for path in sizes]
     assert lengths == sorted(lengths)
@@ -105,7 +105,7 @@ def test_a_lower_quality_takes_less_room(tmp_path, tree):
 
 
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda options: "-".join(map(str, options.values())))
-def test_the_same_bytes_come_of_every_way_to_make_them(tmp_path, tree, monkeypatch, options):
+def test_all_workers_write_the_same_bytes(tmp_path, tree, monkeypatch, options):
     with zipfile.ZipFile(tmp_path / "tree.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for file in reversed(files_of(tree)):
             archive.write(file, file.relative_to(tree))
@@ -128,7 +128,7 @@ def test_auto_is_raw_for_images_of_one_size(tmp_path, tree, mixed):
     assert (report.encoding, report.sample_shape) == ("raw", (10, 10, 3))
 
 
-def test_auto_keeps_files_of_several_sizes_and_says_what_raw_would_gain(tmp_path, mixed):
+def test_auto_stores_files_of_several_sizes_unchanged_and_reports_the_benefit_of_raw(tmp_path, mixed):
     report = pack(mixed, tmp_path / "p.h5", progress=False)
     assert report.encoding == "source"
     assert stored(report.path) == [file.read_bytes() for file in files_of(mixed)]
@@ -140,7 +140,7 @@ def test_auto_keeps_files_of_several_sizes_and_says_what_raw_would_gain(tmp_path
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_auto_falls_back_to_source_where_one_odd_size_is_found_late(tmp_path, tree, monkeypatch, way):
+def test_auto_falls_back_to_source_if_another_size_is_found_late(tmp_path, tree, monkeypatch, way):
     monkeypatch.setattr(file_plan, "_PROBED", 2)
     odd = tree / "bees" / "001.jpg"
     odd.write_bytes(saved(photo(10, 11), "JPEG"))
@@ -154,7 +154,7 @@ def test_auto_falls_back_to_source_where_one_odd_size_is_found_late(tmp_path, tr
 
 
 @pytest.mark.parametrize("short_of", ["disk", "memory"])
-def test_auto_stores_no_pixels_that_would_not_fit(tmp_path, tree, monkeypatch, short_of):
+def test_auto_does_not_store_pixels_that_would_not_fit(tmp_path, tree, monkeypatch, short_of):
     fitting = 12 * 24 * 32 * 3 - 1
     if short_of == "memory":
         monkeypatch.setattr(file_plan, "memory_limits", lambda read: SimpleNamespace(available_bytes=fitting))
@@ -173,7 +173,7 @@ def test_auto_stores_no_pixels_that_would_not_fit(tmp_path, tree, monkeypatch, s
 
 
 @pytest.mark.parametrize("encoding", ["raw", "source", "jpeg"])
-def test_the_same_pack_is_used_again_and_nothing_is_touched(tmp_path, tree, file_hook, encoding):
+def test_the_same_pack_is_reused_without_any_change_of_files(tmp_path, tree, file_hook, encoding):
     path = packed(tree, tmp_path / "p.h5", encoding=encoding)
     before, listed = path.stat(), names_in(tmp_path)
     changes = AtChange(0, fill_disk)
@@ -211,7 +211,7 @@ REFUSED = {
 }
 
 
-def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_path, tree):
+def test_invalid_options_are_errors_before_anything_is_written(tmp_path, tree):
     for name, values in REFUSED.items():
         for value in values:
             match = f"^Cannot pack .*{name}={value!r}"
@@ -230,7 +230,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_p
         assert_refused(InvalidOption, "^Cannot split", tree, tmp_path / "p.h5", splits=splits)
 
 
-def test_an_image_that_no_jpeg_can_hold_is_a_bad_file(tmp_path, tree):
+def test_an_image_too_large_for_jpeg_is_a_bad_file(tmp_path, tree):
     Image.new("L", (65_501, 1)).save(tree / "bees" / "long.png")
     with pytest.raises(BadImage, match=r"Cannot pack 'bees/long.png' .*65501x1 pixels, but a JPEG"):
         pack(tree, tmp_path / "p.h5", encoding="jpeg", progress=False)
@@ -251,7 +251,7 @@ def arrays(folder: Path, values: list[np.ndarray]) -> Path:
 
 @pytest.mark.parametrize("dtype", ["<f4", ">f8", "|u1", "<i2", "|b1", "<c8", "<f2"])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4, 2), (2, 0)])
-def test_npy_arrays_are_stored_as_they_are(tmp_path, dtype, shape):
+def test_npy_arrays_are_stored_unchanged(tmp_path, dtype, shape):
     values = [np.random.default_rng(number).integers(0, 200, shape).astype(dtype) for number in range(6)]
     source = arrays(tmp_path / "tree", values)
     report = pack(source, tmp_path / "p.h5", progress=False)
@@ -262,14 +262,14 @@ def test_npy_arrays_are_stored_as_they_are(tmp_path, dtype, shape):
     assert labels_of(report.path) == [0, 0, 0, 1, 1, 1]
 
 
-def test_npy_arrays_in_fortran_order_are_turned(tmp_path):
+def test_npy_arrays_in_fortran_order_are_stored_in_c_order(tmp_path):
     values = [np.asfortranarray(np.arange(12).reshape(3, 4) + number) for number in range(2)]
     path = packed(arrays(tmp_path / "tree", values), tmp_path / "p.h5")
     assert np.array_equal(np.stack(stored(path)), np.stack(values))
 
 
 @pytest.mark.parametrize("odd", [np.zeros((3, 5), "<f4"), np.zeros((3, 4), "<f8")], ids=["shape", "dtype"])
-def test_npy_arrays_that_differ_are_named_and_no_images_option_is_advised(tmp_path, odd):
+def test_an_npy_array_that_differs_is_an_error_without_advice_about_images(tmp_path, odd):
     values = [np.zeros((3, 4), "<f4"), np.ones((3, 4), "<f4"), odd]
     with pytest.raises(BadImage, match=r"Cannot pack 'even/002.npy' of .* in the first sample.*arrays") as caught:
         pack(arrays(tmp_path / "tree", values), tmp_path / "p.h5", progress=False)
@@ -277,13 +277,13 @@ def test_npy_arrays_that_differ_are_named_and_no_images_option_is_advised(tmp_pa
     assert names_in(tmp_path) == ["tree"]
 
 
-def test_options_of_images_are_refused_for_npy_arrays(tmp_path):
+def test_image_options_are_errors_for_npy_arrays(tmp_path):
     source = arrays(tmp_path / "tree", [np.zeros(3)] * 2)
     for options in ({"encoding": "source"}, {"encoding": "jpeg"}, {"size": 4}):
         assert_refused(InvalidOption, r"all samples are \.npy arrays", source, tmp_path / "p.h5", **options)
 
 
-def test_npy_arrays_of_no_numbers_are_refused(tmp_path):
+def test_npy_arrays_without_numbers_are_errors(tmp_path):
     for value in (np.array(["a"]), np.zeros(2, "M8[s]"), np.zeros(2, [("a", "i4"), ("b", "f4")])):
         source = arrays(tmp_path / "tree", [value] * 2)
         assert_refused(
@@ -294,7 +294,7 @@ def test_npy_arrays_of_no_numbers_are_refused(tmp_path):
         )
 
 
-def test_looking_at_images_keeps_none_of_them(tmp_path, tree, monkeypatch):
+def test_probed_images_are_not_kept_in_memory(tmp_path, tree, monkeypatch):
     images: list[weakref.ref[np.ndarray]] = []
     most = 0
 

@@ -1,4 +1,4 @@
-"""Shards as tasks of executors: the same pack as without, whatever dies, and nothing is left behind."""
+"""Tests of packing with executors: the same pack as without one, even if workers die, and no files are left."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def packed(source: Any, out: Path, executor: Executor | None, **options: Any) ->
 
 
 def processes(kind: str = "fork", count: int = 2, folder: str | None = None) -> ProcessPoolExecutor:
-    """Return an executor of processes; those of `folder` work there."""
+    """Return an executor of processes, which work in `folder` if given."""
     context = multiprocessing.get_context(kind)
     return ProcessPoolExecutor(count, context, os.chdir if folder else None, (folder,) if folder else ())
 
 
 @pytest.fixture(scope="module")
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    """Return an executor of a process that shares nothing with this one, its working folder neither."""
+    """Return an executor of one spawned process, which works in another folder."""
     with processes("spawn", 1, os.fspath(tmp_path_factory.mktemp("elsewhere"))) as executor:
         yield executor
 
@@ -105,13 +105,14 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "text": lambda folder: {"X": [f"text {number}" * number for number in range(40)]},
     "memmap": memmap_source,
     "HDF5": hdf5_source,
-    "data set": lambda folder: Squares(),
+    "dataset": lambda folder: Squares(),
 }
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_a_worker_that_works_elsewhere_reads_every_kind_of_source(tmp_path, spawned, monkeypatch, kind):
-    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))  # which the worker does not have
+def test_a_worker_in_another_folder_reads_every_kind_of_source(tmp_path, spawned, monkeypatch, kind):
+    # The worker does not have this variable.
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     source = SOURCES[kind](tmp_path)
     options = {"encoding": "jpeg", "size": 6} if kind in ("WebDataset", "TFRecord", "LMDB", "folder", "drive") else {}
     whole = packed(source, tmp_path / "whole.h5", None, shard_bytes=None, **options)
@@ -121,13 +122,13 @@ def test_a_worker_that_works_elsewhere_reads_every_kind_of_source(tmp_path, spaw
     assert_same(report.path, whole.path)
 
 
-def test_threads_share_what_can_be_shared(tmp_path):
+def test_threads_pack_a_dataset_that_one_thread_at_a_time_may_read(tmp_path):
     with ThreadPoolExecutor(4) as executor:
         report = packed(Squares(), tmp_path / "p.h5", executor, shard_bytes=300)
     assert_same(report.path, packed(Squares(), tmp_path / "whole.h5", None, shard_bytes=None).path)
 
 
-def test_tasks_fork_nothing_of_their_own(tmp_path, image_tree, monkeypatch):
+def test_tasks_do_not_fork_processes(tmp_path, image_tree, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise OSError("forked")
 
@@ -143,7 +144,7 @@ def test_tasks_fork_nothing_of_their_own(tmp_path, image_tree, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["fork", "spawn"])
-def test_a_worker_that_dies_is_told_in_one_line_and_whole_shards_are_kept(tmp_path, image_tree, kind):
+def test_a_dead_worker_is_a_one_line_error_and_complete_shards_are_reused(tmp_path, image_tree, kind):
     fields = {"Z": partial(die_once, tmp_path / "died")}
     out = tmp_path / "p.h5"
     with processes(kind, 1) as executor:
@@ -164,7 +165,7 @@ def test_a_worker_that_dies_is_told_in_one_line_and_whole_shards_are_kept(tmp_pa
     assert leftovers(tmp_path) == []
 
 
-def test_workers_that_outlive_a_killed_call_hold_up_nobody(tmp_path, image_tree):
+def test_workers_that_outlive_a_killed_call_do_not_block_the_next_call(tmp_path, image_tree):
     out, fields = tmp_path / "p.h5", {"Z": partial(hold, tmp_path)}
     child = os.fork()
     if child == 0:
@@ -189,7 +190,7 @@ def test_workers_that_outlive_a_killed_call_hold_up_nobody(tmp_path, image_tree)
 
 
 class Counting(ThreadPoolExecutor):
-    """Counts the tasks that were given to it, and those that have not ended at most at once."""
+    """Counts the submitted tasks, and the largest number of unfinished tasks."""
 
     given = most = 0
 
@@ -201,7 +202,7 @@ class Counting(ThreadPoolExecutor):
         return future
 
 
-def test_an_error_in_a_task_stops_the_others_and_comes_as_it_is(tmp_path, image_tree):
+def test_an_error_in_a_task_stops_the_others_and_is_raised_unchanged(tmp_path, image_tree):
     (image_tree / "ants" / "005.png").write_text("no image")
     with Counting(1) as executor:
         with pytest.raises(BadImage, match=r"Cannot pack 'ants/005.png' of .*on_bad='skip'"):
@@ -217,13 +218,13 @@ def test_an_error_in_a_task_stops_the_others_and_comes_as_it_is(tmp_path, image_
     assert leftovers(tmp_path) == []
 
 
-def test_an_error_of_the_users_code_comes_with_its_trace(tmp_path, image_tree):
+def test_an_error_in_user_code_is_raised_with_its_traceback(tmp_path, image_tree):
     with processes() as executor, pytest.raises(RuntimeError, match=r"ZeroDivisionError.*of mine[^$]*in fail"):
         packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": fail})
     assert not (tmp_path / "p.h5").exists()
 
 
-def test_ctrl_c_cancels_what_has_not_begun_and_leaves_the_executor_alone(tmp_path, image_tree):
+def test_ctrl_c_cancels_pending_tasks_and_the_executor_stays_usable(tmp_path, image_tree):
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def interrupted(path: str) -> int:
@@ -250,7 +251,7 @@ def test_ctrl_c_cancels_what_has_not_begun_and_leaves_the_executor_alone(tmp_pat
     assert leftovers(tmp_path) == []
 
 
-def test_what_is_no_executor_or_cannot_be_sent_is_told_in_one_line(tmp_path, image_tree):
+def test_an_invalid_executor_or_unpicklable_task_is_a_one_line_error(tmp_path, image_tree):
     for wrong in (4, "threads", ThreadPoolExecutor, multiprocessing):
         with pytest.raises(InvalidOption, match=r"executor is .*client.get_executor\(\)"):
             packed(image_tree, tmp_path / "p.h5", wrong)  # type: ignore[arg-type]
@@ -264,7 +265,7 @@ def test_what_is_no_executor_or_cannot_be_sent_is_told_in_one_line(tmp_path, ima
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]
 
 
-def test_a_task_that_nobody_waits_for_any_more_changes_nothing(tmp_path, image_tree):
+def test_an_abandoned_task_writes_nothing(tmp_path, image_tree):
     plans: list[ShardTask] = []
 
     class Keeping(ThreadPoolExecutor):
@@ -282,7 +283,7 @@ def test_a_task_that_nobody_waits_for_any_more_changes_nothing(tmp_path, image_t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]
 
 
-def test_few_arrays_travel_at_once(tmp_path, monkeypatch):
+def test_the_arrays_of_few_tasks_are_sent_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_tasks, "_SENT_BYTES", 3 * 800)
     with Counting(8) as executor:
         packed({"X": np.arange(4000).reshape(400, 10)}, tmp_path / "p.h5", executor, shard_bytes=800)
@@ -290,7 +291,7 @@ def test_few_arrays_travel_at_once(tmp_path, monkeypatch):
     assert executor.most <= 3
 
 
-def test_no_more_arrays_are_sent_while_tasks_take_long(tmp_path, monkeypatch):
+def test_no_more_arrays_are_sent_while_tasks_are_slow(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_tasks, "_SENT_BYTES", 3 * 800)
     monkeypatch.setattr(shard_tasks, "_TICK_S", 0.001)
     waits = itertools.count()
@@ -328,7 +329,7 @@ def large_plan(count: int) -> PackPlan:
 
 
 @pytest.mark.full
-def test_a_million_samples_are_planned_in_seconds_and_each_task_carries_its_own(tmp_path):
+def test_a_million_samples_are_planned_in_seconds_and_a_task_contains_only_its_own_samples(tmp_path):
     plan, count = large_plan(1_000_000), 100
     started = time.perf_counter()
     sizes = shards.estimate_bytes(plan)

@@ -1,4 +1,4 @@
-"""Packs that are interrupted or short of room, also those with lengths known late or gaps: nothing half-done stays."""
+"""Tests of interrupted packs and full disks: no incomplete files are left, for all ways of writing a pack."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ every = pytest.mark.parametrize("options", WORKS.values(), ids=WORKS)
 
 @pytest.fixture
 def tree(tmp_path: Path, options: dict[str, Any]) -> Path:
-    """Return six photos; the fourth is broken where bad files are no error."""
+    """Return six photos; the fourth is broken if the options allow bad files."""
     return photos_for(options, tmp_path / "tree")
 
 
 @every
 @pytest.mark.parametrize(("lasting", "threads"), [(False, 1), (True, 3)])
-def test_a_disk_that_fills_up_at_any_operation_leaves_nothing(tmp_path, tree, file_hook, options, lasting, threads):
+def test_a_disk_that_fills_up_at_any_operation_leaves_no_files(tmp_path, tree, file_hook, options, lasting, threads):
     out = tmp_path / "made" / "p.h5"
     work = partial(pack, tree, out, threads=threads, progress=False, **options)
     for _ in failures(file_hook, fill_disk, work, lasting=lasting):
@@ -52,7 +52,7 @@ def test_a_disk_that_fills_up_while_overwriting_keeps_the_old_pack(tmp_path, tre
 
 
 @every
-def test_ctrl_c_at_any_operation_leaves_nothing(tmp_path, tree, file_hook, options):
+def test_ctrl_c_at_any_operation_leaves_no_files(tmp_path, tree, file_hook, options):
     work = partial(pack, tree, tmp_path / "p.h5", threads=2, progress=False, **options)
     for number in failures(file_hook, interrupt, work):
         assert names_in(tmp_path) == ["tree"], number
@@ -61,7 +61,7 @@ def test_ctrl_c_at_any_operation_leaves_nothing(tmp_path, tree, file_hook, optio
 @pytest.mark.parametrize(
     "options", [WORKS["raw"], WORKS["source"], WORKS["source, one left out"], WORKS["raw, one left out"]]
 )
-def test_too_little_room_is_refused_before_anything_is_written(tmp_path, tree, file_hook, monkeypatch, options):
+def test_too_little_space_is_an_error_before_anything_is_written(tmp_path, tree, file_hook, monkeypatch, options):
     changes = AtChange(0, fill_disk)
     file_hook(changes)
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: 4000)
@@ -71,7 +71,9 @@ def test_too_little_room_is_refused_before_anything_is_written(tmp_path, tree, f
 
 
 @pytest.mark.parametrize("options", [WORKS["jpeg"], WORKS["raw, one left out"], WORKS["jpeg, one black"]])
-def test_too_little_room_for_the_copy_without_gaps_is_refused_and_nothing_is_left(tmp_path, tree, monkeypatch, options):
+def test_too_little_space_for_the_copy_without_gaps_is_an_error_and_leaves_no_files(
+    tmp_path, tree, monkeypatch, options
+):
     free = iter([10**9, 100])
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: next(free))
     with pytest.raises(NotEnoughSpace, match=r"100 B free"):
@@ -80,7 +82,7 @@ def test_too_little_room_for_the_copy_without_gaps_is_refused_and_nothing_is_lef
 
 
 @every
-def test_too_many_bad_files_leave_nothing(tmp_path, tree, options):
+def test_too_many_bad_files_leave_no_files(tmp_path, tree, options):
     for path in files_of(tree)[2:5]:
         path.write_bytes(b"")
     with pytest.raises(BadImage, match="Cannot pack"):

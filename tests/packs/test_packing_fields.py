@@ -1,4 +1,4 @@
-"""Further fields of samples: columns of a table, and what functions make of paths, each beside its own sample."""
+"""Tests of additional fields, from columns of a table or functions of paths: values stay with their samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colabkit.packs.packing.api import pack
 
 @pytest.fixture
 def table(tree: Path) -> pd.DataFrame:
-    """Return a table of the photos, in no order, with columns of many kinds."""
+    """Return a table of the photos in random order, with columns of many types."""
     files = files_of(tree)
     order = np.random.default_rng(2).permutation(len(files)).tolist()
     return pd.DataFrame(
@@ -55,7 +55,7 @@ def test_columns_of_a_table_become_fields(tmp_path, table, encoding):
     assert open_pack(path)["train"].fields[0] == "X"
 
 
-def test_other_values_of_a_column_are_another_pack(tmp_path, table):
+def test_other_values_in_a_column_make_another_pack(tmp_path, table):
     path = packed(table, tmp_path / "p.h5", fields=["age"])
     assert pack(table, path, fields=["age"], progress=False).reused
     with pytest.raises(TargetExists, match="other samples or options"):
@@ -85,7 +85,7 @@ def test_functions_of_the_path_become_fields(tmp_path, tree, monkeypatch, encodi
     assert stored(path, field="where") == [one.encode() for one in paths]
 
 
-def test_a_function_that_changes_its_kind_is_refused_and_nothing_is_rounded(tmp_path, tree):
+def test_a_function_whose_results_change_type_is_an_error_and_nothing_is_rounded(tmp_path, tree):
     pairs = [(1, 2.5), (1, 2**40 + 0.5), (True, 2), (np.uint8(1), 300), (1, [1, 2])]
     for values in [*pairs, (0.5, "a"), ("a", 3), (b"a", "a"), ("a", None)]:
         fields = {"z": lambda path, values=values: values["000" not in path]}
@@ -93,12 +93,12 @@ def test_a_function_that_changes_its_kind_is_refused_and_nothing_is_rounded(tmp_
         assert_refused(BadSource, match, tree, tmp_path / "p.h5", fields=fields)
 
 
-def test_numbers_that_fit_the_first_ones_kind_are_taken(tmp_path, tree):
+def test_numbers_are_converted_to_the_dtype_of_the_first_without_loss(tmp_path, tree):
     path = packed(tree, tmp_path / "p.h5", fields={"z": lambda path: 0.5 if "000" in path else 3})
     assert sorted({value.item() for value in stored(path, field="z")}) == [0.5, 3.0]
 
 
-def test_an_error_of_a_users_function_comes_as_it_is(tmp_path, tree):
+def test_an_error_in_a_user_function_is_raised_unchanged(tmp_path, tree):
     def fail(path: str) -> int:
         return 1 // (path != "bees/002.jpg")
 
@@ -107,7 +107,7 @@ def test_an_error_of_a_users_function_comes_as_it_is(tmp_path, tree):
     assert names_in(tmp_path) == ["tree"]
 
 
-def test_more_fields_than_a_seal_names_are_one_clear_error(tmp_path, tree):
+def test_more_fields_than_fit_into_a_seal_are_a_one_line_error(tmp_path, tree):
     fields = {f"a further field {number}": "path" for number in range(100)}
     with pytest.raises(
         InvalidOption, match=r"Cannot pack into one file: the list of its 204 datasets.*Pack fewer fields"
@@ -125,8 +125,8 @@ def test_a_field_may_have_any_name(tmp_path, tree, name):
     assert leftovers(tmp_path) == []
 
 
-def test_tables_of_files_in_other_folders_are_not_taken_for_each_other(tmp_path):
-    """Their names, sizes and times are equal, as those of raw images often are."""
+def test_tables_of_equal_names_in_different_folders_are_different_sources(tmp_path):
+    """The files have equal names, sizes and times, as raw images often have."""
     for number, folder in enumerate(("one", "two")):
         (tmp_path / folder / "a").mkdir(parents=True)
         np.save(tmp_path / folder / "a" / "0.npy", np.full((2, 2), number))
@@ -140,7 +140,7 @@ def test_tables_of_files_in_other_folders_are_not_taken_for_each_other(tmp_path)
         target.unlink()
 
 
-def test_text_in_bytes_that_are_no_utf8_comes_back_as_it_was(tmp_path, tree):
+def test_text_that_is_not_utf8_is_stored_unchanged(tmp_path, tree):
     files = files_of(tree)
     (tmp_path / "table.csv").write_bytes(
         b"path,caption\n" + b"\n".join(os.fsencode(file) + b",caf\xe9 %d" % n for n, file in enumerate(files))
@@ -151,7 +151,7 @@ def test_text_in_bytes_that_are_no_utf8_comes_back_as_it_was(tmp_path, tree):
     assert data[:2][-1] == [data[0][-1], data[1][-1]]
 
 
-def test_a_function_may_fill_the_same_array_for_each_sample(tmp_path, tree):
+def test_a_function_may_return_the_same_array_for_each_sample(tmp_path, tree):
     again = np.zeros(2, np.int64)
 
     def filled(path: str) -> np.ndarray:
@@ -164,7 +164,7 @@ def test_a_function_may_fill_the_same_array_for_each_sample(tmp_path, tree):
 
 
 @pytest.mark.parametrize("value", [np.longdouble(1), [[1], [2, 3]]], ids=["longdouble", "uneven"])
-def test_a_function_that_makes_what_a_pack_cannot_hold_is_refused(tmp_path, tree, value):
+def test_a_function_whose_results_cannot_be_stored_is_an_error(tmp_path, tree, value):
     with pytest.raises(
         InvalidOption, match=r"the function for the field 'made' returned .*Convert the value in the function"
     ):

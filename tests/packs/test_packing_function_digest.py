@@ -1,4 +1,4 @@
-"""Functions as options of a pack: the same as long as they do the same, whatever their names."""
+"""Tests of function digests: they depend on what a function does, not on its name."""
 
 from __future__ import annotations
 
@@ -93,18 +93,18 @@ def test_a_function_keeps_its_digest(make):
         (constant({1: len}), constant([1, len])),
     ],
 )
-def test_functions_that_differ_have_other_digests(one, other):
+def test_different_functions_have_different_digests(one, other):
     assert function_digest(one) != function_digest(other)
 
 
 @pytest.mark.parametrize("function", [looked_up, by_helper, partial(by_helper), lambda path: by_helper(path) + 1])
-def test_what_a_function_names_counts(function, monkeypatch):
+def test_the_values_that_a_function_refers_to_change_its_digest(function, monkeypatch):
     before = function_digest(function)
     monkeypatch.setitem(NUMBERS, "cat", 1)
     assert function_digest(function) != before
 
 
-def test_a_function_that_holds_what_nobody_can_tell_is_another_each_time():
+def test_a_function_with_a_value_that_cannot_be_pickled_has_another_digest_each_time():
     held = constant(threading.Lock())
     assert function_digest(held) != function_digest(held)
 
@@ -135,12 +135,13 @@ NOTEBOOK = {
 
 
 @pytest.mark.parametrize("kind", NOTEBOOK)
-def test_a_function_that_is_edited_in_a_notebook_counts_with_what_it_does(kind, monkeypatch):
+def test_a_function_edited_in_a_notebook_has_another_digest(kind, monkeypatch):
     digests = []
     for number in (1, 2, 1):
         scope: dict[str, Any] = {"__name__": "__main__"}
         exec(NOTEBOOK[kind].format(number), scope)
-        for name, value in scope.items():  # so that pickle finds it by its name
+        # Pickle finds functions and classes by name.
+        for name, value in scope.items():
             monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
         digests.append(function_digest(scope["label"]))
     assert digests[0] == digests[2] != digests[1]
@@ -156,7 +157,7 @@ print(function_digest(Labeler()), function_digest(Labeler.__call__))
 """
 
 
-def test_another_process_finds_the_same_digest():
+def test_another_process_computes_the_same_digest():
     children = []
     for seed in "12":
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,4 +1,4 @@
-"""`pack()` of records, archives and tables: samples, labels, splits and fields, straight from where they lie."""
+"""Tests of `pack()` with record files, archives and tables: samples, labels, splits and fields."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from colabkit.storage.staging import places
 
 
 @pytest.fixture(autouse=True)
-def _near(near_storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep near copies in RAM inside the test's own folder, too."""
+def _local_storage(near_storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a folder of the test for local copies in RAM, too."""
     monkeypatch.setattr(places, "TMPFS", near_storage)
 
 
 def numbers_of(found: Pack, split: str) -> list[int]:
-    """Return which of the pictures the samples of a split are, in order."""
+    """Return the numbers of the pictures in a split, in order."""
     number = {pixels.tobytes(): number for number, pixels in enumerate(PIXELS)}
     samples = (found[split][row] for row in range(len(found[split])))
     images = (sample[0] if isinstance(sample, tuple) else sample for sample in samples)
@@ -52,7 +52,7 @@ def test_webdataset_shards_give_labels_splits_and_fields(tmp_path):
     assert found["test"].fields == ("X", "Y", "word", "age")
 
 
-def test_a_pattern_braces_and_a_list_mean_the_same_shards(tmp_path):
+def test_patterns_braces_and_lists_name_the_same_shards(tmp_path):
     folder = web_shards(tmp_path / "s")
     spellings = [
         f"{folder}/train-*.tar",
@@ -93,7 +93,7 @@ def test_an_lmdb_gives_labels_and_shares(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"shard_bytes": 900}, {"encoding": "source"}, {"encoding": "jpeg", "size": 4}])
-def test_far_records_are_staged_whole_and_give_the_near_pack(tmp_path, kind, options):
+def test_remote_records_are_staged_as_files_and_give_the_same_pack_as_local_ones(tmp_path, kind, options):
     needs("FUSE with mfusepy", has_fuse())
     (tmp_path / "far").mkdir()
     KINDS[kind](tmp_path / "far" / "set")
@@ -102,7 +102,8 @@ def test_far_records_are_staged_whole_and_give_the_near_pack(tmp_path, kind, opt
         far = opened(tmp_path / "mount" / "set", tmp_path / "p.h5", **options)
         files = [path for path in (tmp_path / "far" / "set").iterdir() if path.suffix != ".mdb" or path.stem == "data"]
         read = [path for path in mount.opened_paths if path.startswith("/set/")]
-        assert len(read) <= 3 * len(files)  # not once for each of 24 samples
+        # Files are not opened once for each of the 24 samples.
+        assert len(read) <= 3 * len(files)
         assert pack(tmp_path / "mount" / "set", tmp_path / "p.h5", progress=False, **options).reused
     assert far.source == str(tmp_path / "mount" / "set")
     assert (far.splits, far.classes, far.encoding) == (near.splits, near.classes, near.encoding)
@@ -113,7 +114,7 @@ def test_far_records_are_staged_whole_and_give_the_near_pack(tmp_path, kind, opt
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".png"] == []
 
 
-def test_a_pattern_of_far_shards_is_staged_and_packed(tmp_path):
+def test_a_pattern_of_remote_shards_is_staged_and_packed(tmp_path):
     needs("FUSE with mfusepy", has_fuse())
     web_shards(tmp_path / "far")
     with FuseMount(tmp_path / "mount", tmp_path / "far") as mount:
@@ -125,7 +126,7 @@ def test_a_pattern_of_far_shards_is_staged_and_packed(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
 @pytest.mark.parametrize("is_far", [False, True])
-def test_an_archive_gives_the_pack_of_its_folder_without_extracting_it(tmp_path, near_storage, name, is_far):
+def test_an_archive_gives_the_same_pack_as_its_folder_and_is_not_extracted(tmp_path, near_storage, name, is_far):
     needs("FUSE with mfusepy", has_fuse())
     tree = make_tree(tmp_path / "tree", 4, prefix="train")
     make_tree(tree, 2, prefix="val")
@@ -141,7 +142,7 @@ def test_an_archive_gives_the_pack_of_its_folder_without_extracting_it(tmp_path,
     assert list(near_storage.rglob("*.png")) == []
 
 
-def test_an_object_of_a_bucket_that_holds_many_samples_is_packed(tmp_path):
+def test_a_bucket_object_with_many_samples_is_packed(tmp_path):
     bucket = fsspec.filesystem("memory")
     place = f"/{tmp_path.name}"
     tree = make_tree(tmp_path / "tree", 2)
@@ -160,7 +161,7 @@ def test_an_object_of_a_bucket_that_holds_many_samples_is_packed(tmp_path):
 
 @pytest.fixture
 def table(tmp_path: Path) -> pd.DataFrame:
-    """Return a table of 24 pictures of one folder, all in two rows, with columns of every kind."""
+    """Return a table with two rows for each of 24 pictures, and columns of every type."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for n in range(24):
@@ -188,7 +189,8 @@ def test_a_table_gives_labels_splits_and_fields(tmp_path, table, kind):
         table.to_parquet(source := tmp_path / "t.parquet")
     found = opened(source, tmp_path / "p.h5", labels="label", splits="split", fields=["age", "note"])
     assert (found.splits, found.classes) == ({"train": 16, "dev": 16, "test": 16}, NAMES)
-    assert numbers_of(found, "dev") == [*range(8, 16), *range(8, 16)]  # a file in two rows is two samples
+    # A file in two rows gives two samples.
+    assert numbers_of(found, "dev") == [*range(8, 16), *range(8, 16)]
     for row in range(16):
         _, label, age, note = found["dev"][row]
         n = 8 + row % 8
@@ -196,7 +198,7 @@ def test_a_table_gives_labels_splits_and_fields(tmp_path, table, kind):
     assert found.info.meta["label_kind"] == "class"
 
 
-def test_labels_are_several_columns_numbers_a_function_or_nothing(tmp_path, table):
+def test_labels_come_from_several_columns_numbers_or_a_function_or_are_omitted(tmp_path, table):
     both = opened(table, tmp_path / "a.h5", labels=["is_old", "is_red"])
     assert (both.info.meta["label_kind"], both.classes) == ("multilabel", ("is_old", "is_red"))
     assert both["dev"].labels[:8].tolist() == [[int(n > 12), n % 2] for n in range(8, 16)]
@@ -234,7 +236,7 @@ def test_shares_of_a_table_keep_labels_and_pictures_together(tmp_path, table):
         ({"splits": {"train": 0.5, "test": 0.5}}, InvalidOption, "already has the splits train, dev, test"),
     ],
 )
-def test_columns_that_are_not_there_or_mean_nothing_are_named(tmp_path, table, options, error, match):
+def test_missing_or_unsuitable_columns_are_errors_that_name_them(tmp_path, table, options, error, match):
     with pytest.raises(error, match=match):
         pack(table, tmp_path / "p.h5", progress=False, **options)
     assert not (tmp_path / "p.h5").exists()

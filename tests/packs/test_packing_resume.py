@@ -1,4 +1,4 @@
-"""Interrupted packs of shards: whole shards are taken over, and no path ever holds a half of anything."""
+"""Tests of interrupted packs of shards: complete shards are reused, and no incomplete file has a final path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from colabkit.packs.packing.verification import verify
 
 @pytest.fixture
 def fillings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of samples of each file that is filled."""
+    """Return a list to which the number of samples of each written file is appended."""
     found: list[int] = []
     begin = SampleWriter.__init__
 
@@ -41,7 +41,7 @@ def fillings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def stop_at(name: str) -> Callable[[str, Path], None]:
-    """Return a hook that interrupts when a shard is sealed and moved to its name."""
+    """Return a hook that interrupts once the shard of this name is sealed and renamed."""
 
     def hook(operation: str, path: Path) -> None:
         if operation == "sync" and any(one.name == name for one in path.parent.iterdir()):
@@ -51,7 +51,7 @@ def stop_at(name: str) -> Callable[[str, Path], None]:
 
 
 def interrupt(source: Any, out: Path, after: str = "p-00001.h5", **options: Any) -> list[Path]:
-    """Stop packing after some shards, and return those that are kept."""
+    """Interrupt packing after some shards, and return the complete shards."""
     file_changes.hook = stop_at(after)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -61,7 +61,7 @@ def interrupt(source: Any, out: Path, after: str = "p-00001.h5", **options: Any)
     return sorted(path for path in out.parent.glob(f".colabkit-*-kept.partial/data/{out.stem}-*.h5"))
 
 
-def test_whole_shards_are_not_packed_again(tmp_path, split_tree, fillings):
+def test_complete_shards_are_not_packed_again(tmp_path, split_tree, fillings):
     kept = {path.name: identity(path) for path in interrupt(split_tree, tmp_path / "p.h5")}
     assert sorted(kept) == ["p-00000.h5", "p-00001.h5"]
     fillings.clear()
@@ -84,7 +84,7 @@ def test_whole_shards_are_not_packed_again(tmp_path, split_tree, fillings):
     ],
     ids=["resume=False", "channels", "encoding", "shard_bytes", "renamed", "touched"],
 )
-def test_shards_of_another_call_are_never_taken_over(tmp_path, split_tree, fillings, change, options):
+def test_shards_of_a_different_pack_are_never_reused(tmp_path, split_tree, fillings, change, options):
     assert interrupt(split_tree, tmp_path / "p.h5")
     change(split_tree)
     fillings.clear()
@@ -94,7 +94,7 @@ def test_shards_of_another_call_are_never_taken_over(tmp_path, split_tree, filli
     assert leftovers(tmp_path) == []
 
 
-def test_other_columns_are_another_pack(tmp_path, split_tree, fillings):
+def test_shards_with_other_values_in_a_column_are_not_reused(tmp_path, split_tree, fillings):
     table = {
         "path": [str(path) for path in sorted(split_tree.rglob("*.png"))],
         "age": list(range(15)),
@@ -109,20 +109,20 @@ def test_other_columns_are_another_pack(tmp_path, split_tree, fillings):
     assert [int(sample[-1]) for sample in data] == [7] * len(data)
 
 
-def test_one_file_instead_of_shards_gives_their_space_back(tmp_path, split_tree):
+def test_packing_into_one_file_removes_interrupted_shards(tmp_path, split_tree):
     assert interrupt(split_tree, tmp_path / "p.h5")
     sharded(split_tree, tmp_path / "p.h5", None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.h5", "tree"]
 
 
-def test_too_little_space_for_all_shards_is_refused_before_anything_is_written(tmp_path, split_tree, monkeypatch):
+def test_too_little_space_for_all_shards_is_an_error_before_anything_is_written(tmp_path, split_tree, monkeypatch):
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: 12 * ROW)
     with pytest.raises(NotEnoughSpace):
         sharded(split_tree, tmp_path / "p.h5")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]
 
 
-def test_a_disk_that_fills_up_at_any_operation_leaves_what_can_be_gone_on_with(tmp_path, small_tree, file_hook):
+def test_packing_resumes_after_a_disk_filled_up_at_any_operation(tmp_path, small_tree, file_hook):
     out = tmp_path / "made" / "p.h5"
     expected = content(sharded(small_tree, tmp_path / "whole.h5", None).path)
     work = partial(sharded, small_tree, out, 3 * ROW)
@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_at_any_operation_leaves_what_can_be_gone_on_with(t
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("kind", ["text", "pack", "shard of another index"])
-def test_what_is_in_the_way_is_never_replaced(tmp_path, small_tree, fillings, overwrite, kind):
+def test_other_files_at_the_path_of_a_shard_are_never_replaced(tmp_path, small_tree, fillings, overwrite, kind):
     if overwrite:
         sharded(small_tree, tmp_path / "p.h5", ROW, channels=1)
     way = tmp_path / ("p-00007.h5" if overwrite else "p-00001.h5")
@@ -149,7 +149,8 @@ def test_what_is_in_the_way_is_never_replaced(tmp_path, small_tree, fillings, ov
         sharded(small_tree, tmp_path / "q" / "p.h5", ROW, size=3)
         shards_beside(tmp_path / "q" / "p.h5")[1].rename(way)
     before = {path: identity(path) for path in tmp_path.glob("*.h5")}
-    source = Noise() if overwrite else small_tree  # of more samples
+    # `Noise` has more samples, so it needs more shards.
+    source = Noise() if overwrite else small_tree
     with pytest.raises(TargetExists, match=rf"{way.name}', the path of a shard, already exists"):
         sharded(source, tmp_path / "p.h5", 3600 if overwrite else shard_bytes, overwrite=overwrite)
     assert {path: identity(path) for path in tmp_path.glob("*.h5")} == before
@@ -157,11 +158,12 @@ def test_what_is_in_the_way_is_never_replaced(tmp_path, small_tree, fillings, ov
     fillings.clear()
     sharded(source, tmp_path / "p.h5", 3600 if overwrite else shard_bytes, overwrite=overwrite)
     assert verify(tmp_path / "p.h5", progress=False).is_good
-    assert bool(fillings) == overwrite  # what a data set gives has no name by which it is known again
+    # Samples of a dataset cannot be compared with those of an earlier call, so no shard is reused.
+    assert bool(fillings) == overwrite
     assert leftovers(tmp_path) == []
 
 
-def test_shards_of_an_index_that_was_renamed_are_not_replaced(tmp_path, small_tree):
+def test_shards_of_a_renamed_index_are_not_replaced(tmp_path, small_tree):
     other = sharded(small_tree, tmp_path / "p.h5", size=3).path.rename(tmp_path / "other.h5")
     with pytest.raises(TargetExists, match=r"p-00000\.h5', the path of a shard, already exists"):
         sharded(small_tree, tmp_path / "p.h5")
@@ -169,7 +171,7 @@ def test_shards_of_an_index_that_was_renamed_are_not_replaced(tmp_path, small_tr
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run `work` in a forked process, and return its number; it exits with 0 if that returned true."""
+    """Run `work` in a forked process and return its PID; the exit code is 0 if `work` returned a true value."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -184,14 +186,14 @@ def in_child(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize(("options", "code"), [({}, 0), ({"channels": 1}, 4), ({"overwrite": True}, 3)])
 def test_a_second_process_waits_for_the_first(tmp_path, small_tree, options, code):
     context = multiprocessing.get_context("fork")
-    first_is_in, second_has_come = context.Event(), context.Event()
+    first_has_started, second_has_started = context.Event(), context.Event()
     out = tmp_path / "p.h5"
 
     def first() -> bool:
         def hook(operation: str, path: Path) -> None:
             if operation == "reserve":
-                first_is_in.set()
-                assert second_has_come.wait(30)
+                first_has_started.set()
+                assert second_has_started.wait(30)
 
         file_changes.hook = hook
         return not sharded(small_tree, out).reused
@@ -199,9 +201,9 @@ def test_a_second_process_waits_for_the_first(tmp_path, small_tree, options, cod
     def second() -> bool:
         def hook(operation: str, path: Path) -> None:
             if path.name == "lock":
-                second_has_come.set()
+                second_has_started.set()
 
-        assert first_is_in.wait(30)
+        assert first_has_started.wait(30)
         file_changes.hook = hook
         return sharded(small_tree, out, **options).reused
 
@@ -211,7 +213,7 @@ def test_a_second_process_waits_for_the_first(tmp_path, small_tree, options, cod
     assert leftovers(tmp_path) == []
 
 
-def test_a_process_that_does_not_move_any_more_is_not_waited_for(tmp_path, small_tree, monkeypatch):
+def test_a_stalled_process_is_not_waited_for(tmp_path, small_tree, monkeypatch):
     monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", -1)
     with shards.ShardFolder(tmp_path / "p.h5") as kept:
         kept.note(path="", work="")
@@ -220,7 +222,7 @@ def test_a_process_that_does_not_move_any_more_is_not_waited_for(tmp_path, small
     assert leftovers(tmp_path) == []
 
 
-def test_an_error_while_shards_are_overwritten_by_one_file_leaves_the_old_pack_alone(tmp_path, small_tree):
+def test_an_error_while_one_file_replaces_shards_leaves_the_old_pack_unchanged(tmp_path, small_tree):
     before = content(sharded(small_tree, tmp_path / "p.h5").path)
     (small_tree / "bees" / "001.png").write_bytes(b"no image")
     with pytest.raises(BadImage, match="bees/001"):
@@ -229,7 +231,7 @@ def test_an_error_while_shards_are_overwritten_by_one_file_leaves_the_old_pack_a
     assert leftovers(tmp_path) == []
 
 
-def test_records_that_were_written_anew_are_packed_anew(tmp_path, fillings):
+def test_shards_of_changed_records_are_not_reused(tmp_path, fillings):
     file = tmp_path / "a.tfrecord"
     file.write_bytes(framed(*(example(image__encoded=[image(4)], image__class__label=[n % 3]) for n in range(6))))
     assert interrupt(file, tmp_path / "p.h5", size=4, shard_bytes=60)

@@ -1,4 +1,4 @@
-"""Packs of several shards: every sample once and in order, and whole shards are never packed twice."""
+"""Tests of packs of several shards: every sample is stored once and in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verification import verify
 
 
-def test_samples_lie_in_shards_once_and_in_order_over_all_splits(tmp_path, split_tree):
+def test_samples_are_stored_once_and_in_order_across_shards_and_splits(tmp_path, split_tree):
     report = sharded(split_tree, tmp_path / "p.h5")
     assert report.splits == {"train": 6, "dev": 6, "test": 3}
     info = read_pack(report.path)
@@ -50,14 +50,14 @@ def test_samples_lie_in_shards_once_and_in_order_over_all_splits(tmp_path, split
         {"splits": {"train": 0.5, "test": 0.5}},
     ],
 )
-def test_every_encoding_and_field_goes_into_shards(tmp_path, small_tree, options):
+def test_every_encoding_and_field_is_stored_in_shards(tmp_path, small_tree, options):
     whole = sharded(small_tree, tmp_path / "whole.h5", None, **options)
     report = sharded(small_tree, tmp_path / "p.h5", 40, **options)
     assert report.shards > 1
     assert_same(report.path, whole.path)
 
 
-def test_arrays_go_into_shards(tmp_path):
+def test_arrays_are_stored_in_shards(tmp_path):
     random = np.random.default_rng(1)
     parts = {
         split: {"X": random.normal(size=(count, 3, 2)), "Y": random.integers(0, 5, count), "name": ["ä" * 9] * count}
@@ -70,7 +70,7 @@ def test_arrays_go_into_shards(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"encoding": "jpeg"}])
-def test_data_sets_go_into_shards_of_about_the_size_asked_for(tmp_path, options):
+def test_datasets_are_stored_in_shards_of_about_the_requested_size(tmp_path, options):
     whole = sharded(Noise(), tmp_path / "whole.h5", None, **options)
     report = sharded(Noise(), tmp_path / "p.h5", whole.pack_bytes // 4, **options)
     assert report.shards in (3, 4)
@@ -78,7 +78,7 @@ def test_data_sets_go_into_shards_of_about_the_size_asked_for(tmp_path, options)
 
 
 @pytest.mark.parametrize("encoding", ["raw", "source", "jpeg"])
-def test_shards_are_about_as_large_as_asked_for(tmp_path, encoding):
+def test_shards_have_about_the_requested_size(tmp_path, encoding):
     random = np.random.default_rng(5)
     (tmp_path / "tree" / "a").mkdir(parents=True)
     for number in range(60):
@@ -90,12 +90,12 @@ def test_shards_are_about_as_large_as_asked_for(tmp_path, encoding):
     assert all(70_000 < size < 140_000 for size in sizes), sizes
 
 
-def test_a_pack_that_is_smaller_than_a_shard_is_one_shard(tmp_path, small_tree):
+def test_a_pack_smaller_than_a_shard_has_one_shard(tmp_path, small_tree):
     report = sharded(small_tree, tmp_path / "p.h5", 1 << 30)
     assert (report.shards, [path.name for path in shards_beside(report.path)]) == (1, ["p-00000.h5"])
 
 
-def test_a_shard_holds_at_least_one_sample(tmp_path, small_tree):
+def test_a_shard_has_at_least_one_sample(tmp_path, small_tree):
     report = sharded(small_tree, tmp_path / "p.h5", 1)
     assert report.shards == 6
     assert [dict(one.splits) for one in read_pack(report.path).shards] == [{"train": 1}] * 6
@@ -108,7 +108,7 @@ def break_some(tree: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
 @pytest.mark.parametrize("encoding", ["raw", "source", "jpeg"])
-def test_bad_files_in_any_shard_are_listed_as_in_one_pack(tmp_path, split_tree, on_bad, encoding):
+def test_bad_files_in_shards_are_listed_as_for_one_file(tmp_path, split_tree, on_bad, encoding):
     break_some(split_tree, "train/ants/001.png", "val/ants/000.png", "test/cats/000.png")
     options = {"on_bad": on_bad, "max_bad": 3, "encoding": encoding}
     report = sharded(split_tree, tmp_path / "p.h5", 300, **options)
@@ -122,7 +122,7 @@ def test_bad_files_in_any_shard_are_listed_as_in_one_pack(tmp_path, split_tree, 
         assert content(report.path) == content(expected.path)
 
 
-def test_a_shard_of_bad_files_alone_is_left_out(tmp_path, split_tree):
+def test_a_shard_with_only_bad_files_is_omitted(tmp_path, split_tree):
     break_some(split_tree, "train/ants/000.png", "train/ants/001.png")
     report = sharded(split_tree, tmp_path / "p.h5", 2 * ROW, on_bad="skip", max_bad=2)
     assert report.splits == {"train": 4, "dev": 6, "test": 3}
@@ -138,7 +138,7 @@ def test_a_shard_of_bad_files_alone_is_left_out(tmp_path, split_tree):
     assert leftovers(tmp_path) == []
 
 
-def test_max_bad_counts_all_shards_together_also_those_taken_over(tmp_path, split_tree):
+def test_max_bad_counts_the_bad_files_of_all_shards_including_reused_ones(tmp_path, split_tree):
     break_some(split_tree, "train/ants/001.png", "val/ants/000.png", "test/cats/000.png")
     for _ in range(2):
         with pytest.raises(BadImage, match=r"at least 3 bad files.*at most 2"):
@@ -147,7 +147,7 @@ def test_max_bad_counts_all_shards_together_also_those_taken_over(tmp_path, spli
     assert not (tmp_path / "p.h5").exists()
 
 
-def test_verify_names_the_shard_that_is_missing_swapped_or_damaged(tmp_path, split_tree):
+def test_verify_names_a_missing_swapped_or_damaged_shard(tmp_path, split_tree):
     path = sharded(split_tree, tmp_path / "p.h5").path
     one, other = shards_beside(path)[1:3]
     info = read_pack(other)
@@ -171,7 +171,7 @@ def test_verify_names_the_shard_that_is_missing_swapped_or_damaged(tmp_path, spl
     assert verify(path, progress=False).is_good
 
 
-def test_the_same_call_again_touches_nothing(tmp_path, split_tree, file_hook):
+def test_the_same_call_again_changes_no_files(tmp_path, split_tree, file_hook):
     sharded(split_tree, tmp_path / "p.h5")
     before = {path: identity(path) for path in tmp_path.glob("p*.h5")}
     changes = AtChange(0, fill_disk)
@@ -181,7 +181,7 @@ def test_the_same_call_again_touches_nothing(tmp_path, split_tree, file_hook):
     assert {path: identity(path) for path in tmp_path.glob("p*.h5")} == before
 
 
-def test_the_size_of_shards_may_be_a_text(tmp_path, image_tree):
+def test_the_size_of_shards_may_be_text_with_a_unit(tmp_path, image_tree):
     assert pack(image_tree, tmp_path / "p.h5", shard_bytes="1 kB", progress=False).shards == 2
     with pytest.raises(InvalidOption, match="shard_bytes='a lot'; expected a number of bytes"):
         pack(image_tree, tmp_path / "q.h5", shard_bytes="a lot", progress=False)

@@ -1,4 +1,4 @@
-"""`verify()`: no changed bit of a pack goes unseen, and the samples that changed are named, no others."""
+"""Tests of `verify()`: every changed bit is found, and exactly the changed samples are reported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ every = pytest.mark.parametrize("made", PACKS, indirect=True)
 
 
 def owner(info: PackInfo, at: int) -> tuple[str, int] | None:
-    """Return the sample that holds a byte of the file."""
+    """Return the sample that contains a byte of the file; None if no sample does."""
     for split in info.splits:
         for field in info.sample_fields():
             data = info.data_sets[field.data_set(split)]
@@ -63,7 +63,7 @@ def owner(info: PackInfo, at: int) -> tuple[str, int] | None:
 
 
 @every
-def test_every_changed_bit_is_found_and_only_its_sample_is_named(made):
+def test_every_changed_bit_is_found_and_only_its_sample_is_reported(made):
     info = read_pack(made)
     random = np.random.default_rng(4)
     named = 0
@@ -87,7 +87,7 @@ def test_every_changed_bit_is_found_and_only_its_sample_is_named(made):
 
 
 @every
-def test_all_damaged_samples_are_named_at_once(made):
+def test_all_damaged_samples_are_reported_together(made):
     info = read_pack(made)
     wanted = set()
     for split in info.splits:
@@ -105,7 +105,7 @@ def test_all_damaged_samples_are_named_at_once(made):
 
 
 @pytest.mark.parametrize("kind", ["raw", "source", "jpeg"])
-def test_the_report_of_a_whole_pack_says_so(tmp_path, kind):
+def test_the_report_of_an_intact_pack(tmp_path, kind):
     path = packed(photos(tmp_path / "tree"), tmp_path / "p.h5", encoding=kind)
     report = verify(str(path), progress=False)
     assert (report.path, report.samples, report.damaged, report.is_good) == (path, 12, (), True)

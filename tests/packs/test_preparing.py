@@ -1,4 +1,4 @@
-"""`prepare()`: the shortest way to a near pack, told truly, and right after whatever went wrong before."""
+"""Tests of `prepare()`: the fastest way to a local pack, its report, and recovery from damage and other processes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path, near_storage: Path) -> Iterator[None]:
-    """Look after each test for threads and half-done files that stayed."""
+def no_leftovers(tmp_path: Path, near_storage: Path) -> Iterator[None]:
+    """Check after each test that no threads and no incomplete files are left."""
     yield
     assert left_over(near_storage) + leftovers(tmp_path) == []
 
@@ -58,19 +58,19 @@ def mounted(tmp_path: Path) -> Callable[..., FuseMount]:
 
 
 def archives(tree: Path) -> None:
-    """Write a tree once more beside it, as zip and as tar archive."""
+    """Write a zip and a tar archive of a tree beside it."""
     zipped(tree, tree.with_suffix(".zip"))
     with tarfile.open(tree.with_suffix(".tar.gz"), "w:gz") as archive:
         archive.add(tree, "tree")
 
 
 def add_image(tree: Path, name: str = "dogs") -> None:
-    """Put one more class with one image into a tree."""
+    """Add a class with one image to a tree."""
     (tree / name).mkdir()
     shutil.copy(tree / "ants" / "000.png", tree / name / "000.png")
 
 
-def test_the_first_time_the_source_is_packed_and_saved_and_the_second_time_the_near_pack_is_used(image_tree, drive):
+def test_the_first_call_packs_and_saves_and_the_second_uses_the_local_pack(image_tree, drive):
     first = ready(image_tree)
     assert samples(first) == 24
     assert first.report.way == "packed"
@@ -83,7 +83,7 @@ def test_the_first_time_the_source_is_packed_and_saved_and_the_second_time_the_n
 
 
 @pytest.mark.parametrize("form", ["folder", "zip"])
-def test_a_near_pack_is_used_when_the_source_is_gone(image_tree, form):
+def test_a_local_pack_is_used_if_the_source_no_longer_exists(image_tree, form):
     source = image_tree if form == "folder" else zipped(image_tree, image_tree.with_suffix(".zip"))
     ready(source)
     shutil.rmtree(image_tree)
@@ -92,7 +92,7 @@ def test_a_near_pack_is_used_when_the_source_is_gone(image_tree, form):
     assert ready(source).report.way == "local"
 
 
-def test_a_near_pack_is_used_without_touching_a_mount(image_tree, mounted, tmp_path):
+def test_a_local_pack_is_used_without_reading_the_mount(image_tree, mounted, tmp_path):
     with mounted(image_tree.parent) as mount:
         ready(mount.point / "tree", save_to=tmp_path / "kept")
         mount.hang()
@@ -101,7 +101,7 @@ def test_a_near_pack_is_used_without_touching_a_mount(image_tree, mounted, tmp_p
 
 
 @pytest.mark.parametrize("name", ["tree", "tree.zip"])
-def test_a_saved_pack_is_staged_and_no_file_of_the_source_is_opened(tmp_path, mounted, near_storage, name):
+def test_a_saved_pack_is_staged_without_opening_files_of_the_source(tmp_path, mounted, near_storage, name):
     make_tree(tmp_path / "root" / "tree", 2)
     zipped(tmp_path / "root" / "tree", tmp_path / "root" / "tree.zip")
     with mounted(tmp_path / "root") as mount:
@@ -119,7 +119,7 @@ def test_a_saved_pack_is_staged_and_no_file_of_the_source_is_opened(tmp_path, mo
         mount.go_on()
 
 
-def test_the_report_says_the_way_and_the_seconds_that_are_known(image_tree, near_storage, capsys):
+def test_the_report_shows_the_way_and_the_known_times(image_tree, near_storage, capsys):
     packed = ready(image_tree)
     assert repr(packed).startswith("Packed the source to ")
     assert "\nSaved at '" in repr(packed)
@@ -157,23 +157,24 @@ def test_other_options_make_another_pack(image_tree, drive, other):
     assert ready(image_tree, splits={"train": 0.75, "test": 0.25}).report.way == "local"
 
 
-def test_a_function_that_was_changed_makes_another_pack(image_tree):
+def test_a_changed_function_makes_another_pack(image_tree):
     first, second, third = (ready(image_tree, labels=lambda path, text=text: text) for text in ("old", "new", "old"))
     assert [pack.classes for pack in (first, second, third)] == [("old",), ("new",), ("old",)]
     assert first.path == third.path != second.path
 
 
-def test_the_same_options_in_other_words_make_no_other_pack(image_tree, monkeypatch):
+def test_equivalent_options_use_the_same_pack(image_tree, monkeypatch):
     ready(image_tree, size=4)
     assert ready(image_tree, size=(4, 4)).report.way == "local"
-    assert ready(image_tree, size=4, seed=5).report.way == "local"  # without splits there is nothing to deal
+    # Without splits, the seed has no effect.
+    assert ready(image_tree, size=4, seed=5).report.way == "local"
     monkeypatch.chdir(image_tree.parent)
     assert ready("tree", size=4).report.way == "local"
 
 
 @pytest.mark.parametrize("form", ["folder", "zip"])
 @pytest.mark.parametrize("is_new_session", [False, True])
-def test_a_source_that_changed_is_packed_anew(image_tree, near_storage, form, is_new_session):
+def test_a_changed_source_is_packed_again(image_tree, near_storage, form, is_new_session):
     archive = image_tree.with_suffix(".zip")
     source = image_tree if form == "folder" else zipped(image_tree, archive)
     assert samples(ready(source)) == 24
@@ -191,14 +192,14 @@ def test_a_source_that_changed_is_packed_anew(image_tree, near_storage, form, is
     assert samples(ready(source)) == 25
 
 
-def test_one_more_image_in_a_class_folder_is_seen_by_the_folder_s_time(image_tree):
+def test_a_new_image_in_a_class_folder_is_detected_by_the_time_of_the_folder(image_tree):
     ready(image_tree)
     shutil.copy(image_tree / "ants" / "000.png", image_tree / "ants" / "more.png")
     assert samples(ready(image_tree)) == 25
 
 
 @pytest.mark.parametrize("name", ["tree", "tree.zip", "tree.tar.gz"])
-def test_a_source_on_a_mount_that_changed_is_packed_anew_in_the_next_session(
+def test_a_changed_source_on_a_mount_is_packed_again_in_the_next_session(
     tmp_path, mounted, near_storage, monkeypatch, name
 ):
     monkeypatch.setattr(places, "TMPFS", tmp_path)
@@ -213,7 +214,7 @@ def test_a_source_on_a_mount_that_changed_is_packed_anew_in_the_next_session(
         assert samples(ready(mount.point / name)) == 7
 
 
-def test_what_changes_deep_inside_is_seen_with_refresh_which_replaces_the_saved_pack(image_tree, near_storage):
+def test_refresh_packs_changes_deep_in_the_source_and_replaces_the_saved_pack(image_tree, near_storage):
     first = ready(image_tree).report
     old = first.saved_path.read_bytes()
     shutil.copy(image_tree / "cats" / "002.png", image_tree / "bees" / "000.png")
@@ -226,7 +227,7 @@ def test_what_changes_deep_inside_is_seen_with_refresh_which_replaces_the_saved_
     assert ready(image_tree, refresh=True).report.way == "packed"
 
 
-def test_nothing_is_saved_when_that_is_asked_for_and_later_it_is(image_tree, drive):
+def test_save_to_none_saves_nothing_and_a_later_call_saves_the_local_pack(image_tree, drive):
     report = ready(image_tree, save_to=None).report
     assert (report.way, report.to_dict()["unsaved"]) == ("packed", "save_to=None")
     assert "\nNot saved: save_to=None" in repr(report)
@@ -235,7 +236,7 @@ def test_nothing_is_saved_when_that_is_asked_for_and_later_it_is(image_tree, dri
     assert ready(image_tree).report.way == "local"
 
 
-def test_without_drive_the_source_is_packed_and_the_report_says_that_it_is_not_saved(image_tree, drive, monkeypatch):
+def test_without_drive_the_report_explains_why_the_pack_is_not_saved(image_tree, drive, monkeypatch):
     monkeypatch.delenv("COLABKIT_DRIVE")
     monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
     report = ready(image_tree).report
@@ -244,7 +245,7 @@ def test_without_drive_the_source_is_packed_and_the_report_says_that_it_is_not_s
     assert "colabkit.mount()" in report.to_dict()["unsaved"]
     assert "Or use save_to=None to save nothing." in repr(report)
     monkeypatch.setenv("COLABKIT_DRIVE", str(drive))
-    assert ready(image_tree).report.saved_path is not None, "mounted since, and still not saved"
+    assert ready(image_tree).report.saved_path is not None, "not saved although Drive is mounted"
 
 
 def test_packs_are_never_saved_inside_their_source(image_tree):
@@ -254,7 +255,7 @@ def test_packs_are_never_saved_inside_their_source(image_tree):
     assert sorted(image_tree.rglob("*")) == before
 
 
-def test_what_cannot_be_prepared_is_one_typed_line_and_leaves_nothing(image_tree, near_storage, drive):
+def test_invalid_sources_and_options_are_errors_that_leave_no_files(image_tree, near_storage, drive):
     with pytest.raises(SourceMissing, match="no such file or folder"):
         ready(image_tree / "gone")
     with pytest.raises(InvalidOption, match="save packs"):
@@ -268,7 +269,7 @@ def test_what_cannot_be_prepared_is_one_typed_line_and_leaves_nothing(image_tree
         ready(image_tree, splits=0.8)
 
 
-def test_an_address_is_fetched_once_and_a_refresh_fetches_it_anew(image_tree, tmp_path, near_storage, monkeypatch):
+def test_an_address_is_fetched_once_and_again_with_refresh(image_tree, tmp_path, near_storage, monkeypatch):
     monkeypatch.setattr(places, "TMPFS", tmp_path)
     content = zipped(image_tree, tmp_path / "birds.zip").read_bytes()
     with served(content) as server:
@@ -276,16 +277,16 @@ def test_an_address_is_fetched_once_and_a_refresh_fetches_it_anew(image_tree, tm
         first = ready(address)
         assert (first.report.way, samples(first)) == ("packed", 24)
         assert "secret" not in repr(first)
-        asked = len(server.requests)
+        requests = len(server.requests)
         assert ready(address).report.way == "local"
         forget_local(near_storage)
         assert ready(address).report.way == "saved"
-        assert len(server.requests) == asked
+        assert len(server.requests) == requests
         add_image(image_tree)
         server.content = zipped(image_tree, tmp_path / "more.zip").read_bytes()
         server.headers["ETag"] = '"v2"'
         assert samples(ready(address, refresh=True)) == 25
-        assert len(server.requests) > asked
+        assert len(server.requests) > requests
 
 
 def test_a_prepared_pack_keeps_its_report_when_it_is_copied_or_pickled(image_tree):
@@ -296,7 +297,7 @@ def test_a_prepared_pack_keeps_its_report_when_it_is_copied_or_pickled(image_tre
         assert samples(other) == samples(prepared)
 
 
-# Damaged packs, drives that refuse or hang, and others that prepare too.
+# Damaged packs, full or hanging drives, and other processes that prepare the same source.
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -310,7 +311,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "a sample"])
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_a_damaged_near_pack_is_not_used_but_made_anew(image_tree, damage, is_saved):
+def test_a_damaged_local_pack_is_made_again(image_tree, damage, is_saved):
     save_to = "drive:colabkit" if is_saved else None
     DAMAGES[damage](ready(image_tree, save_to=save_to).path)
     again = ready(image_tree, save_to=save_to)
@@ -319,7 +320,7 @@ def test_a_damaged_near_pack_is_not_used_but_made_anew(image_tree, damage, is_sa
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_saved_pack_is_not_used_but_replaced(image_tree, near_storage, damage):
+def test_a_damaged_saved_pack_is_replaced(image_tree, near_storage, damage):
     DAMAGES[damage](ready(image_tree).report.saved_path)
     forget_local(near_storage)
     again = ready(image_tree).report
@@ -332,7 +333,7 @@ def test_a_damaged_saved_pack_is_not_used_but_replaced(image_tree, near_storage,
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
-def test_a_drive_that_is_full_or_read_only_is_named_in_the_report_and_tried_again(
+def test_a_full_or_read_only_drive_is_reported_and_the_next_call_saves_the_pack(
     image_tree, drive, file_hook, number, operation
 ):
     def refuse(at: str, path: Path) -> None:
@@ -350,7 +351,7 @@ def test_a_drive_that_is_full_or_read_only_is_named_in_the_report_and_tried_agai
     assert again.saved_path is not None
 
 
-def test_a_drive_that_hangs_is_named_in_the_report(image_tree, tmp_path, monkeypatch):
+def test_a_hanging_drive_is_reported(image_tree, tmp_path, monkeypatch):
     needs("FUSE", has_fuse())
     monkeypatch.setattr("colabkit.storage.sources.concurrency.STALLED_S", 0.3)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
@@ -364,29 +365,29 @@ def test_a_drive_that_hangs_is_named_in_the_report(image_tree, tmp_path, monkeyp
         wait_for(lambda: not reader_threads(), "the end of the threads")
 
 
-def test_the_second_of_two_at_once_waits_and_uses_the_pack_of_the_first(image_tree, file_hook, monkeypatch):
-    has_begun, is_waiting, may_go_on = threading.Event(), threading.Event(), threading.Event()
+def test_the_second_of_two_concurrent_calls_waits_and_uses_the_pack_of_the_first(image_tree, file_hook, monkeypatch):
+    has_started, is_waiting, may_continue = threading.Event(), threading.Event(), threading.Event()
     found: list[PreparedPack] = []
     monkeypatch.setattr(preparing, "ProgressBar", lambda *_: is_waiting.set() or contextlib.nullcontext(Mock()))
 
     def hold(operation: str, path: Path) -> None:
         if operation == "sync":
             file_hook(None)
-            has_begun.set()
-            assert may_go_on.wait(20)
+            has_started.set()
+            assert may_continue.wait(20)
 
     file_hook(hold)
     calls = [threading.Thread(target=lambda: found.append(ready(image_tree))) for _ in range(2)]
-    for call, event in zip(calls, (has_begun, is_waiting), strict=True):
+    for call, event in zip(calls, (has_started, is_waiting), strict=True):
         call.start()
         assert event.wait(20)
-    may_go_on.set()
+    may_continue.set()
     for call in calls:
         call.join(20)
     assert sorted(one.report.way for one in found) == ["local", "packed"]
 
 
-def test_another_process_that_stands_still_is_not_waited_for(image_tree, near_storage, monkeypatch):
+def test_a_stalled_process_is_not_waited_for(image_tree, near_storage, monkeypatch):
     path = ready(image_tree).path
     path.unlink()
     with (path.parent / "lock").open() as held:
@@ -395,7 +396,7 @@ def test_another_process_that_stands_still_is_not_waited_for(image_tree, near_st
         assert ready(image_tree).report.way == "saved"
 
 
-def test_a_disk_without_locks_will_do(image_tree, monkeypatch):
+def test_a_file_system_without_locks_is_supported(image_tree, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -405,7 +406,7 @@ def test_a_disk_without_locks_will_do(image_tree, monkeypatch):
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_processes_at_once_all_end_right(image_tree, drive, near_storage, is_saved):
+def test_concurrent_processes_all_succeed(image_tree, drive, near_storage, is_saved):
     if is_saved:
         ready(image_tree)
         forget_local(near_storage)
