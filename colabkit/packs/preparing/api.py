@@ -296,7 +296,7 @@ class _Preparation:
                     raise Corrupt(cannot(act, "the pack is damaged", "", next_step))
                 partial.publish(replace=True)
         except ColabkitError as error:
-            self.unused = _text_of(error)
+            self.unused = error.message or str(error)
             if isinstance(error, TimedOut):
                 self.save_folder, self.unsaved = None, f"{str(saved.parent)!r} does not respond"
             return False
@@ -308,7 +308,7 @@ class _Preparation:
             publish(local, self.saved_path(local), progress=self.progress)
             self.note(saved=str(self.saved_path(local)))
         except ColabkitError as error:
-            self.unsaved = _text_of(error)
+            self.unsaved = error.message or str(error)
 
     def remove_all_but(self, local: Path) -> None:
         """Remove packs of earlier states and leftovers of killed processes."""
@@ -348,20 +348,14 @@ class _Preparation:
         return PreparedPack(info, report)
 
 
-def _text_of(error: ColabkitError) -> Text:
-    """Return the message of an error as a text for a report."""
-    # A report renders a message only as a part of a tuple.
-    return (error.message,) if error.message else str(error)
-
-
 def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:
     """Return the folder in which packs of a source are saved, or None and the reason why they are not."""
     if save_to is None:
-        return None, (option("save_to", None),)
+        return None, option("save_to", None)
     try:
         folder = Path(os.path.abspath(user_path(save_to, f"save packs in {str(save_to)!r}")))
     except NotMounted as error:
-        return None, (_text_of(error), " Or use ", option("save_to", None), " to save nothing.")
+        return None, (error.message or str(error), " Or use ", option("save_to", None), " to save nothing.")
     if os.path.isabs(name) and folder.is_relative_to(name):
         return None, f"{str(folder)!r} is inside the source, which is never written to"
     return folder, ""
