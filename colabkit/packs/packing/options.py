@@ -54,7 +54,7 @@ class PackOptions:
         act = self.act
         check_one_of(act, "encoding", self.encoding, ("auto", "raw", "source", "jpeg"))
         check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
-        channels = ("Use ", option("channels", 3), " for RGB or ", option("channels", 1), " for grayscale")
+        channels = ("Use ", option("channels", 3), " for RGB or ", option("channels", 1), " for luminance")
         check_one_of(act, "channels", self.channels, (3, 1), channels)
         is_number = isinstance(self.max_bad, int | float) and not isinstance(self.max_bad, bool)
         if not is_number or not 0 <= self.max_bad < math.inf:
