@@ -97,7 +97,7 @@ def _draw_time(axes: Axes, *, epochs: Sequence[EpochRecord]) -> None:
             text = axes.text(numbers[place], middle, share, ha="center", va="center", color=ink, fontsize=8)
             text.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 1.2})
         bottoms = tops
-    plotting.style_axes(axes, "Where the time went", unit, lines=2)
+    plotting.style_axes(axes, "Time per epoch", unit, lines=2)
     _number_epochs(axes, numbers)
     axes.set_ylim(0, 1.04 * bottoms.max() or 1)
     plotting.add_legend(axes, "left")
@@ -142,7 +142,7 @@ def _draw_machine(axes: Axes, *, hosts: Sequence[HostSnapshot]) -> None:
         rates = _rates(values)
         if np.isfinite(rates).any():
             axes.plot(times, rates, dashes, color=colour, linewidth=1.4, label=name)
-    plotting.style_axes(axes, "Use of the machine", "%")
+    plotting.style_axes(axes, "Machine utilization", "%")
     axes.set(xlabel=f"{unit} since the start", ylim=(-2, 102), xlim=(0, max(times[-1], 1e-9)))
     axes.set_yticks(range(0, 101, 25))
     plotting.add_legend(axes)

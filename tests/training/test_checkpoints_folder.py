@@ -45,12 +45,12 @@ def test_saved_content_is_loaded_unchanged(tmp_path):
         "history": [],
     }
     folder = tmp_path / "made" / "here"
-    with CheckpointFolder(folder) as kept:
-        kept.save(120, saved)
-        kept.finish()
-        assert kept.latest == folder / "checkpoint-00000120.pt"
-        assert (kept.best, kept.failures, kept.is_free) == (None, (), True)
-        assert kept.save_s > 0
+    with CheckpointFolder(folder) as checkpoints:
+        checkpoints.save(120, saved)
+        checkpoints.finish()
+        assert checkpoints.latest == folder / "checkpoint-00000120.pt"
+        assert (checkpoints.best, checkpoints.failures, checkpoints.is_free) == (None, (), True)
+        assert checkpoints.save_s > 0
     newest = CheckpointFolder(folder).newest()
     assert newest is not None
     assert (newest.path, newest.step, newest.passed_over) == (folder / "checkpoint-00000120.pt", 120, ())
@@ -77,8 +77,13 @@ def test_a_folder_without_checkpoints_returns_none(tmp_path):
     (tmp_path / "checkpoint-00000001.pt").write_bytes(b"no seal")
     (tmp_path / "checkpoint-x.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "none"):
-        kept = CheckpointFolder(folder)
-        assert (kept.newest(), kept.newest_step(), kept.latest, kept.best) == (None, None, None, None)
+        checkpoints = CheckpointFolder(folder)
+        assert (checkpoints.newest(), checkpoints.newest_step(), checkpoints.latest, checkpoints.best) == (
+            None,
+            None,
+            None,
+            None,
+        )
     assert not (tmp_path / "none").exists()
 
 
@@ -92,11 +97,11 @@ def test_all_random_generators_are_restored(tmp_path):
     seed_all()
     # This leaves a cached normal value in each generator.
     draws()
-    with CheckpointFolder(tmp_path) as kept:
-        kept.save(1, {"random": random_state()}, wait=True)
+    with CheckpointFolder(tmp_path) as checkpoints:
+        checkpoints.save(1, {"random": random_state()}, wait=True)
         expected = draws()
         draws()
-        restore_random_state(kept.newest().content["random"])
+        restore_random_state(checkpoints.newest().content["random"])
     assert draws() == expected
 
 
@@ -120,10 +125,10 @@ def test_the_newest_checkpoints_are_kept(tmp_path, keep_last):
 @pytest.mark.parametrize(("mode", "best"), [("min", 20), ("max", 40)])
 def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, mode, best):
     scores = {10: 0.5, 20: 0.1, 30: float("nan"), 40: 0.9, 50: None, 60: 0.5, 70: 0.5, 80: float("inf")}
-    with CheckpointFolder(tmp_path, mode=mode) as kept:
+    with CheckpointFolder(tmp_path, mode=mode) as checkpoints:
         for step, score in scores.items():
-            kept.save(step, content(step), score=score, wait=True)
-        assert kept.best == tmp_path / f"checkpoint-{best:08d}.pt"
+            checkpoints.save(step, content(step), score=score, wait=True)
+        assert checkpoints.best == tmp_path / f"checkpoint-{best:08d}.pt"
     assert steps_at(tmp_path) == sorted({best, 70, 80})
     # The score is read from disk.
     with CheckpointFolder(tmp_path, mode=mode) as resumed:
@@ -134,10 +139,10 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, mode, best):
 
 
 def test_the_earliest_of_equal_scores_is_best_and_a_score_may_be_a_tensor(tmp_path):
-    with CheckpointFolder(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as checkpoints:
         for step in (1, 2, 3, 4):
-            kept.save(step, content(step), score=torch.tensor(0.25), wait=True)
-        assert kept.best == tmp_path / "checkpoint-00000001.pt"
+            checkpoints.save(step, content(step), score=torch.tensor(0.25), wait=True)
+        assert checkpoints.best == tmp_path / "checkpoint-00000001.pt"
 
 
 def test_newest_step_does_not_read_the_file(tmp_path):
@@ -157,9 +162,9 @@ def test_other_files_in_the_folder_are_unchanged(tmp_path):
 def test_saving_the_same_step_again_replaces_the_checkpoint(tmp_path):
     save(tmp_path, 10, 20)
     for number in range(3):
-        with CheckpointFolder(tmp_path) as kept:
-            kept.save(20, {**content(20), "number": number}, wait=True)
-            assert kept.newest().content["number"] == number
+        with CheckpointFolder(tmp_path) as checkpoints:
+            checkpoints.save(20, {**content(20), "number": number}, wait=True)
+            assert checkpoints.newest().content["number"] == number
         assert steps_at(tmp_path) == [10, 20]
 
 
@@ -237,13 +242,13 @@ def test_a_damaged_checkpoint_never_replaces_a_good_one(tmp_path, damage):
     save(tmp_path, 10, 20, 30, 40, keep_last=4)
     for step in (30, 40):
         damage(tmp_path / f"checkpoint-{step:08d}.pt")
-    with CheckpointFolder(tmp_path) as kept:
-        assert kept.newest().step == 20
-        assert kept.latest == tmp_path / "checkpoint-00000020.pt"
+    with CheckpointFolder(tmp_path) as checkpoints:
+        assert checkpoints.newest().step == 20
+        assert checkpoints.latest == tmp_path / "checkpoint-00000020.pt"
         # These steps include and pass those of the damaged checkpoints.
         for step in (25, 30, 35, 45):
-            kept.save(step, content(step), wait=True)
-            assert kept.latest.name.startswith(f"checkpoint-{step:08d}")
+            checkpoints.save(step, content(step), wait=True)
+            assert checkpoints.latest.name.startswith(f"checkpoint-{step:08d}")
             seal = tmp_path / f"checkpoint-{step:08d}.json"
             seal.rename(tmp_path / "hidden")
             # If the newest were lost, there would be another one.
@@ -310,30 +315,30 @@ def test_a_sealed_file_with_other_content_is_skipped(tmp_path, made):
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_folder_that_cannot_be_created_raises_file_failed(tmp_path, caplog, wait):
     (tmp_path / "file").write_text("x")
-    with CheckpointFolder(tmp_path / "file" / "folder") as kept:
+    with CheckpointFolder(tmp_path / "file" / "folder") as checkpoints:
         for step in (1, 2):
             with contextlib.nullcontext() if not wait else pytest.raises(FileFailed, match="Cannot save"):
-                kept.save(step, content(step), wait=wait)
+                checkpoints.save(step, content(step), wait=wait)
             with pytest.raises(FileFailed, match="Cannot save"):
-                kept.finish()
-        assert [step for step, _ in kept.failures] == [1, 2]
-        assert "\n" not in kept.failures[0][1]
+                checkpoints.finish()
+        assert [step for step, _ in checkpoints.failures] == [1, 2]
+        assert "\n" not in checkpoints.failures[0][1]
     assert len(caplog.records) == (0 if wait else 1)
 
 
 def test_close_discards_unsealed_checkpoints_and_later_saves_are_refused(tmp_path, file_hook):
     save(tmp_path, 10)
     disk = HeldDisk(file_hook, "sync")
-    kept = CheckpointFolder(tmp_path)
-    kept.save(20, content(20))
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(20, content(20))
     assert disk.reached.wait(30)
-    assert not kept.is_free
-    closing = threading.Thread(target=kept.close)
+    assert not checkpoints.is_free
+    closing = threading.Thread(target=checkpoints.close)
     closing.start()
-    wait_for(lambda: kept._is_over, "the close")
+    wait_for(lambda: checkpoints._is_over, "the close")
     disk.release()
     closing.join()
     assert steps_at(tmp_path) == [10]
-    assert kept.failures == ()
+    assert checkpoints.failures == ()
     with pytest.raises(InvalidOption, match="closed"):
-        kept.save(30, content(30))
+        checkpoints.save(30, content(30))

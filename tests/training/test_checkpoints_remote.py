@@ -48,14 +48,14 @@ def elsewhere(patch: pytest.MonkeyPatch, folder: Path) -> None:
 def test_a_checkpoint_on_drive_is_written_locally_and_published(tmp_path, near_storage, drive, monkeypatch):
     drive()
     folder = tmp_path / "drive" / "my" / "run"
-    with CheckpointFolder(folder) as kept:
+    with CheckpointFolder(folder) as checkpoints:
         for step in (10, 20, 30):
-            kept.save(step, content(step), score=-step, wait=True)
-            assert kept.latest.name == f"checkpoint-{step:08d}.pt"
-            kept.finish()
-            assert kept.latest == kept.best == folder / f"checkpoint-{step:08d}.pt"
-        assert kept.failures == ()
-        assert 0 < kept.save_s < 30
+            checkpoints.save(step, content(step), score=-step, wait=True)
+            assert checkpoints.latest.name == f"checkpoint-{step:08d}.pt"
+            checkpoints.finish()
+            assert checkpoints.latest == checkpoints.best == folder / f"checkpoint-{step:08d}.pt"
+        assert checkpoints.failures == ()
+        assert 0 < checkpoints.save_s < 30
     assert steps_at(tmp_path / "root" / "my" / "run") == steps_at(near_of(near_storage)) == [20, 30]
     assert found(folder) == (30, [])
     elsewhere(monkeypatch, tmp_path / "other")
@@ -77,31 +77,31 @@ def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpo
     monkeypatch.setattr(files, "STALLED_S", 0.5)
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
-    with CheckpointFolder(folder) as kept, caplog.at_level(logging.WARNING, logger="colabkit"):
-        assert kept.newest().step == 10
+    with CheckpointFolder(folder) as checkpoints, caplog.at_level(logging.WARNING, logger="colabkit"):
+        assert checkpoints.newest().step == 10
         file_hook(lambda at, path: mount.hang() if at == "write" and folder in path.parents else None)
-        kept.save(20, content(20), score=0.1)
-        kept.finish()
+        checkpoints.save(20, content(20), score=0.1)
+        checkpoints.finish()
         file_hook(None)
-        kept.save(30, content(30), score=0.2)
-        kept.finish()
+        checkpoints.save(30, content(30), score=0.2)
+        checkpoints.finish()
         # The best checkpoint is tried once more.
-        assert [step for step, _ in kept.failures] == [20, 30, 20]
-        assert "has not responded for" in kept.failures[0][1]
+        assert [step for step, _ in checkpoints.failures] == [20, 30, 20]
+        assert "has not responded for" in checkpoints.failures[0][1]
         assert (
             f"The checkpoint remains at {str(near_of(near_storage) / 'checkpoint-00000020.pt')!r}"
-            in kept.failures[0][1]
+            in checkpoints.failures[0][1]
         )
-        assert kept.latest == near_of(near_storage) / "checkpoint-00000030.pt"
+        assert checkpoints.latest == near_of(near_storage) / "checkpoint-00000030.pt"
         assert len(caplog.records) == 1
         mount.go_on()
         wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
         monkeypatch.setattr(files, "STALLED_S", 60.0)
-        kept.save(40, content(40), score=0.3)
-        kept.finish()
-        assert len(kept.failures) == 3
-        assert kept.latest == folder / "checkpoint-00000040.pt"
-        assert kept.best == folder / "checkpoint-00000020.pt"
+        checkpoints.save(40, content(40), score=0.3)
+        checkpoints.finish()
+        assert len(checkpoints.failures) == 3
+        assert checkpoints.latest == folder / "checkpoint-00000040.pt"
+        assert checkpoints.best == folder / "checkpoint-00000020.pt"
     assert steps_at(tmp_path / "root" / "run") == [20, 40]
 
 
@@ -109,12 +109,12 @@ def test_a_drive_that_hangs_for_long_blocks_few_threads(tmp_path, drive, monkeyp
     mount = drive()
     monkeypatch.setattr(files, "STALLED_S", 0.1)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.01)
-    with CheckpointFolder(tmp_path / "drive" / "run") as kept:
+    with CheckpointFolder(tmp_path / "drive" / "run") as checkpoints:
         mount.hang()
         for step in range(6):
-            kept.save(step, content(step), wait=True)
-            kept.finish()
-        assert len(kept.failures) == 6
+            checkpoints.save(step, content(step), wait=True)
+            checkpoints.finish()
+        assert len(checkpoints.failures) == 6
         assert sum(thread.name == "colabkit-read" for thread in threading.enumerate()) == 3
         mount.go_on()
 
@@ -123,15 +123,15 @@ def test_a_drive_that_dies_does_not_fail_the_training(tmp_path, near_storage, dr
     mount = drive()
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
-    with CheckpointFolder(folder) as kept:
+    with CheckpointFolder(folder) as checkpoints:
         file_hook(lambda at, path: mount.kill() if at == "write" and folder in path.parents else None)
-        kept.save(20, content(20))
-        kept.finish()
+        checkpoints.save(20, content(20))
+        checkpoints.finish()
         file_hook(None)
-        kept.save(30, content(30))
-        kept.finish()
-        assert [step for step, _ in kept.failures] == [20, 30]
-        assert all("is dead" in reason and "\n" not in reason for _, reason in kept.failures)
+        checkpoints.save(30, content(30))
+        checkpoints.finish()
+        assert [step for step, _ in checkpoints.failures] == [20, 30]
+        assert all("is dead" in reason and "\n" not in reason for _, reason in checkpoints.failures)
     assert steps_at(near_of(near_storage)) == [20, 30]
     with pytest.raises(FileFailed, match=r"Cannot resume from .+ is dead"):
         CheckpointFolder(folder).newest()
@@ -140,14 +140,14 @@ def test_a_drive_that_dies_does_not_fail_the_training(tmp_path, near_storage, dr
 def test_nothing_is_written_below_the_mountpoint_of_a_drive_that_is_gone(tmp_path, near_storage, drive):
     mount = drive()
     folder = tmp_path / "drive" / "run"
-    with CheckpointFolder(folder) as kept:
+    with CheckpointFolder(folder) as checkpoints:
         mount.__exit__(None, None, None)
         mount.__exit__ = lambda *_: None
-        kept.save(10, content(10))
-        kept.finish()
-        assert "is gone" in kept.failures[0][1]
+        checkpoints.save(10, content(10))
+        checkpoints.finish()
+        assert "is gone" in checkpoints.failures[0][1]
         with pytest.raises(NotMounted, match="Cannot resume"):
-            kept.newest()
+            checkpoints.newest()
     assert list((tmp_path / "drive").iterdir()) == []
 
 
@@ -183,11 +183,11 @@ def test_an_interrupt_of_finish_is_raised_and_close_ends_the_threads(tmp_path, n
 
     file_hook(hang)
     interrupting = threading.Thread(target=interrupt)
-    with CheckpointFolder(folder) as kept:
-        kept.save(10, content(10), wait=True)
+    with CheckpointFolder(folder) as checkpoints:
+        checkpoints.save(10, content(10), wait=True)
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             interrupting.start()
-            kept.finish()
+            checkpoints.finish()
         interrupting.join()
     # This thread hangs in the mount.
     assert [t.name for t in threading.enumerate() if t.name.startswith("colabkit-")] == ["colabkit-read"]
@@ -199,14 +199,14 @@ def test_an_interrupt_of_finish_is_raised_and_close_ends_the_threads(tmp_path, n
 
 def test_a_publication_that_reads_back_other_bytes_fails(tmp_path, near_storage, drive):
     drive(plan={"faults": [{"on": "read", "path": "/run/.colabkit-*.partial", "do": "change", "count": 1}]})
-    with CheckpointFolder(tmp_path / "drive" / "run") as kept:
-        kept.save(10, content(10))
-        kept.finish()
-        assert "read back" in kept.failures[0][1]
+    with CheckpointFolder(tmp_path / "drive" / "run") as checkpoints:
+        checkpoints.save(10, content(10))
+        checkpoints.finish()
+        assert "read back" in checkpoints.failures[0][1]
         assert list((tmp_path / "root" / "run").iterdir()) == []
-        kept.save(20, content(20))
-        kept.finish()
-        assert len(kept.failures) == 1
+        checkpoints.save(20, content(20))
+        checkpoints.finish()
+        assert len(checkpoints.failures) == 1
     assert steps_at(tmp_path / "root" / "run") == [20]
 
 
@@ -242,16 +242,16 @@ def test_only_the_newest_and_the_best_of_several_pending_checkpoints_are_publish
             assert go_on.wait(30)
 
     file_hook(hold)
-    with CheckpointFolder(folder, keep_last=2) as kept:
-        kept.save(10, content(10), score=5, wait=True)
+    with CheckpointFolder(folder, keep_last=2) as checkpoints:
+        checkpoints.save(10, content(10), score=5, wait=True)
         assert reached.wait(30)
         for step, score in ((20, 1), (30, 2), (40, 3), (50, 4)):
-            kept.save(step, content(step), score=score, wait=True)
+            checkpoints.save(step, content(step), score=score, wait=True)
         # 10 is being published, and 20 is the best.
         assert steps_at(near_of(near_storage)) == [10, 20, 40, 50]
         go_on.set()
-        kept.finish()
-        assert kept.failures == ()
+        checkpoints.finish()
+        assert checkpoints.failures == ()
     assert steps_at(folder) == [20, 50]
     assert found(folder) == (50, [])
 
@@ -259,10 +259,10 @@ def test_only_the_newest_and_the_best_of_several_pending_checkpoints_are_publish
 def test_the_writer_has_a_lower_priority_unless_the_caller_waits_for_it(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(files.os, "setpriority", lambda which, thread, nice: given.append((thread, nice)))
-    with CheckpointFolder(tmp_path) as kept:
-        kept.save(1, content(1), wait=True)
+    with CheckpointFolder(tmp_path) as checkpoints:
+        checkpoints.save(1, content(1), wait=True)
         assert given == []
-        kept.save(2, content(2))
-        kept.finish()
+        checkpoints.save(2, content(2))
+        checkpoints.finish()
     assert [nice for _, nice in given] == [10]
     assert given[0][0] != threading.get_native_id()

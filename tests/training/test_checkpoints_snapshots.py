@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Return content after it was saved and loaded."""
-    with CheckpointFolder(folder) as kept:
-        kept.save(1, content, wait=True)
-        newest = kept.newest()
+    with CheckpointFolder(folder) as checkpoints:
+        checkpoints.save(1, content, wait=True)
+        newest = checkpoints.newest()
         assert newest is not None
         return dict(newest.content)
 
@@ -33,8 +33,8 @@ def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
 def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
     held = HeldDisk(file_hook, "create")
     weights, numbers = torch.ones(1000), {"list": [1, {"deep": 2}], "view": torch.zeros(4, 6)[:, 2:4]}
-    with CheckpointFolder(tmp_path) as kept:
-        kept.save(1, {"weights": weights, "numbers": numbers})
+    with CheckpointFolder(tmp_path) as checkpoints:
+        checkpoints.save(1, {"weights": weights, "numbers": numbers})
         assert held.reached.wait(30)
         weights.mul_(7)
         numbers["list"][1]["deep"] = 3
@@ -42,8 +42,8 @@ def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
         numbers["view"].add_(1)
         numbers["new"] = 5
         held.release()
-        kept.finish()
-        content = kept.newest().content
+        checkpoints.finish()
+        content = checkpoints.newest().content
     assert torch.equal(content["weights"], torch.ones(1000))
     assert content["numbers"]["list"] == [1, {"deep": 2}]
     assert torch.equal(content["numbers"]["view"], torch.zeros(4, 2))
@@ -53,28 +53,28 @@ def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
 def test_a_save_waits_for_the_previous_one_whose_buffers_it_reuses(tmp_path, file_hook):
     held = HeldDisk(file_hook, "create")
     weights = torch.zeros(50)
-    with CheckpointFolder(tmp_path) as kept:
-        assert kept.is_free
-        kept.save(1, {"weights": weights})
+    with CheckpointFolder(tmp_path) as checkpoints:
+        assert checkpoints.is_free
+        checkpoints.save(1, {"weights": weights})
         assert held.reached.wait(30)
-        assert not kept.is_free
+        assert not checkpoints.is_free
         releasing = threading.Timer(0.05, held.release)
         releasing.start()
         weights.fill_(2)
-        kept.save(2, {"weights": weights})
+        checkpoints.save(2, {"weights": weights})
         assert held.is_released
         releasing.join()
-        kept.finish()
+        checkpoints.finish()
     for step in (1, 2):
         saved = torch.load(tmp_path / f"checkpoint-{step:08d}.pt", weights_only=True)["content"]
         assert torch.equal(saved["weights"], torch.full((50,), 2.0 * (step - 1)))
 
 
 def test_buffers_are_reused(tmp_path):
-    kept = snapshots.ContentCopier()
+    copier = snapshots.ContentCopier()
 
     def places(content: dict[str, Any]) -> set[int]:
-        return {value.data_ptr() for value in kept.copy("save", content).content.values()}
+        return {value.data_ptr() for value in copier.copy("save", content).content.values()}
 
     content = {"a": torch.ones(100_000), "b": torch.ones(200_000), "c": torch.ones(100_000)}
     first = places(content)
@@ -126,10 +126,10 @@ def test_tied_weights_stay_tied(tmp_path):
 
 def test_only_the_slice_of_a_large_tensor_is_saved(tmp_path):
     large = torch.randn(1000, 1000)
-    with CheckpointFolder(tmp_path) as kept:
-        kept.save(1, {"row": large[500], "next": large[501, :10]}, wait=True)
-        assert kept.latest.stat().st_size < 20_000
-        content = kept.newest().content
+    with CheckpointFolder(tmp_path) as checkpoints:
+        checkpoints.save(1, {"row": large[500], "next": large[501, :10]}, wait=True)
+        assert checkpoints.latest.stat().st_size < 20_000
+        content = checkpoints.newest().content
     assert torch.equal(content["row"], large[500])
     assert torch.equal(content["next"], large[501, :10])
 
@@ -167,33 +167,33 @@ class Colour(IntEnum):
 
 @pytest.mark.parametrize("value", [object(), np.datetime64("2020"), np.zeros(3), Colour.RED, Path("x"), lambda: 0])
 def test_objects_that_cannot_be_loaded_safely_are_refused_immediately(tmp_path, value):
-    with CheckpointFolder(tmp_path / "run") as kept:
+    with CheckpointFolder(tmp_path / "run") as checkpoints:
         with pytest.raises(
             InvalidOption, match=r"Cannot save .+: the state has an object of the type [\w.<>]+; expected"
         ) as caught:
-            kept.save(1, {"state": [{"deep": value}]})
+            checkpoints.save(1, {"state": [{"deep": value}]})
         assert "\x1b" not in str(caught.value)
-        assert kept.is_free
-        kept.save(1, {"state": 1}, wait=True)
-        assert kept.newest().content == {"state": 1}
+        assert checkpoints.is_free
+        checkpoints.save(1, {"state": 1}, wait=True)
+        assert checkpoints.newest().content == {"state": 1}
 
 
 def test_without_memory_for_a_copy_the_original_tensors_are_written_before_save_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "memory_limits", lambda _: MemoryReport(1 << 30, 1000, "test"))
     monkeypatch.setattr(snapshots, "_UNCHECKED_BYTES", 1000)
     weights = torch.ones(100_000)
-    with CheckpointFolder(tmp_path) as kept:
-        kept.save(1, {"weights": weights})
-        assert kept.is_free
+    with CheckpointFolder(tmp_path) as checkpoints:
+        checkpoints.save(1, {"weights": weights})
+        assert checkpoints.is_free
         weights.fill_(2)
-        assert torch.equal(kept.newest().content["weights"], torch.ones(100_000))
-    with CheckpointFolder(tmp_path / "file") as kept:
+        assert torch.equal(checkpoints.newest().content["weights"], torch.ones(100_000))
+    with CheckpointFolder(tmp_path / "file") as checkpoints:
         (tmp_path / "file").write_text("x")
         # As with a copy, a failure in the middle of a training does not raise.
-        kept.save(1, {"weights": weights})
-        assert "Cannot save" in kept.failures[0][1]
+        checkpoints.save(1, {"weights": weights})
+        assert "Cannot save" in checkpoints.failures[0][1]
         with pytest.raises(OSError, match="Cannot save"):
-            kept.save(2, {"weights": weights}, wait=True)
+            checkpoints.save(2, {"weights": weights}, wait=True)
 
 
 @pytest.mark.gpu
@@ -202,12 +202,12 @@ def test_gpu_tensors_are_loaded_and_later_changes_do_not_reach_the_file(tmp_path
     held = HeldDisk(file_hook, "create")
     weight = torch.randn(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
     expected = weight.cpu()
-    with CheckpointFolder(tmp_path) as kept:
-        kept.save(1, {"weight": weight, "tied": weight[3:]})
+    with CheckpointFolder(tmp_path) as checkpoints:
+        checkpoints.save(1, {"weight": weight, "tied": weight[3:]})
         weight.zero_()
         held.release()
-        kept.finish()
-        content = kept.newest().content
+        checkpoints.finish()
+        content = checkpoints.newest().content
     assert content["weight"].device.type == "cpu"
     assert content["weight"].stride() == expected.stride()
     assert torch.equal(content["weight"], expected)

@@ -32,44 +32,44 @@ def disk(file_hook) -> Iterator[HeldDisk]:
 def test_every_call_abandons_a_write_that_hangs_and_the_next_write_succeeds(tmp_path, file_hook):
     save(tmp_path, 10)
     for step, operation in enumerate(("create", "write", "sync"), 20):
-        with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as kept:
+        with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as checkpoints:
             disk = HeldDisk(file_hook, operation)
-            for number, call in ((step, kept.save), (step + 1, kept.save)):
+            for number, call in ((step, checkpoints.save), (step + 1, checkpoints.save)):
                 with pytest.raises(
                     TimedOut, match=rf"Cannot save the checkpoint of step {number}: '.+' has not responded for"
                 ):
                     call(number, content(number), wait=True)
             with pytest.raises(TimedOut, match=r"Cannot finish .+ has not responded for .+ Check the disk"):
-                kept.finish()
-            assert kept.is_free
-            assert [step for step, _ in kept.failures] == [step, step + 1]
+                checkpoints.finish()
+            assert checkpoints.is_free
+            assert [step for step, _ in checkpoints.failures] == [step, step + 1]
             assert found(tmp_path)[0] == 10
             disk.release()
             assert steps_at(tmp_path) == [10]
-            kept.save(30, content(30), wait=True)
-            kept.finish()
+            checkpoints.save(30, content(30), wait=True)
+            checkpoints.finish()
             assert steps_at(tmp_path) == [10, 30]
             (tmp_path / "checkpoint-00000030.json").unlink()
 
 
 def test_a_write_that_hangs_after_its_content_is_complete_is_published_late(tmp_path, file_hook):
-    with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as kept:
+    with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as checkpoints:
         disk = HeldDisk(file_hook, "rename")
         with pytest.raises(TimedOut):
-            kept.save(10, content(10), wait=True)
-        assert kept.latest is None
+            checkpoints.save(10, content(10), wait=True)
+        assert checkpoints.latest is None
         disk.release()
         assert found(tmp_path) == (10, [])
-        assert kept.latest == tmp_path / "checkpoint-00000010.pt"
-        kept.finish()
+        assert checkpoints.latest == tmp_path / "checkpoint-00000010.pt"
+        checkpoints.finish()
 
 
 def test_without_waiting_a_write_that_hangs_is_listed_and_logged_once(tmp_path, disk, caplog):
-    with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as kept:
+    with CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S) as checkpoints:
         for step in (10, 20, 30):
-            kept.save(step, content(step))
-        assert sorted(step for step, _ in kept.failures) == [10, 20, 30]
-        assert all(f"save the checkpoint of step {step}:" in reason for step, reason in kept.failures)
+            checkpoints.save(step, content(step))
+        assert sorted(step for step, _ in checkpoints.failures) == [10, 20, 30]
+        assert all(f"save the checkpoint of step {step}:" in reason for step, reason in checkpoints.failures)
         assert len(caplog.records) == 1
         disk.release()
 
@@ -77,17 +77,17 @@ def test_without_waiting_a_write_that_hangs_is_listed_and_logged_once(tmp_path, 
 def test_a_close_that_would_wait_forever_raises_unless_there_is_another_error(tmp_path, file_hook):
     def leave(error: Exception | None) -> None:
         disk = HeldDisk(file_hook, "write")
-        kept = CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S)
+        checkpoints = CheckpointFolder(tmp_path, timeout_s=TIMEOUT_S)
         try:
-            with kept:
-                kept.save(10, content(10))
+            with checkpoints:
+                checkpoints.save(10, content(10))
                 assert disk.reached.wait(30)
                 if error is not None:
                     raise error
         finally:
-            assert [step for step, _ in kept.failures] == [10]
+            assert [step for step, _ in checkpoints.failures] == [10]
             # The second call does not raise again.
-            kept.close()
+            checkpoints.close()
             disk.release()
 
     with pytest.raises(ValueError, match="planned"):

@@ -80,7 +80,7 @@ def test_every_value_has_axes_with_training_and_validation(tmp_path, data):
         validate=lambda: {"loss": 0.4, "score": 0.9},
     )
     axes = axes_of(replace(report, hosts=()))
-    assert list(axes) == ["Where the time went", "Throughput", "loss", "rate", "score"]
+    assert list(axes) == ["Time per epoch", "Throughput", "loss", "rate", "score"]
     assert [one.get_xlabel() for one in axes.values()] == ["epoch", "epoch", "step", "step", "step"]
     assert legend_of(axes["loss"]) == ["training", "validation"]
     assert list(axes["loss"].lines[-1].get_xdata()) == [6, 12, 18]
@@ -90,7 +90,7 @@ def test_every_value_has_axes_with_training_and_validation(tmp_path, data):
 
 
 def test_the_parts_of_an_epoch_are_stacked_and_distinguishable_without_color():
-    axes = axes_of(run())["Where the time went"]
+    axes = axes_of(run())["Time per epoch"]
     assert legend_of(axes) == ["waiting for data 20%", "copy 10%", "step 60%", "other 10%"]
     first = [container[0] for container in axes.containers]
     assert [(bar.get_y(), bar.get_height()) for bar in first] == [(0, 2), (2, 1), (3, 6), (9, 1)]
@@ -101,7 +101,7 @@ def test_the_parts_of_an_epoch_are_stacked_and_distinguishable_without_color():
 
 def test_parts_without_time_are_omitted_and_untimed_time_is_shown():
     epochs = (epoch(0, copy_s=0.0, compute_s=0.0, other_s=0.0),)
-    assert legend_of(axes_of(replace(run(1), epochs=epochs))["Where the time went"]) == [
+    assert legend_of(axes_of(replace(run(1), epochs=epochs))["Time per epoch"]) == [
         "waiting for data 20%",
         "not timed 80%",
     ]
@@ -110,13 +110,13 @@ def test_parts_without_time_are_omitted_and_untimed_time_is_shown():
 @pytest.mark.parametrize(("seconds", "unit"), [(10.0, "seconds"), (600.0, "minutes"), (20_000.0, "hours")])
 def test_long_epochs_use_longer_units(seconds, unit):
     epochs = (epoch(0, seconds=seconds, compute_s=seconds - 4),)
-    assert axes_of(replace(run(1), epochs=epochs))["Where the time went"].get_ylabel() == unit
+    assert axes_of(replace(run(1), epochs=epochs))["Time per epoch"].get_ylabel() == unit
 
 
 @pytest.mark.parametrize("count", [1, 3, 12, 30, 41, 200])
 def test_any_number_of_epochs_is_drawn_with_the_details_that_fit(count):
     axes = axes_of(run(count, hosts=machine(20, 1)))
-    time, speed = axes["Where the time went"], axes["Throughput"]
+    time, speed = axes["Time per epoch"], axes["Throughput"]
     assert len(time.containers) == (4 if count <= 40 else 0)
     assert len(time.collections) == (4 if count > 40 else 0)
     assert bool(time.texts) == bool(speed.texts) == (count <= 6)
@@ -128,7 +128,7 @@ def test_throughput_is_written_on_the_bars():
 
 
 def test_machine_utilization_is_drawn_over_time():
-    axes = axes_of(run(hosts=machine(11, 1)))["Use of the machine"]
+    axes = axes_of(run(hosts=machine(11, 1)))["Machine utilization"]
     assert legend_of(axes) == ["GPU", "CPU", "CPU of this process", "RAM"]
     gpu, cpu, own, ram = axes.lines
     assert list(gpu.get_xdata()) == list(range(11))
@@ -139,7 +139,7 @@ def test_machine_utilization_is_drawn_over_time():
 
 
 def test_several_gpus_are_drawn_as_mean_and_range():
-    axes = axes_of(run(hosts=machine(11, 3)))["Use of the machine"]
+    axes = axes_of(run(hosts=machine(11, 3)))["Machine utilization"]
     assert legend_of(axes)[0] == "GPUs, mean of 3 and range"
     assert axes.lines[0].get_ydata()[5] == pytest.approx(20)
     assert len(axes.collections) == 1
@@ -147,13 +147,13 @@ def test_several_gpus_are_drawn_as_mean_and_range():
 
 def test_unknown_values_of_a_machine_are_omitted():
     hosts = machine(11, 0, cpu_rate=None)
-    assert legend_of(axes_of(run(hosts=hosts))["Use of the machine"]) == ["CPU of this process", "RAM"]
+    assert legend_of(axes_of(run(hosts=hosts))["Machine utilization"]) == ["CPU of this process", "RAM"]
     lost = replace(hosts[4], gpus=(GpuSnapshot(is_lost=True),))
-    assert legend_of(axes_of(run(hosts=(lost, *hosts)))["Use of the machine"]) == ["CPU of this process", "RAM"]
+    assert legend_of(axes_of(run(hosts=(lost, *hosts)))["Machine utilization"]) == ["CPU of this process", "RAM"]
 
 
 def test_many_snapshots_are_averaged_to_few_points():
-    axes = axes_of(run(hosts=machine(600, 1)))["Use of the machine"]
+    axes = axes_of(run(hosts=machine(600, 1)))["Machine utilization"]
     assert len(axes.lines[0].get_xdata()) == 150
     # The first point is the mean of four snapshots.
     assert axes.lines[0].get_xdata()[0] == pytest.approx(1.5 / 60)
@@ -161,7 +161,7 @@ def test_many_snapshots_are_averaged_to_few_points():
 
 @pytest.mark.parametrize("hosts", [(), machine(1, 1)])
 def test_a_run_without_snapshots_is_drawn_without_the_machine(hosts):
-    assert list(axes_of(run(hosts=hosts))) == ["Where the time went", "Throughput", "loss"]
+    assert list(axes_of(run(hosts=hosts))) == ["Time per epoch", "Throughput", "loss"]
 
 
 def test_a_loss_that_becomes_nan_is_drawn_until_then_with_its_step():

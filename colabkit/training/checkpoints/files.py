@@ -119,7 +119,7 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
             except Exception as error:
                 if sink.error is not None:
                     raise sink.error from None
-                raise unsafe(act, _named(error)) from error
+                raise unsafe(act, _reason_of(error)) from error
             sink.end()
         file_changes.sync(fd, path)
     finally:
@@ -130,15 +130,15 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
     except OSError:
         raise
     except Exception as error:
-        raise unsafe(act, _named(error)) from error
+        raise unsafe(act, _reason_of(error)) from error
     return sink.size, sink.digest
 
 
-def _named(error: Exception) -> str:
-    """Return an error of torch in one line; its own message has several lines and color codes."""
+def _reason_of(error: Exception) -> str:
+    """Return the reason of a torch error in one line; its own message has several lines and color codes."""
     if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"the state has an object of the type {match[1]}"
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return f"the state cannot be saved ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
 
 
 class _CheckpointSink:
