@@ -66,7 +66,7 @@ PLACES = (  # environment, shell, variables, paths; name, kind of shell, whether
 )
 
 
-def test_the_place_is_told_from_what_only_it_has():
+def test_each_platform_is_recognized_by_its_own_features():
     for environ, shell, variables, paths, *expected in PLACES:
         assert place_of(environ, shell, variables, paths.__contains__) == Place(*expected)
 
@@ -82,7 +82,7 @@ def on_disk(fstype: str, point: str, options: str = "rw") -> Mount:
     return Mount(point, fstype, "x", tuple(options.split(",")))
 
 
-def test_the_innermost_mount_names_the_file_system(tmp_path):
+def test_the_innermost_mount_determines_the_file_system(tmp_path):
     inner = tmp_path / "in"
     inner.mkdir()
     table = [on_disk("overlay", "/"), on_disk("older", str(inner)), on_disk("xfs", str(inner))]
@@ -92,7 +92,7 @@ def test_the_innermost_mount_names_the_file_system(tmp_path):
     assert limits.disk(str(tmp_path / "missing"), table, GIB) is None
 
 
-def test_tmpfs_is_no_more_than_the_ram_that_is_available(tmp_path):
+def test_the_budget_of_tmpfs_is_at_most_the_available_ram(tmp_path):
     table = [on_disk("tmpfs", str(tmp_path))]
     report = limits.disk(str(tmp_path), table, 5)
     assert report.budget_bytes == 5 < report.free_bytes
@@ -101,7 +101,7 @@ def test_tmpfs_is_no_more_than_the_ram_that_is_available(tmp_path):
     assert limits.disk(str(tmp_path), [on_disk("ext4", str(tmp_path))], 5).budget_bytes > 5
 
 
-def test_each_tmpfs_for_data_is_listed_and_the_systems_own_are_not(tmp_path):
+def test_every_tmpfs_for_data_is_listed_and_those_of_the_system_are_not(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     shown = [on_disk("tmpfs", str(mine)), on_disk("tmpfs", "/dev/shm")]
@@ -127,7 +127,7 @@ def record_touches(monkeypatch) -> list[str]:
     return touched
 
 
-def test_nothing_on_or_behind_a_remote_mount_is_touched(tmp_path, monkeypatch):
+def test_nothing_on_or_behind_a_remote_mount_is_accessed(tmp_path, monkeypatch):
     inside = tmp_path / "ram"
     inside.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -147,13 +147,13 @@ def test_nothing_on_or_behind_a_remote_mount_is_touched(tmp_path, monkeypatch):
         assert touched != []
 
 
-def test_a_remote_root_is_a_disk_like_any_other_since_python_runs_from_it(monkeypatch):
+def test_a_remote_root_counts_as_a_local_disk_since_python_runs_from_it(monkeypatch):
     monkeypatch.chdir("/")
     found = limits.disks([on_disk("9p", "/")], GIB)
     assert ("/", "9p") in {(disk.folder, disk.fstype) for disk in found}
 
 
-def test_a_folder_of_a_place_on_a_remote_mount_is_known_by_text_alone(tmp_path, monkeypatch):
+def test_the_folder_of_a_platform_on_a_remote_mount_is_recognized_by_its_path(tmp_path, monkeypatch):
     table = [on_disk("nfs4", "/home")]
     monkeypatch.setattr(places, "mounts", lambda: table)
     touched = record_touches(monkeypatch)
@@ -165,7 +165,7 @@ def test_a_folder_of_a_place_on_a_remote_mount_is_known_by_text_alone(tmp_path, 
     assert places._exists(str(tmp_path))
 
 
-def test_a_report_made_on_a_hanging_mount_does_not_wait_for_it(tmp_path):
+def test_a_report_in_a_folder_on_a_hung_mount_does_not_wait_for_it(tmp_path):
     needs("FUSE", has_fuse())
     with FuseMount(tmp_path / "point", tmp_path) as mounted:
         code = """
@@ -192,7 +192,7 @@ print((sys.argv[1], "DriveFS") in report.mounts, is_tmpfs(Path(sys.argv[1]) / "x
         assert child.communicate("go on\n", timeout=60)[0] == "True False\n"
 
 
-def test_only_files_in_tmpfs_are_ram(tmp_path, monkeypatch):
+def test_only_files_on_tmpfs_count_as_ram(tmp_path, monkeypatch):
     table = [on_disk("ext4", "/"), on_disk("tmpfs", str(tmp_path / "ram"))]
     monkeypatch.setattr(limits, "mounts", lambda: table)
     (tmp_path / "ram").mkdir()
@@ -202,7 +202,7 @@ def test_only_files_in_tmpfs_are_ram(tmp_path, monkeypatch):
     assert not is_tmpfs(tmp_path / "x")
 
 
-def test_the_near_folder_is_the_chosen_one_else_the_hosts_else_the_cache(monkeypatch, tmp_path):
+def test_the_local_folder_is_the_chosen_one_else_that_of_the_platform_else_the_cache(monkeypatch, tmp_path):
     present: set[str] = set()
     monkeypatch.setattr(Path, "is_dir", lambda path: str(path) in present)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -215,7 +215,7 @@ def test_the_near_folder_is_the_chosen_one_else_the_hosts_else_the_cache(monkeyp
     assert near_folder({"COLABKIT_NEAR": "/chosen"}) == Path("/chosen")
 
 
-def test_the_report_of_this_machine_is_whole_and_consistent():
+def test_the_report_of_this_machine_is_complete_and_consistent():
     report = runtime()
     assert report.python == ".".join(map(str, sys.version_info[:3]))
     assert 0 < report.cpus <= (os.cpu_count() or 1)
@@ -227,7 +227,7 @@ def test_the_report_of_this_machine_is_whole_and_consistent():
     assert report.place in repr(report)
 
 
-def test_the_report_is_one_line_and_on_paper_one_table(monkeypatch):
+def test_the_report_is_one_line_and_printed_as_a_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     report = runtime()
     assert len(repr(report).splitlines()) == 1
@@ -239,7 +239,7 @@ def test_the_report_is_one_line_and_on_paper_one_table(monkeypatch):
 
 
 @pytest.mark.parametrize("search_path", [[], ["relative", ""]])
-def test_the_report_needs_no_working_folder(tmp_path, monkeypatch, search_path):
+def test_the_report_works_without_a_working_folder(tmp_path, monkeypatch, search_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

@@ -102,7 +102,7 @@ CPUS = (
 )
 
 
-def test_cpus_are_the_least_of_affinity_and_every_quota_above():
+def test_cpus_are_the_minimum_of_affinity_and_all_quotas():
     for files, expected in CPUS:
         assert allowed_cpus(reader(files), 8) == expected
 
@@ -122,14 +122,14 @@ UNLIMITED = (
 )
 
 
-def test_memory_without_limits_is_the_machines():
+def test_memory_without_limits_is_that_of_the_machine():
     for files, total, available in UNLIMITED:
         report = memory_limits(reader(files))
         assert (report.total_bytes, report.available_bytes) == (total * GIB, available * GIB)
         assert report.limited_by == "machine"
 
 
-def test_memory_comes_from_psutil_where_there_is_no_meminfo(monkeypatch):
+def test_memory_is_read_from_psutil_without_meminfo(monkeypatch):
     fake = ModuleType("psutil")
     fake.virtual_memory = lambda: SimpleNamespace(total=5 * GIB, available=2 * GIB)
     monkeypatch.setitem(sys.modules, "psutil", fake)
@@ -152,14 +152,14 @@ MEMORY = (
 )
 
 
-def test_memory_is_the_least_of_machine_and_cgroup():
+def test_memory_is_the_minimum_of_machine_and_cgroup():
     for cgroup, files, total, available, limited_by in MEMORY:
         report = memory_limits(reader({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": cgroup, **files}))
         assert (report.total_bytes / GIB, report.available_bytes / GIB) == (total, available)
         assert report.limited_by == limited_by
 
 
-def test_a_tighter_parent_counts_more_than_the_leaf_and_so_do_its_neighbours():
+def test_a_tighter_parent_cgroup_counts_including_its_other_children():
     files = {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/pod/leaf\n", **v2_memory(V2, "max", 30 * GIB)}
     for leaf, parent, expected in (
         ((20 * GIB, GIB), (10 * GIB, 8 * GIB), (10 * GIB, 2 * GIB, f"{V2}/pod")),
@@ -171,7 +171,7 @@ def test_a_tighter_parent_counts_more_than_the_leaf_and_so_do_its_neighbours():
 
 
 @pytest.mark.parametrize("missing", ["memory.stat", "memory.current"])
-def test_a_limit_counts_even_where_its_other_files_are_missing(missing):
+def test_a_limit_counts_even_if_other_files_of_the_cgroup_are_missing(missing):
     files = v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, inactive=GIB)
     del files[f"{V2}/a/{missing}"]
     report = memory_limits(reader({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/a\n", **files}))

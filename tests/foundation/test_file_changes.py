@@ -33,7 +33,7 @@ def test_a_full_disk_is_not_enough_space(code):
         raise OSError(code, os.strerror(code))
 
 
-def test_other_refusals_name_the_deed_the_cause_and_the_file():
+def test_other_errors_name_the_action_the_cause_and_the_file():
     error = OSError(errno.EACCES, "Permission denied", "/some/file")
     with pytest.raises(FileFailed) as caught, file_changes.translated("copy 'x'"):
         raise error
@@ -41,7 +41,7 @@ def test_other_refusals_name_the_deed_the_cause_and_the_file():
     assert caught.value.__cause__ is error
 
 
-def test_refusals_are_told_apart_and_one_without_text_is_a_line_too(tmp_path: Path) -> None:
+def test_a_missing_path_gets_its_own_advice_and_an_error_without_text_is_one_line(tmp_path: Path) -> None:
     missing = r"No such file .*gone'\)\. Check the path, and that its disk is mounted\.$"
     with pytest.raises(FileFailed, match=missing), file_changes.translated("read"):
         (tmp_path / "gone").read_bytes()
@@ -53,13 +53,13 @@ def test_refusals_are_told_apart_and_one_without_text_is_a_line_too(tmp_path: Pa
 
 
 @pytest.mark.parametrize("error", [FileFailed("one"), InvalidOption("two"), ValueError("three"), KeyboardInterrupt()])
-def test_what_is_no_plain_os_error_passes_unchanged(error):
+def test_other_exceptions_than_os_errors_pass_unchanged(error):
     with pytest.raises(type(error)) as caught, file_changes.translated("copy"):
         raise error
     assert caught.value is error
 
 
-def test_every_change_passes_the_hook_first(tmp_path, file_hook):
+def test_every_change_calls_the_hook_first(tmp_path, file_hook):
     seen = operations(file_hook)
     file_changes.make_folder(tmp_path)  # which is there, so nothing changes
     file_changes.make_folder(tmp_path / "folder")
@@ -97,7 +97,7 @@ def test_a_hook_that_raises_stops_the_change(tmp_path, file_hook, change):
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_create_refuses_what_exists_and_follows_no_link(tmp_path):
+def test_create_fails_for_existing_files_and_follows_no_symlink(tmp_path):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("file", "link"):
@@ -108,7 +108,7 @@ def test_create_refuses_what_exists_and_follows_no_link(tmp_path):
 
 
 @pytest.mark.parametrize("can_allocate", [True, False])
-def test_reserve_sets_the_length_and_takes_zero(tmp_path, monkeypatch, can_allocate):
+def test_reserve_sets_the_length_and_accepts_zero(tmp_path, monkeypatch, can_allocate):
     if not can_allocate:
         monkeypatch.delattr(os, "posix_fallocate", raising=False)
     for size in (0, 1, 5000):
@@ -118,7 +118,7 @@ def test_reserve_sets_the_length_and_takes_zero(tmp_path, monkeypatch, can_alloc
         assert (tmp_path / f"{size}").stat().st_size == size
 
 
-def test_short_writes_are_continued_until_all_is_written(tmp_path, monkeypatch):
+def test_short_writes_continue_until_everything_is_written(tmp_path, monkeypatch):
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, bytes(data[:3]), offset))
     fd = file_changes.create(tmp_path / "file")
@@ -128,12 +128,12 @@ def test_short_writes_are_continued_until_all_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"", bytearray(b"abc"), np.arange(6, dtype="<i8").reshape(2, 3)])
-def test_write_file_takes_any_buffer(tmp_path, data):
+def test_write_file_accepts_any_buffer(tmp_path, data):
     file_changes.write_file(tmp_path / "file", data)
     assert (tmp_path / "file").read_bytes() == bytes(memoryview(data).tobytes())
 
 
-def test_only_durable_files_wait_for_the_medium(tmp_path, file_hook):
+def test_only_durable_files_are_flushed_to_the_device(tmp_path, file_hook):
     seen = operations(file_hook)
     file_changes.write_file(tmp_path / "a", b"x")
     file_changes.write_file(tmp_path / "b", b"x", durable=True)
@@ -154,7 +154,7 @@ def test_write_file_closes_its_descriptor_when_the_write_fails(tmp_path, file_ho
     assert (os.listdir("/proc/self/fd") if before else []) == before
 
 
-def test_remove_and_discard_take_files_and_trees_and_only_the_link_of_a_link(tmp_path):
+def test_remove_and_discard_remove_files_and_trees_but_only_the_symlink_itself(tmp_path):
     for remove in (file_changes.remove, partials.discard):
         make_pair(tmp_path / "tree", "text")
         file_changes.write_file(tmp_path / "file", b"x")
@@ -169,7 +169,7 @@ def test_remove_and_discard_take_files_and_trees_and_only_the_link_of_a_link(tmp
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
 
 
-def test_discard_never_shows_half_a_tree(tmp_path, monkeypatch):
+def test_discard_never_leaves_a_part_of_a_tree_at_its_path(tmp_path, monkeypatch):
     final = tmp_path / "tree"
     make_pair(final, "text")
     at_its_path = []
@@ -188,13 +188,13 @@ def test_discard_never_shows_half_a_tree(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [0, 1, 100_003])
-def test_sha256_is_that_of_the_bytes(tmp_path, size):
+def test_sha256_is_the_digest_of_the_bytes(tmp_path, size):
     data = np.random.default_rng(1).bytes(size)
     (tmp_path / "file").write_bytes(data)
     assert file_changes.sha256(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
-def test_hdf5_data_starts_on_a_page_and_existing_files_are_refused(tmp_path, file_hook):
+def test_hdf5_data_starts_at_a_page_and_existing_files_are_rejected(tmp_path, file_hook):
     seen = operations(file_hook)
     with file_changes.create_hdf5(tmp_path / "file.h5") as file:
         for number in range(3):
@@ -206,7 +206,7 @@ def test_hdf5_data_starts_on_a_page_and_existing_files_are_refused(tmp_path, fil
     assert seen == [("create", "file.h5"), ("create", "file.h5")]
 
 
-def test_free_bytes_speaks_of_the_file_system_that_will_hold_the_path(tmp_path, monkeypatch):
+def test_free_bytes_is_about_the_file_system_that_will_hold_the_path(tmp_path, monkeypatch):
     asked = []
     statvfs = os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: asked.append(path) or statvfs(path))
@@ -215,7 +215,7 @@ def test_free_bytes_speaks_of_the_file_system_that_will_hold_the_path(tmp_path, 
     assert asked == [tmp_path]
 
 
-def test_check_space_names_both_numbers_and_takes_the_tighter_limit(tmp_path, monkeypatch):
+def test_check_space_names_both_sizes_and_uses_the_tighter_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: 3 << 20)
     file_changes.check_space("copy 'x'", 3 << 20, tmp_path / "x")
     file_changes.check_space("copy 'x'", 1 << 20, tmp_path / "x", available=1 << 20)
@@ -226,7 +226,7 @@ def test_check_space_names_both_numbers_and_takes_the_tighter_limit(tmp_path, mo
 
 
 @pytest.mark.parametrize("in_the_kernel", [True, False])
-def test_a_range_is_copied_to_its_place_and_a_source_that_ends_is_an_error(tmp_path, monkeypatch, in_the_kernel):
+def test_a_range_is_copied_to_its_offset_and_a_truncated_source_is_an_error(tmp_path, monkeypatch, in_the_kernel):
     data = os.urandom(3 << 20)
     (tmp_path / "from").write_bytes(data)
     (tmp_path / "to").write_bytes(b"x" * 10)
@@ -243,7 +243,7 @@ def test_a_range_is_copied_to_its_place_and_a_source_that_ends_is_an_error(tmp_p
             file_changes.copy_range(source.fileno(), 7, 3 << 20, target.fileno(), 4, tmp_path / "to")
 
 
-def test_what_is_written_is_sent_in_the_background_and_its_errors_are_left_to_sync(tmp_path, monkeypatch):
+def test_written_data_is_flushed_in_the_background_and_sync_reports_its_errors(tmp_path, monkeypatch):
     sent, may_go_on = [], threading.Event()
 
     def send(fd: int) -> None:

@@ -12,7 +12,7 @@ from colabkit.foundation.meters.counts import LoaderMeters, MetersSnapshot, Part
 from colabkit.foundation.meters.steps import HostClock, StepTimes, StepTotals
 
 
-def test_parts_add_up_and_keep_their_order_and_a_snapshot_stays_as_it_was():
+def test_parts_add_up_in_order_and_a_snapshot_does_not_change():
     counts = LoaderMeters()
     before = counts.snapshot()
     for number in range(1, 4):
@@ -28,7 +28,7 @@ def test_parts_add_up_and_keep_their_order_and_a_snapshot_stays_as_it_was():
     )
 
 
-def test_snapshots_subtract():
+def test_snapshots_can_be_subtracted():
     counts = LoaderMeters(
         batches=2, samples=20, ready=1, passes=1, spent=StepTotals(wait_s=1.0, compute_s=3.0, steps=1)
     )
@@ -59,7 +59,7 @@ def test_snapshots_subtract():
     assert (nothing.batches, nothing.samples, nothing.seconds, nothing.ready) == (0, 0, 0, 0)
 
 
-def test_a_difference_holds_the_steps_since_then_as_far_as_they_are_kept():
+def test_a_difference_contains_the_recent_steps_since_the_older_snapshot():
     counts = LoaderMeters()
     counts.clock = clock = HostClock(counts.spent)
     for number in range(3):
@@ -77,7 +77,7 @@ def test_a_difference_holds_the_steps_since_then_as_far_as_they_are_kept():
     assert (found.steps, found.wait_s, found.compute_s, len(found.recent)) == (1000, 250.75, 749.25, 512)
 
 
-def test_the_first_wait_of_each_pass_is_counted_apart_as_well():
+def test_the_first_wait_of_each_pass_is_also_counted_separately():
     counts = LoaderMeters()
     for _ in range(2):
         counts.clock = clock = HostClock(counts.spent)
@@ -89,7 +89,7 @@ def test_the_first_wait_of_each_pass_is_counted_apart_as_well():
     assert [step.is_first for step in found.recent] == [True, False, True, False]
 
 
-def test_what_the_first_pass_came_to_is_kept_when_another_begins():
+def test_the_totals_of_the_first_pass_are_saved_when_the_second_begins():
     counts = LoaderMeters()
     assert counts.snapshot().first_pass is None
     counts.begin_pass(HostClock(counts.spent))
@@ -107,7 +107,7 @@ def test_what_the_first_pass_came_to_is_kept_when_another_begins():
     assert (spent - begun).first_pass is None  # it is another's first pass
 
 
-def test_what_parts_did_before_the_first_pass_is_not_of_it():
+def test_work_before_the_first_pass_does_not_count_as_part_of_it():
     counts = LoaderMeters()
     counts.add("decode", 5, 50, 0.5)  # as for a look at the next batches
     before = counts.snapshot()
@@ -119,7 +119,7 @@ def test_what_parts_did_before_the_first_pass_is_not_of_it():
     assert [part.samples for part in (*spent.parts, *spent.first_pass.parts)] == [2, 1]
 
 
-def test_a_part_tells_its_usual_worst_call_and_the_cpu_it_got():
+def test_a_part_reports_its_typical_worst_call_and_its_cpu_time():
     counts = LoaderMeters()
     for number in range(100):
         counts.add("decode", 1, 1, number / 100, cpu_s=0.25)
@@ -129,7 +129,7 @@ def test_a_part_tells_its_usual_worst_call_and_the_cpu_it_got():
 
 
 @pytest.mark.parametrize("is_same", [False, True])
-def test_a_pass_that_ends_while_one_is_counted_is_counted_too_and_once(is_same):
+def test_a_pass_that_ends_during_another_count_is_counted_exactly_once(is_same):
     """As the garbage collector ends one that was left, in the thread that counts and in the midst of it."""
     counts = LoaderMeters()
 
@@ -160,14 +160,14 @@ def test_a_pass_that_ends_while_one_is_counted_is_counted_too_and_once(is_same):
     assert (counts.spent.steps, counts.spent.wait_s, counts.spent.compute_s) == expected
 
 
-def test_shares_are_right_and_defined_where_nothing_happened():
+def test_shares_are_correct_and_defined_without_any_events():
     taken = MetersSnapshot(batches=4, samples=40, wait_s=1.0, compute_s=2.0, other_s=0.5, copy_s=0.5, ready=3)
     assert (taken.wait_share, taken.occupancy_rate, taken.seconds) == (0.25, 0.75, 4.0)
     nothing = LoaderMeters().snapshot()
     assert (nothing.wait_share, nothing.occupancy_rate) == (0.0, 0.0)
 
 
-def test_busy_counts_the_block_unless_it_fails(monkeypatch):
+def test_busy_counts_a_block_unless_it_fails(monkeypatch):
     clock, cpu = iter([5.0, 10.0, 12.5]), iter([0.5, 1.0, 2.0])
     monkeypatch.setattr(totals.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(totals.time, "thread_time", lambda: next(cpu))

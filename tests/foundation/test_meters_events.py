@@ -19,7 +19,7 @@ def no_other_listeners(monkeypatch):
     monkeypatch.setattr(events, "_listeners", [])
 
 
-def test_every_listener_hears_every_event_in_order():
+def test_every_listener_gets_every_event_in_order():
     heard: list[tuple[str, object]] = []
     subscribe(lambda event: heard.append(("one", event)))
     subscribe(lambda event: heard.append(("two", event)))
@@ -29,7 +29,7 @@ def test_every_listener_hears_every_event_in_order():
     assert heard == [(name, event) for event in told for name in ("one", "two")]
 
 
-def test_after_unsubscribing_nothing_is_heard_and_twice_is_once():
+def test_an_unsubscribed_listener_gets_no_events_and_may_unsubscribe_twice():
     heard, kept = [], []
     unsubscribe = subscribe(heard.append)
     subscribe(kept.append)
@@ -39,7 +39,7 @@ def test_after_unsubscribing_nothing_is_heard_and_twice_is_once():
     assert (heard, kept) == ([], [EVENT])
 
 
-def test_a_listener_that_fails_is_dropped_and_logged_once_and_the_others_go_on(caplog):
+def test_a_failing_listener_is_removed_and_logged_once_and_the_others_continue(caplog):
     heard: list[object] = []
 
     def broken(event: object) -> None:
@@ -58,7 +58,7 @@ def test_a_listener_that_fails_is_dropped_and_logged_once_and_the_others_go_on(c
     assert "the run continues" in caplog.text
 
 
-def test_a_listener_may_unsubscribe_itself_and_others_while_it_is_called():
+def test_a_listener_may_unsubscribe_itself_and_others_during_an_event():
     heard: list[str] = []
 
     def once(event: object) -> None:
@@ -72,7 +72,7 @@ def test_a_listener_may_unsubscribe_itself_and_others_while_it_is_called():
     assert heard == ["once", "second"]
 
 
-def test_ctrl_c_in_a_listener_is_not_swallowed():
+def test_ctrl_c_in_a_listener_is_not_suppressed():
     def interrupt(event: object) -> None:
         raise KeyboardInterrupt
 

@@ -107,14 +107,14 @@ def test_on_the_cpu_the_parts_are_exact():
     assert min(counts.snapshot().recent[-1][:4]) >= 0
 
 
-def test_a_gpu_that_starves_is_told_from_one_that_copies_and_from_one_that_computes():
+def test_waiting_copying_and_computing_gpus_are_distinguished():
     assert mean(Loop(wait_s=0.05, step_s=0.01).run(20)) == (0.05, 0.0, 0.011, 0.0)  # with its launch
     assert mean(Loop(copy_ends_after_s=0.03, step_s=0.01).run(20)) == (0.0, 0.03, 0.01, 0.0)
     assert mean(Loop(step_s=0.02).run(20)) == (0.0, 0.0, 0.021, 0.0)
     assert mean(Loop(step_s=0.02, other_s=0.01).run(20)) == (0.0, 0.0, 0.021, 0.01)
 
 
-def test_neither_a_wait_that_queued_work_hides_nor_a_validation_counts():
+def test_waits_hidden_by_queued_work_and_validations_do_not_count():
     hidden = mean(Loop(wait_s=0.005, step_s=0.02).run(50, waits_for_the_step=False))
     assert hidden == (0.0, 0.0, 0.02, 0.0)
     assert mean(Loop(wait_s=0.01, step_s=0.02, apart_s=5.0).run(10)) == (0.01, 0.0, 0.021, 0.0)
@@ -135,7 +135,7 @@ def test_the_parts_add_up_to_the_time_between_the_steps_of_the_stream(seed):
     assert min(min(step[:4]) for step in steps) >= -1e-9
 
 
-def test_steps_are_read_when_the_stream_has_come_by_and_never_waited_for():
+def test_steps_are_read_after_the_stream_has_passed_them_without_waiting():
     stream = Stream()
     clock = DeviceClock(stream.mark)
     clock.given(None)
@@ -147,7 +147,7 @@ def test_steps_are_read_when_the_stream_has_come_by_and_never_waited_for():
     assert (step.compute_s, step.is_first) == (10.0, True)
 
 
-def test_a_stream_that_is_far_behind_loses_the_oldest_steps_not_memory():
+def test_a_stream_that_is_far_behind_drops_the_oldest_steps_to_bound_memory():
     stream = Stream()
     clock = DeviceClock(stream.mark)
     for _ in range(1000):
@@ -158,7 +158,7 @@ def test_a_stream_that_is_far_behind_loses_the_oldest_steps_not_memory():
 
 
 @pytest.mark.parametrize("kind", [HostClock, PromptClock])
-def test_steps_may_be_counted_from_another_thread_and_each_is_counted_once(kind):
+def test_steps_may_be_counted_from_another_thread_and_each_only_once(kind):
     switch_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     counts = LoaderMeters()
@@ -186,7 +186,7 @@ def test_steps_may_be_counted_from_another_thread_and_each_is_counted_once(kind)
     assert (found.steps, found.wait_s, found.compute_s) == (20_000, 5_000.0, 15_000.0)
 
 
-def test_steps_that_a_stream_is_behind_with_are_counted_when_it_has_come_by_also_after_the_pass():
+def test_pending_steps_of_a_stream_are_counted_even_after_the_pass():
     stream, counts = Stream(), LoaderMeters()
     for _ in range(3):
         clock = DeviceClock(stream.mark)
@@ -204,7 +204,7 @@ def test_steps_that_a_stream_is_behind_with_are_counted_when_it_has_come_by_also
     assert not counts._earlier
 
 
-def test_steps_are_of_the_time_when_they_were_taken_however_late_a_stream_is_asked():
+def test_steps_have_the_time_at_which_they_ran_however_late_they_are_read():
     stream, counts = Stream(), LoaderMeters()
     clock = DeviceClock(stream.mark)
     counts.begin_pass(clock)

@@ -36,7 +36,7 @@ def table(text: str) -> list[Mount]:
     return mounts(lambda path: text)
 
 
-def test_points_and_sources_are_unescaped_and_types_exact():
+def test_mount_points_and_sources_are_unescaped_and_types_are_exact():
     found = table(
         "drive /content/my\\040drive fuse.drive rw,nosuid 0 0\nx\\011y /a\\011b\\134c tmpfs ro 0 0\n"
         "other /o fuse.driver rw 0 0\n"
@@ -46,25 +46,25 @@ def test_points_and_sources_are_unescaped_and_types_exact():
     assert drive_mount(found[2:]) is None
 
 
-def test_odd_characters_in_a_mountpoint_do_not_break_the_table(tmp_path):
+def test_unusual_characters_in_a_mount_point_do_not_break_the_table(tmp_path):
     odd = "x /a\u2028b\x0cc\rd tmpfs rw 0 0\ny /y ext4 rw 0 0\n".encode()
     (tmp_path / "mounts").write_bytes(odd + b"x /caf\xe9 tmpfs rw 0 0\n")
     found = mounts(lambda path: read_file(str(tmp_path / "mounts")))
     assert [os.fsencode(mount.point) for mount in found] == ["/a\u2028b\x0cc\rd".encode(), b"/y", b"/caf\xe9"]
 
 
-def test_no_table_is_no_mounts(tmp_path):
+def test_a_missing_table_means_no_mounts(tmp_path):
     assert mounts(lambda path: read_file(str(tmp_path / "missing"))) == []
 
 
-def test_mounts_that_another_program_answers_for_are_remote():
+def test_mounts_served_by_another_program_are_remote():
     for fstype in ("fuse.drive", "fuse.rclone", "fuse", "nfs4", "9p"):
         assert Mount("/m", fstype, "x", ("rw",)).is_remote
     for fstype in ("fuseblk", "fusectl", "fuse.lxcfs", "tmpfs", "ext4", "overlay"):
         assert not Mount("/m", fstype, "x", ("rw",)).is_remote
 
 
-def test_a_path_is_held_by_the_innermost_mount_the_last_of_several_at_a_point():
+def test_a_path_belongs_to_the_innermost_and_last_mount():
     for path, point in {
         "/content/drive": "/content/drive",
         "/content/drive/MyDrive/a": "/content/drive",
@@ -77,7 +77,7 @@ def test_a_path_is_held_by_the_innermost_mount_the_last_of_several_at_a_point():
     assert mount_holding("/m/x", []) is None
 
 
-def test_drive_is_colabs_own_mount_before_others_and_of_two_of_a_type_none():
+def test_drivefs_is_preferred_and_two_mounts_of_a_type_are_ambiguous():
     other = Mount("/mnt/other", RCLONE.fstype, "s3:", ("rw",))
     assert drive_mount([RCLONE, OCAML, COLAB]) == COLAB
     assert drive_mount([RCLONE, OCAML]) == OCAML
@@ -100,12 +100,12 @@ SHORT_NAMES = (
 )
 
 
-def test_drive_is_a_short_name_for_my_drive_and_shared_drives():
+def test_drive_stands_for_my_drive_and_shared_drives():
     for path, mount, expected in SHORT_NAMES:
         assert user_path(path, "stage", [ROOT, mount]) == Path(expected)
 
 
-def test_the_short_name_can_be_set_to_a_folder_that_is_there(monkeypatch, tmp_path):
+def test_drive_can_be_set_to_an_existing_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     assert user_path("drive:birds", "stage", []) == tmp_path / "birds"
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path / "gone"))
@@ -113,7 +113,7 @@ def test_the_short_name_can_be_set_to_a_folder_that_is_there(monkeypatch, tmp_pa
         user_path("drive:birds", "stage", [])
 
 
-def test_home_is_expanded_and_what_is_no_path_is_refused(monkeypatch):
+def test_home_is_expanded_and_invalid_paths_are_rejected(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert user_path("~/x", "stage", []) == Path("/home/me/x")
     assert user_path(Path("~/x"), "stage", []) == Path("/home/me/x")
@@ -138,7 +138,7 @@ CALLS = (
 )
 
 
-def test_every_path_takes_the_short_name_and_says_where_drive_is_not_mounted(monkeypatch):
+def test_every_function_accepts_drive_paths_and_reports_a_missing_mount(monkeypatch):
     for call in CALLS:
         monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
         monkeypatch.setattr("colabkit.foundation.mount_table.drive_mount", lambda table: None)
@@ -146,7 +146,7 @@ def test_every_path_takes_the_short_name_and_says_where_drive_is_not_mounted(mon
             call("drive:birds")
 
 
-def test_checkpoints_go_to_the_short_name_too(monkeypatch, tmp_path):
+def test_checkpoints_accept_drive_paths(monkeypatch, tmp_path):
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     loader = colabkit.Loader(colabkit.open_pack(make_pack(tmp_path / "x.h5", train=8))["train"], batch_size=4)
     colabkit.train(lambda batch: 0.0, loader, state={}, save_to="drive:checkpoints")
@@ -160,7 +160,7 @@ def write_log(home: Path, text: str) -> Path:
     return log
 
 
-def test_causes_are_read_from_the_part_of_the_log_that_is_new(tmp_path):
+def test_causes_are_read_from_the_new_part_of_the_log(tmp_path):
     assert (log_causes(home=str(tmp_path)), log_size(str(tmp_path))) == (frozenset(), 0)
     log = write_log(tmp_path, "E QUOTA_EXCEEDED for item\n")
     assert log_causes(home=str(tmp_path)) == {"quota"}
@@ -173,7 +173,7 @@ def test_causes_are_read_from_the_part_of_the_log_that_is_new(tmp_path):
     assert log_causes(start, str(tmp_path)) == {"quota"}
 
 
-def test_an_old_log_is_not_blamed_for_what_happens_now_and_only_the_end_of_a_huge_one_is_read(tmp_path):
+def test_an_old_log_is_ignored_and_only_the_end_of_a_huge_log_is_read(tmp_path):
     os.utime(write_log(tmp_path, "E QUOTA_EXCEEDED\n"), (0, 0))
     assert log_causes(home=str(tmp_path)) == frozenset()
     write_log(tmp_path, "QUOTA_EXCEEDED" + "x" * (2 << 20))
@@ -192,7 +192,7 @@ ERRORS = (
 )
 
 
-def test_errors_of_drive_say_what_they_mean(monkeypatch, tmp_path):
+def test_errors_of_drive_are_explained(monkeypatch, tmp_path):
     for number, found, cure in ERRORS:
         monkeypatch.setenv("HOME", str(tmp_path))
         cause, advice = trouble(failing(number), [ROOT, COLAB])
@@ -200,7 +200,7 @@ def test_errors_of_drive_say_what_they_mean(monkeypatch, tmp_path):
         assert cure in PYTHON.render(advice)
 
 
-def test_a_quota_in_drives_log_is_named(monkeypatch, tmp_path):
+def test_a_quota_error_in_the_drivefs_log_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_log(tmp_path, "QUOTA_EXCEEDED")
     cause, advice = trouble(failing(errno.EIO), [ROOT, COLAB])
@@ -217,12 +217,12 @@ OTHER_ERRORS = (
 )
 
 
-def test_other_errors_are_not_explained_away():
+def test_other_errors_are_not_explained():
     for error in OTHER_ERRORS:
         assert trouble(error, [ROOT, COLAB]) is None
 
 
-def test_every_module_says_what_an_error_of_a_mount_means(monkeypatch):
+def test_translated_errors_contain_the_explanation(monkeypatch):
     monkeypatch.setattr("colabkit.foundation.mount_table.mounts", lambda read=None: [ROOT, COLAB])
     dead = r"Cannot read 'x': the DriveFS mount at '/content/drive' is dead"
     with pytest.raises(FileFailed, match=dead), file_changes.translated("read 'x'"):

@@ -19,7 +19,7 @@ from colabkit.foundation import file_changes, partials
 OTHER_BOOT = "00000000"
 
 
-def test_a_partial_is_published_whole_and_leaves_nothing_beside_it(tmp_path):
+def test_a_published_partial_is_complete_and_leaves_no_other_files(tmp_path):
     with partials.Partial(tmp_path / "made" / "final") as partial:
         file_changes.write_file(partial.path, b"data")
         assert partial.path.parent == tmp_path / "made"
@@ -31,7 +31,7 @@ def test_a_partial_is_published_whole_and_leaves_nothing_beside_it(tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("fill", [make_pair, lambda path, text: file_changes.write_file(path, text.encode())])
-def test_an_unpublished_partial_vanishes(tmp_path, error, fill):
+def test_an_unpublished_partial_is_removed(tmp_path, error, fill):
     def fail() -> None:
         with partials.Partial(tmp_path / "final") as partial:
             fill(partial.path, "text")
@@ -44,7 +44,7 @@ def test_an_unpublished_partial_vanishes(tmp_path, error, fill):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_publish_leaves_what_was_put_there_meanwhile_a_dangling_link_too(tmp_path):
+def test_publish_does_not_replace_what_was_created_meanwhile_even_a_dangling_symlink(tmp_path):
     final = tmp_path / "final"
     for put in (lambda: final.symlink_to(tmp_path / "nowhere"), lambda: final.write_bytes(b"theirs")):
         with partials.Partial(final) as partial:
@@ -57,7 +57,7 @@ def test_publish_leaves_what_was_put_there_meanwhile_a_dangling_link_too(tmp_pat
         assert leftovers(tmp_path) == []
 
 
-def test_publish_replaces_files_and_folders_when_asked(tmp_path):
+def test_publish_replaces_files_and_folders_on_request(tmp_path):
     for text in ("old", "new"):
         with partials.Partial(tmp_path / "file") as partial:
             file_changes.write_file(partial.path, text.encode())
@@ -76,7 +76,7 @@ def replace_folder(final: Path) -> None:
         partial.publish(replace=True)
 
 
-def test_a_failure_at_any_operation_of_a_replacement_keeps_the_old_or_brings_the_new(tmp_path, file_hook):
+def test_a_failure_at_any_operation_of_a_replacement_leaves_the_old_or_the_new_version(tmp_path, file_hook):
     seen: set[str | None] = set()
     for number in itertools.count(1):
         final = tmp_path / str(number) / "final"
@@ -102,7 +102,7 @@ def test_a_failure_at_any_operation_of_a_replacement_keeps_the_old_or_brings_the
     assert seen == {"old", "new"}
 
 
-def test_a_kill_at_any_operation_of_a_replacement_shows_old_new_or_nothing(tmp_path):
+def test_a_kill_at_any_operation_of_a_replacement_leaves_the_old_the_new_or_no_version(tmp_path):
     number = 1
     final = tmp_path / "final"
     while True:
@@ -121,7 +121,7 @@ def test_a_kill_at_any_operation_of_a_replacement_shows_old_new_or_nothing(tmp_p
     assert number > 5
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+def test_the_next_partial_removes_those_of_killed_processes(tmp_path):
     def die() -> None:
         with partials.Partial(tmp_path / "final") as partial:
             make_pair(partial.path, "half")
@@ -136,7 +136,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
         assert leftovers(tmp_path) == []
 
 
-def test_leftovers_are_found_again_however_the_path_is_spelt(tmp_path, monkeypatch):
+def test_leftover_partials_are_found_for_any_spelling_of_the_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def die() -> None:
@@ -150,7 +150,7 @@ def test_leftovers_are_found_again_however_the_path_is_spelt(tmp_path, monkeypat
         assert leftovers(tmp_path) == []
 
 
-def test_the_partial_of_a_living_process_is_left_alone(tmp_path):
+def test_the_partial_of_a_running_process_is_not_removed(tmp_path):
     ready, release = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -170,7 +170,7 @@ def test_the_partial_of_a_living_process_is_left_alone(tmp_path):
             os.close(fd)
 
 
-def test_two_partials_of_one_process_do_not_meet(tmp_path):
+def test_two_partials_of_one_process_do_not_collide(tmp_path):
     with partials.Partial(tmp_path / "final") as first, partials.Partial(tmp_path / "final") as second:
         file_changes.write_file(first.path, b"1")
         file_changes.write_file(second.path, b"2")
@@ -190,7 +190,7 @@ def left_by(tmp_path: Path, **changes: str) -> Path:
     return path
 
 
-def test_a_process_number_used_again_does_not_keep_a_partial_alive(tmp_path):
+def test_a_reused_process_id_does_not_keep_a_partial(tmp_path):
     path = left_by(tmp_path, start="1")
     with partials.Partial(tmp_path / "final"):
         assert not path.exists()
@@ -205,7 +205,7 @@ def test_another_machines_partial_is_removed_only_after_a_day(tmp_path, age_s, s
         assert path.exists() == stays
 
 
-def test_names_that_only_resemble_a_partial_are_left_alone(tmp_path):
+def test_files_that_only_resemble_a_partial_are_not_removed(tmp_path):
     path = left_by(tmp_path, start="1")
     look_alike = path.with_name(path.name + ".txt")
     look_alike.write_text("mine")
@@ -213,7 +213,7 @@ def test_names_that_only_resemble_a_partial_are_left_alone(tmp_path):
         assert look_alike.read_text() == "mine"
 
 
-def test_a_failing_removal_never_hides_the_first_error(tmp_path, file_hook):
+def test_a_failing_removal_does_not_hide_the_original_error(tmp_path, file_hook):
     def fail(operation: str, path: Path) -> None:
         if operation == "remove":
             raise OSError(errno.EIO, "broken")

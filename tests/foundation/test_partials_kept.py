@@ -29,7 +29,7 @@ def die_with(folder: Path, text: str, identity: str = "ab") -> None:
     in_fork(child)
 
 
-def test_the_next_process_finds_bytes_and_record(tmp_path):
+def test_the_next_process_finds_data_and_record(tmp_path):
     die_with(tmp_path, "half")
     with KeptPartial(tmp_path, "ab") as kept:
         assert (kept.data.read_text(), kept.record) == ("half", {"version": 1})
@@ -40,7 +40,7 @@ def test_the_next_process_finds_bytes_and_record(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_keeps_what_is_there_for_its_own_identity(tmp_path, error):
+def test_after_an_error_the_data_is_kept_for_the_same_identity(tmp_path, error):
     def fail() -> None:
         with KeptPartial(tmp_path, "ab") as kept:
             kept.note(version=1)
@@ -54,14 +54,14 @@ def test_an_error_keeps_what_is_there_for_its_own_identity(tmp_path, error):
         assert (other.data.exists(), other.record) == (False, {})
 
 
-def test_nothing_stays_where_no_byte_came(tmp_path):
+def test_a_partial_without_data_is_not_kept(tmp_path):
     with KeptPartial(tmp_path, "ab") as kept:
         kept.note(version=1)
         file_changes.write_file(kept.data, b"")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_starting_over_removes_bytes_and_record(tmp_path):
+def test_starting_over_removes_data_and_record(tmp_path):
     die_with(tmp_path, "half")
     with KeptPartial(tmp_path, "ab") as kept:
         kept.start_over()
@@ -69,7 +69,7 @@ def test_starting_over_removes_bytes_and_record(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_process_gets_a_partial_of_its_own_that_is_not_kept(tmp_path):
+def test_a_second_process_gets_a_separate_partial_that_is_not_kept(tmp_path):
     with KeptPartial(tmp_path, "ab") as first:
         first.note(version=1)
         file_changes.write_file(first.data, b"first")
@@ -83,7 +83,7 @@ def test_a_second_process_gets_a_partial_of_its_own_that_is_not_kept(tmp_path):
         assert first.data.read_text() == "first"
 
 
-def test_the_second_may_be_the_first_to_publish(tmp_path):
+def test_the_second_process_may_publish_first(tmp_path):
     with KeptPartial(tmp_path, "ab") as first:
         first.note(version=1)
         file_changes.write_file(first.data, b"first")
@@ -95,7 +95,7 @@ def test_the_second_may_be_the_first_to_publish(tmp_path):
     assert (tmp_path / "final").read_text() == "second"
 
 
-def test_where_there_are_no_locks_nothing_is_kept(tmp_path, monkeypatch):
+def test_without_locks_nothing_is_kept(tmp_path, monkeypatch):
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOTSUP, "no locks here")
 
@@ -107,7 +107,7 @@ def test_where_there_are_no_locks_nothing_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["a restart of the machine", "", "{", "[]", "7", '{"start": 1}'])
-def test_after_a_restart_of_the_machine_and_with_a_broken_record_it_begins_again(tmp_path, text):
+def test_after_a_restart_or_with_a_broken_record_the_work_starts_over(tmp_path, text):
     die_with(tmp_path, "half")
     (record,) = tmp_path.glob(".colabkit-*/record")
     restarted = json.dumps({**json.loads(record.read_text()), "start": "another"})
@@ -116,7 +116,7 @@ def test_after_a_restart_of_the_machine_and_with_a_broken_record_it_begins_again
         assert (kept.data.exists(), kept.record) == (False, {})
 
 
-def test_a_folder_is_published_in_place_of_the_old_one(tmp_path):
+def test_a_folder_replaces_the_old_one(tmp_path):
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "old").touch()
     with KeptPartial(tmp_path, "ab") as kept:
@@ -126,7 +126,7 @@ def test_a_folder_is_published_in_place_of_the_old_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
-def test_a_kill_at_any_operation_leaves_old_or_new_and_the_next_run_finishes(tmp_path):
+def test_a_kill_at_any_operation_leaves_the_old_or_new_version_and_the_next_run_finishes(tmp_path):
     final = tmp_path / "final"
 
     def replace() -> None:

@@ -45,7 +45,7 @@ def test_every_sample_comes_exactly_once(n, seed, epoch):
 
 @settings(max_examples=60, deadline=None)
 @given(SIZES, SEEDS, EPOCHS, st.data())
-def test_any_range_is_a_slice_of_the_whole(n, seed, epoch, data):
+def test_any_range_is_a_slice_of_the_whole_order(n, seed, epoch, data):
     start = data.draw(st.integers(0, n))
     stop = data.draw(st.integers(start, n))
     part = epoch_order(n, seed, epoch, start, stop)
@@ -55,7 +55,7 @@ def test_any_range_is_a_slice_of_the_whole(n, seed, epoch, data):
 
 @settings(max_examples=30, deadline=None)
 @given(SIZES, SEEDS, EPOCHS)
-def test_the_order_depends_on_its_arguments_alone(n, seed, epoch):
+def test_the_order_depends_only_on_its_arguments(n, seed, epoch):
     first = whole(n, seed, epoch)
     np.random.seed(1)
     whole(n, seed + 1, epoch)
@@ -114,14 +114,14 @@ def test_all_orders_of_five_samples_are_equally_likely():
 
 
 @pytest.mark.parametrize("epochs", [False, True])
-def test_every_one_of_fifty_samples_is_equally_likely_at_every_place(epochs):
+def test_each_of_fifty_samples_is_equally_likely_at_every_position(epochs):
     counts = np.zeros((50, 50), np.int64)
     for number in range(1500):
         counts[np.arange(50), whole(50, 0, number) if epochs else whole(50, number)] += 1
     assert_even(counts)
 
 
-def test_samples_of_a_large_set_are_equally_likely_at_every_place(way):
+def test_samples_of_a_large_set_are_equally_likely_at_every_position(way):
     """Places and samples of 1,500 in 30 x 30 cells over 300 orders."""
     counts = np.zeros((30, 30), np.int64)
     for number in range(300):
@@ -131,7 +131,7 @@ def test_samples_of_a_large_set_are_equally_likely_at_every_place(way):
 
 
 @pytest.mark.parametrize("n", [50, 1500])
-def test_neighbours_in_an_order_are_no_neighbours_in_the_data(n, way):
+def test_neighbors_in_an_order_are_independent_of_neighbors_in_the_data(n, way):
     """The step from one sample to the next, modulo n, takes each value but 0 equally often."""
     counts = np.zeros(n, np.int64)
     for number in range(20_000 // n + 20):
@@ -142,7 +142,7 @@ def test_neighbours_in_an_order_are_no_neighbours_in_the_data(n, way):
 
 
 @pytest.mark.parametrize("apart", [1, 2])
-def test_an_epoch_tells_nothing_about_the_next(apart, way):
+def test_epochs_are_independent(apart, way):
     """How far each sample of 1,500 moves from one epoch to a later one takes each value equally often."""
     counts = np.zeros(1500, np.int64)
     for epoch in range(20):
@@ -153,7 +153,7 @@ def test_an_epoch_tells_nothing_about_the_next(apart, way):
 
 
 @pytest.mark.parametrize("n", [10**9, 2**40, 2**62])
-def test_huge_sets_are_ordered_in_the_time_of_the_range(n):
+def test_the_time_for_a_range_does_not_depend_on_the_size_of_the_set(n):
     for start in (0, n // 3, n - 1000):
         order = epoch_order(n, 1, 2, start, start + 1000)
         assert np.unique(order).size == 1000
@@ -162,14 +162,14 @@ def test_huge_sets_are_ordered_in_the_time_of_the_range(n):
         assert np.array_equal(order[10:20], epoch_order(n, 1, 2, start + 10, start + 20))
 
 
-def test_a_range_outside_is_refused():
+def test_an_invalid_range_is_rejected():
     for n, start, stop in ((5, -1, 3), (5, 3, 2), (5, 0, 6), (-1, 0, 0), (0, 0, 1), (2**62 + 1, 0, 1)):
         with pytest.raises(InvalidOption, match=f"Cannot order positions {start} to {stop}"):
             epoch_order(n, 0, 0, start, stop)
 
 
 @pytest.mark.parametrize("n", [2**16 + 1, 256 * 257, 257**2, 100_000, 2**20, 4096**2 - 5, 4096**2, 4096**2 + 1])
-def test_tables_hold_what_words_would_give(n, monkeypatch):
+def test_tables_contain_the_values_of_the_hash(n, monkeypatch):
     """Up to the largest grid that has tables, and with cells beyond n, none, and as many as there can be."""
     starts = (0, (n - 1000) // 2, n - 1000)
     by_tables = [epoch_order(n, 5, 6, start, start + 1000) for start in starts]
@@ -187,7 +187,7 @@ def permutations(size: int, count: int, key: int = 1) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=30), st.integers(0, 2**63))
-def test_permutations_of_any_sizes_side_by_side_are_those_of_each_alone(sizes, key):
+def test_permutations_computed_together_equal_those_computed_alone(sizes, key):
     keys = hashed(key, np.arange(len(sizes)))
     positions = np.concatenate([np.arange(size) for size in sizes])
     network.permute_each(positions, np.repeat(sizes, sizes), keys.repeat(sizes))
@@ -201,7 +201,7 @@ def test_permutations_of_any_sizes_side_by_side_are_those_of_each_alone(sizes, k
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
-def test_all_permutations_of_few_are_equally_likely(size):
+def test_all_permutations_of_few_samples_are_equally_likely(size):
     ranks = np.bincount(permutations(size, 20_000) @ size ** np.arange(size), minlength=size**size)
     assert np.count_nonzero(ranks) == math.factorial(size)
     assert_even(ranks[ranks > 0])
@@ -209,7 +209,7 @@ def test_all_permutations_of_few_are_equally_likely(size):
 
 @pytest.mark.parametrize("size", [31, 7, 36, 37, 64, 100, 32, 33])
 @pytest.mark.parametrize("apart", [1, 2, 3])
-def test_pairs_of_places_hold_all_pairs_equally_often(size, apart):
+def test_pairs_of_positions_contain_all_pairs_equally_often(size, apart):
     """Places 0 and `apart`, and so each of them alone; the bound is that of 10 times more pairs than cells."""
     found = permutations(size, 10 * size * size, key=apart)
     pairs = np.bincount(found[:, 0] * size + found[:, apart], minlength=size * size).reshape(size, size)
@@ -217,19 +217,19 @@ def test_pairs_of_places_hold_all_pairs_equally_often(size, apart):
     assert_even(pairs[~np.eye(size, dtype=bool)])
 
 
-def test_words_are_those_of_splitmix64():
+def test_random_words_equal_those_of_splitmix64():
     """The first outputs for seed 1234567, as the reference implementation prints them."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert hashed(1234567, np.arange(1, 5)).tolist() == expected
     assert [hashed(1234567, np.array(number)).item() for number in range(1, 5)] == expected
 
 
-def test_keys_differ_by_each_number_and_their_order():
+def test_keys_depend_on_each_number_and_their_order():
     keys = {key_of(*numbers) for numbers in [(5,), (5, 1), (1, 5), (5, 0, 1), (5, 1, 0), (-1,), (-1, 2**63)]}
     assert len(keys) == 7
 
 
-def test_uniform_numbers_are_even_and_below_1():
+def test_uniform_numbers_are_evenly_distributed_below_1():
     numbers = uniforms(hashed(3, np.arange(100_000)))
     assert_even(np.bincount((numbers * 1000).astype(int), minlength=1000))
     assert uniforms(np.array([2**64 - 1, 0], np.uint64)).tolist() == [1 - 2.0**-53, 0.0]

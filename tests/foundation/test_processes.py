@@ -26,18 +26,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_output_and_error_come_together_with_the_status_and_no_shell_reads_arguments():
+def test_output_errors_and_status_are_returned_and_no_shell_interprets_arguments():
     code = "import sys; print(sys.argv[1:], flush=True); print('err', file=sys.stderr); sys.exit(3)"
     finished = run(python(code, "a b; $(x)", "'"), "test", 30)
     assert (finished.status, finished.output) == (3, "['a b; $(x)', \"'\"]\nerr\n")
 
 
-def test_it_runs_in_the_root_folder_without_input_and_with_the_given_environment():
+def test_a_program_runs_in_the_root_folder_without_input_and_with_the_given_environment():
     code = "import os, sys; print(os.getcwd(), sys.stdin.read(), os.environ.get('MARK'))"
     assert run(python(code, isolated=False), "test", 30, environ={**os.environ, "MARK": "1"}).output == "/  1\n"
 
 
-def test_a_deadline_kills_it_and_its_children_and_names_the_act():
+def test_a_timeout_kills_the_program_and_its_children_and_names_the_action():
     pids: list[str] = []
     code = """
 import os, subprocess, sys
@@ -54,13 +54,13 @@ child.wait()
     assert comes_true(lambda: not is_running(child))
 
 
-def test_a_child_that_closed_its_output_is_still_bounded():
+def test_the_timeout_also_applies_to_a_program_that_closed_its_output():
     code = "import os, time; os.close(1); os.close(2); time.sleep(600)"
     with pytest.raises(TimedOut):
         run(python(code), "test", 1.0)
 
 
-def test_a_grandchild_that_keeps_the_output_open_is_not_waited_for():
+def test_a_grandchild_that_keeps_the_output_open_does_not_delay_the_result():
     code = """
 import subprocess, sys
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid)
@@ -72,7 +72,7 @@ print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], s
     os.kill(int(finished.output), signal.SIGKILL)
 
 
-def test_a_child_beyond_the_reach_of_signals_is_left_behind(monkeypatch):
+def test_a_child_that_cannot_be_killed_is_abandoned(monkeypatch):
     monkeypatch.setattr(processes.os, "killpg", lambda group, number: None)
     monkeypatch.setattr(processes, "_GRACE_S", 0.1)
     monkeypatch.setattr(processes, "_left_behind", [])
@@ -89,7 +89,7 @@ def test_a_child_beyond_the_reach_of_signals_is_left_behind(monkeypatch):
     assert processes._left_behind == []
 
 
-def test_lines_come_as_they_are_written_and_ticks_while_nothing_does(tmp_path):
+def test_lines_arrive_when_they_are_written_and_ticks_in_between(tmp_path):
     gate = tmp_path / "gate"
     code = """
 import os, sys, time

@@ -36,7 +36,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
         ("stage", 4 << 20, "B", 1 << 20, "1.00M/4.00M"),
     ],
 )
-def test_a_terminal_sees_action_count_and_unit_until_the_end(monkeypatch, action, total, unit, done, text):
+def test_a_terminal_shows_action_count_and_unit_until_the_end(monkeypatch, action, total, unit, done, text):
     shown = terminal(monkeypatch)
     with ProgressBar(action, total, unit) as bar:
         bar.advance(done)
@@ -51,7 +51,7 @@ def test_a_terminal_sees_action_count_and_unit_until_the_end(monkeypatch, action
 
 
 @pytest.mark.parametrize(("stream", "enabled"), [(io.StringIO, True), (Terminal, False)])
-def test_logs_stay_clean_and_a_bar_that_is_not_enabled_says_nothing(monkeypatch, stream, enabled):
+def test_logs_stay_clean_and_a_disabled_bar_shows_nothing(monkeypatch, stream, enabled):
     shown = stream()
     now = [100.0]
     monkeypatch.setattr(sys, "stderr", shown)
@@ -71,7 +71,7 @@ def test_a_bar_leaves_no_thread(monkeypatch, enabled):
     assert [thread.name for thread in threading.enumerate() if "tqdm" in type(thread).__module__] == []
 
 
-def test_a_missing_widget_package_is_not_the_users_problem():
+def test_a_missing_widget_package_causes_no_warning():
     program = (
         "import sys, warnings\n"
         "warnings.simplefilter('error')\n"
@@ -84,14 +84,14 @@ def test_a_missing_widget_package_is_not_the_users_problem():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_users_warning_filters_are_left_as_they_were():
+def test_the_users_warning_filters_are_unchanged():
     before = list(warnings.filters)
     with ProgressBar("stage", 1, " files"):
         pass
     assert warnings.filters == before
 
 
-def test_a_heartbeat_shows_whole_seconds_of_those_allowed(monkeypatch):
+def test_a_heartbeat_shows_whole_seconds_of_the_timeout(monkeypatch):
     shown = terminal(monkeypatch)
     with heartbeat("upload", 90.0) as tick:
         for passed in (0.2, 0.9, 1.4, 30.0):
@@ -100,7 +100,7 @@ def test_a_heartbeat_shows_whole_seconds_of_those_allowed(monkeypatch):
     assert "/90" in shown.getvalue()
 
 
-def test_files_and_retries_stand_beside_the_bytes(monkeypatch):
+def test_files_and_retries_are_shown_beside_the_bytes(monkeypatch):
     shown = terminal(monkeypatch)
     monkeypatch.setattr(progress, "_REDRAWN_S", -1.0)
     with ProgressBar("stage", 4 << 20, "B", files=2000) as bar:
@@ -110,7 +110,7 @@ def test_files_and_retries_stand_beside_the_bytes(monkeypatch):
         assert "1,234/2,000 files, 3 retries" in shown.getvalue()
 
 
-def test_a_bar_that_does_not_move_says_for_how_long(monkeypatch):
+def test_a_bar_shows_the_time_without_progress(monkeypatch):
     shown = terminal(monkeypatch)
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -125,7 +125,7 @@ def test_a_bar_that_does_not_move_says_for_how_long(monkeypatch):
         assert "no progress for" not in shown.getvalue().rpartition("\r")[2]
 
 
-def test_who_has_a_bar_of_its_own_is_told_in_place_of_tqdm(monkeypatch):
+def test_a_custom_display_gets_the_progress_instead_of_tqdm(monkeypatch):
     shown, told = terminal(monkeypatch), []
     monkeypatch.setattr(progress, "_REDRAWN_S", -1.0)
     with shown_by(told.append), ProgressBar("stage", 4 << 20, "B", files=20) as bar:
@@ -145,7 +145,7 @@ def test_who_has_a_bar_of_its_own_is_told_in_place_of_tqdm(monkeypatch):
     assert "stage" in shown.getvalue()
 
 
-def test_who_is_told_is_told_a_few_times_a_second_only(monkeypatch):
+def test_a_custom_display_is_updated_only_a_few_times_per_second(monkeypatch):
     now, told = [100.0], []
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with shown_by(told.append), ProgressBar("pack", None, " samples") as bar:
@@ -158,7 +158,7 @@ def test_who_is_told_is_told_a_few_times_a_second_only(monkeypatch):
     assert told[-2] == Progress("pack", 1000, None, " samples", "no progress for 10.0 s", pytest.approx(11.0))
 
 
-def test_silence_and_heartbeats_are_kept_by_who_is_told(monkeypatch):
+def test_disabled_bars_and_heartbeats_work_with_a_custom_display(monkeypatch):
     told = []
     with shown_by(told.append):
         with ProgressBar("stage", 2, " files", enabled=False) as bar:

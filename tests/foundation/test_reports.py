@@ -95,7 +95,7 @@ def sample(text: str = "hello") -> Sample:
     return Sample(text, Path("/a/b"), (1, 2), by_name, MemoryReport(2, 1, "machine"))
 
 
-def test_tables_show_hostile_names_as_they_are():
+def test_tables_show_hostile_names_unchanged_as_text():
     for name in HOSTILE:
         shown = name.encode("utf-8", "backslashreplace").decode()
         page = assert_harmless(html_table(name, [(name, name)], (name, name)))
@@ -104,24 +104,24 @@ def test_tables_show_hostile_names_as_they_are():
 
 
 @given(st.text())
-def test_no_text_at_all_becomes_markup(text):
+def test_no_text_becomes_markup(text):
     page = assert_harmless(html_table(text, [(text, text)], (text,)))
     assert page.tags == TAGS
 
 
-def test_escape_holds_inside_attributes_and_takes_any_object():
+def test_escape_works_inside_attributes_and_accepts_any_object():
     assert escape("\"'<>&") == "&quot;&#x27;&lt;&gt;&amp;"
     assert escape("a\udcffb") == r"a\udcffb"
     assert escape(Path("<x>")) == "&lt;x&gt;"
 
 
-def test_a_table_shows_header_and_rows_in_order_and_is_whole_without():
+def test_a_table_shows_header_and_rows_in_order_and_works_without_them():
     assert assert_harmless(html_table("title", [])).cells == ["title", ""]
     page = assert_harmless(html_table("t", [("a", "1"), ("b", "2")], ("name", "value")))
     assert [cell for cell in page.cells if cell] == ["t", "name", "value", "a", "1", "b", "2"]
 
 
-def test_a_long_cell_breaks_anywhere_but_keeps_the_width_of_a_word():
+def test_a_long_cell_wraps_anywhere_but_keeps_a_minimum_width():
     short, long = "12 files", "/a/path/" * 20
     markup = html_table("t", [("a", short, long)])
     styles = {text: style for style, text in re.findall(r'<td style="([^"]*)">([^<]*)</td>', markup)}
@@ -129,7 +129,7 @@ def test_a_long_cell_breaks_anywhere_but_keeps_the_width_of_a_word():
     assert "overflow-wrap:anywhere;min-width:11em" in styles[long]
 
 
-def test_a_report_is_its_summary_in_a_terminal_and_its_rows_in_a_notebook():
+def test_a_report_is_a_summary_in_a_terminal_and_a_table_in_a_notebook():
     report = sample()
     assert repr(report) == str(report) == "hello\nsecond line"
     page = assert_harmless(report._repr_html_())
@@ -141,7 +141,7 @@ def test_reports_are_frozen():
         sample().text = "other"
 
 
-def test_a_report_becomes_plain_values_that_json_takes():
+def test_a_report_becomes_a_dict_of_json_values():
     values = sample().to_dict()
     assert values == {
         "text": "hello",
@@ -154,7 +154,7 @@ def test_a_report_becomes_plain_values_that_json_takes():
     assert json.loads(json.dumps(values)) == values
 
 
-def test_a_report_must_say_its_lines_and_rows():
+def test_a_report_must_define_its_summary_and_rows():
     class Silent(Report):
         pass
 
@@ -184,7 +184,7 @@ def test_the_text_table_aligns_names_and_fits_the_terminal(monkeypatch):
     assert all(value and value[0] != " " for value in values)
 
 
-def test_the_text_table_aligns_names_as_they_are_shown():
+def test_the_text_table_aligns_names_by_their_shown_width():
     class Named(Sample):
         def _rows(self):
             return [("a\tb\udcff", "first"), ("c", "second")]

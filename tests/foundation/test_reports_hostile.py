@@ -109,7 +109,7 @@ def filled(hint: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, *UNREADABLE])
-def test_no_report_lets_a_name_become_html_or_break_its_lines_and_all_survive_json(name: str) -> None:
+def test_no_name_in_a_report_becomes_html_or_breaks_lines_and_all_reports_become_json(name: str) -> None:
     for kind in kinds():
         report = filled(kind, name)
         check_alike(report._repr_html_(), filled(kind, "plain")._repr_html_())
@@ -119,7 +119,7 @@ def test_no_report_lets_a_name_become_html_or_break_its_lines_and_all_survive_js
         assert "\n".join(rows).encode("utf-8")
 
 
-def test_what_shows_itself_as_html_is_known() -> None:
+def test_all_classes_with_html_output_are_known() -> None:
     shows = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "def _repr_html_" in path.read_text()}
     assert shows == set(OWN), "a new one needs a test here"
     assert not [path for path in PACKAGE.rglob("*.py") if "_repr_mimebundle_" in path.read_text()]
@@ -141,7 +141,7 @@ def packed(folder: Path, name: str) -> colabkit.Pack:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_an_error_of_a_hostile_path_is_one_line_of_text(name: str) -> None:
+def test_an_error_about_a_hostile_path_is_one_line_of_text(name: str) -> None:
     with pytest.raises(colabkit.errors.ColabkitError) as caught:
         colabkit.open_pack(f"/no/such/{name}")
     (line,) = caught.value._render_traceback_()

@@ -15,7 +15,7 @@ from fake_nvml import Chip, FakeNvml, fake_torch
 from colabkit.foundation.telemetry.host import Host, Telemetry
 
 
-def test_a_snapshot_of_this_machine_is_within_what_can_be():
+def test_a_snapshot_of_this_machine_has_plausible_values():
     telemetry = Telemetry()
     telemetry.snapshot()
     began, cpu_before = time.monotonic(), time.process_time()
@@ -34,7 +34,7 @@ def test_a_snapshot_of_this_machine_is_within_what_can_be():
     assert found.own_cpu_rate > 0.3 * used_rate / found.cpus
 
 
-def test_host_and_gpus_come_together():
+def test_a_snapshot_contains_host_and_gpus():
     nvml, torch = FakeNvml(Chip("GPU-b"), Chip("GPU-a")), fake_torch(["a"], {0: (1, 2)})
     telemetry = Telemetry(nvml, environ={"CUDA_VISIBLE_DEVICES": "1"}, modules={"torch": torch})
     (gpu,) = telemetry.snapshot().gpus
@@ -58,7 +58,7 @@ def test_a_snapshot_takes_a_few_milliseconds_and_no_descriptor_stays_open():
     assert psutil.Process().num_fds() <= before
 
 
-def test_importing_it_imports_no_torch_and_starts_no_thread():
+def test_importing_telemetry_imports_no_torch_and_starts_no_thread():
     code = (
         "import sys, threading, colabkit.foundation.telemetry; print('torch' in sys.modules, threading.active_count())"
     )
@@ -66,7 +66,7 @@ def test_importing_it_imports_no_torch_and_starts_no_thread():
     assert told.stdout == "False 1\n"
 
 
-def test_a_child_that_computes_counts_as_own(tmp_path):
+def test_the_cpu_time_of_a_child_process_counts_as_own(tmp_path):
     host = Host()
     busy = (
         "import time\nprint('ready', flush=True)\nuntil = time.monotonic() + 60\nwhile time.monotonic() < until: pass"

@@ -34,7 +34,7 @@ def uuids(nvml: Any, visible: str | None = None, torch: Any = None) -> list[str 
     return [gpu.uuid for gpu in gpus(nvml, visible, torch).snapshot()]
 
 
-def test_a_gpu_is_told_in_rates_bytes_and_watts():
+def test_a_gpu_is_described_in_rates_bytes_and_watts():
     for chip in (Chip("GPU-a"), Chip(b"GPU-a", b"Tesla T4")):  # texts of older bindings are bytes
         (found,) = gpus(FakeNvml(chip)).snapshot()
         assert found == GpuSnapshot("GPU-a", "Tesla T4", 0.4, 3 * GIB, 16 * GIB, power_w=33.5)
@@ -51,7 +51,7 @@ FIELDS = {
 }
 
 
-def test_a_field_that_is_not_to_be_had_is_none_and_the_others_stay():
+def test_an_unavailable_value_is_none_and_the_others_stay():
     (whole,) = gpus(FakeNvml(Chip("GPU-a"))).snapshot()
     for function, fields in FIELDS.items():
         broken = [{"failing": {function: how}} for how in (NOT_SUPPORTED, NO_PERMISSION, NO_FUNCTION, UNKNOWN)]
@@ -62,7 +62,7 @@ def test_a_field_that_is_not_to_be_had_is_none_and_the_others_stay():
             assert all(getattr(gpu, name) is None for name in differing)
 
 
-def test_what_is_not_supported_is_asked_for_once():
+def test_unsupported_values_are_queried_once():
     names = ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetSamples", "nvmlDeviceGetPowerUsage"]
     nvml = FakeNvml(Chip("GPU-a"), failing=dict.fromkeys(names, NOT_SUPPORTED))
     asked = gpus(nvml)
@@ -72,7 +72,7 @@ def test_what_is_not_supported_is_asked_for_once():
     assert nvml.calls.count("nvmlDeviceGetMemoryInfo") == 5
 
 
-def test_what_failed_once_for_no_lasting_reason_is_asked_for_again():
+def test_values_that_failed_temporarily_are_queried_again():
     chip = Chip("GPU-a", failing={"nvmlDeviceGetPowerUsage": UNKNOWN})
     asked = gpus(FakeNvml(chip))
     assert asked.snapshot()[0].power_w is None
@@ -80,13 +80,13 @@ def test_what_failed_once_for_no_lasting_reason_is_asked_for_again():
     assert asked.snapshot()[0].power_w == 33.5
 
 
-def test_bytes_over_pcie_are_never_asked_for():
+def test_bytes_over_pcie_are_never_queried():
     nvml = FakeNvml(Chip("GPU-a"))
     gpus(nvml).snapshot()
     assert not [name for name in nvml.calls if "Pcie" in name]
 
 
-def test_utilisation_is_the_mean_of_what_the_driver_sampled_since_the_last_look():
+def test_utilization_is_the_mean_of_the_drivers_samples_since_the_last_snapshot():
     chip = Chip("GPU-a", samples=[(10, 100), (20, 30)])
     asked = gpus(FakeNvml(chip))
     assert asked.snapshot()[0].utilization_rate == 0.3  # the older sample is of before
@@ -96,7 +96,7 @@ def test_utilisation_is_the_mean_of_what_the_driver_sampled_since_the_last_look(
     assert asked.snapshot()[0].utilization_rate == 0.0
 
 
-def test_without_new_samples_the_driver_is_asked_for_its_own_figure():
+def test_without_new_samples_the_drivers_own_utilization_is_used():
     chip = Chip("GPU-a")
     asked = gpus(FakeNvml(chip))
     assert asked.snapshot()[0].utilization_rate == 0.4  # the buffer is empty: NOT_FOUND
@@ -104,13 +104,13 @@ def test_without_new_samples_the_driver_is_asked_for_its_own_figure():
     assert [asked.snapshot()[0].utilization_rate for _ in range(2)] == [0.9, 0.4]
 
 
-def test_memory_of_old_bindings_has_the_drivers_part_in_it():
+def test_memory_reported_by_old_bindings_includes_the_drivers_share():
     nvml = FakeNvml(Chip("GPU-a"))
     nvml.nvmlDeviceGetMemoryInfo = lambda chip: SimpleNamespace(used=5, total=9)  # takes no version
     assert gpus(nvml).snapshot()[0].used_bytes == 5
 
 
-def test_why_clocks_are_held_down_is_told_by_new_and_by_old_drivers():
+def test_reasons_for_lowered_clocks_are_read_from_new_and_old_drivers():
     told = {0: (), 0x1: (), 0x4: ("power",), 0x80: ("power",), 0x20: ("heat",), 0x44: ("power", "heat")}
     for absent in ((), ("nvmlDeviceGetCurrentClocksEventReasons",)):
         for reasons, expected in told.items():
@@ -132,7 +132,7 @@ def test_without_a_binding_there_are_no_gpus(monkeypatch):
     assert gpus(None).snapshot() == gpu_reports() == ()
 
 
-def test_another_package_of_the_bindings_name_is_named_once(monkeypatch, caplog):
+def test_another_package_named_like_the_bindings_is_reported_once(monkeypatch, caplog):
     other = ModuleType("pynvml")
     other.__file__ = "/somewhere/pynvml.py"
     monkeypatch.setitem(sys.modules, "pynvml", other)
@@ -143,7 +143,7 @@ def test_another_package_of_the_bindings_name_is_named_once(monkeypatch, caplog)
     assert "nvidia-ml-py" in record.getMessage()
 
 
-def test_a_lost_card_is_said_and_left_alone_and_the_others_go_on():
+def test_a_lost_gpu_is_reported_and_no_longer_queried_and_the_others_continue():
     bad, good = Chip("GPU-bad"), Chip("GPU-good")
     nvml = FakeNvml(bad, good)
     asked = gpus(nvml)
@@ -158,7 +158,7 @@ def test_a_lost_card_is_said_and_left_alone_and_the_others_go_on():
     assert nvml.calls.count("nvmlDeviceGetMemoryInfo") == 1
 
 
-def test_a_card_that_was_lost_before_keeps_its_number():
+def test_a_gpu_that_was_lost_before_keeps_its_number():
     nvml = FakeNvml(Chip("GPU-a", failing={"open": IS_LOST}), Chip("GPU-b", failing={"open": UNKNOWN}), Chip("GPU-c"))
     first, second, third = gpus(nvml).snapshot()
     assert (first, second) == (GpuSnapshot(is_lost=True), GpuSnapshot())
@@ -185,7 +185,7 @@ VISIBLE = {
 }
 
 
-def test_only_gpus_that_this_process_may_use_are_told_in_cudas_order():
+def test_only_gpus_that_this_process_may_use_are_listed_in_the_order_of_cuda():
     nvml = FakeNvml(Chip("GPU-aa1"), Chip("GPU-ab2"), Chip("GPU-b33"))
     for visible, expected in VISIBLE.items():
         assert uuids(nvml, visible) == expected
@@ -203,7 +203,7 @@ def sliced() -> FakeNvml:
     return FakeNvml(Chip("GPU-whole"), Chip("GPU-cut", instances=slices, reasons=0x4))
 
 
-def test_of_a_sliced_card_cuda_shows_one_slice():
+def test_cuda_shows_one_slice_of_a_sliced_gpu():
     for visible, expected in {
         None: ["MIG-one"],
         "0": ["MIG-one"],
@@ -217,12 +217,12 @@ def test_of_a_sliced_card_cuda_shows_one_slice():
         assert uuids(sliced(), visible) == expected
 
 
-def test_a_slice_tells_its_own_memory_and_no_utilisation():
+def test_a_slice_has_its_own_memory_and_no_utilization():
     (gpu,) = gpus(sliced()).snapshot()
     assert gpu == GpuSnapshot("MIG-one", "A100 MIG 1g.5gb", None, GIB, 5 * GIB, slowed_by=("power",))
 
 
-def test_memory_of_torch_is_told_once_torch_has_taken_some():
+def test_the_memory_of_torch_is_known_after_torch_has_allocated_some():
     nvml = FakeNvml(Chip("GPU-a"), Chip("GPU-b"))
     torch = fake_torch(["a", "b"], {1: (10, 30)})
     assert [(gpu.torch_bytes, gpu.torch_reserved_bytes) for gpu in gpus(nvml, None, torch).snapshot()] == [
@@ -231,7 +231,7 @@ def test_memory_of_torch_is_told_once_torch_has_taken_some():
     ]
 
 
-def test_a_torch_that_has_not_begun_with_cuda_is_left_alone():
+def test_torch_is_not_queried_before_it_uses_cuda():
     def forbidden(*_: object) -> None:
         pytest.fail("this can make a CUDA context")
 
@@ -243,30 +243,30 @@ def test_a_torch_that_has_not_begun_with_cuda_is_left_alone():
 
 
 @pytest.mark.parametrize("torch", [SimpleNamespace(), SimpleNamespace(cuda=SimpleNamespace())])
-def test_a_torch_that_is_half_imported_or_strange_costs_its_figures_alone(torch):
+def test_a_partially_imported_or_unusual_torch_only_loses_its_own_values(torch):
     (gpu,) = gpus(FakeNvml(Chip("GPU-a")), None, torch).snapshot()
     assert (gpu.used_bytes, gpu.torch_bytes) == (3 * GIB, None)
 
 
-def test_unlike_cards_are_ordered_as_torch_has_them():
+def test_different_gpus_are_in_the_order_of_torch():
     nvml = FakeNvml(Chip("GPU-slow"), Chip("GPU-fast", used=7))
     asked = gpus(nvml, "0", fake_torch(["fast"], {0: (1, 2)}))  # CUDA numbers the fastest first
     (gpu,) = asked.snapshot()
     assert (gpu.uuid, gpu.used_bytes, gpu.torch_bytes) == ("GPU-fast", 7, 1)
 
 
-def test_a_card_that_is_listed_twice_is_told_once():
+def test_a_gpu_that_is_listed_twice_appears_once():
     nvml = FakeNvml(Chip("GPU-a"), Chip("GPU-b"))
     found = gpus(nvml, "0,0,1", fake_torch(["a", "a", "b"], {0: (1, 2), 2: (3, 4)})).snapshot()
     assert [(gpu.uuid, gpu.torch_bytes) for gpu in found] == [("GPU-a", 1), ("GPU-b", 3)]
 
 
 @pytest.mark.parametrize("devices", [[], ["elsewhere"]])
-def test_devices_of_torch_that_the_driver_does_not_know_change_nothing(devices):
+def test_torch_devices_unknown_to_the_driver_are_ignored(devices):
     assert uuids(FakeNvml(Chip("GPU-a"), Chip("GPU-b")), None, fake_torch(devices)) == ["GPU-a", "GPU-b"]
 
 
-def test_closing_twice_lets_the_driver_go_once():
+def test_closing_twice_releases_the_driver_once():
     nvml = FakeNvml(Chip("GPU-a"), failing={"nvmlShutdown": UNKNOWN})
     asked = gpus(nvml)
     asked.close()
@@ -275,7 +275,7 @@ def test_closing_twice_lets_the_driver_go_once():
     assert asked.snapshot() == ()
 
 
-def test_reports_are_as_the_driver_tells_and_it_is_let_go():
+def test_reports_contain_the_drivers_values_and_release_the_driver():
     nvml = FakeNvml(Chip("GPU-0", b"Card \xff"), Chip("GPU-1", instances=[Chip("MIG-1")]))
     first, second = found = gpu_reports(nvml)
     assert [(gpu.uuid, gpu.total_bytes, gpu.free_bytes) for gpu in found] == [
@@ -288,7 +288,7 @@ def test_reports_are_as_the_driver_tells_and_it_is_let_go():
     )
 
 
-def test_a_value_that_the_driver_or_the_binding_does_not_tell_is_none_in_a_report_and_the_rest_stays():
+def test_a_value_unknown_to_driver_or_binding_is_none_in_a_report_and_the_others_stay():
     for function, unknown in {
         "nvmlDeviceGetUUID": ["uuid"],
         "nvmlDeviceGetName": ["name"],
@@ -308,7 +308,7 @@ def test_a_value_that_the_driver_or_the_binding_does_not_tell_is_none_in_a_repor
     assert (gpu.uuid, gpu.name, gpu.total_bytes, gpu.free_bytes) == (None, None, None, None)
 
 
-def test_the_binding_is_found_by_its_name_in_the_given_folders_alone(tmp_path, monkeypatch):
+def test_the_binding_is_searched_by_name_in_the_given_folders_only(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Chip("GPU-a")))
     assert len(gpu_reports()) == len(gpu_reports(paths=[])) == 1
     (tmp_path / "pynvml.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\nraise RuntimeError")

@@ -127,13 +127,13 @@ def test_a_first_snapshot_knows_no_rates_and_a_second_does():
     assert (first.at_s, second.at_s) == (100, 101)
 
 
-def test_nothing_moves_while_no_time_passes():
+def test_rates_are_unchanged_while_no_time_passes():
     machine = Machine()
     first, second = machine.host.snapshot(), machine.host.snapshot()
     assert [getattr(second, name) for name in RATES] == [getattr(first, name) for name in RATES]
 
 
-def test_only_the_allowed_cores_count():
+def test_only_allowed_cores_count():
     machine = Machine()
     machine.allowed = {1, 3}
     machine.host.snapshot()
@@ -158,7 +158,7 @@ QUOTA_V1 = {
         (QUOTA_V1, "cpu,cpuacct/cpuacct.usage", "1000000000\n", "1250000000\n", 0.5),
     ],
 )
-def test_under_a_quota_the_use_of_the_cgroup_counts_not_that_of_neighbours(files, usage, before, after, cpus):
+def test_under_a_quota_only_the_usage_of_the_own_cgroup_counts(files, usage, before, after, cpus):
     machine = Machine({**files, f"{V2}/{usage}": before})
     machine.host.snapshot()
     machine.files[f"{V2}/{usage}"] = after
@@ -166,28 +166,28 @@ def test_under_a_quota_the_use_of_the_cgroup_counts_not_that_of_neighbours(files
     assert (found.cpus, found.cpu_rate, found.busiest_core_rate) == (cpus, pytest.approx(0.5), 1)
 
 
-def test_a_quota_without_a_count_of_its_use_falls_back_to_the_cores():
+def test_a_quota_without_usage_figures_falls_back_to_the_cores():
     machine = Machine(QUOTA_V2)
     machine.host.snapshot()
     assert machine.after(1, cores=[core(0.25, 0.75)] * 4).cpu_rate == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("cores", [[core(0, 0)] * 4, [core(9, 9)] * 3, [], NotImplementedError(), OSError()])
-def test_cores_that_cannot_be_told_are_unknown_not_idle(cores):
+def test_cores_without_figures_are_unknown_instead_of_idle(cores):
     machine = Machine()
     machine.host.snapshot()
     found = machine.after(1, cores=cores)
     assert (found.cpu_rate, found.busiest_core_rate) == (None, None)
 
 
-def test_cores_that_are_offline_shift_the_others_so_none_is_taken_for_another():
+def test_offline_cores_do_not_change_the_numbers_of_the_others():
     machine = Machine()
     machine.allowed, machine.cores = {2, 3}, [core(0, 0)] * 3
     machine.host.snapshot()
     assert machine.after(1, cores=[core(1, 0)] * 3).cpu_rate is None
 
 
-def test_own_cpu_is_that_of_the_process_of_its_children_and_of_those_that_have_ended():
+def test_own_cpu_covers_the_process_its_children_and_ended_children():
     machine = Machine()
     child = FakeProcess(cpu=(50.0, 0.0))
     machine.process.family = [child]
@@ -199,7 +199,7 @@ def test_own_cpu_is_that_of_the_process_of_its_children_and_of_those_that_have_e
     assert machine.after(1).own_cpu_rate == pytest.approx(0.5 / 4)
 
 
-def test_a_child_that_is_found_later_makes_no_jump():
+def test_a_child_that_is_found_later_causes_no_jump():
     machine = Machine()
     machine.host.snapshot()
     machine.process.family = [FakeProcess(cpu=(1000.0, 0.0), read=10**9, asked=10**9)]
@@ -209,7 +209,7 @@ def test_a_child_that_is_found_later_makes_no_jump():
     assert machine.after(1).storage_read_bytes_per_s == 500
 
 
-def test_a_server_in_a_session_of_its_own_is_no_part_of_the_work(monkeypatch):
+def test_a_server_in_its_own_session_does_not_count_as_own(monkeypatch):
     machine = Machine()
     worker = FakeProcess(cpu=(10.0, 0.0))
     server = FakeProcess(cpu=(500.0, 0.0), read=10**9, asked=10**9, pid=8)
@@ -229,7 +229,7 @@ def test_a_server_in_a_session_of_its_own_is_no_part_of_the_work(monkeypatch):
     assert (ended.own_cpu_rate, ended.children_cpu_rate, ended.storage_read_bytes_per_s) == (0, 0, 0)
 
 
-def test_a_child_that_nobody_waited_for_makes_no_negative_rate():
+def test_a_zombie_child_causes_no_negative_rate():
     machine = Machine()
     machine.process.family = [FakeProcess(cpu=(5.0, 0.0))]
     machine.host.snapshot()
@@ -240,7 +240,7 @@ def test_a_child_that_nobody_waited_for_makes_no_negative_rate():
     assert machine.after(1).own_cpu_rate == 0
 
 
-def test_children_are_looked_for_every_five_seconds():
+def test_children_are_searched_every_five_seconds():
     machine = Machine()
     for _ in range(20):
         machine.after(1)
@@ -257,7 +257,7 @@ def test_reads_count_the_process_and_its_children():
 
 
 @pytest.mark.parametrize("error", [psutil.AccessDenied(), OSError(), psutil.ZombieProcess(1)])
-def test_a_process_that_may_not_be_looked_at_is_unknown_not_idle(error):
+def test_a_process_without_permission_is_unknown_instead_of_idle(error):
     machine = Machine()
     machine.process.fails = error
     machine.host.snapshot()
@@ -266,7 +266,7 @@ def test_a_process_that_may_not_be_looked_at_is_unknown_not_idle(error):
     assert found.own_ram_bytes is None
 
 
-def test_disks_and_interfaces_are_told_loopback_apart_and_unknown_where_nothing_counts_them():
+def test_disks_and_interfaces_are_counted_without_loopback_or_unknown():
     machine = Machine()
     machine.host.snapshot()
     network = {"lo": SimpleNamespace(bytes_recv=10**9), "eth0": SimpleNamespace(bytes_recv=300)}
@@ -326,7 +326,7 @@ def test_disks_and_interfaces_are_told_loopback_apart_and_unknown_where_nothing_
     ],
     ids=["machine", "sandbox", "version 2", "no limit", "version 1", "version 1, no statistics"],
 )
-def test_ram_and_tmpfs_are_those_of_the_tightest_limit(files, ram, tmpfs):
+def test_ram_and_tmpfs_follow_the_tightest_limit(files, ram, tmpfs):
     found = Machine(files).host.snapshot()
     assert (found.ram_used_bytes, found.ram_total_bytes) == ram
     assert found.tmpfs_bytes == tmpfs
@@ -337,7 +337,7 @@ def stalls(microseconds: int) -> str:
     return f"some avg10=99.00 avg60=0.00 avg300=0.00 total={microseconds}\nfull avg10=0.00 total=1\n"
 
 
-def test_stalls_are_exact_and_of_the_own_cgroup_where_it_tells_them():
+def test_stalls_are_exact_and_those_of_the_own_cgroup_if_available():
     own = f"{V2}/a/io.pressure"
     machine = Machine({"/proc/self/cgroup": "0::/a\n", own: stalls(0), "/proc/pressure/io": stalls(0)})
     machine.files["/proc/pressure/cpu"] = stalls(100)
@@ -350,13 +350,13 @@ def test_stalls_are_exact_and_of_the_own_cgroup_where_it_tells_them():
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "some avg10=0.00\n", "some total=x\n"])
-def test_stalls_that_cannot_be_understood_are_unknown(text):
+def test_stalls_that_cannot_be_parsed_are_unknown(text):
     machine = Machine({"/proc/pressure/io": text})
     machine.host.snapshot()
     assert machine.after(1).io_stall_rate is None
 
 
-def test_room_of_disk_and_shared_memory_is_told_and_the_former_looked_at_rarely():
+def test_free_disk_and_shared_memory_are_reported_and_the_disk_is_checked_rarely():
     machine = Machine()
     found = [machine.after(1) for _ in range(20)]
     assert all(0 < one.disk_free_bytes <= one.disk_total_bytes for one in found)
@@ -364,7 +364,7 @@ def test_room_of_disk_and_shared_memory_is_told_and_the_former_looked_at_rarely(
     assert machine.slow_looks == 2
 
 
-def test_a_near_folder_behind_a_mount_that_can_hang_is_not_touched():
+def test_a_local_folder_behind_a_mount_that_can_hang_is_not_accessed():
     machine = Machine({"/proc/mounts": f"server {os.getcwd()} fuse.sshfs rw 0 0\n"})
     found = machine.host.snapshot()
     assert (found.disk_free_bytes, found.disk_total_bytes) == (None, None)

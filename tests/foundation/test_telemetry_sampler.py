@@ -55,7 +55,7 @@ class FakeTelemetry:
         return Sampler(self, clock=lambda: self.now, cpu_clock=lambda: self.cpu_s, **options)
 
 
-def test_it_takes_snapshots_in_a_daemon_thread_of_its_own():
+def test_snapshots_are_taken_in_a_separate_daemon_thread():
     telemetry = FakeTelemetry()
     with telemetry.sampler() as sampler:
         (thread,) = [thread for thread in threading.enumerate() if thread.name == NAME]
@@ -75,7 +75,7 @@ def test_before_the_first_snapshot_nothing_is_known():
     sampler.stop()
 
 
-def test_starting_waits_for_no_driver(monkeypatch):
+def test_starting_does_not_wait_for_the_driver(monkeypatch):
     going = threading.Event()
 
     def slow() -> FakeTelemetry:
@@ -89,7 +89,7 @@ def test_starting_waits_for_no_driver(monkeypatch):
         wait_until(lambda: sampler.latest is not None)
 
 
-def test_what_it_opens_it_closes_and_what_it_is_given_stays_open(monkeypatch):
+def test_the_sampler_closes_only_the_telemetry_that_it_opened(monkeypatch):
     own, given = FakeTelemetry(), FakeTelemetry()
     monkeypatch.setattr(module, "Telemetry", lambda: own)
     for sampler, telemetry in ((Sampler(period_s=0.001), own), (given.sampler(), given)):
@@ -98,7 +98,7 @@ def test_what_it_opens_it_closes_and_what_it_is_given_stays_open(monkeypatch):
     assert (own.closed, given.closed) == (1, 0)
 
 
-def test_recent_are_the_snapshots_of_the_last_seconds():
+def test_recent_returns_the_snapshots_of_the_last_seconds():
     telemetry = FakeTelemetry()
     with telemetry.sampler(points=50) as sampler:
         wait_until(lambda: telemetry.taken > 100)
@@ -107,7 +107,7 @@ def test_recent_are_the_snapshots_of_the_last_seconds():
     assert len(sampler.recent(1e9)) == 50
 
 
-def test_the_curve_is_the_whole_run_thinned_evenly_with_the_newest_at_its_end():
+def test_the_curve_covers_the_whole_run_thinned_evenly_and_ends_with_the_newest():
     for points, count in itertools.product((2, 7, 10), (1, 2, 5, 9, 10, 11, 39, 40, 41, 500)):
         telemetry = FakeTelemetry()
         sampler = telemetry.sampler(points=points)
@@ -122,7 +122,7 @@ def test_the_curve_is_the_whole_run_thinned_evenly_with_the_newest_at_its_end():
         assert not gaps[:-1] or gaps[-1] <= gaps[0]
 
 
-def test_the_cost_is_the_threads_cpu_time_over_the_time_that_passed():
+def test_the_cost_is_the_threads_share_of_cpu_time():
     telemetry = FakeTelemetry(cost_s=0.002)
     with telemetry.sampler() as sampler:
         wait_until(lambda: telemetry.taken > 2)
@@ -131,7 +131,7 @@ def test_the_cost_is_the_threads_cpu_time_over_the_time_that_passed():
     assert sampler.cost_share == pytest.approx(0.002)  # it has ended
 
 
-def test_costly_snapshots_are_taken_more_rarely():
+def test_costly_snapshots_are_taken_less_often():
     telemetry = FakeTelemetry(cost_s=1.0)  # a hundredth of a CPU allows one in 100 s
     with telemetry.sampler() as sampler:
         wait_until(lambda: sampler.latest is not None)
@@ -139,7 +139,7 @@ def test_costly_snapshots_are_taken_more_rarely():
         assert telemetry.taken == 1
 
 
-def test_a_snapshot_that_fails_is_said_once_and_the_next_is_taken(caplog):
+def test_a_failing_snapshot_is_logged_once_and_sampling_continues(caplog):
     telemetry = FakeTelemetry(failing={2, 4})
     with caplog.at_level(logging.WARNING, "colabkit"), telemetry.sampler(points=10**6) as sampler:
         wait_until(lambda: telemetry.taken > 5)
@@ -148,7 +148,7 @@ def test_a_snapshot_that_fails_is_said_once_and_the_next_is_taken(caplog):
     assert [snapshot.at_s for snapshot in sampler.recent(1e9)][:3] == [1, 3, 5]
 
 
-def test_a_machine_that_cannot_be_opened_is_said_and_harms_nothing(monkeypatch, caplog):
+def test_a_failure_to_open_the_telemetry_is_logged_and_harmless(monkeypatch, caplog):
     def broken() -> None:
         raise RuntimeError("no such machine")
 
@@ -159,7 +159,7 @@ def test_a_machine_that_cannot_be_opened_is_said_and_harms_nothing(monkeypatch, 
     assert sampler.curve() == ()
 
 
-def test_a_driver_that_never_answers_holds_nobody_up():
+def test_a_hung_driver_blocks_nothing():
     answers, asked = threading.Event(), threading.Event()
 
     class Stuck(FakeTelemetry):
@@ -179,7 +179,7 @@ def test_a_driver_that_never_answers_holds_nobody_up():
         answers.set()
 
 
-def test_the_shared_one_is_started_by_the_first_user_and_stopped_by_the_last(monkeypatch):
+def test_the_shared_sampler_is_started_by_the_first_user_and_stopped_by_the_last(monkeypatch):
     monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
     with sampled() as first:
         with sampled() as second:
@@ -193,7 +193,7 @@ def test_the_shared_one_is_started_by_the_first_user_and_stopped_by_the_last(mon
     assert third._thread is None
 
 
-def test_users_in_many_threads_share_one(monkeypatch):
+def test_users_in_many_threads_share_one_sampler(monkeypatch):
     monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
     found: list[Sampler] = []
     together = threading.Barrier(8)
@@ -214,7 +214,7 @@ def test_users_in_many_threads_share_one(monkeypatch):
     assert found[0]._thread is None
 
 
-def test_a_user_that_the_garbage_collector_ends_while_another_begins_harms_nothing(monkeypatch):
+def test_a_user_ended_by_the_garbage_collector_while_another_begins_is_harmless(monkeypatch):
     monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
     forgotten = [sampled()]
     first = forgotten[0].__enter__()
@@ -272,7 +272,7 @@ def test_the_last_user_may_be_ended_in_the_samplers_own_thread(monkeypatch):
     assert ended == [None]
 
 
-def test_a_forked_process_has_no_sampler_gets_its_own_if_it_asks_and_stops_none_of_its_parents(monkeypatch):
+def test_a_forked_process_starts_its_own_sampler_and_does_not_stop_that_of_its_parent(monkeypatch):
     monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
 
     def work() -> None:
@@ -290,7 +290,7 @@ def test_a_forked_process_has_no_sampler_gets_its_own_if_it_asks_and_stops_none_
         assert parents._thread.is_alive()
 
 
-def test_what_was_seen_stays_known_when_nobody_watches_any_more_and_no_descriptor_is_left():
+def test_snapshots_stay_available_after_the_last_user_and_no_descriptor_is_left():
     before = psutil.Process().num_fds()
     with sampled() as sampler:
         wait_until(lambda: sampler.latest is not None)

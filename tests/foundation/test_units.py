@@ -80,7 +80,7 @@ CASES = (
 )
 
 
-def test_numbers_are_shown_with_the_unit_that_suits_and_few_digits():
+def test_numbers_are_shown_with_a_suitable_unit_and_few_digits():
     for function, *arguments, text in CASES:
         assert function(*arguments) == text
 
@@ -89,14 +89,14 @@ FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB"
 
 
 @given(st.integers(min_value=0, max_value=2**59))
-def test_bytes_as_text_stay_within_rounding_and_below_the_next_unit(count):
+def test_formatted_bytes_are_correct_within_rounding_and_below_the_next_unit(count):
     number, unit = format_bytes(count).split(" ")
     assert abs(float(number) * FACTORS[unit] - count) <= (0.05 if "." in number else 0.5) * FACTORS[unit] + 1e-9
     assert float(number) < 1024
 
 
 @given(st.floats(min_value=0, max_value=1e7), st.floats(min_value=0, max_value=1e7))
-def test_a_longer_duration_never_reads_shorter(one, other):
+def test_a_longer_duration_is_never_shown_as_shorter(one, other):
     less, more = sorted((one, other))
     assert seconds_of(format_seconds(less)) <= seconds_of(format_seconds(more))
 
