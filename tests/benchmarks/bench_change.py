@@ -1,19 +1,19 @@
-"""How fast this checkout is beside another one, for example the one before a change.
+"""Compare the speed of this checkout with another one, for example the one before a change.
 
     git worktree add ../before REVISION
     python tests/benchmarks/bench_change.py ../before
 
-Each round starts two processes, one for each checkout, which take turns: two processes of the same code may differ by a
-tenth for as long as they live, since their memory lies elsewhere. The table shows the ratio of medians over the rounds
-with a bootstrapped 95% interval, above 1 where this checkout is faster. Workloads use public calls that both checkouts
-have:
+Each round starts one new process for each checkout, and the two take turns. New processes are needed because two
+processes of the same code can differ by a tenth as long as they run, due to their memory layout. The table shows the
+ratio of medians over the rounds with a bootstrapped 95% interval; above 1, this checkout is faster. Workloads use
+public calls that both checkouts have:
 
 - `loader`: epochs of 50,000 shuffled images of 32x32 from a pack, batch 512
 - `decode`: an epoch of random crops of 224 from 300 photos, batch 32
 - `packing`: 3,000 small JPEGs to a raw pack; `packing photos`: 300 photos to 128x128
-- `staging`: a copy of 3,000 small files
-- `training`: steps of a small network by `train()`, batch 64
-- `first batch`: from `open_pack()` to the first batch in a new process; `import`: what importing `Loader` takes
+- `staging`: copying 3,000 small files
+- `training`: steps of a small network with `train()`, batch 64
+- `first batch`: from `open_pack()` to the first batch in a new process; `import`: importing `Loader`
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TURNS = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("before", help="the folder of the other checkout")
+    parser.add_argument("before", help="folder of the other checkout")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", help="workloads to run, separated by commas")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS, metavar=("WORKLOAD", "FOLDER"))
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each round, before and after: of a round the median of some turns after a warm-up."""
+    """Return the seconds of each round, before and after: the median of several turns after a warm-up."""
     checkouts = {"before": os.path.abspath(before), "after": str(CHECKOUT)}
     near = os.path.join(folder, "near")
     commands = {which: [sys.executable, __file__, path, "--child", name, folder] for which, path in checkouts.items()}
@@ -89,7 +89,7 @@ def compared(before: list[float], after: list[float]) -> tuple[float, float, flo
 
 
 def write_data(folder: Path) -> None:
-    """Write small images, photos and a pack, the same in each run."""
+    """Write small images, photos and a pack, identical in each run."""
     chance = np.random.default_rng(0)
     for name, count, side, classes in (("small", 3000, 32, 10), ("photos", 300, 480, 3)):
         for number in range(count):
@@ -101,7 +101,7 @@ def write_data(folder: Path) -> None:
 
 
 def serve(name: str, folder: str) -> None:
-    """Run a workload once for each line that arrives, and answer with its seconds."""
+    """Run a workload once for each line of input, and print its seconds."""
     run = WORKLOADS[name](Path(folder))
     for _ in sys.stdin:
         print(run(), flush=True)
@@ -121,7 +121,7 @@ def loader(folder: Path) -> Callable[[], float]:
 
 
 def rows(folder: Path) -> Path:
-    """Return the path of a pack of 50,000 images, which the first process makes."""
+    """Return the path of a pack of 50,000 images, which the first process creates."""
     import colabkit
 
     out = folder / "rows.h5"
@@ -201,7 +201,8 @@ def first_batch(folder: Path) -> Callable[[], float]:
 
 
 def importing(folder: Path) -> Callable[[], float]:
-    import torch  # its own seconds are not colabkit's
+    # Import torch first, because its time is not colabkit's.
+    import torch
 
     assert torch
 

@@ -1,13 +1,14 @@
-"""What a checkpoint of 500 MB takes from training: the call itself, and the steps beside the writer.
+"""Measure the cost of a 500 MB checkpoint for training: the call itself, and the slowdown of steps during writing.
 
     python tests/benchmarks/bench_checkpoint.py --folder /content
 
-1. How long `CheckpointFolder.save()` holds its caller, beside a bare copy of the same tensors into fresh memory and
-   into memory that is kept, and `torch.save` in the caller's thread, which is what a loop of one's own does.
-2. How many small steps a second are made while the checkpoint is written, against the same loop alone, just before and
-   after; beside `torch.save` in a plain thread.
+1. How long `CheckpointFolder.save()` blocks its caller, compared with a plain copy of the same tensors into new memory
+   and into reused memory, and with `torch.save` in the caller's thread, as in a hand-written loop.
+2. How many small steps per second run while the checkpoint is written, compared with the same loop alone just before
+   and after, and with `torch.save` in a plain thread.
 
-The content is that of a model and Adam: three tensors of each of 60 sizes. Steps are of a small CNN, batches of 64.
+The content resembles a model and Adam: three tensors of each of 60 sizes. The steps train a small CNN with batches of
+64.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ ALONE_S = 1.5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", help="where the checkpoints go; by default the system's temporary folder")
+    parser.add_argument("--folder", help="folder for the checkpoints; by default the system's temporary folder")
     parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, for the steps")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="number of torch's threads for the steps"
+    )
     Bench.main(parser, {"call": the_call, "steps": the_steps}, rounds=7)
 
 
@@ -45,7 +48,7 @@ def folder_of(bench: Bench) -> Path:
 
 
 def made(megabytes: int) -> dict[str, Any]:
-    """Return the states of a model and of Adam, so large together."""
+    """Return the states of a model and of Adam with this total size."""
     sizes = [1 + number % 6 for number in range(LAYERS)]
     unit = megabytes * 1_000_000 // (4 * 3 * sum(sizes))
     model = {f"layer{number}.weight": torch.randn(size * unit) for number, size in enumerate(sizes)}
@@ -62,7 +65,7 @@ def tensors_of(content: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def the_call(bench: Bench) -> None:
-    """Measure how long the caller is held."""
+    """Measure how long the caller is blocked."""
     content, folder = made(bench.options.megabytes), folder_of(bench)
     tensors = tensors_of(content)
     memory = [torch.empty_like(tensor) for tensor in tensors]
@@ -78,7 +81,7 @@ def the_call(bench: Bench) -> None:
 
     with CheckpointFolder(folder / "kept", keep_last=1) as kept:
         systems = {
-            "copy, kept memory": lambda: 1e3 * timed(kept_copy),
+            "copy, reused memory": lambda: 1e3 * timed(kept_copy),
             "copy, fresh": lambda: 1e3 * timed(lambda: [tensor.clone() for tensor in tensors]),
             "save()": saved,
             "torch.save": lambda: 1e3 * timed(lambda: torch.save(content, folder / "own.pt")),
@@ -86,16 +89,16 @@ def the_call(bench: Bench) -> None:
         figures = interleaved(systems, bench.rounds)
     shutil.rmtree(folder)
     size = sum(tensor.nbytes for tensor in tensors)
-    title = f"Milliseconds that a checkpoint of {size / 1e6:.0f} MB in {len(tensors)} tensors holds the caller"
-    report(title, "ms", figures, "copy, kept memory", None)
+    title = f"Milliseconds that a checkpoint of {size / 1e6:.0f} MB in {len(tensors)} tensors blocks the caller"
+    report(title, "ms", figures, "copy, reused memory", None)
     bench.figures["call"] = figures
     middle = {name: statistics.median(values) for name, values in figures.items()}
-    for system, most in (("copy, kept memory", 1.15), ("copy, fresh", 1.0)):
+    for system, most in (("copy, reused memory", 1.15), ("copy, fresh", 1.0)):
         bench.need(f"save() to {system}", middle["save()"] / middle[system], most, "{:.2f} times", at_most=True)
 
 
 def the_steps(bench: Bench) -> None:
-    """Measure steps a second beside the writer, in comparison with those alone."""
+    """Measure steps per second during writing, compared with those alone."""
     torch.set_num_threads(bench.options.threads)
     content, folder = made(bench.options.megabytes), folder_of(bench)
     step = small_step()
@@ -103,7 +106,7 @@ def the_steps(bench: Bench) -> None:
         step()
 
     def rate(until: Callable[[], bool]) -> tuple[float, float]:
-        """Return steps a second, and seconds, of a loop that goes on until something holds."""
+        """Return the steps per second and the seconds of a loop that runs until a condition holds."""
         count, started = 0, time.perf_counter()
         while not until():
             step()
@@ -146,15 +149,15 @@ def the_steps(bench: Bench) -> None:
         median, seconds = statistics.median(values), statistics.median(lasted[name])
         lost = f"{1e3 * seconds * (1 - median):.0f} ms"
         rows.append((name, *spread(values, "{:.0%}"), f"{seconds:.2f} s", lost))
-    title = f"Steps a second beside the writer, to those alone; {torch.get_num_threads()} threads of torch"
-    table(title, ("", "median", "min", "max", "written in", "lost a checkpoint"), rows)
+    title = f"Steps per second during writing, relative to those alone; {torch.get_num_threads()} threads of torch"
+    table(title, ("", "median", "min", "max", "written in", "lost per checkpoint"), rows)
     bench.figures["steps"] = {"shares": shares, "seconds": lasted}
     share = statistics.median(shares["colabkit"])
-    bench.need("steps a second beside the writer, to alone", share, 0.5, "{:.0%}")
+    bench.need("steps per second during writing, relative to alone", share, 0.5, "{:.0%}")
 
 
 def small_step() -> Callable[[], None]:
-    """Return a step of a small CNN, a few milliseconds long."""
+    """Return a training step of a small CNN that takes a few milliseconds."""
     layers = torch.nn
     model = layers.Sequential(
         layers.Conv2d(1, 8, 3, 2), layers.ReLU(), layers.Conv2d(8, 16, 3, 2), layers.ReLU(), layers.Flatten(),

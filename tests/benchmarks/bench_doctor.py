@@ -1,12 +1,12 @@
-"""How often the doctor is right: traces with known answers, and real runs whose planted bottleneck is then mended.
+"""Measure how often the doctor is right: on traces with known answers, and on real runs with a planted bottleneck.
 
     python tests/benchmarks/bench_doctor.py [--only traces,runs] [--json out.json]
 
-A run's verdict has to be the planted one; the speed that was predicted for the mend is compared with the speed after
-it, each the median of three to nine rounds in which both runs alternate. What counts is the prediction of
-`diagnose(loader, headspace=headspace(step, loader))`; the one by the run alone is told beside it, and how far the
-mended runs agree with themselves. A scenario takes one to three minutes, in a process of its own; those with a slow
-drive need FUSE.
+The verdict of a run must be the planted bottleneck. The predicted speed after the fix is compared with the measured
+one; each is the median of three to nine rounds in which both runs alternate. The prediction that counts is that of
+`diagnose(loader, headspace=headspace(step, loader))`. The prediction without `headspace()` and the agreement of fixed
+runs with each other are reported too. Each scenario runs in its own process and takes one to three minutes; scenarios
+with a slow drive need FUSE.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CLOSE = 0.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="traces,runs")
-    parser.add_argument("--run", help="only runs whose name holds this")
-    parser.add_argument("--json", help="file for all figures")
+    parser.add_argument("--run", help="only runs whose name contains this text")
+    parser.add_argument("--json", help="JSON file for all figures")
     options = parser.parse_args()
     print(machine(), flush=True)
     traces = [trace_row(trace) for trace in TRACES] if "traces" in options.only else []
@@ -66,13 +66,15 @@ def main() -> None:
         print(
             f"\n(Of predictions without headspace(), {sum(o <= CLOSE for o in plain)} of {len(plain)} are within 15%.)"
         )
-        print(f"\n(Medians of two rounds of a mended run and of its others agree within 15% in {share:.0%}.)")
+        print(
+            f"\n(Medians of two rounds of a fixed run agree with its other rounds within 15% in {share:.0%} of cases.)"
+        )
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": machine(), "traces": traces, "runs": runs}, indent=1))
 
 
 def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
-    """Return what is to be told of a trace, and whether the doctor is right."""
+    """Return the table row of a trace, and whether the doctor is right."""
     found = trace.judge()
     rules = [advice.rule for advice in found.advice]
     is_right = found.verdict == trace.verdict
@@ -82,21 +84,21 @@ def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
 
 
 def run_of(name: str) -> dict[str, Any]:
-    """Return what came of a real run."""
+    """Return the results of a real run."""
     found = {"name": name, **child([sys.executable, HERE / "doctor_runs.py", name], DEADLINE_S)}
     print("  " + ("; ".join(run_row(found)) if "verdict" in found else name), file=sys.stderr, flush=True)
     return found
 
 
 def run_row(found: dict[str, Any]) -> tuple[str, ...]:
-    """Return what is to be told of a real run."""
+    """Return the table row of a real run."""
     shares = "/".join(f"{100 * share:.0f}" for share in found["shares"][0].values())
     return (
         found["name"] + ("" if is_right(found) else "  WRONG"),
         found["right"],
         found["verdict"],
         shares,
-        (", ".join(found["advice"]) or "none") + ("" if found["is_advised"] else "  (another was due)"),
+        (", ".join(found["advice"]) or "none") + ("" if found["is_advised"] else "  (another was expected)"),
         f"{found['speed']:,.0f}",
         *(f"{found[speed]:,.0f}" if found[speed] else "" for speed in ("predicted", "expected", "mended")),
         *("" if (off := off_by(found, speed)) is None else f"{100 * off:+.0f}%" for speed in ("predicted", "expected")),
@@ -104,15 +106,15 @@ def run_row(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def is_right(found: dict[str, Any]) -> bool:
-    """Return whether the verdict is the planted one."""
+    """Return whether the verdict is the planted bottleneck."""
     return bool(found["verdict"] == found["right"])
 
 
 def off_by(found: dict[str, Any], speed: str = "expected") -> float | None:
-    """Return by which share of the speed after the mend a prediction is off; None if none was made.
+    """Return the error of a prediction as a share of the speed after the fix; None if there is no prediction.
 
     Args:
-        found: what came of a run.
+        found: results of a run.
         speed: `"expected"`, with `headspace()`, or `"predicted"`, without.
     """
     if not found[speed] or not found["mended"]:
@@ -121,7 +123,7 @@ def off_by(found: dict[str, Any], speed: str = "expected") -> float | None:
 
 
 def agreement(speeds: list[float]) -> float:
-    """Return how often the median of two rounds is that of the others within 15%: how steady the machine is."""
+    """Return how often the median of two rounds is within 15% of that of the others: how steady the machine is."""
     pairs = list(itertools.combinations(range(len(speeds)), 2))
     close = 0
     for pair in pairs:
@@ -131,7 +133,7 @@ def agreement(speeds: list[float]) -> float:
 
 
 def needed(traces: list[Any], runs: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Return what has to hold, and whether it does."""
+    """Return the requirements, and whether they are met."""
     right = sum(row[5] for row in traces) + sum(map(is_right, runs))
     clean = [found for found in runs if found["right"] == "compute"]
     offs = [abs(off) for found in runs if (off := off_by(found)) is not None]
@@ -141,8 +143,16 @@ def needed(traces: list[Any], runs: list[dict[str, Any]]) -> list[tuple[str, str
     return [
         verdict("scenarios", float(len(traces) + len(runs)), 40, "{:.0f}", at_most=False),
         verdict("share of right verdicts", right / (len(traces) + len(runs)), 0.95, "{:.3f}", at_most=False),
-        verdict("the same of all rounds of real runs", sum(rounds) / len(rounds), 0.95, "{:.3f}", at_most=False),
-        verdict("clean runs called input-bound", float(sum("data" in f["verdicts"] for f in clean)), 0, "{:.0f}", True),
+        verdict(
+            "share of right verdicts in all rounds of real runs",
+            sum(rounds) / len(rounds),
+            0.95,
+            "{:.3f}",
+            at_most=False,
+        ),
+        verdict(
+            "clean runs diagnosed as input-bound", float(sum("data" in f["verdicts"] for f in clean)), 0, "{:.0f}", True
+        ),
         verdict(
             f"share of {len(offs)} predictions within 15%",
             sum(o <= CLOSE for o in offs) / len(offs),
@@ -150,8 +160,8 @@ def needed(traces: list[Any], runs: list[dict[str, Any]]) -> list[tuple[str, str
             "{:.2f}",
             False,
         ),
-        verdict("shares of a step add up to 1, off by", max(sums), 0.01, "{:.4f}", at_most=True),
-        verdict("all steps add up to the clock's time, off by", max(counted), 0.01, "{:.4f}", at_most=True),
+        verdict("shares of a step: deviation of their sum from 1", max(sums), 0.01, "{:.4f}", at_most=True),
+        verdict("all steps: deviation of their sum from the clock's time", max(counted), 0.01, "{:.4f}", at_most=True),
     ]
 
 

@@ -1,9 +1,9 @@
-"""What only a GPU can show: copies, training beside cached batches, samples in GPU memory, memory over many epochs.
+"""Benchmarks that need a GPU: copies, training compared with cached batches, samples in GPU memory, and memory growth.
 
     python tests/benchmarks/bench_gpu.py
 
-Says so and ends where there is no GPU. Samples are random 224x224x3 images, packed on the spot; they are only moved,
-never looked at. Training is a ResNet-18 in bfloat16. The last table says what is needed.
+Without a GPU, it prints a line and ends. Samples are random 224x224x3 images, packed at the start. The model is a
+ResNet-18 in bfloat16. The last table shows the requirements.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ IMAGES, SIDE, BATCH = 2048, 224, 128
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=20, help="for the memory check")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of the memory check")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("No GPU here: nothing to measure.")
+        print("No GPU found; there is nothing to measure.")
         return
     with tempfile.TemporaryDirectory() as name:
         dataset = make_dataset(Path(name))
         loader = colabkit.Loader(dataset, BATCH, shuffle=True, drop_last=True, device="cuda", keep="ram")
-        copies = {"a bare pinned copy": bare_copy(), "colabkit.Loader": epoch_bytes(loader)}
+        copies = {"plain pinned copy": bare_copy(), "colabkit.Loader": epoch_bytes(loader)}
         figures = interleaved(copies, options.rounds)
-        report("Host to device, uint8", "MB/s", figures, "a bare pinned copy", None)
-        needed = [("copy to the device, share of a bare pinned copy", ratio(figures, *copies), 0.90)]
+        report("Host to device, uint8", "MB/s", figures, "plain pinned copy", None)
+        needed = [("copy to the device, share of a plain pinned copy", ratio(figures, *copies), 0.90)]
         resident = colabkit.Loader(dataset, BATCH, shuffle=True, drop_last=True, device="cuda", keep="gpu")
-        gathers = {"a bare index_select on the device": bare_gather(dataset), "keep='gpu'": epochs_of(resident)}
+        gathers = {"plain index_select on the device": bare_gather(dataset), "keep='gpu'": epochs_of(resident)}
         figures = interleaved(gathers, options.rounds)
-        report("Gather in GPU memory", "images/s", figures, "a bare index_select on the device", None)
-        needed.append(("keep='gpu', share of a bare index_select", ratio(figures, *gathers), 0.90))
+        report("Gather in GPU memory", "images/s", figures, "plain index_select on the device", None)
+        needed.append(("keep='gpu', share of a plain index_select", ratio(figures, *gathers), 0.90))
         step = make_step()
         cached = [batch for batch, _ in zip(loader, range(8), strict=False)]
         loops = {
@@ -61,7 +61,7 @@ def main() -> None:
         needed.append(("training, share of the loop over cached batches", ratio(figures, *loops), 0.97))
         grown_mb = memory_growth(step, loader, options.epochs)
         rows = [verdict(what, found, least, "{:.2f}", at_most=False) for what, found, least in needed]
-        what = f"megabytes that reserved memory grows by over {options.epochs} epochs"
+        what = f"growth of reserved memory over {options.epochs} epochs, MB"
         needs_table([*rows, verdict(what, grown_mb, 0, "{:,.0f}", at_most=True)])
 
 
@@ -82,7 +82,7 @@ def ratio(figures: dict[str, list[float]], bare: str, ours: str) -> float:
 
 
 def bare_gather(dataset: colabkit.PackedDataset) -> Callable[[], float]:
-    """Return the limit of the tier `gpu`: rows gathered on the device, in a new random order, into one buffer."""
+    """Return the limit of the `gpu` tier: rows gathered on the device in a new random order into one buffer."""
     rows = dataset.rows.cuda()
     wide = rows.view(len(rows), -1).view(torch.int64)
     buffer = torch.empty(BATCH, wide.shape[1], dtype=torch.int64, device="cuda")
@@ -118,7 +118,7 @@ def bare_copy() -> Callable[[], float]:
 
 
 def epoch_bytes(loader: colabkit.Loader) -> Callable[[], float]:
-    """Return a run that gives the copies' own rate: bytes of all batches by the seconds that they were copied."""
+    """Return a run that measures the rate of copies: the bytes of all batches divided by the seconds of copying."""
 
     def run() -> float:
         before = loader.meters.snapshot()
@@ -159,7 +159,7 @@ def images_per_s(step: Callable, batches) -> float:
 
 
 def memory_growth(step: Callable, loader: colabkit.Loader, epochs: int) -> float:
-    """Return by how many megabytes the reserved memory of the GPU grew after the second epoch."""
+    """Return the growth of the GPU's reserved memory after the second epoch, in megabytes."""
     reserved = []
     for _ in range(epochs):
         images_per_s(step, loader)

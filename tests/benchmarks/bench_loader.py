@@ -1,11 +1,11 @@
-"""Images a second of `Loader` alone, without a model, beside bare loops and other loaders, over the same samples.
+"""Measure images per second of `Loader` without a model, compared with plain loops and other loaders.
 
     python tests/benchmarks/bench_loader.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
 
-Every system runs in a fresh process, in interleaved rounds: an epoch to warm up, then whole shuffled epochs for three
-seconds at least, or in turns of a few epochs with another. The consumer only takes batches. Everything is warm in the
-page cache. `--peers` runs the other loaders in this Python, `--peers-python` in an environment of their own, made so on
-Debian or Ubuntu:
+Every system runs in a new process, in interleaved rounds: a warm-up epoch, then complete shuffled epochs for at least
+three seconds, or turns of a few epochs that alternate with another system. The consumer only takes batches. All data is
+in the page cache. `--peers` runs the other loaders in this Python, `--peers-python` in their own environment, which you
+can create on Debian or Ubuntu:
 
     apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
     uv venv --python 3.11 peers
@@ -34,20 +34,20 @@ import colabkit
 
 DEADLINE_S = 600
 FEW = 10_000
-"""Samples of an epoch of the systems that make less than 20,000 images a second."""
+"""Samples per epoch for systems with less than 20,000 images per second."""
 
 PHOTO_TIMES, ROW_TIMES = 4, 10
-"""How often the photos are repeated, so that an epoch has batches enough."""
+"""Number of repetitions of the photos, so that an epoch has enough batches."""
 
 TURNS, TURN_EPOCHS = 40, 5
-"""Of each process that takes turns with another, in a round."""
+"""Turns in a round of each process that alternates with another."""
 
 FIRST_RUNS = 5
 PEERS = {"FFCV", "FFCV crops", "WebDataset", "Streaming", "litdata", "HF datasets", "SPDL", "SPDL crops", "DALI"}
 PEERS |= {"DALI crops"}
 OURS = "colabkit.Loader"
-BARE = "bare index_select loop"
-DECODED = "colabkit.Loader, size=256, decoded rows kept"
+BARE = "plain index_select loop"
+DECODED = "colabkit.Loader, size=256, decoded rows cached"
 JPEG_PEERS = ("FFCV jpg", "DALI")
 
 
@@ -55,14 +55,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="zip archive of small JPEGs, with train/CLASS/")
     parser.add_argument("--photos", required=True, help="zip archive of photos")
-    parser.add_argument("--peers", action="store_true", help="run the other loaders, too, in this Python")
-    parser.add_argument("--peers-python", help="run the other loaders, too, in this interpreter")
+    parser.add_argument("--peers", action="store_true", help="also run the other loaders, in this Python")
+    parser.add_argument("--peers-python", help="also run the other loaders, with this interpreter")
     LoaderBench.main(parser, RUNS, rounds=3)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: a system, the data it reads, and how many samples these are."""
+    """A row of a table: a system, its data, and the number of samples."""
 
     system: str
     source: Path
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass
 class LoaderBench(Bench):
-    """The data of the benchmark, made when first asked for; `broken` has the reason where a peer's writer failed."""
+    """The data of the benchmark, created on first use; `broken` has the reasons for failures of other writers."""
 
     broken: dict[Path, str] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class LoaderBench(Bench):
         return self.options.peers_python or (sys.executable if self.options.peers else None)
 
     def files(self) -> Path:
-        """Return the small images, one folder a class."""
+        """Return the small images, with one folder for each class."""
         return extract(self.options.data, self.folder / "files") / "train"
 
     def few_files(self) -> Path:
@@ -93,7 +93,7 @@ class LoaderBench(Bench):
         return target
 
     def photo_files(self, times: int) -> Path:
-        """Return the photos, each so many times."""
+        """Return the photos, each repeated this many times."""
         plain, target = extract_photos(self.options.photos, self.folder / "photos"), self.folder / f"photos-{times}"
         if not target.is_dir():
             for folder in sorted(plain.iterdir()):
@@ -109,7 +109,7 @@ class LoaderBench(Bench):
         return target
 
     def written(self, writer: str, source: Path) -> Path:
-        """Return what a peer's writer makes of a source; if it fails, `broken` has the reason."""
+        """Return the output of another package's writer for a source; if it fails, `broken` has the reason."""
         target = self.folder / f"{source.stem}-{writer.replace(' ', '-').replace(',', '')}" / "data"
         if self.peers_python is None or target.exists() or target in self.broken:
             return target
@@ -124,23 +124,24 @@ class LoaderBench(Bench):
         return target
 
     def run(self, action: str, row: Row, batch_size: int, number: int = 1) -> Found:
-        """Run a system in a fresh process and return what it printed, or why there is nothing."""
+        """Run a system in a new process and return its output, or why there is none."""
         is_peer = row.system in PEERS
         python = self.peers_python if is_peer else sys.executable
         if python is None:
-            return {"missing": "not run: no --peers"}
+            return {"missing": "not run: pass --peers or --peers-python"}
         if row.source in self.broken:
             return {"missing": self.broken[row.source]}
         words = [python, HERE / "loader_systems.py", action, row.system, row.source, str(batch_size)]
         found = child(words, DEADLINE_S)
         if "missing" in found and not is_peer:
             self.failed.append(f"{action}, {row.system}: {found['missing']}")
-        if "epochs" in found:  # some repeat or leave out a few
+        # Some systems repeat or leave out a few samples.
+        if "epochs" in found:
             assert abs(found["samples"] / found["epochs"] / row.samples - 1) < 0.02, (row, found)
         return found
 
     def run_often(self, action: str, row: Row, batch_size: int) -> list[Found]:
-        """Run a system in several processes, up to the first that fails."""
+        """Run a system in several processes, until one fails."""
         found: list[Found] = []
         while len(found) < FIRST_RUNS and not (found and "missing" in found[-1]):
             found.append(self.run(action, row, batch_size))
@@ -155,13 +156,13 @@ class LoaderBench(Bench):
         note: str = "",
         often: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Compare the epochs of some systems; return the medians of their images a second."""
+        """Compare epochs of several systems; return their median images per second."""
         systems = {name: partial(self.run, "epochs", row, batch_size) for name, row in rows.items()}
         return self.compare(f"{title}, batch {batch_size}, shuffled", systems, base, often=often, note=note)
 
 
 def link(files: Iterable[Path], folder: Path, times: int) -> None:
-    """Make hard links to files, so many to each."""
+    """Create this many hard links to each file."""
     folder.mkdir(parents=True)
     for path in files:
         for number in range(times):
@@ -169,7 +170,7 @@ def link(files: Iterable[Path], folder: Path, times: int) -> None:
 
 
 def cifar(bench: LoaderBench) -> None:
-    """Small raw rows, and the same images as the others keep them."""
+    """Small raw rows, and the same images in the formats of the other packages."""
     files, few = bench.files(), bench.few_files()
     many, some = warm(files), warm(few)
     packed, few_packed = bench.pack(files), bench.pack(few)
@@ -185,10 +186,10 @@ def cifar(bench: LoaderBench) -> None:
         "MosaicML Streaming": Row("Streaming", bench.written("MDS jpeg", few), some),
         "litdata": Row("litdata", bench.written("litdata jpeg", few), some),
         "WebDataset": Row("WebDataset", bench.written("WebDataset jpeg, shuffled", few), some),
-        "h5py a sample + DataLoader": Row("h5py", few_packed, some),
+        "h5py by sample + DataLoader": Row("h5py", few_packed, some),
     }
     title = f"{many:,} images 32x32x3"
-    note = f"2 workers where there are any; from HF datasets on epochs have {some:,} samples; those of files hold JPEGs"
+    note = f"2 workers if available; systems from HF datasets on have epochs of {some:,} samples; files are JPEGs"
     often = (OURS, BARE, "FFCV")
     middle = bench.compare_rows(title, rows, 512, (OURS, "FFCV"), note, often)
     for other, needed in (
@@ -203,9 +204,10 @@ def cifar(bench: LoaderBench) -> None:
 
 
 def bare(bench: LoaderBench) -> None:
-    """Small raw rows beside a bare loop: processes of both live side by side and take turns of some 50 ms.
+    """Small raw rows compared with a plain loop: a process of each runs at the same time, in turns of about 50 ms.
 
-    The two are too near each other to be told apart over minutes, in which a shared machine's speed changes by half.
+    Short turns are needed because the speed of a shared machine can change by half within minutes, which would hide the
+    small difference between the two.
     """
     files = bench.files()
     packed, count = bench.pack(files), warm(files)
@@ -217,20 +219,20 @@ def bare(bench: LoaderBench) -> None:
             rates[name] += [TURN_EPOCHS * count / each for each in seconds]
     middle = {name: statistics.median(values) for name, values in rates.items()}
     lines = [(name, *spread(values)) for name, values in rates.items()]
-    about = f"{bench.rounds} starts of both, {TURNS} turns of {TURN_EPOCHS} epochs each"
+    about = f"{bench.rounds} starts of both, each with {TURNS} turns of {TURN_EPOCHS} epochs"
     table(f"{count:,} images 32x32x3, batch 512, shuffled; {about}", ("", "images/s, median", "min", "max"), lines)
     bench.figures["bare"] = rates
     bench.need_ratio("bare", middle, OURS, BARE, 0.85)
 
 
 def rows_224(bench: LoaderBench) -> None:
-    """Rows of 150,528 bytes, beside a copy of blocks into one buffer, and into two, as batches that users hold need."""
+    """Rows of 150,528 bytes, compared with copying blocks into one buffer, and into two since users hold batches."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     count = len(colabkit.open_pack(packed)["train"])
     rows = {
         OURS: Row("colabkit", packed, count),
         "plain copy, in order": Row("copy", packed, count),
-        "the same, two buffers in turns": Row("copy in turns", packed, count),
+        "plain copy, two alternating buffers": Row("copy, alternating buffers", packed, count),
     }
     middle = bench.compare_rows(f"{count:,} rows 224x224x3", rows, 256, [*rows][1:])
     bench.need_ratio("rows", middle, OURS, "plain copy, in order", 0.9)
@@ -250,7 +252,7 @@ def photos(bench: LoaderBench) -> None:
 
 
 def jpeg(bench: LoaderBench) -> None:
-    """The same from JPEG files."""
+    """RandomResizedCrop and flip from JPEG files."""
     files = bench.photo_files(PHOTO_TIMES)
     rows = jpeg_rows(bench, OURS, "colabkit crops")
     count = rows[OURS].samples
@@ -262,16 +264,16 @@ def jpeg(bench: LoaderBench) -> None:
     sizes = [sum(path.stat().st_size for path in files.rglob("*.*")) / 1e6]
     sizes += [beton.stat().st_size / 1e6] if beton.exists() else []
     sizes_mb = " and ".join(f"{size:,.0f}" for size in sizes)
-    note = f"FFCV encodes anew, by its default of quality 90; MB of the files and of FFCV's: {sizes_mb}"
+    note = f"FFCV re-encodes with its default quality of 90; MB of the files and of FFCV's: {sizes_mb}"
     title = f"{count:,} photos, RandomResizedCrop 224 + flip from JPEG"
     middle = bench.compare_rows(title, rows, 128, JPEG_PEERS, note)
     bench.need_ratio("jpeg", middle, OURS, best(middle), 1.15)
 
 
 def decoded(bench: LoaderBench) -> None:
-    """The same from the second epoch on, when the decoded rows are kept."""
+    """RandomResizedCrop and flip from JPEG files, from the second epoch on, when the decoded rows are cached."""
     rows = jpeg_rows(bench, DECODED, "colabkit decoded")
-    title = f"{rows[DECODED].samples:,} photos, RandomResizedCrop 224 + flip, second epoch on"
+    title = f"{rows[DECODED].samples:,} photos, RandomResizedCrop 224 + flip, from the second epoch on"
     middle = bench.compare_rows(title, rows, 128, JPEG_PEERS)
     bench.need_ratio("decoded", middle, DECODED, best(middle), 4)
 
@@ -287,7 +289,7 @@ def jpeg_rows(bench: LoaderBench, ours: str, system: str) -> dict[str, Row]:
 
 
 def best(middle: Mapping[str, float]) -> str:
-    """Return the faster of the peers that read JPEG, or what both are called unless both ran."""
+    """Return the faster of the other packages that read JPEG, or the names of both unless both ran."""
     has_both = all(name in middle for name in JPEG_PEERS)
     return max(JPEG_PEERS, key=middle.__getitem__) if has_both else "the better of FFCV jpg and DALI"
 
@@ -315,11 +317,11 @@ def first(bench: LoaderBench) -> None:
     table(f"From making the loader to its first batch, {count:,} images 32x32x3", head, lines)
     bench.need("first: ms to the first batch", middle.get(OURS), 50, "{:,.1f}", at_most=True)
     sooner = middle["FFCV"] / middle[OURS] if len(middle) == 2 else None
-    bench.need("first: times sooner than FFCV", sooner, 20, "{:,.1f}")
+    bench.need("first: speed relative to FFCV", sooner, 20, "{:,.1f}")
 
 
 def worker(bench: LoaderBench) -> None:
-    """CPU of the loader's threads at a slow consumer's pace."""
+    """CPU use of the loader's threads with a slow consumer."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     title = f"CPU of the loader's threads at {PACE:,} images/s of 224x224x3, share of a core"
     middle = repeated(bench, "worker", title, packed, 128, {"cpu_share": 100, "own_share": 100}, "%")
@@ -327,17 +329,17 @@ def worker(bench: LoaderBench) -> None:
 
 
 def order(bench: LoaderBench) -> None:
-    """The first batch of 10^9 samples, and the first after resuming in the middle."""
-    title = f"A shuffled order of {ORDER_SAMPLES:,} samples, to the first batch"
+    """Time to the first batch of 10^9 samples, and to the first batch after resuming in the middle."""
+    title = f"Time to the first batch of a shuffled order of {ORDER_SAMPLES:,} samples"
     middle = repeated(bench, "order", title, bench.folder / "none", 512, {"first_s": 1e3, "middle_s": 1e3}, "ms")
     bench.need("order: ms to the first batch", middle.get("first_s"), 100, "{:.1f}", at_most=True)
     bench.need("order: ms to resume in the middle", middle.get("middle_s"), 50, "{:.1f}", at_most=True)
 
 
 def meters(bench: LoaderBench) -> None:
-    """What the loader's meters take of an epoch of small raw rows."""
+    """Share of an epoch of small raw rows that the loader's meters take."""
     packed = bench.pack(bench.files())
-    title = "Share of an epoch of small rows that the meters take: calls times the cost of one"
+    title = "Share of an epoch of small rows that the meters take: number of calls times the cost of one"
     middle = repeated(bench, "meters", title, packed, 512, {"share": 100}, "%")
     bench.need("meters: % of an epoch", middle.get("share"), 1, "{:.2f}", at_most=True)
 

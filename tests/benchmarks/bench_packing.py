@@ -1,10 +1,10 @@
-"""How fast, how lean and how safely `pack()` makes packs, beside bare loops and other writers, on real files.
+"""Measure speed, memory and safety of `pack()` on real files, compared with plain loops and other writers.
 
     python tests/benchmarks/bench_packing.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
 
-Every system runs in a fresh process, in interleaved rounds, after one untimed run over fewer files; times are from
-listing the folder to the finished file, without imports. Files are extracted before and warm in the page cache. The
-others need an environment of their own, made so on Debian or Ubuntu:
+Every system runs in a new process, in interleaved rounds, after one untimed run over fewer files. Times are from
+listing the folder to the finished file, without imports. Files are extracted beforehand and in the page cache. The
+other packages need their own environment, which you can create on Debian or Ubuntu:
 
     apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
     uv venv --python 3.11 peers
@@ -12,8 +12,8 @@ others need an environment of their own, made so on Debian or Ubuntu:
         wheel ninja simplejpeg psutil h5py pillow litdata mosaicml-streaming webdataset
     uv pip install --python peers/bin/python --no-build-isolation ffcv==1.0.2
 
-litdata's `optimize()` deletes the folders `data` and `chunks` of the temporary folder, so each system gets a temporary
-folder of its own.
+litdata's `optimize()` deletes the folders `data` and `chunks` of the temporary folder, so each system gets its
+own temporary folder.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="zip archive of small JPEGs, with train/CLASS/ and test/CLASS/")
     parser.add_argument("--photos", required=True, help="zip archive of photos")
-    parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has the others installed")
+    parser.add_argument("--peers-python", default=sys.executable, help="interpreter with the other packages")
     PackingBench.main(parser, RUNS, rounds=5)
 
 
 class PackingBench(Bench):
-    """Small files and photos, extracted once, and packs that are removed at once."""
+    """Small files and photos, which are extracted once, and packs, which are removed immediately."""
 
     @property
     def archive(self) -> Path:
@@ -86,7 +86,7 @@ class PackingBench(Bench):
             shutil.rmtree(folder)
 
     def run(self, system: str, source: Path, count: int, number: int, warm_up: Path | None = None) -> Found:
-        """Pack so many samples in a fresh process; round 0 packs `warm_up` if there is one."""
+        """Pack this many samples in a new process; round 0 packs `warm_up` if given."""
         is_warm_up = number == 0 and warm_up is not None
         found = self.checked(system, child(self.command(system, warm_up if is_warm_up else source), DEADLINE_S))
         assert is_warm_up or found.get("samples", count) == count, (system, found, count)
@@ -94,7 +94,7 @@ class PackingBench(Bench):
         return found
 
     def checked(self, system: str, found: Found) -> Found:
-        """Return what a system found; only another package may fail."""
+        """Return the results of a system; only other packages may fail."""
         if "missing" in found and system not in PEERS:
             raise RuntimeError(f"{system}: {found['missing']}")
         return found
@@ -112,33 +112,33 @@ def cifar(bench: PackingBench) -> None:
 
 
 def from_zip(bench: PackingBench) -> None:
-    """All files, extracted and straight out of the archive."""
+    """All files, extracted and directly from the archive."""
     count = warm(bench.files)
     bench.archive.read_bytes()
-    sources = {"extracted": bench.files, "out of the zip": bench.archive}
+    sources = {"extracted": bench.files, "from the zip": bench.archive}
     systems = {name: partial(bench.run, RAW, source, count) for name, source in sources.items()}
     middle = bench.compare(f"{count:,} files, {RAW}", systems, ("extracted",), first=0)
-    bench.need_ratio("zip", middle, "out of the zip", "extracted", 0.8)
+    bench.need_ratio("zip", middle, "from the zip", "extracted", 0.8)
 
 
 def photos(bench: PackingBench) -> None:
-    """The photos to raw 256."""
+    """The photos to raw images of 256x256."""
     count = warm(bench.photos)
-    ours, *bare = "colabkit raw 256", "bare 256, threads", "bare 256, processes"
+    ours, *bare = "colabkit raw 256", "plain 256, threads", "plain 256, processes"
     systems = {system: partial(bench.run, system, bench.photos, count) for system in (ours, *bare)}
     middle = bench.compare(f"{count:,} photos to 256 x 256", systems, bare, first=0)
     bench.need_ratio("photos", middle, ours, max(bare, key=middle.__getitem__), 0.9)
 
 
 def memory(bench: PackingBench) -> None:
-    """Peak memory of packing: the process and its children, watched from outside."""
+    """Peak memory of packing: the process and its children, measured by another process."""
     test, train = bench.files / "test", bench.files / "train"
     rows = []
     for name, system, source in (
         ("imports alone", "imports alone", test),
         (f"{warm(test):,} files", RAW, test),
         (f"{warm(train):,} files", RAW, train),
-        (f"{warm(bench.files):,} files out of the zip", RAW, bench.archive),
+        (f"{warm(bench.files):,} files from the zip", RAW, bench.archive),
         (f"{warm(train):,} files, source", "colabkit source", train),
         (f"{warm(bench.photos):,} photos", "colabkit raw 256", bench.photos),
     ):
@@ -149,13 +149,13 @@ def memory(bench: PackingBench) -> None:
             bench.need(f"peak MB (RSS of all processes), {name}", peaks["rss"] / 1e6, 500, "{:,.0f}", at_most=True)
     few, many = (bench.figures[f"memory, {warm(folder):,} files"]["rss"] for folder in (test, train))
     growth = (many - few) / (warm(train) - warm(test))
-    bench.need("peak bytes a further file (a sample has 3,072)", growth, 1536, "{:,.0f}", at_most=True)
+    bench.need("peak bytes per additional file (a sample has 3,072)", growth, 1536, "{:,.0f}", at_most=True)
     head = ("", "RSS of all processes", "PSS of all (shared pages once)", "VmHWM of the parent")
     table("Peak memory of packing, MB", head, rows)
 
 
 def watched(bench: PackingBench, system: str, source: Path) -> dict[str, int]:
-    """Run a system and return the peaks of its memory in bytes, looked at every few milliseconds."""
+    """Run a system and return its peak memory in bytes, sampled every few milliseconds."""
     peaks = {"rss": 0, "pss": 0, "own": 0}
     with tempfile.TemporaryFile("w+", dir=bench.folder) as out, tempfile.TemporaryFile("w+", dir=bench.folder) as err:
         process = psutil.Popen(bench.command(system, source), stdout=out, stderr=err)
@@ -195,11 +195,11 @@ def tree_memory(process: psutil.Process) -> tuple[int, int]:
 
 
 def opening(bench: PackingBench) -> None:
-    """The first open of a big pack in a process."""
+    """The first open of a large pack in a process."""
     path = bench.folder / "big.h5"
     samples = sum(colabkit.pack(bench.archive, path, encoding="raw", progress=False).splits.values())
     ms = [1e3 * child([sys.executable, "-c", OPEN, path], DEADLINE_S)["seconds"] for _ in range(20)]
-    title = f"First open in a fresh process, pack of {samples:,} samples"
+    title = f"First open in a new process, pack of {samples:,} samples"
     table(title, ("ms, median of 20", "min", "max"), [spread(ms, "{:.1f}")])
     bench.figures["open"] = ms
     bench.need(f"ms to open {samples:,} samples", statistics.median(ms), 20, "{:.1f}", at_most=True)
@@ -207,7 +207,7 @@ def opening(bench: PackingBench) -> None:
 
 
 def flips(bench: PackingBench) -> None:
-    """Single bits, truncations and mutations of small packs, raw and of the files' own bytes."""
+    """Flipped bits, truncations and mutations of small packs, raw and with the original file bytes."""
     few = bench.folder / "few"
     chance = random.Random(0)
     for split in ("train", "test"):
@@ -232,7 +232,7 @@ def flips(bench: PackingBench) -> None:
 
 
 def damages(path: Path, kind: str, count: int) -> list[tuple[int, str, str]]:
-    """Run all damages in child processes; a child that dies is followed by one that goes on behind what killed it."""
+    """Run all damages in child processes; after a crash, a new child continues with the next damage."""
     found: list[tuple[int, str, str]] = []
     while len(found) < count:
         first = len(found)
@@ -242,7 +242,8 @@ def damages(path: Path, kind: str, count: int) -> list[tuple[int, str, str]]:
         found += [tuple(json.loads(line)) for line in done.stdout.splitlines()]
         if done.returncode > 0:
             raise RuntimeError(f"{kind} of {path.name}: {done.stderr}")
-        if done.returncode < 0:  # a signal
+        # The child was killed by a signal.
+        if done.returncode < 0:
             found.append((len(found), "a child", f"CRASH with signal {-done.returncode}"))
     return found
 

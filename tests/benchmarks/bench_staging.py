@@ -1,11 +1,12 @@
-"""How fast and how safely `stage()` and `prepare()` bring data near, on a slow drive, beside cp and others.
+"""Measure speed and safety of `stage()` and `prepare()` with a slow drive, compared with cp and other programs.
 
     python tests/benchmarks/bench_staging.py --data cifar10-images.zip
 
-The slow drive is a real FUSE mount (tests/slow_drive.py) that gives each open and listing a latency, all reads one
-bandwidth, and works on so many requests at once. It is mounted anew for every run, so that nothing is cached. Bare
-threads know all paths beforehand and write nothing; their best number of threads is searched from 1 to 128. Needs root
-or `fusermount3`, `mfusepy`, and, to be compared with, `rsync` and `rclone`. `--only` runs some of the parts.
+The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency for each open and listing, one
+bandwidth for all reads, and a maximum number of concurrent requests. It is mounted again for every run, so that nothing
+is cached. Plain threads know all paths beforehand and write nothing; the best number of threads is searched from 1 to
+128. The benchmark needs root or `fusermount3`, and `mfusepy`; `rsync` and `rclone` are compared if available. `--only`
+selects parts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> None:
 
 @dataclass
 class StagingBench(Bench):
-    """What lies on the drive (`root`), where it is mounted (`point`), and where copies go."""
+    """The drive's content (`root`), its mount point (`point`), and the folder for copies."""
 
     targets: int = 0
 
@@ -66,11 +67,11 @@ class StagingBench(Bench):
 
     @property
     def settings(self) -> list[tuple[float, ...]]:
-        """Latency in ms, and requests at once."""
+        """Latency in ms, and number of concurrent requests."""
         return [tuple(map(float, text.split("/"))) for text in self.options.settings.split(",")]
 
     def fill(self, files: int, big_bytes: int) -> None:
-        """Put some of the small files, class folder by class folder, and one big file on the drive."""
+        """Write some of the small files, in their class folders, and one big file to the drive."""
         inner = next((path for path in (self.whole / "train", self.whole / "digits") if path.is_dir()), self.whole)
         folders = sorted(folder for folder in inner.iterdir() if folder.is_dir())
         for folder in folders:
@@ -86,7 +87,7 @@ class StagingBench(Bench):
                 file.write(random.randbytes(min(10**7, big_bytes)))
 
     def drive(self, latency_ms: float, at_once: float, bandwidth: float = BANDWIDTH) -> FuseMount:
-        """Return the slow drive, to be mounted with nothing cached."""
+        """Return the slow drive, which is mounted without cached data."""
         latency_s = latency_ms / 1e3
         return FuseMount(
             self.point,
@@ -101,32 +102,32 @@ class StagingBench(Bench):
         )
 
     def target(self, parent: Path | None = None) -> Path:
-        """Return a new path for a copy; on disk unless told otherwise."""
+        """Return a new path for a copy, by default on disk."""
         self.targets += 1
         return (parent or self.folder / "targets") / str(self.targets)
 
     def tmpfs_target(self) -> Path:
-        """Return a new path for a copy in tmpfs, which is where stage() brings data if it fits."""
+        """Return a new path for a copy in tmpfs, where stage() copies data that fits."""
         return self.target(self.tmpfs)
 
     def show(self, title: str, seconds: Mapping[str, list[float]], needed: Mapping[str, float]) -> None:
-        """Print medians, spread and the speed of `stage()` in comparison, and note what is needed."""
+        """Print medians, spread and the relative speed of `stage()`, and check the requirements."""
         middle = {name: statistics.median(values) for name, values in seconds.items()}
         speeds = {name: middle[name] / middle["stage()"] for name in seconds}
         rows = [(name, *spread(values, "{:.3f}"), f"{speeds[name]:.3f}") for name, values in seconds.items()]
         table(title, ("", "median s", "min", "max", "speed of stage()"), rows)
         self.figures[title] = dict(seconds)
         for name, least in needed.items():
-            self.need(f"{title}: speed of stage(), times {name}", speeds.get(name), least, "{:.2f}")
+            self.need(f"{title}: speed of stage() relative to {name}", speeds.get(name), least, "{:.2f}")
 
 
 def command(*words: object) -> None:
-    """Run a program to its end."""
+    """Run a program and wait for it."""
     subprocess.run([str(word) for word in words], check=True, capture_output=True)
 
 
 def bare(point: Path, paths: list[str], threads: int) -> None:
-    """Read files by a thread pool, as one would write it by hand; what they hold is dropped."""
+    """Read files with a plain thread pool and discard their content."""
 
     def read(path: str) -> int:
         with open(os.path.join(point, path), "rb", buffering=0) as file:
@@ -137,7 +138,7 @@ def bare(point: Path, paths: list[str], threads: int) -> None:
 
 
 def bare_ranges(path: Path, threads: int) -> None:
-    """Read one file by a thread pool, each thread a range of 4 MiB at a time."""
+    """Read one file with a thread pool in ranges of 4 MiB."""
     fd = os.open(path, os.O_RDONLY)
     try:
         with ThreadPoolExecutor(threads) as pool:
@@ -157,7 +158,7 @@ def small(bench: StagingBench) -> None:
 
 
 def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
-    """Small files: the best bare threads, stage() without options, rclone, rsync and cp; the slow ones in one round."""
+    """Small files: the best plain threads, stage() without options, rclone, rsync and cp; slow ones run only once."""
     folder, rounds = bench.point / "small", bench.rounds
 
     def on_drive(work: Callable[[], object]) -> float:
@@ -167,12 +168,12 @@ def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
     def threads(count: int, share: int = 1) -> Callable[[], object]:
         return lambda: bare(bench.point, bench.paths[::share], count)
 
-    # Few threads take minutes and cannot be the best: they read an eighth of the files, and count eight times.
+    # Few threads take minutes and cannot be the best, so they read an eighth of the files and count eight times.
     shares = {count: 8 if count < at_once / 2 else 1 for count in SWEEP}
     sweep = {count: on_drive(threads(count, share)) * share for count, share in shares.items()}
     shown = ", ".join(f"{count}: {seconds:.2f}" for count, seconds in sweep.items())
-    print(f"\nbare threads at {latency_ms:g} ms, {at_once:g} at once, seconds: {shown}")
-    best = {f"bare, {count} threads": threads(count) for count in sorted(sweep, key=lambda count: sweep[count])[:3]}
+    print(f"\nplain threads at {latency_ms:g} ms, {at_once:g} at once, seconds: {shown}")
+    best = {f"plain, {count} threads": threads(count) for count in sorted(sweep, key=lambda count: sweep[count])[:3]}
     systems: dict[str, tuple[int, Callable[[], object]]] = {
         "stage()": (rounds, lambda: colabkit.stage(folder, progress=False)),
         **{name: (rounds, run) for name, run in best.items()},
@@ -186,7 +187,7 @@ def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
     seconds: dict[str, list[float]] = {}
     for number in range(rounds):
         for name, (own_rounds, run) in systems.items():
-            if number < own_rounds and (name.startswith(("stage", "bare")) or shutil.which(name.split()[0])):
+            if number < own_rounds and (name.startswith(("stage", "plain")) or shutil.which(name.split()[0])):
                 seconds.setdefault(name, []).append(on_drive(run))
             if name == "stage()":
                 colabkit.unstage(folder)
@@ -209,7 +210,7 @@ def big(bench: StagingBench) -> None:
     for latency_ms, at_once in bench.settings:
         systems: dict[str, Callable[[], object]] = {
             "stage()": lambda: colabkit.stage(file, bench.target(), progress=False),
-            **{f"bare, {count} threads": partial(bare_ranges, file, count) for count in (1, 4, 16)},
+            **{f"plain, {count} threads": partial(bare_ranges, file, count) for count in (1, 4, 16)},
         }
         seconds: dict[str, list[float]] = {name: [] for name in systems}
         for _ in range(bench.rounds):
@@ -217,7 +218,7 @@ def big(bench: StagingBench) -> None:
                 with bench.drive(latency_ms, at_once):
                     seconds[name].append(timed(run))
                 shutil.rmtree(bench.folder / "targets" / str(bench.targets), ignore_errors=True)
-        swift = min((name for name in seconds if "bare" in name), key=lambda name: statistics.median(seconds[name]))
+        swift = min((name for name in seconds if "plain" in name), key=lambda name: statistics.median(seconds[name]))
         title = f"a file of {bench.options.big_mb} MB, {latency_ms:g} ms, {at_once:g} requests at once, 100 MB/s"
         shown = {name: values for name, values in seconds.items() if name in ("stage()", swift)}
         bench.show(title, shown, {swift: 0.95})
@@ -225,11 +226,12 @@ def big(bench: StagingBench) -> None:
 
 
 def local(bench: StagingBench) -> None:
-    """One big file from a local disk to the same disk, beside cp."""
+    """One big file from a local disk to the same disk, compared with cp."""
     file = bench.root / "big.bin"
     seconds: dict[str, list[float]] = {"stage()": [], "cp": []}
     for _ in range(5 * bench.rounds):
-        os.sync()  # what is written back of earlier runs is none of this one's work
+        # Write back data of earlier runs first, so that it does not count.
+        os.sync()
         seconds["stage()"].append(timed(lambda: colabkit.stage(file, bench.target(), progress=False)))
         shutil.rmtree(bench.folder / "targets" / str(bench.targets))
         os.sync()
@@ -239,7 +241,7 @@ def local(bench: StagingBench) -> None:
 
 
 def memory(bench: StagingBench) -> None:
-    """Peak memory of a process that stages small files, one big file, and all files of the data."""
+    """Peak memory of a process that stages the small files, the big file, and all files."""
     code = (
         "import sys, colabkit; colabkit.stage(sys.argv[1], sys.argv[2], progress=False);"
         "print([int(line.split()[1]) // 1024 for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
@@ -288,7 +290,7 @@ def prepare(bench: StagingBench) -> None:
 
 
 def kill(bench: StagingBench) -> None:
-    """Kill stage() at random moments, start it again, compare all bytes, and count what was copied twice."""
+    """Kill stage() at random times, start it again, compare all bytes, and count files and blocks copied twice."""
     code = "import sys, colabkit; colabkit.stage(sys.argv[1], sys.argv[2], progress=False)"
     twice = []
     for number in range(bench.options.kills):
@@ -313,13 +315,13 @@ def kill(bench: StagingBench) -> None:
             missing = max(0, (bench.root / name).stat().st_size - blocks * BLOCK_BYTES)
             twice.append(max(0, round((again_bytes - missing) / BLOCK_BYTES)) if blocks else 0)
         shutil.rmtree(target)
-    print(f"\nkilled at {len(twice)} random moments: right bytes each time; files or blocks copied twice: {twice}")
+    print(f"\nkilled at {len(twice)} random times: correct bytes each time; files or blocks copied twice: {twice}")
     bench.figures["kill"] = twice
     bench.need("files or blocks copied twice after a kill", max(twice), 1, "{:.0f}", at_most=True)
 
 
 def kept(bench: StagingBench, target: Path, name: str) -> tuple[set[str], int]:
-    """Return the files that are whole in the partial, as the drive names them, and the blocks noted there."""
+    """Return the drive's paths of complete files in the partial copy, and the recorded blocks."""
     if target.exists():
         return {f"/{path}" for path in bench.paths}, 10**9
     files, blocks = set(), 0

@@ -1,13 +1,14 @@
-"""What `train()` and the live panel cost beside a loop written by hand, and how long checkpoints hold it up.
+"""Measure the cost of `train()`, the live panel and checkpoints, compared with a hand-written loop.
 
     python tests/benchmarks/bench_training.py
 
-The same small convolutional network and the same batches of 64 images of 32x32, on the CPU, in interleaved epochs:
+All systems train the same small convolutional network with the same batches of 64 images of 32x32 on the CPU, in
+interleaved epochs:
 
 - a loop in plain torch over a list of batches, `train(supervised_step(...), Loader(...))` over the same samples in
   memory, and the same with a checkpoint after every 6 steps (`bench_checkpoint.py` measures checkpoints of 500 MB);
-- longer epochs of `train()` without and with a panel, which is shown as a notebook shows it, by IPython's display
-  publisher, which counts the bytes and drops them.
+- longer epochs of `train()` without and with a panel, which is shown as in a notebook, through IPython's display
+  publisher; a fake front end counts the bytes and discards them.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from models import small_cnn
 
 BATCH, STEPS = 64, 12
-PANEL_ROUNDS_SHARE = 4  # epochs with the panel are longer, so they are fewer
-ENVELOPE_BYTES = 650  # of a message beside its content
+# Epochs with the panel are longer, so there are fewer of them.
+PANEL_ROUNDS_SHARE = 4
+# Size of a message without its content.
+ENVELOPE_BYTES = 650
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of an epoch beside the panel, more or less")
+    parser.add_argument("--seconds", type=float, default=6.0, help="approximate time of an epoch with the panel")
     Bench.main(parser, {"steps": steps, "panel": panel}, rounds=80)
 
 
@@ -50,13 +53,15 @@ def steps(bench: Bench) -> None:
         {
             "by hand": by_hand(*samples),
             "train()": by_train(samples),
-            "train(), a checkpoint every 6 steps": by_train(samples, save_to=bench.folder, save_every=6),
+            "train() with a checkpoint every 6 steps": by_train(samples, save_to=bench.folder, save_every=6),
         },
         bench.rounds,
     )
-    report(f"Microseconds of a step: small CNN, batch {BATCH}, CPU", "us", figures, "by hand", None)
+    report(f"Microseconds per step: small CNN, batch {BATCH}, CPU", "us", figures, "by hand", None)
     bench.figures["steps"] = figures
-    bench.need("a step of train(), times one by hand", paired(figures, "train()", "by hand"), 1.02, "{:.3f}", True)
+    bench.need(
+        "a step of train() relative to a hand-written one", paired(figures, "train()", "by hand"), 1.02, "{:.3f}", True
+    )
 
 
 def panel(bench: Bench) -> None:
@@ -72,19 +77,19 @@ def panel(bench: Bench) -> None:
         "panel on": by_train(samples, beside=lambda: shown(shown_s)),
     }
     figures = interleaved(systems, max(1, bench.rounds // PANEL_ROUNDS_SHARE))
-    title = f"Microseconds of a step: small CNN, batch {BATCH}, CPU, {count} steps a round"
+    title = f"Microseconds per step: small CNN, batch {BATCH}, CPU, {count} steps per round"
     report(title, "us", figures, "panel off", None)
     bench.figures["panel"] = figures
     frames, sent_bytes = CountingPublisher.frames, CountingPublisher.sent_bytes
     print(f"\n{frames / sum(shown_s):.1f} frames/s, {sent_bytes / frames:,.0f} bytes each")
     bench.need(
-        "a step beside the panel, times one without", paired(figures, "panel on", "panel off"), 1.005, "{:.4f}", True
+        "a step with the panel relative to one without", paired(figures, "panel on", "panel off"), 1.005, "{:.4f}", True
     )
-    bench.need("bytes a second to the front end", sent_bytes / sum(shown_s), 20_000, "{:,.0f}", True)
+    bench.need("bytes per second to the front end", sent_bytes / sum(shown_s), 20_000, "{:,.0f}", True)
 
 
 class CountingPublisher(CapturingDisplayPublisher):
-    """Takes the place of a front end and counts the bytes."""
+    """A fake front end that counts the bytes."""
 
     sent_bytes = 0
     frames = 0
@@ -96,7 +101,7 @@ class CountingPublisher(CapturingDisplayPublisher):
 
 @contextmanager
 def shown(shown_s: list[float]) -> Iterator[None]:
-    """Show the panel within a block, and note its seconds."""
+    """Show the panel within a block, and record its seconds."""
     began = time.perf_counter()
     with colabkit.dashboard(screen="notebook"):
         yield
@@ -104,7 +109,7 @@ def shown(shown_s: list[float]) -> Iterator[None]:
 
 
 def samples_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images and labels of so many steps."""
+    """Return the images and labels of this many steps."""
     return torch.randn(BATCH * count, 3, 32, 32), torch.randint(0, 10, (BATCH * count,))
 
 
@@ -114,7 +119,7 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def by_hand(images: torch.Tensor, labels: torch.Tensor) -> Callable[[], float]:
-    """Return what trains an epoch in plain torch and returns the microseconds of a step."""
+    """Return a function that trains an epoch in plain torch and returns the microseconds per step."""
     model, optimizer = network()
     batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
 
@@ -141,9 +146,9 @@ def by_train(
     beside: Callable[[], AbstractContextManager[None]] | None = None,
     **options: object,
 ) -> Callable[[], float]:
-    """Return what trains an epoch by `train()` and returns the microseconds of a step.
+    """Return a function that trains an epoch with `train()` and returns the microseconds per step.
 
-    With something `beside` it, these are the times between the events of steps, the first one apart.
+    With a context `beside` it, these are the times between the events of steps, without the first one.
     """
     model, optimizer = network()
     step = colabkit.supervised_step(model, optimizer)

@@ -1,9 +1,9 @@
-"""Real runs with a planted bottleneck, and the same runs mended, for bench_doctor.py; one in each process.
+"""Real runs with a planted bottleneck, and the same runs fixed, for bench_doctor.py; one run per process.
 
     python tests/benchmarks/doctor_runs.py "decoding, a light step"
 
-trains as it is and mended in turn, some rounds of both, and prints as JSON what the doctor said in each, with and
-without a measurement of the step alone, and the medians of the speeds before and after.
+trains with and without the bottleneck in alternating rounds. It prints as JSON the doctor's diagnoses, with and without
+a measurement of the step alone, and the median speeds before and after.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ SIDE, CLASSES = 64, 10
 
 @dataclass(frozen=True)
 class Run:
-    """A training with something wrong, or nothing.
+    """A training with or without a bottleneck.
 
     Attributes:
-        name: what is wrong.
-        verdict: the right one.
-        rules: of which one has to give advice; empty if there is nothing to say.
-        before: makes the loader that is wrong, in a folder.
-        after: makes the one that is mended; None where that is no change of the loader.
-        width: channels of the model: how long a step takes.
-        elsewhere_s: seconds of a step that leaves the CPU alone, as on a GPU, of which the doctor is told; 0 for that
-            of a model on the CPU.
-        beside: what goes on meanwhile.
-        on_step: what the loop does after each step.
-        is_mended_by_ending: whether the mend is to end what goes on beside.
+        name: description of the bottleneck.
+        verdict: the correct verdict.
+        rules: rules of which one must give advice; empty if none is expected.
+        before: returns the slow loader, with files in a folder.
+        after: returns the fixed loader; None if the fix does not change the loader.
+        width: channels of the model, which determine the time of a step.
+        elsewhere_s: seconds of a step that does not use the CPU, as on a GPU; the doctor is given this value. 0 for a
+            model on the CPU.
+        beside: context of other work during the run.
+        on_step: called after each step.
+        is_mended_by_ending: whether the fix is to end `beside`.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Run:
 
 
 def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
-    """Return the step of a small network, and what it changes."""
+    """Return the training step of a small network, and its state."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, width, 3, stride=2), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(),
@@ -88,7 +88,8 @@ def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
     def step(batch: Any) -> float:
         images, labels = batch
         images = images.float().div_(255) if images.dtype == torch.uint8 else images
-        images = images.contiguous(memory_format=torch.channels_last)  # the same step after any loader
+        # Make the step the same for any loader.
+        images = images.contiguous(memory_format=torch.channels_last)
         loss = loss_of(model(images), labels)
         loss.backward()
         optimizer.step()
@@ -99,7 +100,7 @@ def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
 
 
 def elsewhere(step_s: float) -> tuple[Callable[[Any], Any], dict[str, Any]]:
-    """Return a step that leaves the CPU alone, as on a GPU, and that it changes nothing."""
+    """Return a step that does not use the CPU, as on a GPU, and its empty state."""
 
     def step(batch: Any) -> None:
         time.sleep(step_s)
@@ -108,7 +109,7 @@ def elsewhere(step_s: float) -> tuple[Callable[[Any], Any], dict[str, Any]]:
 
 
 def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None) -> float:
-    """Train for some seconds, and return the steps' seconds by the clock."""
+    """Train for some seconds, and return the wall-clock seconds of the steps."""
     until = time.perf_counter() + SECONDS
     clocked, is_over = 0.0, False
     with sampled():
@@ -129,18 +130,18 @@ def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None]
 
 
 def watched(loader: Any) -> Any:
-    """Return a loader that has meters."""
+    """Return a loader with meters."""
     return loader if isinstance(loader, colabkit.Loader) else colabkit.watch(loader)
 
 
 def speed_of(spent: Any) -> float:
-    """Return the samples a second of a typical step."""
+    """Return the samples per second of a typical step."""
     step = typical_step(settled_steps(spent.recent))
     return step.samples / step.seconds
 
 
 def result_of(run: Run, folder: Path) -> dict[str, Any]:
-    """Run it and run it mended, in turn."""
+    """Run the slow and the fixed training in alternating rounds."""
     step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
     is_mended = run.after is not None or run.is_mended_by_ending or run.on_step is not None
     diagnoses: list[Diagnosis] = []
@@ -189,12 +190,12 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def predicted_by(run: Run, found: Diagnosis) -> float | None:
-    """Return the speed that a diagnosis promises of the mend; None if it promises nothing."""
+    """Return the speed that a diagnosis predicts for the fix; None if it predicts none."""
     given = {advice.rule: advice.samples_per_s for advice in found.advice}
     return next((given[rule] for rule in run.rules if given.get(rule)), None)
 
 
-# What is loaded
+# Data to load
 
 
 def photos(folder: Path, count: int = 640, size: tuple[int, int] = (256, 256)) -> Path:
@@ -225,7 +226,7 @@ def rows(count: int = 4096, side: int = SIDE) -> tuple[Tensor, Tensor]:
 
 
 class Files(Dataset[Any]):
-    """Image files one by one, as most people read them."""
+    """Image files read one by one, as in most programs."""
 
     def __init__(self, folder: Path, work: int = 0) -> None:
         self.root = str(folder)
@@ -260,7 +261,7 @@ class Slow(Dataset[Any]):
 
 
 def in_python(work: int) -> int:
-    """Compute something slowly."""
+    """Compute slowly."""
     total = 0
     for number in range(work):
         total += number * number % 7
@@ -268,10 +269,11 @@ def in_python(work: int) -> int:
 
 
 def far(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
-    """Return what makes a loader of the folder as a slow drive shows it."""
+    """Return a function that makes a loader of the folder behind a slow drive."""
 
     def made(folder: Path) -> Any:
-        make(folder)  # so that the data is there
+        # Create the data.
+        make(folder)
         mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, **behaviour)
         mount.__enter__()
         MOUNTED.append(mount)
@@ -284,14 +286,14 @@ MOUNTED: list[FuseMount] = []
 
 
 def unmount() -> None:
-    """Take away what was mounted, and with it what the kernel keeps of it."""
+    """Unmount the drive, which also drops its data from the kernel's cache."""
     while MOUNTED:
         MOUNTED.pop().__exit__(None, None, None)
 
 
 @contextlib.contextmanager
 def busy_processes(folder: Path, count: int = 2) -> Iterator[None]:
-    """Let other processes compute, which are no children of this one."""
+    """Let other processes compute that are not children of this one."""
     busy = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!;"
     told = subprocess.run(["sh", "-c", busy * count], stdout=subprocess.PIPE, text=True, check=True)
     try:
@@ -322,7 +324,7 @@ def file_loader(folder: Path, batch: int = 16, count: int = 2400) -> Any:
 
 
 def kept_files(folder: Path, batch: int = 32, count: int = 320) -> Any:
-    """Return a Loader of image files that keeps what it has decoded."""
+    """Return a Loader of image files that caches decoded images."""
     return colabkit.Loader(colabkit.FileDataset(photos(folder, count)), batch, shuffle=True, size=SIDE)
 
 
@@ -345,12 +347,12 @@ def crops(folder: Path, batch: int = 32, count: int = 640, size: tuple[int, int]
 
 
 def raw(batch: int, count: int = 640, **options: Any) -> Callable[[Path], Any]:
-    """Return what makes a Loader of a raw pack."""
+    """Return a function that makes a Loader of a raw pack."""
     return lambda folder: colabkit.Loader(packed(folder, count), batch, shuffle=True, **options)
 
 
 def large_rows(folder: Path, batch: int = 16) -> Any:
-    """Return a Loader of a raw pack that takes longer to read from a slow drive than a run takes."""
+    """Return a Loader of a raw pack that takes longer to read from a slow drive than a run lasts."""
     out = folder / "large-rows.h5"
     if not out.exists():
         images, labels = rows(8000, 2 * SIDE)
@@ -359,19 +361,19 @@ def large_rows(folder: Path, batch: int = 16) -> Any:
 
 
 def arrays(batch: int) -> Callable[[Path], Any]:
-    """Return what makes a Loader of tensors."""
+    """Return a function that makes a Loader of tensors."""
     return lambda folder: colabkit.Loader(rows(), batch, shuffle=True)
 
 
 def tensors(batch: int, workers: int = 0) -> Callable[[Path], Any]:
-    """Return what makes torch's DataLoader of tensors."""
+    """Return a function that makes torch's DataLoader of tensors."""
     return lambda folder: DataLoader(
         TensorDataset(*rows()), batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )
 
 
 def logging() -> None:
-    """Work of the host that is no step: some 20 ms of Python."""
+    """Host work outside the step: about 20 ms of Python."""
     in_python(300_000)
 
 
@@ -380,10 +382,10 @@ RUNS: Sequence[Run] = (
     Run("files on a slow drive", "data", COPY_NEAR, far(file_loader, open_s=0.1, at_once=8), file_loader),
     Run("files on a slow drive, a longer step", "data", COPY_NEAR, far(file_loader, open_s=0.15, at_once=8),
         file_loader, width=24),
-    Run("files on a drive with a narrow line", "data", COPY_NEAR, far(file_loader, bandwidth=3e6), file_loader),
+    Run("files on a drive with low bandwidth", "data", COPY_NEAR, far(file_loader, bandwidth=3e6), file_loader),
     Run("files on a slow drive, the step elsewhere", "data", COPY_NEAR, far(file_loader, open_s=0.1, at_once=8),
         file_loader, elsewhere_s=0.004),
-    Run("files on a drive with a narrow line, the step elsewhere", "data", COPY_NEAR, far(file_loader, bandwidth=3e6),
+    Run("files on a drive with low bandwidth, the step elsewhere", "data", COPY_NEAR, far(file_loader, bandwidth=3e6),
         file_loader, elsewhere_s=0.004),
     Run("torch's DataLoader of a slow drive", "data", COPY_NEAR, far(lambda f: torch_files(f, 2), open_s=0.03),
         lambda f: torch_files(f, 2)),

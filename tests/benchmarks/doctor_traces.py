@@ -1,4 +1,4 @@
-"""Traces of runs whose bottleneck is known, for bench_doctor.py: what meters and telemetry would have seen."""
+"""Traces of runs with known bottlenecks for bench_doctor.py: values of meters and telemetry."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ FULL = replace(HOST, cpu_rate=0.99, own_cpu_rate=0.97, busiest_core_rate=1.0)
 
 @dataclass(frozen=True)
 class Trace:
-    """A run as it would have been seen.
+    """A simulated run.
 
     Attributes:
-        name: what is wrong with it.
-        verdict: the right one.
-        rule: the rule that has to give the advice; empty if there is nothing to say.
-        times: mean seconds of a step that go to waiting, copy, compute and other work.
-        facts: of the loader.
-        parts: of the loader, per sample: name, busy, waiting and CPU seconds, bytes.
-        host: of the machine.
+        name: description of the bottleneck.
+        verdict: the correct verdict.
+        rule: the rule that must give advice; empty if none is expected.
+        times: mean seconds of a step spent on waiting, copy, compute and other work.
+        facts: facts about the loader.
+        parts: parts of the loader, per sample: name, busy, waiting and CPU seconds, bytes.
+        host: state of the machine.
         noise: spread of each step's times.
-        batches_at_once: batches that a loader gives together, so that only one of them is waited for.
-        shape: changes the seconds of step i.
-        steps: how many there are.
-        precision: of the step.
-        passes: over the data.
-        first_s: to the first batch of each.
-        gpu: whether batches go to one.
+        batches_at_once: number of batches that a loader yields together, so that only the first one is waited for.
+        shape: function that changes the seconds of step i.
+        steps: number of steps.
+        precision: precision of the step.
+        passes: number of passes over the data.
+        first_s: seconds to the first batch of each pass.
+        gpu: whether batches are copied to a GPU.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Trace:
     first_s: float = 0.0
 
     def judge(self) -> Diagnosis:
-        """Return what the doctor says, having looked several times."""
+        """Return the doctor's diagnosis after several observations."""
         doctor = Doctor(precision=self.precision)
         steps = [*self._steps()]
         found = None
@@ -96,15 +96,15 @@ WITH_T4 = replace(HOST, gpus=(T4,))
 
 
 def late_every(steps: int, seconds: float) -> Callable[[int, StepTimes], StepTimes]:
-    """Return a shape with a long wait now and then."""
+    """Return a shape with occasional long waits."""
     return lambda number, step: step._replace(wait_s=seconds) if number % steps == steps // 2 else step
 
 
 TRACES = (
     Trace("clean, on the CPU", "compute", "", (0.0005, 0, 0.1, 0.001)),
-    Trace("clean, with a wild step", "compute", "", (0.001, 0, 0.1, 0.001), noise=0.6),
+    Trace("clean, with one slow step", "compute", "", (0.001, 0, 0.1, 0.001), noise=0.6),
     Trace("clean, on a GPU", "compute", "", (0.001, 0.0005, 0.1, 0.002), ON_GPU, host=WITH_T4, precision="fp16"),
-    Trace("clean, a loader that gives 16 batches at once", "compute", "", (0.002, 0, 0.1, 0), batches_at_once=16),
+    Trace("clean, a loader that yields 16 batches at once", "compute", "", (0.002, 0, 0.1, 0), batches_at_once=16),
     Trace("clean, with a checkpoint every 50 steps", "compute", "", (0.001, 0, 0.1, 0.001),
           shape=lambda number, step: step._replace(other_s=0.3) if number % 50 == 25 else step),
     Trace("not enough steps", "unknown", "", (0.09, 0, 0.01, 0), DRIVE, steps=40),
@@ -147,4 +147,4 @@ TRACES = (
     Trace("other processes on the CPU", "compute", "others_on_the_cpu", (0.001, 0, 0.1, 0.001),
           host=replace(FULL, own_cpu_rate=0.5)),
 )  # fmt: skip
-"""Each is judged alone; about half are GPU runs."""
+"""Each trace is diagnosed separately; about half are GPU runs."""

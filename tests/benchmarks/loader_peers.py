@@ -1,4 +1,4 @@
-"""Loaders of other packages; run by `loader_systems.py`, where colabkit may be missing."""
+"""Loaders of other packages, run by `loader_systems.py`, possibly without colabkit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["CROP", "PEERS", "Again", "Make", "arrays", "own_temporary_folder"]
 
 Make = Callable[[int], Iterable[Any]]
-"""Makes a loader of batches of this size; the last thing in a batch has the length of its samples."""
+"""Makes a loader of batches of this size; the length of a batch's last element is its number of samples."""
 
 WORKERS = 2
 CROP = 224
@@ -21,7 +21,7 @@ CROP = 224
 
 @contextmanager
 def own_temporary_folder(beside: Path) -> Iterator[None]:
-    """Use a new temporary folder: litdata deletes the folders `data` and `chunks` of the one it has."""
+    """Use a new temporary folder, because litdata deletes the folders `data` and `chunks` in its temporary folder."""
     with tempfile.TemporaryDirectory(prefix="own-", dir=beside) as own:
         os.environ["TMPDIR"] = tempfile.tempdir = own
         os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = f"{own}/litdata/chunks"
@@ -31,7 +31,7 @@ def own_temporary_folder(beside: Path) -> Iterator[None]:
 
 
 class Again:
-    """A loader made of a function that starts an epoch."""
+    """A loader whose epochs a function starts."""
 
     def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
         self._epoch = epoch
@@ -61,7 +61,7 @@ def arrays(source: str) -> tuple[Any, Any]:
 
 
 class OneByOne:
-    """The usual recipe: each worker opens the file and reads sample by sample."""
+    """The common recipe: each worker opens the file and reads sample by sample."""
 
     def __init__(self, path: str) -> None:
         self._path, self._file = path, None
@@ -249,7 +249,8 @@ def spdl_crops(source: str) -> Make:
     from torchvision.transforms.functional import resized_crop
 
     files = ImageFolder(source).samples
-    torch.set_num_threads(1)  # or each of the two threads would start two of its own for every photo
+    # Otherwise each of the two threads would start two more for every photo.
+    torch.set_num_threads(1)
 
     def load(file: tuple[str, int]) -> tuple[Any, int]:
         image = torch.from_numpy(decode_jpeg(Path(file[0]).read_bytes(), fastdct=True, fastupsample=True))
@@ -293,7 +294,7 @@ def dali_crops(source: str) -> Make:
 
 
 def dali_of(source: str, decoded: Callable[[Any], Any]) -> Make:
-    """A pipeline without a GPU, its batches as torch tensors."""
+    """A pipeline without a GPU that yields torch tensors."""
     from nvidia.dali import fn, pipeline_def
     from nvidia.dali.plugin.base_iterator import LastBatchPolicy
     from nvidia.dali.plugin.pytorch import DALIGenericIterator

@@ -1,13 +1,12 @@
-"""One way to load batches, run in a process of its own: `python loader_systems.py ACTION SYSTEM SOURCE [MORE]`.
+"""One way to load batches, in its own process: `python loader_systems.py ACTION SYSTEM SOURCE [MORE]`.
 
-- `epochs SYSTEM SOURCE BATCH`: full epochs after a warm-up epoch, for three seconds at least; samples and seconds.
-- `turns SYSTEM SOURCE BATCH`: for each line of input the seconds of as many full epochs as it says.
-- `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a process that made none before.
-- `worker`, `order`, `meters` `colabkit SOURCE BATCH`: what colabkit's loader costs besides.
+- `epochs SYSTEM SOURCE BATCH`: full epochs after a warm-up epoch, for at least three seconds; samples and seconds.
+- `turns SYSTEM SOURCE BATCH`: for each line of input, the seconds of that many full epochs.
+- `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a new process.
+- `worker`, `order`, `meters` `colabkit SOURCE BATCH`: other costs of colabkit's loader.
 
-Prints one line of JSON, or that the system is not installed. Imports and the opening of data are not timed. The
-consumer only takes batches and counts their labels. This file runs where colabkit is not installed; colabkit is one of
-the systems.
+It prints one line of JSON, or that the system is not installed. Imports and opening the data are not timed. The
+consumer only takes batches and counts their labels. This file also runs without colabkit, which is one of the systems.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from loader_peers import CROP, PEERS, Again, Make, own_temporary_folder
 
 LEAST_S = 3.0
 PACE = 1000
-"""Images a second that the consumer takes in the action `worker`."""
+"""Images per second that the consumer takes in the action `worker`."""
 
 HELD: list[Any] = []
-"""What must not be let go before the process ends, which is then at once."""
+"""Objects that must live until the process ends."""
 
 ORDER_SAMPLES = 10**9
 ORDER_ROW_BYTES = 8
@@ -65,7 +64,7 @@ def turns(system: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def timed(loader: Iterable[Any]) -> dict[str, float]:
-    """Take whole epochs until the time is over."""
+    """Take complete epochs until the time is over."""
     samples = rounds = 0
     started = time.perf_counter()
     while (seconds := time.perf_counter() - started) < LEAST_S:
@@ -84,12 +83,13 @@ def first(system: str, source: str, batch_size: str) -> dict[str, float]:
     batches = iter(make(int(batch_size)))
     samples = len(next(batches)[-1])
     seconds = time.perf_counter() - started
-    HELD.append(batches)  # FFCV aborts the process when it is left in the middle of an epoch
+    # FFCV aborts the process if it is stopped in the middle of an epoch.
+    HELD.append(batches)
     return {"seconds": seconds, "samples": samples}
 
 
 def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
-    """CPU of all threads but the consumer's, which takes batches at `PACE` and sleeps between, after such an epoch."""
+    """CPU use of all threads except the consumer's, which takes batches at `PACE`, after one such warm-up epoch."""
     loader = colabkit_pack(source)(int(batch_size))
     at_pace(loader)
     cpu_s, own_s, started = time.process_time(), time.thread_time(), time.perf_counter()
@@ -100,7 +100,7 @@ def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def at_pace(batches: Iterable[Any]) -> int:
-    """Take batches at `PACE` and return how many samples they held."""
+    """Take batches at `PACE` and return their number of samples."""
     taken, started = 0, time.perf_counter()
     for _, labels in batches:
         taken += len(labels)
@@ -109,13 +109,15 @@ def at_pace(batches: Iterable[Any]) -> int:
 
 
 def order(_: str, __: str, batch_size: str) -> dict[str, float]:
-    """Seconds from making a loader of 10^9 samples to its first batch, and from resuming another to the middle's."""
+    """Seconds from making a loader of 10^9 samples to its first batch, and the same when resuming in the middle."""
     import numpy as np
 
     import colabkit
 
-    rows = np.zeros((ORDER_SAMPLES, ORDER_ROW_BYTES), np.uint8)  # never written to, so it takes no memory
-    next(iter(colabkit.Loader(rows[:1000], 10)))  # imports
+    # This array is never written to, so it uses no memory.
+    rows = np.zeros((ORDER_SAMPLES, ORDER_ROW_BYTES), np.uint8)
+    # Make all imports before timing.
+    next(iter(colabkit.Loader(rows[:1000], 10)))
     size, middle = int(batch_size), ORDER_SAMPLES // 2
     started = time.perf_counter()
     loader = colabkit.Loader(rows, size, shuffle=True)
@@ -130,12 +132,12 @@ def order(_: str, __: str, batch_size: str) -> dict[str, float]:
     batches = iter(resumed)
     next(batches)
     middle_s = time.perf_counter() - started
-    assert resumed.state_dict()["samples"] == middle + size, "this is not the middle"
+    assert resumed.state_dict()["samples"] == middle + size, "the loader did not resume in the middle"
     return {"first_s": first_s, "middle_s": middle_s}
 
 
 def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
-    """Share of an epoch that the meters take: how often each is called in it, times what one call costs."""
+    """Share of an epoch that the meters take: the number of calls of each times the cost of one call."""
     from colabkit.foundation import meters as watched
 
     loader = colabkit_pack(source)(int(batch_size))
@@ -172,7 +174,8 @@ def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
         "add": cost_s(lambda: mine.add("gather", 1, 1, 0.0)),
         "publish": cost_s(lambda: publish(watched.BatchTaken(mine))),
     }
-    calls["add"] = calls.get("add", 0) - calls.get("busy", 0)  # those inside `busy` are in its cost
+    # Calls inside `busy` are part of its cost.
+    calls["add"] = calls.get("add", 0) - calls.get("busy", 0)
     total_s = sum(calls.get(name, 0) * cost for name, cost in costs.items())
     mine.clock = watched.HostClock(mine.spent)
     total_s += batches * cost_s(lambda: counted_batch(mine))
@@ -181,7 +184,7 @@ def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def counted_batch(mine: Any) -> None:
-    """What the loader counts by itself for every batch."""
+    """The loader's own counts for every batch."""
     given = time.perf_counter()
     mine.batches += 1
     mine.samples += 1
@@ -202,7 +205,8 @@ def colabkit_pack(source: str) -> Make:
     import colabkit
 
     dataset = colabkit.open_pack(source)["train"]
-    loader = colabkit.Loader  # imported here, as the others are: it is needed once a process
+    # Import it here, like the other packages, because a process needs it only once.
+    loader = colabkit.Loader
     return lambda size: loader(dataset, size, shuffle=True)
 
 
@@ -246,7 +250,7 @@ def bare(source: str) -> Make:
 
 
 def plain_copy(source: str, buffers: int = 1) -> Make:
-    """The same bytes in the order they lie in: blocks of rows copied into reused buffers, which take turns."""
+    """The same bytes in stored order: blocks of rows copied into reused, alternating buffers."""
     import torch
 
     import colabkit
@@ -275,7 +279,7 @@ SYSTEMS: dict[str, Callable[[str], Make]] = {
     "colabkit decoded": colabkit_decoded,
     "bare": bare,
     "copy": plain_copy,
-    "copy in turns": partial(plain_copy, buffers=2),
+    "copy, alternating buffers": partial(plain_copy, buffers=2),
     **PEERS,
 }
 

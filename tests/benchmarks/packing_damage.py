@@ -1,7 +1,7 @@
-"""Damage done to a pack, and who finds it: `python packing_damage.py flips|mutations PACK FIRST LAST`.
+"""Damage a pack and report which check finds it: `python packing_damage.py flips|mutations PACK FIRST LAST`.
 
-Runs in a process of its own, since a damaged file might crash it. Prints one line of JSON for each damage, as soon as
-it is known; number and kind decide all randomness, so a crash is repeated by its number.
+It runs in its own process, because a damaged file might crash it. It prints one line of JSON for each damage
+immediately. Number and kind determine all randomness, so that a crash can be repeated by its number.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def regions_of(path: Path) -> dict[str, list[tuple[int, int]]]:
 def flipped(
     whole: bytes, regions: dict[str, list[tuple[int, int]]], number: int, chance: random.Random
 ) -> tuple[str, bytes]:
-    """Flip one bit: every other one anywhere in the file, the rest in each part in turn."""
+    """Flip one bit: for even numbers anywhere in the file, otherwise in each part in turn."""
     if number % 2:
         place = chance.randrange(len(whole))
         what = next(name for name, spans in regions.items() if any(start <= place < end for start, end in spans))
@@ -75,7 +75,7 @@ def flipped(
 
 
 def outcome(path: Path, expected: str) -> str:
-    """Return who finds the damage first; "equal" if nobody does and nothing is lost, "SILENT" if something is."""
+    """Return the first check that finds the damage; "equal" if none does and no data changed, "SILENT" if it did."""
     step = "open"
     try:
         pack = colabkit.open_pack(path)
@@ -94,7 +94,7 @@ def outcome(path: Path, expected: str) -> str:
 
 
 def content(path: Path) -> str:
-    """Return a digest of all that a reader of the pack gets."""
+    """Return a digest of everything that a reader of the pack receives."""
     pack = colabkit.open_pack(path)
     digest = hashlib.sha256(repr(pack.classes).encode())
     for split, dataset in pack.items():
@@ -112,18 +112,18 @@ def span(whole: bytes, chance: random.Random) -> tuple[int, int]:
 
 
 def zero_tail(whole: bytes, chance: random.Random) -> bytes:
-    """What a crashed machine leaves of a file: its length, without its end."""
+    """Zero the end of a file but keep its length, as after a crash of the machine."""
     kept = chance.randrange(len(whole))
     return whole[:kept] + bytes(len(whole) - kept)
 
 
 def block(change: Callable[[bytes, int, int, random.Random], bytes]) -> Mutation:
-    """Return what changes a random block of a file, given its start and end."""
+    """Return a function that changes a random block of a file, given its start and end."""
     return lambda whole, chance: change(whole, *span(whole, chance), chance)
 
 
 def moved(whole: bytes, start: int, end: int, chance: random.Random) -> bytes:
-    """Bytes of one place written over another."""
+    """Copy bytes from one place of the file over another."""
     to = chance.randrange(len(whole) - (end - start) + 1)
     return whole[:to] + whole[start:end] + whole[to + end - start :]
 
@@ -136,7 +136,7 @@ def many_bits(whole: bytes, chance: random.Random) -> bytes:
 
 
 def numbers_edited(whole: bytes, chance: random.Random) -> bytes:
-    """Digits of the seal's own text changed, as by one who knows it."""
+    """Change digits in the text of the seal, like an attacker who knows its format."""
     data = bytearray(whole)
     digits = [place for place in range(4096) if whole[place : place + 1].isdigit()]
     for place in chance.sample(digits, min(len(digits), chance.randint(1, 4))):

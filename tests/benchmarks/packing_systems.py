@@ -1,8 +1,8 @@
-"""One way to pack a folder of images, run in a process of its own: `python packing_systems.py SYSTEM SOURCE TARGET`.
+"""One way to pack a folder of images, in its own process: `python packing_systems.py SYSTEM SOURCE TARGET`.
 
-Prints one line of JSON: the samples, the seconds from listing the folder to the finished file, the CPU seconds of the
-process and its children, and the peak memory of the process; or why the system cannot be imported. Imports are not
-timed. This file runs where colabkit is not installed; colabkit is one of the systems.
+It prints one line of JSON: the samples, the seconds from listing the folder to the finished file, the CPU seconds of
+the process and its children, and the peak memory of the process; or why the system cannot be imported. Imports are not
+timed. This file also runs without colabkit, which is one of the systems.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measure(system: str, source: str, target: str) -> None:
-    """Run a system and print what it took."""
+    """Run a system and print its measurements."""
     try:
         run = SYSTEMS[system]()
     except ImportError as error:
@@ -48,7 +48,8 @@ def measure(system: str, source: str, target: str) -> None:
     seconds = time.perf_counter() - started
     peak = peak_bytes()
     for child in multiprocessing.active_children():
-        child.join(10)  # FFCV leaves its workers to themselves; only those waited for are counted
+        # FFCV does not wait for its workers, but only waited-for children are counted.
+        child.join(10)
     cpu = cpu_seconds() - before
     print("\n" + json.dumps({"samples": samples, "seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak}))
 
@@ -60,19 +61,19 @@ def cpu_seconds() -> float:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of this process; ru_maxrss would count what its parent had when it was forked."""
+    """Return the peak memory of this process; ru_maxrss would include its parent's memory at the fork."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
 def imports_alone() -> Run:
-    """colabkit's imports and no packing: the memory to subtract, if one wants to."""
+    """colabkit's imports without packing, to subtract their memory."""
     packing()
     return lambda source, target: 0
 
 
 def packing() -> Callable[..., Any]:
-    """Return `colabkit.pack` after all imports that it makes on the way."""
+    """Return `colabkit.pack` after making all imports that it makes on demand."""
     import h5py  # noqa: F401
     import simplejpeg  # noqa: F401
 
@@ -106,7 +107,7 @@ def ffcv() -> Run:
 
 
 def ffcv_jpg() -> Run:
-    """FFCV stores no file's own bytes: it re-encodes, by its default of quality 90, at the photo's own size."""
+    """FFCV cannot store the original bytes: it re-encodes with its default quality of 90 at the photo's size."""
     return ffcv_of("jpg", image_folder)
 
 
@@ -135,7 +136,7 @@ def image_folder(source: str) -> Any:
 
 
 class Rows:
-    """Rows of a raw pack as FFCV's writer takes them."""
+    """Rows of a raw pack in the form that FFCV's writer expects."""
 
     def __init__(self, path: str) -> None:
         self._images, self._labels = arrays(path)
@@ -148,7 +149,7 @@ class Rows:
 
 
 def arrow() -> Run:
-    """The rows of a raw pack, by Hugging Face's datasets."""
+    """The rows of a raw pack, with Hugging Face's datasets."""
     from datasets import Array3D, Dataset, Features, Value
 
     def run(source: str, target: str) -> int:
@@ -173,7 +174,7 @@ def litdata_jpeg() -> Run:
 
 
 def litdata(sample: Callable[[tuple[str, int]], dict[str, Any]]) -> Run:
-    """`optimize()` with two workers and chunks of 64 MB, as its documentation writes it."""
+    """`optimize()` with two workers and chunks of 64 MB, as in its documentation."""
     from litdata import optimize
     from torchvision.datasets import ImageFolder
 
@@ -196,11 +197,12 @@ def litdata_array(file: tuple[str, int]) -> dict[str, Any]:
 def litdata_image(file: tuple[str, int]) -> dict[str, Any]:
     from PIL import Image
 
-    return {"image": Image.open(file[0]), "label": file[1]}  # stored as the file's own bytes
+    # litdata stores the file's original bytes.
+    return {"image": Image.open(file[0]), "label": file[1]}
 
 
 def mds_raw() -> Run:
-    """Decoded arrays by torchvision's loader, one process: the writer has no workers."""
+    """Arrays decoded by torchvision's loader in one process, because the writer has no workers."""
     import numpy as np
     from streaming import MDSWriter
     from torchvision.datasets import ImageFolder
@@ -216,7 +218,7 @@ def mds_raw() -> Run:
 
 
 def mds_jpeg() -> Run:
-    """The files' own bytes, as its converter for ImageNet writes them."""
+    """The original file bytes, as in its converter for ImageNet."""
     from streaming import MDSWriter
     from torchvision.datasets import ImageFolder
 
@@ -231,12 +233,12 @@ def mds_jpeg() -> Run:
 
 
 def webdataset() -> Run:
-    """The files' own bytes in shards of 10,000, as its recipe for ImageNet writes them."""
+    """The original file bytes in shards of 10,000, as in its recipe for ImageNet."""
     return webdataset_of(10_000, lambda files: files)
 
 
 def webdataset_shuffled() -> Run:
-    """The same in a random order, in shards of 1,000: as many for each of two workers."""
+    """The original file bytes in a random order, in shards of 1,000, an equal number for each of two workers."""
     return webdataset_of(1000, lambda files: random.sample(files, len(files)))
 
 
@@ -256,7 +258,7 @@ def webdataset_of(shard_samples: int, order: Callable[[Files], Files]) -> Run:
 
 
 def bare() -> Run:
-    """Two forked processes decode into one shared map: no file is made, no digest, no check."""
+    """Two forked processes decode into one shared memory map, without a file, a digest or checks."""
     import numpy as np
     from simplejpeg import decode_jpeg
 
@@ -288,7 +290,7 @@ def bare_size_processes() -> Run:
 
 
 def bare_size(workers: Callable[[Callable[[Iterable[int]], None], list[range]], None]) -> Run:
-    """Two threads or processes decode, resize and cut around the centre; a big photo is scaled while it is decoded."""
+    """Two threads or processes decode, resize and crop around the center; big photos are scaled during decoding."""
     import numpy as np
     from PIL import Image
     from simplejpeg import decode_jpeg, decode_jpeg_header
@@ -303,7 +305,7 @@ def bare_size(workers: Callable[[Callable[[Iterable[int]], None], list[range]], 
                 with open(files[number][0], "rb") as file:
                     data = file.read()
                 height, width = decode_jpeg_header(data)[:2]
-                # colabkit's own rule: the decoder scales where twice the wanted size is left.
+                # colabkit's rule: the decoder scales if at least twice the requested size remains.
                 factor = next((by for by in (8, 4, 2) if min(height, width) >= 2 * by * SIZE), 1)
                 pixels = decode_jpeg(data, min_height=-(-height // factor), min_width=-(-width // factor))
                 height, width = pixels.shape[:2]
@@ -320,7 +322,7 @@ def bare_size(workers: Callable[[Callable[[Iterable[int]], None], list[range]], 
 
 
 def listed(source: str) -> Files:
-    """Return the files of a tree with one folder a class, and their labels."""
+    """Return the files of a tree with one folder for each class, and their labels."""
     classes = sorted(os.listdir(source))
     return [
         (f"{source}/{name}/{file}", label)
@@ -330,7 +332,7 @@ def listed(source: str) -> Files:
 
 
 def halves(workers: Callable[..., None], decode: Callable[[Iterable[int]], None], count: int) -> None:
-    # Turns rather than runs: both have the same work, whatever the order of sizes.
+    # Interleave the files, so that both have the same work regardless of the order of sizes.
     workers(decode, [range(first, count, WORKERS) for first in range(WORKERS)])
 
 
@@ -342,7 +344,7 @@ def forked(decode: Callable[[Iterable[int]], None], parts: list[range]) -> None:
     for child in children:
         child.join()
     if any(child.exitcode for child in children):
-        raise RuntimeError("a child of the bare loop failed")
+        raise RuntimeError("a child process of the plain loop failed")
 
 
 def threaded(decode: Callable[[Iterable[int]], None], parts: list[range]) -> None:
@@ -359,8 +361,8 @@ SYSTEMS: dict[str, Callable[[], Run]] = {
     "colabkit source": colabkit_source,
     "colabkit raw 256": colabkit_raw_size,
     "bare": bare,
-    "bare 256, threads": bare_size_threads,
-    "bare 256, processes": bare_size_processes,
+    "plain 256, threads": bare_size_threads,
+    "plain 256, processes": bare_size_processes,
     "FFCV raw": ffcv,
     "FFCV jpg": ffcv_jpg,
     "FFCV rows": ffcv_rows,

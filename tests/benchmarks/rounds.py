@@ -1,4 +1,4 @@
-"""What the benchmarks share: data, processes, interleaved rounds, tables, and verdicts on what is needed."""
+"""Helpers of the benchmarks: data, processes, interleaved rounds, tables and requirements."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PACKAGES = ("torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg")
 HERE = Path(__file__).parent
 
 Found: TypeAlias = dict[str, Any]
-"""What a process measured, or under `missing` why it did not."""
+"""The measurements of a process, or under `missing` the reason why there are none."""
 
 
 @dataclass
 class Bench:
-    """A benchmark in several parts: where it works, what it measured, what is needed, and what failed.
+    """A benchmark in several parts: its folder, measurements, requirements and failures.
 
-    A subclass adds `RUNS`, the parts by name, each a function of it.
+    A subclass adds `RUNS`, the parts by name; each is a function of the benchmark.
     """
 
     folder: Path
@@ -45,14 +45,14 @@ class Bench:
 
     @classmethod
     def main(cls, parser: argparse.ArgumentParser, runs: Mapping[str, Callable[[Self], object]], rounds: int) -> None:
-        """Run the parts that the command line names, then print the verdicts and write all figures as JSON if asked."""
+        """Run the parts named on the command line, print the requirements, and optionally write all figures as JSON."""
         parser.add_argument("--rounds", type=int, default=rounds)
-        parser.add_argument("--only", default=",".join(runs), help=f"of {', '.join(runs)}")
-        parser.add_argument("--json", help="file for all figures")
+        parser.add_argument("--only", default=",".join(runs), help=f"parts to run, of {', '.join(runs)}")
+        parser.add_argument("--json", help="JSON file for all figures")
         options = parser.parse_args()
         chosen = options.only.split(",")
         if unknown := set(chosen) - set(runs):
-            parser.error(f"--only: {', '.join(sorted(unknown))}: not of {', '.join(runs)}")
+            parser.error(f"--only: {', '.join(sorted(unknown))}: unknown parts; expected some of {', '.join(runs)}")
         print(machine(), flush=True)
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             bench = cls(Path(name), options)
@@ -63,16 +63,16 @@ class Bench:
             content = {"machine": machine(), "figures": bench.figures, "needed": bench.verdicts}
             Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
         if bench.failed:
-            sys.exit("\n".join(["These must not fail:", *bench.failed]))
+            sys.exit("\n".join(["These systems must not fail:", *bench.failed]))
 
     def need(self, what: str, found: float | None, needed: float, form: str, at_most: bool = False) -> None:
-        """Note a bound, and whether it holds; a figure of None was not measured."""
+        """Record a requirement, and whether it is met; a figure of None was not measured."""
         self.verdicts.append(verdict(what, found, needed, form, at_most))
 
     def need_ratio(self, title: str, medians: Mapping[str, float], name: str, other: str, needed: float) -> None:
-        """Note how many times as fast as another a system has to be."""
+        """Record the required ratio between the speeds of two systems."""
         ratio = medians[name] / medians[other] if name in medians and other in medians else None
-        self.need(f"{title}: {name}, times {other}", ratio, needed, "{:.2f}")
+        self.need(f"{title}: {name} relative to {other}", ratio, needed, "{:.2f}")
 
     def compare(
         self,
@@ -84,15 +84,15 @@ class Bench:
         often: Sequence[str] = (),
         note: str = "",
     ) -> dict[str, float]:
-        """Run systems in interleaved rounds, print a table of their samples a second and return the medians.
+        """Run systems in interleaved rounds, print a table of their samples per second and return the medians.
 
         Args:
-            title: of the table.
-            systems: each is called with the number of the round.
+            title: title of the table.
+            systems: functions, each called with the number of the round.
             base: systems that the others are compared with.
-            first: number of the first round; what round 0 finds does not count.
-            often: systems that run three times in each round, since they differ most from process to process.
-            note: below the table.
+            first: number of the first round; results of round 0 do not count.
+            often: systems that run three times in each round, because they vary most between processes.
+            note: text below the table.
         """
         missing: dict[str, str] = {}
         runs: dict[str, list[Found]] = {name: [] for name in systems}
@@ -116,7 +116,7 @@ class Bench:
             cpu = statistics.median(one["cpu_seconds"] / one["samples"] * 1e6 for one in runs[name]) if has_cpu else 0
             ratios = [f"{medians[name] / medians[other]:.3g}" if other in medians else "" for other in base]
             rows.append((name, *spread(values), *([f"{cpu:,.0f}"] if has_cpu else []), *ratios))
-        cpu_head = ["CPU us an image"] if has_cpu else []
+        cpu_head = ["CPU µs per image"] if has_cpu else []
         head = ("", "images/s, median", "min", "max", *cpu_head, *(f"times {other}" for other in base))
         table(f"{title}; {self.rounds} rounds", head, rows)
         if note:
@@ -126,7 +126,7 @@ class Bench:
 
 
 def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every system once to warm up, then once a round in turn; return each system's figures."""
+    """Run every system once as a warm-up, then once in each round; return each system's figures."""
     for run in systems.values():
         run()
     figures: dict[str, list[float]] = {name: [] for name in systems}
@@ -137,7 +137,7 @@ def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict
 
 
 def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: str, json_path: str | None) -> None:
-    """Print median, spread and ratio to the baseline of each system; write all figures as JSON if asked."""
+    """Print median, spread and ratio to the baseline of each system; write all figures as JSON if requested."""
     base = statistics.median(figures[baseline])
     rows = [(name, *spread(values), f"{statistics.median(values) / base:.2f}") for name, values in figures.items()]
     rounds = len(next(iter(figures.values())))
@@ -148,12 +148,12 @@ def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: 
 
 
 def paired(figures: Mapping[str, list[float]], name: str, other: str) -> float:
-    """Return the median of each round's ratio: what slows the machine for a while slows both neighbours in time."""
+    """Return the median of the rounds' ratios, because a temporary slowdown of the machine affects both systems."""
     return statistics.median(one / two for one, two in zip(figures[name], figures[other], strict=True))
 
 
 def verdict(what: str, found: float | None, needed: float, form: str, at_most: bool) -> tuple[str, str, str, str]:
-    """Return a row that tells whether what is needed holds; a figure of None was not measured."""
+    """Return a row with a requirement and whether it is met; a figure of None was not measured."""
     bound = f"{'at most' if at_most else 'at least'} {form.format(needed)}"
     if found is None:
         return what, "not measured", bound, ""
@@ -162,8 +162,8 @@ def verdict(what: str, found: float | None, needed: float, form: str, at_most: b
 
 
 def needs_table(verdicts: Iterable[tuple[str, str, str, str]]) -> None:
-    """Print verdicts."""
-    table("What is needed", ("", "found", "needed", "holds"), verdicts)
+    """Print the table of requirements."""
+    table("Requirements", ("", "found", "required", "met"), verdicts)
 
 
 def spread(values: Sequence[float], form: str = "{:,.0f}") -> tuple[str, str, str]:
@@ -181,20 +181,21 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Non
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that some work takes."""
+    """Return the time of a call in seconds."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def child(command: Sequence[str | Path], deadline_s: float) -> Found:
-    """Run a program and return the JSON of its last line, or why there is none."""
-    os.sync()  # what is written back of earlier runs is none of this one's work
+    """Run a program and return the JSON of its last line, or the reason why there is none."""
+    # Write back data of earlier runs first, so that it does not count.
+    os.sync()
     words = [str(word) for word in command]
     try:
         done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        return {"missing": f"failed: no end within {deadline_s:g} s"}
+        return {"missing": f"failed: not finished within {deadline_s:g} s"}
     return last_line(done.returncode, done.stdout, done.stderr)
 
 
@@ -204,9 +205,9 @@ def take_turns(
     line: str = "",
     environments: Mapping[str, Mapping[str, str]] = {},
 ) -> dict[str, list[float]]:
-    """Return the seconds of turns of processes that live side by side, each asleep when it is not its turn.
+    """Return the seconds of turns of processes that run at the same time, each asleep when it is not its turn.
 
-    Each process works once for each line of its input, and answers with the seconds; its first turn does not count.
+    Each process works once for each line of its input, and prints the seconds; its first turn does not count.
     """
     os.sync()
     with ExitStack() as living:
@@ -230,7 +231,7 @@ def take_turns(
 
 
 def last_line(status: int, out: str, err: str) -> Found:
-    """Return the JSON of a program's last line, or why there is none."""
+    """Return the JSON of a program's last line, or the reason why there is none."""
     lines = out.strip().splitlines()
     if not status and lines and lines[-1].startswith("{"):
         found: Found = json.loads(lines[-1])
@@ -239,7 +240,7 @@ def last_line(status: int, out: str, err: str) -> Found:
 
 
 def extract(archive: str | Path, folder: Path) -> Path:
-    """Extract a zip archive, unless its folder is there, and return the folder."""
+    """Extract a zip archive unless its folder exists, and return the folder."""
     if not folder.is_dir():
         with zipfile.ZipFile(archive) as opened:
             opened.extractall(folder)
@@ -247,7 +248,7 @@ def extract(archive: str | Path, folder: Path) -> Path:
 
 
 def extract_photos(archive: str | Path, folder: Path) -> Path:
-    """Extract photos as a tree with one folder a class: their own folders, or one for all."""
+    """Extract photos as a tree with one folder for each class: their own folders, or one for all."""
     with zipfile.ZipFile(archive) as opened:
         is_flat = all("/" not in name for name in opened.namelist())
     extract(archive, folder / "all" if is_flat else folder)
@@ -255,7 +256,7 @@ def extract_photos(archive: str | Path, folder: Path) -> Path:
 
 
 def warm(folder: Path) -> int:
-    """Read all files, so that they are in the page cache, and return how many there are."""
+    """Read all files into the page cache, and return their number."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     for path in paths:
         path.read_bytes()
@@ -263,7 +264,7 @@ def warm(folder: Path) -> int:
 
 
 def machine() -> str:
-    """Return processor, cores and versions in a line."""
+    """Return processor, cores and versions as one line."""
     cores = len(os.sched_getaffinity(0))
     versions = []
     for package in PACKAGES:

@@ -74,7 +74,7 @@ def test_a_kill_at_any_operation_of_publishing_keeps_valid_local_and_remote_chec
     far = pretend_far(monkeypatch, tmp_path / "far")
     save(far, 10, 20)
     near = near_of(near_storage)
-    for folder, name in ((near, "near"), (far, "there")):
+    for folder, name in ((near, "near"), (far, "remote")):
         shutil.copytree(folder, tmp_path / name)
     seen = set()
     for number in kills(killed_at, partial(with_far, save, far, 30)):
@@ -90,7 +90,7 @@ def test_a_kill_at_any_operation_of_publishing_keeps_valid_local_and_remote_chec
             save(far, 40)
             assert found(far) == (40, [])
             assert len(steps_at(near)) == len(steps_at(far)) == 2
-        for folder, name in ((near, "near"), (far, "there"), (tmp_path / "elsewhere", "")):
+        for folder, name in ((near, "near"), (far, "remote"), (tmp_path / "elsewhere", "")):
             shutil.rmtree(folder, ignore_errors=True)
             if name:
                 shutil.copytree(tmp_path / name, folder)
@@ -154,14 +154,14 @@ def test_a_disk_that_fills_up_during_publishing_does_not_stop_training(
     far = pretend_far(monkeypatch, tmp_path / "far")
     save(far, 10, 20)
     near = near_of(near_storage)
-    for folder, name in ((near, "near"), (far, "there")):
+    for folder, name in ((near, "near"), (far, "remote")):
         shutil.copytree(folder, tmp_path / name)
-    told = 0
-    with CheckpointFolder(far) as kept:
+    failures = 0
+    with CheckpointFolder(far) as checkpoints:
 
         def work() -> None:
-            kept.save(30, content(30), wait=True)
-            kept.finish()
+            checkpoints.save(30, content(30), wait=True)
+            checkpoints.finish()
 
         def far_only(hook: Callable[[str, Path], None] | None) -> None:
             file_hook(hook and (lambda operation, path: hook(operation, path) if far in path.parents else None))
@@ -170,10 +170,13 @@ def test_a_disk_that_fills_up_during_publishing_does_not_stop_training(
             assert error is None
             assert found(far) == (30, [])
             assert leftovers(far) == []
-            told += 1
-            assert all("Cannot publish" in reason and "It stays at" in reason for _, reason in kept.failures)
-            for folder, name in ((near, "near"), (far, "there")):
+            failures += 1
+            assert all(
+                "Cannot publish" in reason and "The checkpoint remains at" in reason
+                for _, reason in checkpoints.failures
+            )
+            for folder, name in ((near, "near"), (far, "remote")):
                 restored(folder, tmp_path / name)
-            kept._remote_sealed = []
-        assert told >= 8
-        assert len(kept.failures) == told
+            checkpoints._remote_sealed = []
+        assert failures >= 8
+        assert len(checkpoints.failures) == failures
