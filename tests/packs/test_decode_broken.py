@@ -102,13 +102,13 @@ def test_a_damaged_file_decodes_to_an_image_or_raises_bad_image(kind):
         (b"", "the file is empty"),
         (b"\n <!DOCTYPE html><html><title>Sign in</title>", "the file is a web page with the name of an image"),
         (b"<HTML><body>404</body>", "the file is a web page with the name of an image"),
-        (b"just some text", "the file is not an image (it starts with b'just som')"),
-        (b"\xff\xd8", "the file is not an image"),
-        (b"\xff\xd8\xff\xe0", "the file is not an image"),
-        (b"\x89PNG\r\n\x1a\n", "the file is not an image"),
-        (bytes(1000), "the file is not an image"),
+        (b"just some text", "the file is not a readable image (it starts with b'just som')"),
+        (b"\xff\xd8", "the file is not a readable image"),
+        (b"\xff\xd8\xff\xe0", "the file is not a readable image"),
+        (b"\x89PNG\r\n\x1a\n", "the file is not a readable image"),
+        (bytes(1000), "the file is not a readable image"),
         # Pillow would run an external program for this format.
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n", "the file is not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n", "the file is not a readable image"),
     ],
 )
 def test_files_that_are_not_images_raise_with_the_reason(data, reason):

@@ -41,11 +41,11 @@ def bomb(width: int) -> bytes:
 BROKEN = {
     "empty": (lambda whole: b"", "the file is empty"),
     "web page": (lambda whole: HTML, "a web page with the name of an image"),
-    "zeros": (lambda whole: bytes(len(whole)), "not an image"),
+    "zeros": (lambda whole: bytes(len(whole)), "not a readable image"),
     "half": (lambda whole: whole[: len(whole) // 2], ""),
     "bomb": (lambda whole: bomb(10_000), "10000x9000 pixels, more than"),
     "larger bomb": (lambda whole: bomb(100_000), "more pixels than Pillow's limit"),
-    "array": (lambda whole: b"\x93NUMPY" + bytes(90), "not an image"),
+    "array": (lambda whole: b"\x93NUMPY" + bytes(90), "not a readable image"),
 }
 
 

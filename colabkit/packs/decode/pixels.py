@@ -237,4 +237,4 @@ def _describe_unknown(head: bytes) -> str:
         return "the file is empty"
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "the file is a web page with the name of an image"
-    return f"the file is not an image (it starts with {head[:8]!r})"
+    return f"the file is not a readable image (it starts with {head[:8]!r})"

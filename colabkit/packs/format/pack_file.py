@@ -235,7 +235,7 @@ def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotS
         return NotSealed(cannot(act, other, f"format {_FORMAT_VERSION}", "Update colabkit, or pack again"))
     if hdf5_start(fd, length) is None:
         found = f"it is not an HDF5 file (it starts with {head[:8]!r})" if head else "the file is empty"
-        return BadSource(cannot(act, found, "a pack", "Pack or stage it again"))
+        return BadSource(cannot(act, found, "a pack", "Check the path, or pack or stage it again"))
     if not any(head):
         return NotSealed(cannot(act, "the pack was never finished", "a sealed pack", "Pack it again"))
     next_step = ("Create a pack with ", call("pack"))

@@ -222,7 +222,7 @@ def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[It
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         names = f"{', '.join(unknown[:5])}{more}, first for {items[splits.index(None)].path!r}"
-        next_step = ("Rename them, or use ", option("splits", Code("function")), " of the path")
+        next_step = ("Rename them, or pass a function of the path: ", option("splits", Code("function")))
         raise BadSource(cannot(act, (what, f" contains {names}"), "train, dev, val or test", next_step))
     return np.fromiter((SPLITS.index(split) for split in splits if split), np.int64, len(splits))
 
@@ -250,8 +250,8 @@ class _FolderTree:
             return
         other = min(top for top in depths if top not in named)
         found = f"the folder {other!r} next to {min(named)!r} is not a split"
-        functions = option("labels", Code("function")), " and ", option("splits", Code("function"))
-        next_step = ("Rename the folder, or use ", *functions, " of the path")
+        functions = (option("labels", Code("function")), " and ", option("splits", Code("function")))
+        next_step = ("Rename the folder, or pass functions of the path: ", functions)
         raise BadSource(cannot(act, found, f"folders named {', '.join(SPLITS)} or similar", next_step))
 
     def splits(self) -> Indices:
