@@ -249,8 +249,13 @@ class _Publication:
                 found = f"the target {str(final)!r} is a folder that contains the source"
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         if os.path.lexists(final) and final.is_dir() != is_folder:
-            other = "a file, but the source is a folder" if is_folder else "a folder, but the source is a file"
-            raise TargetExists(cannot(self.act, f"the target {str(final)!r} is {other}", "", "Choose another target"))
+            name = repr(str(final))
+            found = (
+                f"the target {name} is not a folder, but the source is one"
+                if is_folder
+                else f"the target {name} is a folder, but the source is a file"
+            )
+            raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         return final
 
 
@@ -318,8 +323,8 @@ class SlowMount:
         next_step = ("Mount it again, for Drive with ", call("mount", force=True), ", then run this again")
         self._abandoned = [event for event in self._abandoned if not event.is_set()]
         if len(self._abandoned) >= _MOST_ABANDONED:
-            earlier = format_things(len(self._abandoned), "earlier operation")
-            raise TimedOut(cannot(act, f"{self.name!r} has not responded to {earlier}", "", next_step))
+            found = f"{self.name!r} has not responded to {format_things(len(self._abandoned), 'earlier operation')}"
+            raise TimedOut(cannot(act, found, "", next_step))
         stalled_s = self.stalled_s + largest_bytes / SLOWEST_BYTES_S + files / _SLOWEST_FILES_S
         with Calls(run, Level(1, is_fixed=True), stalled_s, on_wait, tries=1) as calls:
             try:

@@ -106,7 +106,7 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
         *([name, "-u", *(["-z"] if lazily else [])] for name in ("fusermount3", "fusermount")),
         ["umount", *(["-l"] if lazily else [])],
     ]
-    reason = None
+    reasons = []
     before = mounts_at(mount.point)
     deadline = time.monotonic() + timeout
     for name, *options in commands:
@@ -117,8 +117,8 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
         finished = processes.run([program, *options, mount.point], act, left)
         if mounts_at(mount.point) < before:
             return
-        reason = " ".join(finished.output.split()) or f"{name} ended with status {finished.status}"
-    if reason is None:
+        reasons.append(" ".join(finished.output.split()) or f"{name} ended with status {finished.status}")
+    if not reasons:
         failure = MountFailed(
             cannot(act, "none of fusermount3, fusermount and umount is installed", "", "Install fuse3")
         )
@@ -126,7 +126,7 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
         next_step = (
             "Close the files that are open on it, leave its folders in all notebooks and terminals, and try again"
         )
-        failure = MountFailed(cannot(act, reason, "", next_step))
+        failure = MountFailed(cannot(act, reasons[-1], "", next_step))
     raise with_cause("in use", failure)
 
 

@@ -148,7 +148,7 @@ def _check(act: str, records: _Records) -> None:
     if found.get("type") == "special file":
         raise BadSource(cannot(act, "it is a device, pipe or socket", "a folder or a file", "Choose another path"))
     if not records["stalled"] and not (found and records["end"]):
-        raise FileFailed(cannot(act, "the process that measures ended early", "", "Try again"))
+        raise FileFailed(cannot(act, "the process that measures the rates ended early", "", "Try again"))
 
 
 def _last(records: _Records, kind: str) -> dict[str, Any]:

@@ -68,13 +68,13 @@ def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float]
     they raise the rate, and a single slow one does not lower it.
     """
     ended = sorted(done, key=lambda op: op.end)
-    brought = list(accumulate(op.bytes for op in ended))
+    total_bytes = list(accumulate(op.bytes for op in ended))
     least = max((len(ended) + 1) // 2, len(ended) - threads + 1)
     found = [(count / max(ended[count - 1].end - start, 1e-9), count) for count in range(max(1, least), len(ended) + 1)]
     if not found:
         return None
     rate, count = max(found)
-    return rate, rate * brought[count - 1] / count
+    return rate, rate * total_bytes[count - 1] / count
 
 
 def portions(count: int, levels: Sequence[int], least: Callable[[int], int], most: Callable[[int], int]) -> list[int]:
@@ -135,8 +135,8 @@ class Probe:
         if blocks:
             self._read_large(others[-1][0], blocks, of_large)
 
-    def say(self, kind: str, **values: Any) -> None:
-        """Print a record as one JSON line."""
+    def write_record(self, kind: str, **values: Any) -> None:
+        """Print a record as one line of JSON."""
         sys.stdout.write(json.dumps({"kind": kind, "errors": Counter(list(self.errors)), "values": values}) + "\n")
         sys.stdout.flush()
 
@@ -211,14 +211,14 @@ class Probe:
                         next(entries, None)
                 kind = "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "special file"
             except OSError as error:
-                self.say("failed", errno=error.errno, path=self.path)
+                self.write_record("failed", errno=error.errno, path=self.path)
 
         self._together(1, look, self.end)
         if kind:
-            self.say("found", path=self.path, type=kind)
+            self.write_record("found", path=self.path, type=kind)
         if kind == "file":
             self.files = [self.path]
-            self.say("facts", files=1, is_complete=True)
+            self.write_record("facts", files=1, is_complete=True)
         return kind
 
     def _list(self, until: float) -> None:
@@ -228,14 +228,14 @@ class Probe:
         start = last = now()
         half_time = self.start + (self.end - self.start) / 2
 
-        def goes_on() -> bool:
+        def has_time() -> bool:
             return now() < (until if len(self.files) >= _ENOUGH_LISTED else half_time)
 
         def list_next() -> Op | None:
             nonlocal entries, files, last
-            if not folders or not goes_on():
+            if not folders or not has_time():
                 return None
-            begun, before, folder = now(), entries, folders.popleft()
+            started, before, folder = now(), entries, folders.popleft()
             with self._touch("list", folder), os.scandir(folder) as found:
                 for entry in found:
                     last = now()
@@ -247,17 +247,17 @@ class Probe:
                         files += 1
                         if len(self.files) < _KEPT_FILES:
                             self.files.append(entry.path)
-                    if not goes_on():
+                    if not has_time():
                         # This folder is not completely listed.
                         folders.appendleft(folder)
                         break
             last = now()
-            return Op(begun, last, entries - before)
+            return Op(started, last, entries - before)
 
         self._together(1, list_next, self.end)
         is_complete = not folders and not self.errors and not self.is_over
         rate = entries / (last - start) if entries and last > start else None
-        self.say("facts", listed_entries=entries, files=files, listing_rate=rate, is_complete=is_complete)
+        self.write_record("facts", listed_entries=entries, files=files, listing_rate=rate, is_complete=is_complete)
         # A second probe then reads other files, which no cache holds.
         random.shuffle(self.files)
 
@@ -284,7 +284,7 @@ class Probe:
         small = [size for _, size in found if size <= self.small_bytes]
         largest = max((size for _, size in found), default=0)
         counts = {"sized_files": len(found), "sized_bytes": sum(size for _, size in found)}
-        self.say("facts", **counts, small_files=len(small), small_bytes=sum(small), largest_bytes=largest)
+        self.write_record("facts", **counts, small_files=len(small), small_bytes=sum(small), largest_bytes=largest)
         return found
 
     def _read_small(self, small: list[File], given: list[int]) -> None:
@@ -306,14 +306,14 @@ class Probe:
                     self.opens.append(now() - start)
                 try:
                     _forget(descriptor)
-                    got = len(block := self._read(descriptor, path, size))
-                    while block and got < size:
-                        got += len(block := self._read(descriptor, path, size - got))
+                    bytes_read = len(block := self._read(descriptor, path, size))
+                    while block and bytes_read < size:
+                        bytes_read += len(block := self._read(descriptor, path, size - bytes_read))
                 finally:
                     os.close(descriptor)
-                return Op(start, now(), got)
+                return Op(start, now(), bytes_read)
 
-            self._say_rates("small", read_next, threads)
+            self._write_rates("small", read_next, threads)
 
     def _open(self, paths: list[str], until: float) -> None:
         """If few files have been opened, open more, one at a time, without reading them; report the latencies."""
@@ -332,7 +332,7 @@ class Probe:
         self._together(1, open_next, until)
         if times := sorted(self.opens):
             p95 = times[min(len(times) - 1, int(0.95 * len(times)))]
-            self.say("facts", open_s=statistics.median(times), open_p95_s=p95)
+            self.write_record("facts", open_s=statistics.median(times), open_p95_s=p95)
 
     def _read_large(self, path: str, count: int, given: list[int]) -> None:
         """Read blocks of one file with each number of concurrent ranges, each block once."""
@@ -373,10 +373,10 @@ class Probe:
                 # Advance before the read, so that a failed read is not repeated.
                 own.offset += _PIECE_BYTES
                 with self._touch("read", path):
-                    got = os.preadv(own.descriptor, [own.buffer], offset)
-                return Op(start, now(), got)
+                    bytes_read = os.preadv(own.descriptor, [own.buffer], offset)
+                return Op(start, now(), bytes_read)
 
-            self._say_rates("large", read_next, ranges)
+            self._write_rates("large", read_next, ranges)
 
     def _opened(self, path: str) -> int:
         with self._touch("open", path):
@@ -386,12 +386,14 @@ class Probe:
         with self._touch("read", path):
             return os.read(descriptor, min(size, _PIECE_BYTES))
 
-    def _say_rates(self, kind: str, work: Work, threads: int) -> None:
+    def _write_rates(self, kind: str, work: Work, threads: int) -> None:
         done, start = self._together(threads, work, self._slice())
         if found := rates(done, start, threads):
             counts = {"reads": len(done), "read_bytes": sum(op.bytes for op in done)}
             quick = sum(op.end - op.start < QUICK_S for op in done)
-            self.say(kind, concurrency=threads, quick_reads=quick, reads_per_s=found[0], bytes_per_s=found[1], **counts)
+            self.write_record(
+                kind, concurrency=threads, quick_reads=quick, reads_per_s=found[0], bytes_per_s=found[1], **counts
+            )
 
 
 def _next(waiting: deque[T]) -> T | None:
@@ -414,8 +416,8 @@ def main() -> None:
     probe.run()
     if probe.stalled is not None:
         operation, path, seconds = probe.stalled
-        probe.say("stalled", operation=operation, path=path, seconds=seconds)
-    probe.say("end")
+        probe.write_record("stalled", operation=operation, path=path, seconds=seconds)
+    probe.write_record("end")
     # Hanging threads would keep the interpreter from exiting.
     os._exit(0)
 
