@@ -260,7 +260,7 @@ WRONG = {
         InvalidOption,
         "the splits are named 'train', 'eval'",
     ),
-    "a split twice": ({"val": {"X": IMAGES}, "dev": {"X": IMAGES}}, InvalidOption, "each once"),
+    "a split twice": ({"val": {"X": IMAGES}, "dev": {"X": IMAGES}}, InvalidOption, "each at most once"),
     "a name without a split": (
         {"X_train": IMAGES, "extra": CLASSES},
         InvalidOption,

@@ -124,13 +124,13 @@ class PackReport(Report):
             return self._words.render((found, "; use ", option("overwrite", True), " to pack it again"))
         rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
         notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
+        text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
         if self.left_out:
             path, why = self.left_out[0]
-            notes += f", {format_things(len(self.left_out), 'other file')} left out, such as {path!r} ({why})"
-        text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
+            text += f"\n{format_things(len(self.left_out), 'other file')} left out, first {path!r} ({why})"
         if self.bad:
             path, why = self.bad[0]
-            text += f"\n{format_things(len(self.bad), 'bad file')}, first {path!r} ({why}); the field `bad` lists all"
+            text += f"\n{format_things(len(self.bad), 'bad file')}, first {path!r} ({why})"
         return f"{text}\nEncoding {self.encoding}: {self.note}" if self.note else text
 
     def _rows(self) -> list[tuple[str, ...]]:

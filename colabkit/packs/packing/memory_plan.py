@@ -304,7 +304,7 @@ def _ordered_splits(act: str, named: Mapping[str, Any]) -> dict[str, Any]:
         split = SPLIT_FOLDERS.get(name.lower())
         if split is None or split in splits:
             found = f"the splits are named {', '.join(map(repr, named))}"
-            expected = f"names among {', '.join(map(repr, SPLITS))}, or other names of these such as 'val', each once"
+            expected = "'train', 'dev' (or 'val') and 'test', each at most once"
             raise InvalidOption(cannot(act, found, expected, "Rename or join the splits"))
         is_fields = isinstance(value, Mapping)
         splits[split] = {_FIELDS.get(str(key), str(key)): one for key, one in value.items()} if is_fields else value
