@@ -1,4 +1,4 @@
-"""`fetch()` run again after a kill, Ctrl-C or a failure, beside another, over something else; and its messages."""
+"""`fetch()` repeated after a kill, Ctrl-C or a failure, run concurrently, and over other data; and its messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kept_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_or_interrupted_fetch_goes_on_in_a_new_process(tmp_path, sent):
+def test_a_killed_or_interrupted_fetch_resumes_in_a_new_process(tmp_path, sent):
     with served(CONTENT, servers.hang_after(600_000), servers.serve) as server:
         child = subprocess.Popen([sys.executable, "-c", FETCH, server.url, str(tmp_path)], stderr=subprocess.DEVNULL)
         try:
@@ -78,7 +78,7 @@ def test_ctrl_c_stops_at_once_and_leaves_no_thread(tmp_path, plan):
     assert not [one for one in threading.enumerate() if one.name.startswith("colabkit-")]
 
 
-def test_what_was_kept_of_another_version_is_not_used(tmp_path):
+def test_partial_data_of_another_version_is_discarded(tmp_path):
     with served(CONTENT, cut_after(600_000), cut_after(0)) as server:
         with pytest.raises(FetchFailed):
             get(server, tmp_path)
@@ -86,7 +86,7 @@ def test_what_was_kept_of_another_version_is_not_used(tmp_path):
         assert get(server, tmp_path).path.read_bytes() == OTHER
 
 
-def test_what_is_whole_but_was_not_published_is_compared_with_the_server(tmp_path):
+def test_a_complete_unpublished_download_is_checked_with_the_server(tmp_path):
     with served(CONTENT, cut_after(600_000), cut_after(0)) as server:
         with pytest.raises(FetchFailed):
             get(server, tmp_path)
@@ -98,7 +98,7 @@ def test_what_is_whole_but_was_not_published_is_compared_with_the_server(tmp_pat
         assert server.ranges()[-1] == f"bytes={len(CONTENT)}-"
 
 
-def test_a_kill_at_any_change_of_files_leaves_old_or_new_and_the_next_call_finishes(tmp_path, killed_at):
+def test_a_kill_leaves_old_or_new_data_and_the_next_call_finishes(tmp_path, killed_at):
     final = tmp_path / "to" / "file.bin"
     final.parent.mkdir()
     with served(CONTENT) as server:
@@ -115,7 +115,7 @@ def test_a_kill_at_any_change_of_files_leaves_old_or_new_and_the_next_call_finis
     assert number > 10
 
 
-def test_two_fetches_of_the_same_do_not_meet(tmp_path):
+def test_two_concurrent_fetches_of_one_source_do_not_interfere(tmp_path):
     failed: list[ColabkitError] = []
 
     def first() -> None:
@@ -136,7 +136,7 @@ def test_two_fetches_of_the_same_do_not_meet(tmp_path):
     assert second.path.read_bytes() == CONTENT
 
 
-def test_run_again_it_asks_whether_the_file_is_still_the_same(tmp_path):
+def test_a_second_call_checks_that_the_source_is_unchanged(tmp_path):
     with served(CONTENT) as server:
         first = get(server, tmp_path)
         again = get(server, tmp_path)
@@ -150,7 +150,7 @@ def test_run_again_it_asks_whether_the_file_is_still_the_same(tmp_path):
         assert get(server, tmp_path, overwrite=True).path.read_bytes() == OTHER
 
 
-def test_a_file_that_was_touched_or_has_no_version_is_not_taken_for_the_same(tmp_path):
+def test_a_modified_file_or_one_without_a_version_is_not_reused(tmp_path):
     with served(CONTENT) as server:
         path = get(server, tmp_path).path
         path.write_bytes(CONTENT[:-1] + b"x")
@@ -162,7 +162,7 @@ def test_a_file_that_was_touched_or_has_no_version_is_not_taken_for_the_same(tmp
             get(server, tmp_path)
 
 
-def test_a_file_with_the_digest_that_is_asked_for_is_used_without_asking_anybody(tmp_path):
+def test_a_file_with_the_requested_digest_is_reused_without_network_access(tmp_path):
     with served(CONTENT) as server:
         report = get(server, tmp_path / "mine.bin")
         count = len(server.requests)
@@ -174,7 +174,7 @@ def test_a_file_with_the_digest_that_is_asked_for_is_used_without_asking_anybody
         assert len(server.requests) == count
 
 
-def test_something_else_at_the_target_is_left_alone(tmp_path):
+def test_other_data_at_the_target_is_not_overwritten(tmp_path):
     (tmp_path / "file.bin").write_text("mine")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file.bin").mkdir()
@@ -183,14 +183,14 @@ def test_something_else_at_the_target_is_left_alone(tmp_path):
             get(server, tmp_path)
         with pytest.raises(TargetExists, match="already exists"):
             get(server, tmp_path / "file.bin")
-        assert len(server.requests) == 1, "an explicit path is looked at before anybody is asked"
+        assert len(server.requests) == 1, "an explicit path is checked before any request"
         with pytest.raises(TargetExists, match="is a folder"):
             get(server, tmp_path / "taken", overwrite=True)
         assert (tmp_path / "file.bin").read_text() == "mine"
         assert get(server, tmp_path, overwrite=True).path.read_bytes() == CONTENT
 
 
-def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
+def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path):
     (tmp_path / "file.bin").write_text("old")
     with served(CONTENT, cut_after(400_000), cut_after(0)) as server, pytest.raises(FetchFailed):
         get(server, tmp_path, overwrite=True)
@@ -204,7 +204,7 @@ def test_drive_in_the_target_needs_a_mount(monkeypatch):
         fetch("https://example.org/x", "drive:data")
 
 
-def test_the_servers_name_is_one_component_inside_the_target(tmp_path):
+def test_the_servers_file_name_cannot_leave_the_target_folder(tmp_path):
     names = {
         'attachment; filename="a b.zip"': "a b.zip",
         "attachment; filename=plain.zip; size=3": "plain.zip",
@@ -227,7 +227,7 @@ def test_the_servers_name_is_one_component_inside_the_target(tmp_path):
         assert [path.name for path in folder.iterdir()] == [name]
 
 
-def test_without_a_name_the_path_of_the_address_gives_one(tmp_path):
+def test_the_file_name_comes_from_the_address_if_the_server_sends_none(tmp_path):
     paths = {"/a/b%20c.zip?x=/no.zip": "b c.zip", "/a/%2e%2e%2fx": "x", "/": "download", "/a/é.zip": "é.zip"}
     with served(b"data") as server:
         for path, name in paths.items():
@@ -245,14 +245,14 @@ def test_redirects_are_followed_with_ranges_and_the_final_name(tmp_path):
     assert server.ranges() == [None, None, "bytes=300000-", "bytes=300000-"]
 
 
-def test_redirects_without_end_or_to_elsewhere_are_refused(tmp_path):
+def test_endless_redirects_and_other_schemes_are_refused(tmp_path):
     for to in ("/again", "", "file:///etc/passwd", "ftp://127.0.0.1/x"):
         with served(CONTENT, servers.redirect(to)) as server, pytest.raises(FetchFailed, match="redirects"):
             get(server, tmp_path)
         assert len(server.requests) <= 12
 
 
-def test_user_and_password_go_to_their_own_host_alone(tmp_path):
+def test_user_and_password_are_sent_to_their_own_host_only(tmp_path):
     with served(CONTENT) as other:
         to = other.url.replace("127.0.0.1", "localhost")
         with served(CONTENT, servers.redirect("/on"), servers.redirect(to)) as server:
@@ -262,7 +262,7 @@ def test_user_and_password_go_to_their_own_host_alone(tmp_path):
     assert other.requests[0].get("Authorization") is None
 
 
-def test_https_is_checked_and_never_left(tmp_path, monkeypatch):
+def test_certificates_are_checked_and_https_never_redirects_to_http(tmp_path, monkeypatch):
     authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -301,17 +301,17 @@ def test_no_secret_of_the_address_reaches_messages_reports_or_files(tmp_path, pl
         url = server.url.replace("://", "://me:hunter22@") + query
         try:
             report = fetch(url, tmp_path)
-            said = repr(report) + report._repr_html_() + str(report.to_dict())
+            text = repr(report) + report._repr_html_() + str(report.to_dict())
         except ColabkitError as error:
-            said = "\n".join(error._render_traceback_()) + repr(error)
-    said += "".join(capfd.readouterr())
+            text = "\n".join(error._render_traceback_()) + repr(error)
+    text += "".join(capfd.readouterr())
     for folder in (tmp_path, Path(os.environ["COLABKIT_NEAR"])):
         for path in folder.rglob("*"):
-            said += str(path) + (path.read_bytes().decode("latin-1") if path.is_file() else "")
-    assert not [secret for secret in SECRETS if secret in said]
+            text += str(path) + (path.read_bytes().decode("latin-1") if path.is_file() else "")
+    assert not [secret for secret in SECRETS if secret in text]
 
 
-def test_a_name_that_no_resolver_knows_is_told_at_once(tmp_path):
+def test_an_unknown_host_name_fails_at_once(tmp_path):
     with pytest.raises(FetchFailed, match=r"'nowhere\.invalid' has no IP address"):
         fetch("https://nowhere.invalid/x", tmp_path, progress=False)
     to_nowhere = servers.redirect("http://nowhere.invalid/x")
@@ -320,7 +320,7 @@ def test_a_name_that_no_resolver_knows_is_told_at_once(tmp_path):
         get(server, tmp_path)
 
 
-def test_what_is_no_address_or_no_time_out_is_refused_without_its_secrets(tmp_path):
+def test_invalid_addresses_and_timeouts_are_refused_without_showing_secrets(tmp_path):
     def refused(source: object, match: str | None = None, **options: object) -> str:
         with pytest.raises(InvalidOption, match=match) as caught:
             fetch(source, tmp_path, **options)
@@ -336,14 +336,14 @@ def test_what_is_no_address_or_no_time_out_is_refused_without_its_secrets(tmp_pa
         refused("https://example.org/x", "timeout=", timeout=timeout)
 
 
-def test_a_fetch_that_failed_takes_the_folders_away_that_it_made(tmp_path):
+def test_a_failed_fetch_removes_the_folders_that_it_created(tmp_path):
     for to in ("new/", "new/deep/", "new/deep/file.zip"):
         with served(CONTENT, servers.status(404)) as server, pytest.raises(FetchFailed):
             fetch(server.url, f"{tmp_path}/{to}", progress=False)
         assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_that_were_there_or_hold_something_stay(tmp_path):
+def test_a_failed_fetch_keeps_existing_and_non_empty_folders(tmp_path):
     (tmp_path / "mine").mkdir()
     with served(CONTENT, servers.status(404)) as server, pytest.raises(FetchFailed):
         get(server, tmp_path / "mine" / "new" / "file.bin")
@@ -360,22 +360,22 @@ def failure(url: str, to: Path) -> str:
     return str(caught.value)
 
 
-def test_going_on_is_promised_where_the_next_call_does_and_nowhere_else(tmp_path):
+def test_an_error_announces_resuming_only_if_the_next_call_resumes(tmp_path):
     with served(CONTENT, servers.slammed) as server:
-        assert CLAIM not in failure(server.url, tmp_path), "nothing had come"
+        assert CLAIM not in failure(server.url, tmp_path), "no data had arrived"
         server.plans = [servers.silent]
-        assert CLAIM not in failure(server.url, tmp_path), "nothing had come"
+        assert CLAIM not in failure(server.url, tmp_path), "no data had arrived"
         server.plans = [cut_after(300_000), servers.slammed]
         assert CLAIM in failure(server.url, tmp_path)
         server.plans = [servers.status(503)]
-        assert CLAIM in failure(server.url, tmp_path), "what came was kept by the call before"
+        assert CLAIM in failure(server.url, tmp_path), "the previous call saved the data"
         server.plans = [servers.serve]
         assert get(server, tmp_path).resumed_bytes == 300_000
         server.headers, server.plans = {}, [cut_after(300_000)]
-        assert CLAIM not in failure(server.url, tmp_path / "other"), "nobody knows of what version it is"
+        assert CLAIM not in failure(server.url, tmp_path / "other"), "the version is unknown"
 
 
-def test_going_on_is_not_promised_where_nothing_can_be_kept(tmp_path, monkeypatch):
+def test_an_error_does_not_announce_resuming_if_nothing_can_be_saved(tmp_path, monkeypatch):
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOTSUP, "no locks here")
 
@@ -386,7 +386,7 @@ def test_going_on_is_not_promised_where_nothing_can_be_kept(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("kept_bytes", [300_000, len(CONTENT)], ids=["a part", "all"])
-def test_a_replacement_that_was_stopped_is_forgotten_where_the_old_is_found_unchanged(tmp_path, kept_bytes):
+def test_the_partial_of_a_replacement_is_discarded_if_the_source_is_unchanged(tmp_path, kept_bytes):
     with served(CONTENT) as server:
         path = get(server, tmp_path).path
         server.plans = [cut_after(300_000), cut_after(0)]
@@ -400,7 +400,7 @@ def test_a_replacement_that_was_stopped_is_forgotten_where_the_old_is_found_unch
     assert leftovers(tmp_path) == []
 
 
-def test_a_target_that_is_taken_meanwhile_is_told_before_the_rest_comes(tmp_path):
+def test_a_target_that_appears_meanwhile_is_refused_before_the_rest_is_downloaded(tmp_path):
     with served(CONTENT, cut_after(300_000), cut_after(0)) as server:
         with pytest.raises(FetchFailed):
             get(server, tmp_path)

@@ -1,4 +1,4 @@
-"""Connections of `fetch()` and what headers mean: nothing hangs past its time-out, and each form is read as meant."""
+"""Connections of `fetch()` and its header parsers: nothing hangs past the timeout, and every form is understood."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one_try(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def deaf() -> Iterator[int]:
-    """Return the port of a server that accepts connections and never says a word."""
+    """Return the port of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -38,7 +38,7 @@ def message(**named: str) -> Message:
 
 
 @pytest.mark.parametrize("is_proxy", [False, True], ids=["no TLS greeting", "proxy"])
-def test_a_server_or_proxy_that_never_answers_is_left_after_the_time_out(deaf, tmp_path, monkeypatch, is_proxy):
+def test_a_server_or_proxy_that_never_answers_times_out(deaf, tmp_path, monkeypatch, is_proxy):
     if is_proxy:
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{deaf}")
     began = time.monotonic()
@@ -47,7 +47,7 @@ def test_a_server_or_proxy_that_never_answers_is_left_after_the_time_out(deaf, t
     assert 0.25 < time.monotonic() - began < 3
 
 
-def test_a_proxy_of_the_environment_is_used(tmp_path, monkeypatch):
+def test_a_proxy_from_the_environment_is_used(tmp_path, monkeypatch):
     with served(b"data") as server:
         monkeypatch.setenv("http_proxy", server.url.rpartition("/data")[0].replace("://", "://me:hunter22@"))
         report = fetch("http://nowhere.invalid/file.bin", tmp_path, progress=False)
@@ -59,7 +59,7 @@ def test_a_proxy_of_the_environment_is_used(tmp_path, monkeypatch):
     assert "hunter22" not in str(caught.value)
 
 
-def test_a_name_that_takes_too_long_to_look_up_is_left_after_the_time_out(tmp_path, monkeypatch):
+def test_a_slow_name_lookup_times_out(tmp_path, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(connections.socket, "getaddrinfo", lambda *_, **__: released.wait(30) and [])
     began = time.monotonic()
@@ -71,7 +71,7 @@ def test_a_name_that_takes_too_long_to_look_up_is_left_after_the_time_out(tmp_pa
         released.set()
 
 
-def test_of_several_addresses_the_one_that_answers_is_used(tmp_path, monkeypatch):
+def test_the_address_that_answers_is_used_if_a_host_has_several(tmp_path, monkeypatch):
     with served(b"data") as server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
@@ -80,7 +80,7 @@ def test_of_several_addresses_the_one_that_answers_is_used(tmp_path, monkeypatch
         assert fetch("http://example.org/x", tmp_path, progress=False).path.read_bytes() == b"data"
 
 
-def test_time_that_the_disk_takes_is_not_the_servers(tmp_path, file_hook):
+def test_time_spent_writing_to_disk_does_not_count_against_the_server(tmp_path, file_hook):
     slow = []
 
     def wait(operation: str, path: object) -> None:
@@ -95,7 +95,7 @@ def test_time_that_the_disk_takes_is_not_the_servers(tmp_path, file_hook):
 
 
 def test_content_range():
-    for text, meant in {
+    for text, expected in {
         "bytes 0-9/10": (0, 9, 10),
         "Bytes 5-9/*": (5, 9, None),
         "bytes */10": (None, None, 10),
@@ -105,12 +105,12 @@ def test_content_range():
         f"bytes 0-9/{'9' * 5000}": None,
         "": None,
     }.items():
-        assert connections.content_range(message(Content_Range=text)) == meant
+        assert connections.content_range(message(Content_Range=text)) == expected
 
 
 def test_content_length():
-    for text, meant in {"10": 10, "": None, "-1": None, "1e3": None, "9" * 5000: None}.items():
-        assert connections.total_bytes(message(Content_Length=text)) == meant
+    for text, expected in {"10": 10, "": None, "-1": None, "1e3": None, "9" * 5000: None}.items():
+        assert connections.total_bytes(message(Content_Length=text)) == expected
         assert connections.total_bytes(message(Content_Length=text, Transfer_Encoding="chunked")) is None
 
 
@@ -121,7 +121,7 @@ def test_retry_after():
     assert (connections.retry_after_s(message(Retry_After=past.replace("2015", "2099"))) or 0) > 1e9
 
 
-def test_a_page_is_known_by_its_first_bytes():
+def test_a_web_page_is_recognized_by_its_first_bytes():
     for head, name, is_page in (
         (b"<!DOCTYPE html>", "x.zip", True),
         (b" \n<html lang=en>", "x.zip", True),
@@ -141,7 +141,7 @@ def test_a_title_is_one_short_printable_line():
     assert connections.html_title(b"no title") == ""
 
 
-def test_what_is_no_name_is_none():
+def test_unusable_file_names_are_rejected():
     assert {safe_name(name) for name in ("..", ".", "", "/", "a/..", "\x00", "\u202e", "\ud800")} == {""}
 
 
@@ -162,7 +162,7 @@ def test_an_address_is_shown_without_its_secrets(source, shown):
     assert "secret" not in repr(address_of(source))
 
 
-def test_what_others_say_of_an_address_is_told_without_its_secrets():
+def test_messages_of_other_programs_are_shown_without_the_secrets_of_an_address():
     for source in (
         "s3://key:pass1234@bucket/a",
         "zip://a.csv::https://me:pass1234@host/b.zip",

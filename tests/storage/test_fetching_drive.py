@@ -1,4 +1,4 @@
-"""`fetch()` of Drive files, by real gdown of both lines against a Drive that misbehaves as Drive does."""
+"""`fetch()` of Drive files, by real gdown 5 and 6 from a fake Drive that misbehaves like Drive."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def get(name: str, to: Path, **options: object) -> FetchReport:
 
 
 @pytest.mark.parametrize("page", ["small", "large"])
-def test_a_file_comes_whole_under_its_own_name_by_the_gdown_that_is_installed(drive, gdown, tmp_path, page):
+def test_a_file_is_fetched_with_its_own_name_by_the_installed_gdown(drive, gdown, tmp_path, page):
     drive.add("birds.zip", CONTENT, page)
     report = fetch(f"https://drive.google.com/file/d/{drive_id('birds')}/view?usp=sharing", tmp_path, progress=False)
     assert report.path == tmp_path / "birds.zip"
@@ -60,38 +60,38 @@ def test_a_file_comes_whole_under_its_own_name_by_the_gdown_that_is_installed(dr
 
 
 SYMPTOMS = {
-    "quota": "a public Drive file has had its downloads",
+    "quota": "a public Drive file has reached its download quota",
     "private": "a Drive link is not shared",
-    "missing": "a Drive link leads nowhere",
+    "missing": "a Drive link has no target",
 }
 
 
 @pytest.mark.parametrize(
-    ("page", "cause", "cure"),
+    ("page", "cause", "remedy"),
     [
         ("quota", "too many people have downloaded it", r"Copy it to your own Drive, run colabkit\.mount\(\)"),
         ("private", "does not share it with everyone", 'share it with "Anyone with the link"'),
         ("missing", "has no file with this ID", "Check the link"),
     ],
 )
-def test_a_refusal_is_told_with_its_cure(drive, gdown, tmp_path, page, cause, cure, report_row):
+def test_a_refusal_names_its_cause_and_remedy(drive, gdown, tmp_path, page, cause, remedy, report_row):
     if page != "missing":
         drive.add("birds.zip", CONTENT, page)
-    with pytest.raises(FetchFailed, match=rf"{cause}.*{cure}") as caught:
+    with pytest.raises(FetchFailed, match=rf"{cause}.*{remedy}") as caught:
         get("birds", tmp_path)
     assert list(tmp_path.iterdir()) == []
     if "gdown--6" in gdown:
-        report_row(SYMPTOMS[page], "one error with cause and cure", caught.value)
+        report_row(SYMPTOMS[page], "one error with cause and remedy", caught.value)
 
 
 @old_in_full
-def test_a_drive_that_is_busy_is_asked_again(drive, tmp_path):
+def test_a_busy_drive_is_retried(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "busy")
     report = get("birds", tmp_path)
     assert (report.sha256, report.retries) == (SHA256, 1)
 
 
-def test_a_cut_connection_is_resumed_where_it_was(drive, tmp_path):
+def test_a_broken_connection_is_resumed(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "large", cut_after(1_500_000), servers.serve)
     report = get("birds", tmp_path)
     assert (report.sha256, report.retries, report.fetched_bytes) == (SHA256, 1, len(CONTENT))
@@ -109,7 +109,7 @@ SPLICES = {
 
 @old_in_full
 @pytest.mark.parametrize("second", SPLICES.values(), ids=SPLICES)
-def test_a_reply_that_does_not_continue_the_part_is_never_added_to_it(drive, tmp_path, second):
+def test_a_response_that_does_not_continue_the_part_is_never_appended(drive, tmp_path, second):
     drive.add("birds.zip", CONTENT, "small", cut_after(1_500_000), servers.serve, second, servers.serve)
     report = get("birds", tmp_path)
     assert report.path.read_bytes() == CONTENT
@@ -118,7 +118,7 @@ def test_a_reply_that_does_not_continue_the_part_is_never_added_to_it(drive, tmp
 
 
 @old_in_full
-def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path):
+def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(drive, tmp_path):
     file = drive.add("birds.zip", CONTENT)
     other = random.Random(2).randbytes(len(CONTENT))
 
@@ -132,11 +132,11 @@ def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path)
 
 @old_in_full
 @pytest.mark.parametrize(
-    ("plan", "goes_on"),
+    ("plan", "resumes"),
     [(servers.silent, False), (servers.hang_after(1_000_000), True)],
     ids=["at first", "in the body"],
 )
-def test_a_drive_that_hangs_is_left_after_the_time_out(drive, tmp_path, monkeypatch, plan, goes_on):
+def test_a_hanging_drive_times_out(drive, tmp_path, monkeypatch, plan, resumes):
     monkeypatch.setattr(transfer, "TRIES", 1)
     drive.add("birds.zip", CONTENT, "small", plan)
     began = time.monotonic()
@@ -144,19 +144,19 @@ def test_a_drive_that_hangs_is_left_after_the_time_out(drive, tmp_path, monkeypa
         TimedOut, match=r"too little data arrived from Drive; expected at least 4\.0 KiB in 1\.5 s"
     ) as caught:
         get("birds", tmp_path, timeout=1.5)
-    assert ("the download resumes where it stopped" in str(caught.value)) is goes_on
+    assert ("the download resumes where it stopped" in str(caught.value)) is resumes
     assert 1.4 < time.monotonic() - began < 6
 
 
 def is_half_there(folder: Path) -> bool:
-    """Return whether much of the file is kept, and noted of what version it is."""
+    """Return whether much of the file is saved together with its version."""
     notes = "".join(path.read_text() for path in folder.glob(".colabkit-*/record"))
     kept_bytes = sum(path.stat().st_size for path in folder.glob(".colabkit-*/data*"))
     return "validator" in notes and kept_bytes > 1_000_000
 
 
 @old_in_full
-def test_ctrl_c_stops_at_once_and_the_next_call_goes_on(drive, tmp_path):
+def test_ctrl_c_stops_at_once_and_the_next_call_resumes(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "small", servers.hang_after(1_500_000), servers.serve)
 
     def interrupt() -> None:
@@ -177,7 +177,7 @@ def test_ctrl_c_stops_at_once_and_the_next_call_goes_on(drive, tmp_path):
 
 
 @old_in_full
-def test_a_killed_fetch_leaves_no_child_and_goes_on_in_a_new_process(drive, tmp_path):
+def test_a_killed_fetch_leaves_no_child_and_resumes_in_a_new_process(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "small", servers.hang_after(1_500_000), servers.serve)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1])])}
     child = subprocess.Popen([sys.executable, "-c", FETCH, drive_id("birds"), str(tmp_path)], env=environ)
@@ -194,7 +194,7 @@ def test_a_killed_fetch_leaves_no_child_and_goes_on_in_a_new_process(drive, tmp_
 
 
 @old_in_full
-def test_a_page_that_calls_itself_a_file_is_refused(drive, tmp_path):
+def test_a_web_page_sent_as_a_file_is_refused(drive, tmp_path):
     drive.add("birds.zip", b"<!doctype html><title>Sign in</title>")
     with pytest.raises(FetchFailed, match="a web page titled 'Sign in'"):
         get("birds", tmp_path)
@@ -202,7 +202,7 @@ def test_a_page_that_calls_itself_a_file_is_refused(drive, tmp_path):
 
 
 @old_in_full
-def test_a_google_document_comes_as_gdown_exports_it(drive, tmp_path):
+def test_a_google_document_is_fetched_in_the_format_that_gdown_exports(drive, tmp_path):
     drive.add("notes.docx", CONTENT, "document")
     assert get("notes", tmp_path).path == tmp_path / "notes.docx"
     assert (tmp_path / "notes.docx").read_bytes() == CONTENT
@@ -230,12 +230,12 @@ def test_a_google_document_comes_as_gdown_exports_it(drive, tmp_path):
         (f"https://drive.google.com/embeddedfolderview?id={ID}#list", "folder"),
     ],
 )
-def test_every_form_of_a_link_gives_its_id(source, kind):
+def test_every_form_of_a_link_contains_its_id(source, kind):
     address = address_of(source)
     assert (address.kind, address.text, address.shown) == (f"Drive {kind}", ID, f"Drive {kind} {ID}")
 
 
-def test_pages_without_an_id_other_addresses_and_folders_named_like_an_id_are_no_links(tmp_path, monkeypatch):
+def test_pages_without_an_id_other_addresses_and_folders_named_like_an_id_are_not_drive_links(tmp_path, monkeypatch):
     for source in (
         f"https://docs.google.com/spreadsheets/d/{ID}/export?format=csv",
         "https://docs.google.com/spreadsheets/d/e/2PACX-1v/pub?output=csv",
@@ -261,7 +261,7 @@ def test_a_digest_is_checked(drive, tmp_path):
 
 
 @only_new
-def test_cookies_are_used_when_asked_for(drive, tmp_path):
+def test_cookies_are_used_if_requested(drive, tmp_path):
     Path(os.environ["HOME"], ".cache/gdown").mkdir(parents=True)
     drive.add("birds.zip", CONTENT)
     get("birds", tmp_path, cookies=True)
@@ -269,7 +269,7 @@ def test_cookies_are_used_when_asked_for(drive, tmp_path):
 
 
 @only_new
-def test_the_key_of_an_older_link_is_sent(drive, tmp_path):
+def test_the_resource_key_of_an_older_link_is_sent(drive, tmp_path):
     drive.add("birds.zip", CONTENT)
     link = f"https://drive.google.com/open?id={drive_id('birds')}&resourcekey=0-AbC"
     report = fetch(link, tmp_path, progress=False)
@@ -279,7 +279,7 @@ def test_the_key_of_an_older_link_is_sent(drive, tmp_path):
 
 
 @only_new
-def test_something_else_at_the_target_is_left_alone(drive, tmp_path):
+def test_other_data_at_the_target_is_not_overwritten(drive, tmp_path):
     (tmp_path / "birds.zip").write_text("mine")
     drive.add("birds.zip", CONTENT)
     with pytest.raises(TargetExists):
@@ -289,7 +289,7 @@ def test_something_else_at_the_target_is_left_alone(drive, tmp_path):
 
 
 @only_new
-def test_modules_of_the_working_folder_are_not_taken_for_gdown(drive, tmp_path, monkeypatch):
+def test_modules_in_the_working_folder_are_not_imported_as_gdown(drive, tmp_path, monkeypatch):
     (tmp_path / "gdown.py").write_text("raise SystemExit('mine')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", os.environ["PYTHONPATH"]]))
@@ -297,7 +297,7 @@ def test_modules_of_the_working_folder_are_not_taken_for_gdown(drive, tmp_path, 
     assert fetch(drive_id("birds"), progress=False).sha256 == SHA256
 
 
-def test_a_full_disk_is_told_as_such(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     full = "def download(**_):\n    raise OSError(28, 'No space left on device')\n"
     (tmp_path / "gdown.py").write_text(f"__version__ = '6.0'\n{full}")
     (tmp_path / "requests.py").write_text(
@@ -309,7 +309,7 @@ def test_a_full_disk_is_told_as_such(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "error", "told"),
+    ("module", "error", "text"),
     [
         ("raise ModuleNotFoundError(name='gdown')", MissingPackage, r"Run pip install gdown\."),
         (
@@ -321,10 +321,10 @@ def test_a_full_disk_is_told_as_such(tmp_path, monkeypatch):
         ("import os; os._exit(3)", FetchFailed, "the last attempt failed: gdown's process ended early"),
     ],
 )
-def test_a_gdown_that_cannot_be_used_is_told(tmp_path, monkeypatch, module, error, told):
+def test_an_unusable_gdown_is_reported(tmp_path, monkeypatch, module, error, text):
     monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
     (tmp_path / "gdown.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=text):
         get("birds", tmp_path / "to")
     assert leftovers(tmp_path) == []

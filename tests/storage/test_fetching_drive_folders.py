@@ -1,4 +1,4 @@
-"""`fetch()` of Drive folders: whole or not at all, by real gdown of both lines."""
+"""`fetch()` of Drive folders: complete or not at all, by real gdown 5 and 6."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREE = {"one.bin": CONTENT, "inner/two.txt": b"2", "inner/three.txt": b"3"}
 
 
 def plant(drive: FakeDrive) -> None:
-    """Make a folder of `TREE`."""
+    """Create a folder with the files of `TREE`."""
     for name, content in TREE.items():
         drive.add(name.rpartition("/")[2], content)
     inner = [("two.txt", drive_id("two")), ("three.txt", drive_id("three"))]
@@ -34,7 +34,7 @@ def get(to: Path | str, **options: object) -> FetchReport:
     return fetch(f"https://drive.google.com/drive/folders/{drive_id('birds')}", to, progress=False, **options)
 
 
-def test_a_folder_comes_whole_under_its_own_name(drive, tmp_path):
+def test_a_folder_is_fetched_with_its_own_name(drive, tmp_path):
     plant(drive)
     report = get(tmp_path)
     assert report.path == tmp_path / "Birds"
@@ -52,7 +52,7 @@ def test_a_folder_comes_whole_under_its_own_name(drive, tmp_path):
 
 
 @old_in_full
-def test_a_folder_takes_the_name_that_is_asked_for_and_replaces_the_old_one(drive, tmp_path):
+def test_a_folder_gets_the_requested_name_and_replaces_the_old_one(drive, tmp_path):
     plant(drive)
     assert get(tmp_path / "mine").path == tmp_path / "mine"
     assert files_of(get(tmp_path / "mine").path) == TREE, "an existing folder gets the source's own name"
@@ -61,7 +61,7 @@ def test_a_folder_takes_the_name_that_is_asked_for_and_replaces_the_old_one(driv
     assert (report.path, files_of(report.path)) == (tmp_path / "mine" / "Birds", TREE)
 
 
-def test_a_cut_connection_is_resumed_where_it_was(drive, tmp_path):
+def test_a_broken_connection_is_resumed(drive, tmp_path):
     plant(drive)
     drive.files[drive_id("one")].plans = [cut_after(1_000_000), servers.serve]
     report = get(tmp_path)
@@ -72,7 +72,7 @@ def test_a_cut_connection_is_resumed_where_it_was(drive, tmp_path):
 
 
 @old_in_full
-def test_an_interrupted_folder_is_resumed_by_the_next_call(drive, tmp_path, monkeypatch):
+def test_the_next_call_resumes_an_interrupted_folder(drive, tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "TRIES", 1)
     plant(drive)
     drive.files[drive_id("three")].plans = [servers.silent, servers.serve]
@@ -86,7 +86,7 @@ def test_an_interrupted_folder_is_resumed_by_the_next_call(drive, tmp_path, monk
 
 
 @old_in_full
-def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path):
+def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(drive, tmp_path):
     plant(drive)
     file = drive.files[drive_id("one")]
     other = random.Random(2).randbytes(len(CONTENT))
@@ -100,7 +100,7 @@ def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path)
 
 
 @old_in_full
-def test_a_folder_that_cannot_be_had_is_refused_with_its_cause(drive, tmp_path):
+def test_a_folder_that_cannot_be_fetched_is_refused_with_the_cause(drive, tmp_path):
     def refused(cause: str) -> None:
         with pytest.raises(FetchFailed, match=cause):
             get(tmp_path)
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_had_is_refused_with_its_cause(drive, tmp_path):
 
 
 @only_old
-def test_the_limit_of_gdown_5_is_told_with_its_cure(drive, tmp_path):
+def test_the_file_limit_of_gdown_5_is_reported_with_its_remedy(drive, tmp_path):
     inside = []
     for number in range(50):
         drive.add(f"f{number}.txt", b"x")
@@ -142,7 +142,7 @@ def test_names_in_a_folder_stay_inside_it(drive, tmp_path, name):
 
 
 @only_new
-def test_a_listing_that_takes_long_is_progress(drive, tmp_path):
+def test_each_page_of_a_slow_listing_counts_as_progress(drive, tmp_path):
     """Each page of the listing counts, so that many folders do not look like a Drive that hangs."""
     drive.add("one.bin", b"1")
     pages = 8
@@ -154,6 +154,6 @@ def test_a_listing_that_takes_long_is_progress(drive, tmp_path):
     assert get(tmp_path, timeout=1.5).files == 1
 
 
-def test_a_digest_is_for_files_alone(tmp_path):
+def test_a_digest_of_a_folder_is_refused(tmp_path):
     with pytest.raises(InvalidOption, match="the source is a folder, which has no digest="):
         get(tmp_path, digest=f"md5:{'0' * 32}")

@@ -1,4 +1,4 @@
-"""`fetch()` through fsspec: files and folders, resumed, of one version, and never waited for without end."""
+"""`fetch()` through fsspec: files and folders of one version, resumed, with timeouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Faulty(MemoryFileSystem):
 
 
 @pytest.fixture(autouse=True)
-def far(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> Faulty:
+def remote(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> Faulty:
     """Return the faulty file system, empty and without faults."""
     monkeypatch.setattr(Faulty, "fault", staticmethod(lambda path, offset: None), raising=False)
     fsspec.register_implementation("faulty", Faulty, clobber=True)
@@ -93,12 +93,12 @@ def raise_(error: BaseException) -> None:
     raise error
 
 
-def plant(far: Faulty) -> None:
+def plant(remote: Faulty) -> None:
     for path, content in TREE.items():
-        far.pipe(f"/tree/{path}", content)
+        remote.pipe(f"/tree/{path}", content)
 
 
-def test_a_file_of_real_fsspec_comes_whole(tmp_path):
+def test_a_file_of_real_fsspec_is_fetched(tmp_path):
     memory = fsspec.filesystem("memory")
     memory.pipe("/colabkit-test/x.bin", CONTENT)
     try:
@@ -112,8 +112,8 @@ def test_a_file_of_real_fsspec_comes_whole(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_folder_comes_with_all_below_it(tmp_path, far):
-    plant(far)
+def test_a_folder_is_fetched_with_all_subfolders(tmp_path, remote):
+    plant(remote)
     report = get("faulty://tree", tmp_path)
     assert report.path == tmp_path / "tree"
     assert files_of(report.path) == TREE
@@ -122,24 +122,24 @@ def test_a_folder_comes_with_all_below_it(tmp_path, far):
     assert files_of(tmp_path / "other") == {"one.bin": CONTENT, "b/two.txt": b"2"}
 
 
-def test_a_member_of_an_archive_is_unpacked_once_and_a_file_of_unknown_size_comes_whole(tmp_path, far, monkeypatch):
+def test_a_member_of_an_archive_and_a_file_of_unknown_size_are_read_once(tmp_path, remote, monkeypatch):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("large.bin", CONTENT)
-    far.pipe("/a.zip", buffer.getvalue())
+    remote.pipe("/a.zip", buffer.getvalue())
     opened, opens = [], ZipFileSystem._open
     monkeypatch.setattr(ZipFileSystem, "_open", lambda *a, **k: opened.append(a[1]) or opens(*a, **k))
     assert get("zip://large.bin::faulty://a.zip", tmp_path).path.read_bytes() == CONTENT
     assert opened == ["large.bin"]
-    far.pipe("/x", CONTENT)
-    honest = Faulty.info
-    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**honest(self, path), "size": None})
+    remote.pipe("/x", CONTENT)
+    real = Faulty.info
+    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**real(self, path), "size": None})
     assert get("faulty://x", tmp_path).path.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("error", [OSError("reset by peer"), asyncio.CancelledError()])
-def test_a_read_that_fails_or_is_cancelled_is_made_again(tmp_path, far, monkeypatch, error):
-    far.pipe("/x", CONTENT)
+def test_a_failed_or_cancelled_read_is_retried(tmp_path, remote, monkeypatch, error):
+    remote.pipe("/x", CONTENT)
     faults(monkeypatch, fails_once(BLOCK_BYTES, error))
     report = get("faulty://x", tmp_path)
     assert report.path.read_bytes() == CONTENT
@@ -148,18 +148,18 @@ def test_a_read_that_fails_or_is_cancelled_is_made_again(tmp_path, far, monkeypa
 
 
 @pytest.mark.parametrize(("files", "blocks"), [(24, 1), (1, 6)], ids=["files", "parts of one file"])
-def test_files_and_parts_of_them_are_read_at_once(tmp_path, far, monkeypatch, files, blocks):
+def test_files_and_their_blocks_are_read_concurrently(tmp_path, remote, monkeypatch, files, blocks):
     tree = {str(number): b"%d" % number * ((blocks - 1) * BLOCK_BYTES + 1) for number in range(files)}
     for name, content in tree.items():
-        far.pipe(f"/tree/{name}", content)
-    at_once = threading.Barrier(files * blocks)  # passed only by as many reads in flight together
+        remote.pipe(f"/tree/{name}", content)
+    at_once = threading.Barrier(files * blocks)  # passed only if this many reads run at once
     faults(monkeypatch, lambda path, offset: at_once.wait(30) and None)
     assert files_of(get("faulty://tree", tmp_path).path) == tree
 
 
 @pytest.mark.parametrize("url", ["faulty://tree/a/one.bin", "faulty://tree"])
-def test_an_interrupted_file_or_folder_is_resumed_by_the_next_call(tmp_path, far, monkeypatch, url):
-    plant(far)
+def test_the_next_call_resumes_an_interrupted_file_or_folder(tmp_path, remote, monkeypatch, url):
+    plant(remote)
     faults(monkeypatch, fails_after_a_block(tmp_path, PermissionError("expired")))
     with pytest.raises(FetchFailed, match=r"it needs a login \(PermissionError: expired\)"):
         get(url, tmp_path)
@@ -173,42 +173,42 @@ def test_an_interrupted_file_or_folder_is_resumed_by_the_next_call(tmp_path, far
 
 
 @pytest.mark.parametrize("url", ["faulty://tree/a/one.bin", "faulty://tree"])
-def test_what_changes_meanwhile_is_fetched_anew(tmp_path, far, monkeypatch, url):
-    plant(far)
+def test_a_source_that_changes_during_the_download_is_fetched_again(tmp_path, remote, monkeypatch, url):
+    plant(remote)
     other = random.Random(2).randbytes(len(CONTENT))
     changed = []
 
     def change(path: str, offset: int) -> None:
         if offset and not changed:
-            changed.append(far.pipe("/tree/a/one.bin", other))
+            changed.append(remote.pipe("/tree/a/one.bin", other))
 
     faults(monkeypatch, change)
     path = get(url, tmp_path).path
     assert (path if path.is_file() else path / "a/one.bin").read_bytes() == other
 
 
-def test_a_changed_file_is_not_resumed_by_the_next_call(tmp_path, far, monkeypatch):
-    far.pipe("/x", CONTENT)
+def test_a_changed_file_is_not_resumed_by_the_next_call(tmp_path, remote, monkeypatch):
+    remote.pipe("/x", CONTENT)
     faults(monkeypatch, fails_after_a_block(tmp_path, PermissionError("expired")))
     with pytest.raises(FetchFailed):
         get("faulty://x", tmp_path)
-    far.pipe("/x", CONTENT[::-1])
+    remote.pipe("/x", CONTENT[::-1])
     report = get("faulty://x", tmp_path)
     assert (report.path.read_bytes(), report.resumed_bytes) == (CONTENT[::-1], 0)
 
 
 @pytest.mark.parametrize("claimed", [-1, 1])
-def test_a_file_has_to_be_as_long_as_its_file_system_says(tmp_path, far, monkeypatch, claimed):
-    far.pipe("/x", b"12345")
-    honest = Faulty.info
-    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**honest(self, path), "size": 5 + claimed})
+def test_a_file_must_have_the_size_that_its_file_system_reports(tmp_path, remote, monkeypatch, claimed):
+    remote.pipe("/x", b"12345")
+    real = Faulty.info
+    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**real(self, path), "size": 5 + claimed})
     with pytest.raises(FetchFailed, match="the source changed during the download"):
         get("faulty://x", tmp_path)
     assert not (tmp_path / "x").exists()
 
 
-def test_a_file_system_that_hangs_is_left_after_the_time_out(tmp_path, far, monkeypatch):
-    far.pipe("/x", CONTENT)
+def test_a_hanging_file_system_times_out(tmp_path, remote, monkeypatch):
+    remote.pipe("/x", CONTENT)
     released = threading.Event()
     faults(monkeypatch, lambda path, offset: released.wait(30) and None)
     began = time.monotonic()
@@ -220,8 +220,8 @@ def test_a_file_system_that_hangs_is_left_after_the_time_out(tmp_path, far, monk
     assert time.monotonic() - began < 3
 
 
-def test_a_file_system_that_cannot_be_opened_at_first_is_tried_again_and_its_hanging_told(tmp_path, far, monkeypatch):
-    far.pipe("/x", CONTENT)
+def test_opening_a_file_system_is_retried_and_times_out(tmp_path, remote, monkeypatch):
+    remote.pipe("/x", CONTENT)
     opens, fails, released = fsspec.core.url_to_fs, [ConnectionError("reset by peer")], threading.Event()
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: opens(url) if not fails else raise_(fails.pop()))
     report = get("faulty://x", tmp_path)
@@ -234,11 +234,11 @@ def test_a_file_system_that_cannot_be_opened_at_first_is_tried_again_and_its_han
         released.set()
 
 
-def test_a_file_whose_reads_and_close_hang_is_left_after_the_time_out(tmp_path, far, monkeypatch):
-    far.pipe("/x", CONTENT)
-    released, honest = threading.Event(), Faulty.info
+def test_a_file_whose_reads_and_close_hang_times_out(tmp_path, remote, monkeypatch):
+    remote.pipe("/x", CONTENT)
+    released, real = threading.Event(), Faulty.info
     hung = SimpleNamespace(read=lambda size: released.wait(30) and b"", close=lambda: released.wait(30))
-    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**honest(self, path), "size": None})
+    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**real(self, path), "size": None})
     monkeypatch.setattr(Faulty, "open", lambda *_, **__: hung)
     began = time.monotonic()
     try:
@@ -249,8 +249,8 @@ def test_a_file_whose_reads_and_close_hang_is_left_after_the_time_out(tmp_path, 
         released.set()
 
 
-def test_what_came_before_a_file_system_hangs_is_kept_and_said_to_be(tmp_path, far, monkeypatch):
-    plant(far)
+def test_data_received_before_a_timeout_is_saved_and_the_error_says_so(tmp_path, remote, monkeypatch):
+    plant(remote)
     for url in ("faulty://tree/a/one.bin", "faulty://tree"):
         released = threading.Event()
         faults(monkeypatch, lambda path, offset, released=released: offset and released.wait(30) and None)
@@ -262,23 +262,23 @@ def test_what_came_before_a_file_system_hangs_is_kept_and_said_to_be(tmp_path, f
         assert get(url, tmp_path).resumed_bytes >= BLOCK_BYTES
 
 
-def test_a_file_where_a_folder_was_when_an_earlier_call_was_stopped_is_fetched(tmp_path, far, monkeypatch):
-    plant(far)
+def test_a_file_in_place_of_an_interrupted_folder_is_fetched(tmp_path, remote, monkeypatch):
+    plant(remote)
     faults(monkeypatch, fails_after_a_block(tmp_path, PermissionError("expired")))
     with pytest.raises(FetchFailed):
         get("faulty://tree", tmp_path)
-    far.rm("/tree", recursive=True)
-    far.pipe("/tree", b"now a file")
+    remote.rm("/tree", recursive=True)
+    remote.pipe("/tree", b"now a file")
     assert get("faulty://tree", tmp_path).path.read_bytes() == b"now a file"
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("size", [0, 1], ids=["a mark of a folder", "a file"])
-def test_an_object_of_the_name_of_a_folder_is_its_mark_or_refused(tmp_path, far, monkeypatch, size):
-    plant(far)
-    honest = Faulty.find
+@pytest.mark.parametrize("size", [0, 1], ids=["a folder marker", "a file"])
+def test_an_object_named_like_a_folder_is_its_marker_or_refused(tmp_path, remote, monkeypatch, size):
+    plant(remote)
+    real = Faulty.find
     both = {"/tree/a": {"name": "/tree/a", "size": size, "type": "file", "created": 1}}
-    monkeypatch.setattr(Faulty, "find", lambda self, path, **options: {**both, **honest(self, path, **options)})
+    monkeypatch.setattr(Faulty, "find", lambda self, path, **options: {**both, **real(self, path, **options)})
     if size:
         with pytest.raises(FetchFailed, match="'a' is both an object and a folder"):
             get("faulty://tree", tmp_path)
@@ -287,8 +287,8 @@ def test_an_object_of_the_name_of_a_folder_is_its_mark_or_refused(tmp_path, far,
         assert files_of(get("faulty://tree", tmp_path).path) == TREE
 
 
-def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, far, monkeypatch):
-    plant(far)
+def test_paths_outside_the_folder_are_refused(tmp_path, remote, monkeypatch):
+    plant(remote)
     for name in ("../out", "a/../../out", "a//b", "a/./b"):
         found = {f"/tree/{name}": {"name": f"/tree/{name}", "size": 1, "type": "file"}}
         monkeypatch.setattr(Faulty, "find", lambda self, path, found=found, **_: found)
@@ -297,14 +297,14 @@ def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, far, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
-def test_run_again_it_sees_what_is_unchanged(tmp_path, far):
-    plant(far)
+def test_a_second_call_reuses_unchanged_data(tmp_path, remote):
+    plant(remote)
     for url, name in (("faulty://tree", "tree"), ("faulty://tree/three", "three")):
         first = get(url, tmp_path)
         again = get(url, tmp_path)
         assert (again.reused, again.path, again.fetched_bytes) == (True, tmp_path / name, 0)
         assert again.files == first.files
-    far.pipe("/tree/a/b/two.txt", b"3")
+    remote.pipe("/tree/a/b/two.txt", b"3")
     with pytest.raises(TargetExists, match="the source has changed"):
         get("faulty://tree", tmp_path)
     get("faulty://tree", tmp_path, overwrite=True)
@@ -314,14 +314,14 @@ def test_run_again_it_sees_what_is_unchanged(tmp_path, far):
         get("faulty://tree", tmp_path)
 
 
-def test_a_digest_is_for_files_alone(tmp_path, far, monkeypatch):
-    plant(far)
+def test_a_digest_of_a_folder_is_refused(tmp_path, remote, monkeypatch):
+    plant(remote)
     digest = f"md5:{hashlib.md5(b'2').hexdigest()}"
     assert get("faulty://tree/a/b/two.txt", tmp_path, digest=digest).files == 1
     with pytest.raises(Corrupt):
         get("faulty://tree/a/one.bin", tmp_path, digest=digest)
     get("faulty://tree/a", tmp_path)
-    faults(monkeypatch, lambda path, offset: pytest.fail("it is refused before anything is read"))
+    faults(monkeypatch, lambda path, offset: pytest.fail("read although the digest is refused"))
     for url in ("faulty://tree/a/b", "faulty://tree/a"):
         with pytest.raises(InvalidOption, match="the source is a folder, which has no digest="):
             get(url, tmp_path, digest=digest)
@@ -341,7 +341,7 @@ def test_a_digest_is_for_files_alone(tmp_path, far, monkeypatch):
         ("paramiko", "sftp://host/x", 'requires "paramiko" to be installed). Install this package with pip.'),
     ],
 )
-def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, monkeypatch, module, url, line):
+def test_a_missing_package_is_named_with_its_install_command(tmp_path, monkeypatch, module, url, line):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackage) as caught:
         get(url, tmp_path)
@@ -349,8 +349,8 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_fetched_is_told(tmp_path, far):
-    far.makedirs("/empty")
+def test_unknown_protocols_and_missing_sources_are_reported(tmp_path, remote):
+    remote.makedirs("/empty")
     for url, error, found in (
         ("nope://x/y", InvalidOption, "Protocol not known: nope"),
         ("faulty://missing", FetchFailed, "nothing exists at this address"),
@@ -366,7 +366,7 @@ SAID = "GET https://me:{}@host/x?X-Amz-Signature={} said {} and {} of {}".format
 SECRET_URL = "faulty://me:{3}@host/x?sig={2}#{4}".format(*SECRETS)
 
 
-def test_errors_of_a_file_system_show_no_secrets(tmp_path, far, monkeypatch):
+def test_errors_of_a_file_system_show_no_secrets(tmp_path, remote, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError(SAID)
 
@@ -374,13 +374,13 @@ def test_errors_of_a_file_system_show_no_secrets(tmp_path, far, monkeypatch):
     with pytest.raises(FetchFailed) as caught:
         get(SECRET_URL, tmp_path)
     monkeypatch.setenv("COLABKIT_DEBUG", "1")
-    said = "".join(caught.value._render_traceback_())
-    assert "faulty://host/x" in said
-    assert "OSError: GET https://host/x said ... and ... of ..." in said
-    assert not [secret for secret in SECRETS if secret in said]
+    text = "".join(caught.value._render_traceback_())
+    assert "faulty://host/x" in text
+    assert "OSError: GET https://host/x said ... and ... of ..." in text
+    assert not [secret for secret in SECRETS if secret in text]
 
 
-def test_importing_it_imports_no_heavy_package():
+def test_importing_fetch_imports_no_heavy_package():
     code = "import sys, colabkit.storage.fetching.api; print([name for name in sys.argv[1:] if name in sys.modules])"
     heavy = ["fsspec", "gdown", "requests", "tqdm", "torch", "numpy"]
     done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)

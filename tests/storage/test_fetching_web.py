@@ -1,4 +1,4 @@
-"""`fetch()` from web servers: what arrives is the file, whole and of one version, whatever the server does."""
+"""`fetch()` from web servers: the result is the complete file in one version, whatever the server does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("plain_network")
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
-def test_a_file_comes_whole_under_its_own_name(tmp_path, monkeypatch):
+def test_a_file_is_fetched_with_its_own_name(tmp_path, monkeypatch):
     named = []
 
     class Bar(ProgressBar):
@@ -63,7 +63,7 @@ def test_the_target_is_a_folder_or_the_path_of_the_file(tmp_path):
             assert report.path.read_bytes() == CONTENT
 
 
-def test_an_empty_file_and_a_body_in_chunks_without_a_length_come_whole(tmp_path):
+def test_an_empty_file_and_a_chunked_body_without_a_length_are_fetched(tmp_path):
     with served(b"") as server:
         assert get(server, tmp_path / "empty").path.read_bytes() == b""
     with served(CONTENT, servers.chunked) as server:
@@ -76,7 +76,7 @@ CUT_THEN = [
     ("another start", servers.ranged(lambda start, total: {"Content-Range": f"bytes 0-{total - 1}/{total}"}), 2),
     ("no Content-Range", servers.ranged(lambda start, total: {}), 2),
     (
-        "the whole as the rest",
+        "the complete file as the rest",
         servers.ranged(lambda start, total: {"Content-Range": f"bytes {start}-{total - 1}/{total}"}, is_whole=True),
         2,
     ),
@@ -98,7 +98,7 @@ CUT_THEN = [
 
 
 @pytest.mark.parametrize(("second", "retries"), [case[1:] for case in CUT_THEN], ids=[case[0] for case in CUT_THEN])
-def test_after_a_cut_connection_the_file_is_whole_whatever_the_next_reply_is(tmp_path, second: Plan, retries):
+def test_the_file_is_complete_after_a_broken_connection_whatever_the_next_response_is(tmp_path, second: Plan, retries):
     with served(CONTENT, cut_after(300_000), second, servers.serve) as server:
         report = get(server, tmp_path)
     assert report.path.read_bytes() == CONTENT
@@ -117,7 +117,7 @@ def test_a_server_that_ignores_ranges_is_read_again_from_the_start(tmp_path):
     assert report.fetched_bytes == 300_000 + 400_000 + len(CONTENT)
 
 
-def test_a_file_that_changes_between_two_tries_is_never_spliced(tmp_path):
+def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(tmp_path):
     other = random.Random(2).randbytes(len(CONTENT))
 
     def change(handler: servers.Handler) -> None:
@@ -140,14 +140,14 @@ def test_only_a_strong_tag_or_the_time_of_the_last_change_lets_a_file_be_resumed
     assert server.requests[1]["If-Range"] == date
 
 
-def test_tries_that_get_ahead_do_not_count_against_it(tmp_path):
+def test_attempts_that_make_progress_do_not_count(tmp_path):
     with served(CONTENT, cut_after(60_000)) as server:
         report = get(server, tmp_path)
     assert report.sha256 == SHA256
     assert report.retries == len(CONTENT) // 60_000
 
 
-def test_tries_that_bring_nothing_new_end_it_and_keep_what_came(tmp_path):
+def test_attempts_without_new_data_end_the_fetch_and_keep_the_received_data(tmp_path):
     with served(CONTENT, cut_after(300_000), cut_after(0)) as server:
         with pytest.raises(
             FetchFailed, match=r"ended 391 KiB too early; expected new data in one of 5 .*; the download resumes"
@@ -160,7 +160,7 @@ def test_tries_that_bring_nothing_new_end_it_and_keep_what_came(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_server_that_always_cuts_and_knows_no_ranges_is_not_asked_for_ever(tmp_path):
+def test_a_server_that_always_disconnects_and_has_no_ranges_is_given_up(tmp_path):
     with (
         served(CONTENT, cut_after(300_000, False)) as server,
         pytest.raises(FetchFailed, match="new data in one of 5 attempts"),
@@ -179,7 +179,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("plans", sampled(HANGS.values(), 2), ids=HANGS)
-def test_a_server_that_hangs_or_drips_is_left_after_two_time_outs(tmp_path, plans):
+def test_a_server_that_hangs_or_drips_is_given_up_after_two_timeouts(tmp_path, plans):
     began = time.monotonic()
     with (
         served(CONTENT, *plans) as server,
@@ -190,7 +190,7 @@ def test_a_server_that_hangs_or_drips_is_left_after_two_time_outs(tmp_path, plan
     assert len(server.requests) == len(plans) + 1
 
 
-def test_a_server_that_hangs_once_is_asked_again(tmp_path):
+def test_a_server_that_hangs_once_is_retried(tmp_path):
     with served(CONTENT, servers.hang_after(100_000), servers.serve) as server:
         report = get(server, tmp_path, timeout=0.3)
     assert (report.sha256, report.retries) == (SHA256, 1)
@@ -198,7 +198,7 @@ def test_a_server_that_hangs_once_is_asked_again(tmp_path):
     assert "/s, 1 retry)" in repr(report)
 
 
-def test_a_server_that_asks_to_wait_longer_than_the_time_out_is_not_waited_for(tmp_path):
+def test_a_waiting_time_longer_than_the_timeout_ends_the_fetch(tmp_path):
     plan = servers.status(429, Retry_After=3600)
     with (
         served(CONTENT, plan) as server,
@@ -208,7 +208,7 @@ def test_a_server_that_asks_to_wait_longer_than_the_time_out_is_not_waited_for(t
     assert len(server.requests) == 1
 
 
-def test_a_refusal_ends_it_at_once_with_its_cause(tmp_path):
+def test_a_refusal_ends_the_fetch_at_once_with_its_cause(tmp_path):
     causes = {401: "needs a login", 403: "denies access", 404: "no file at this", 418: "418"}
     for code, cause in causes.items():
         with served(CONTENT, servers.status(code)) as server, pytest.raises(FetchFailed, match=cause):
@@ -217,14 +217,14 @@ def test_a_refusal_ends_it_at_once_with_its_cause(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_listening_is_a_failure_of_the_network(tmp_path):
+def test_a_refused_connection_is_a_network_failure(tmp_path):
     with served(CONTENT) as server:
         url = server.url
     with pytest.raises(FetchFailed, match=r"last attempt failed: the network failed \(Connection refused\)"):
         fetch(url, tmp_path, progress=False)
 
 
-def test_a_page_in_place_of_a_file_is_refused_with_its_title(tmp_path):
+def test_a_web_page_instead_of_a_file_is_refused_with_its_title(tmp_path):
     typed = servers.body(
         b"<html><head><title>Log\nin &amp; <b>pay</b></title>", Content_Type="text/html; charset=utf-8"
     )
@@ -240,7 +240,7 @@ def test_a_page_in_place_of_a_file_is_refused_with_its_title(tmp_path):
         assert get(server, tmp_path).sha256 == SHA256
 
 
-def test_a_body_packed_for_the_way_is_refused_unless_the_name_says_so(tmp_path):
+def test_a_compressed_body_is_refused_unless_the_file_name_says_so(tmp_path):
     plan = servers.body(b"\x1f\x8b\x00", Content_Encoding="gzip")
     with served(CONTENT, plan) as server:
         with pytest.raises(FetchFailed, match="sends it compressed"):
@@ -248,14 +248,14 @@ def test_a_body_packed_for_the_way_is_refused_unless_the_name_says_so(tmp_path):
         assert fetch(server.url.replace("bin", "tar.gz"), tmp_path, progress=False).path.name == "file.tar.gz"
 
 
-def test_bytes_that_do_not_fit_are_refused_before_they_come(tmp_path, monkeypatch):
+def test_a_file_too_large_for_the_disk_is_refused_before_the_download(tmp_path, monkeypatch):
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: 1000)
     with served(CONTENT) as server, pytest.raises(NotEnoughSpace, match=r"1000 B free; expected at least 684 KiB"):
         get(server, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_keeps_what_came(tmp_path, file_hook):
+def test_a_full_disk_keeps_the_received_data(tmp_path, file_hook):
     def full(operation: str, path: Path) -> None:
         if operation == "write" and path.name == "data" and path.stat().st_size >= 262_144:
             raise OSError(28, "No space left on device")
@@ -282,7 +282,7 @@ def test_a_digest_is_checked(tmp_path, kind):
         assert get(server, tmp_path, digest=f"{kind}:{right.upper()}").sha256 == SHA256
 
 
-def test_a_digest_holds_for_what_was_resumed_too(tmp_path):
+def test_a_digest_covers_resumed_data_too(tmp_path):
     with served(CONTENT, cut_after(300_000), cut_after(0)) as server:
         with pytest.raises(FetchFailed):
             get(server, tmp_path)
@@ -294,7 +294,7 @@ def test_a_digest_holds_for_what_was_resumed_too(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_digest_is_refused(tmp_path):
+def test_invalid_digests_are_refused(tmp_path):
     for digest in ("", "sha256", "sha256:12", f"sha3:{SHA256}", f"sha256:{'g' * 64}", 7):
         with pytest.raises(InvalidOption, match="digest="):
             fetch("https://example.org/x", tmp_path, digest=digest)

@@ -1,4 +1,4 @@
-"""Buckets as sources, through fsspec: one listing, few requests, no secrets in what is said."""
+"""Buckets as sources, through fsspec: one listing, few requests, no secrets in messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def birds():
 
 
 class Scripted:
-    """A file system that lists what a test says, as stores of objects do."""
+    """A file system, like an object store, whose listing a test sets."""
 
     def __init__(self, found: Any, cat: Any = None) -> None:
         self.found = found
@@ -79,7 +79,7 @@ def info(size: int | None = 1, **more: Any) -> dict[str, Any]:
     return {"size": size, "type": "file", **more}
 
 
-def test_a_folder_of_a_bucket_is_listed_at_once_and_nothing_beside_it(birds, monkeypatch):
+def test_a_folder_of_a_bucket_is_listed_with_one_request_without_its_neighbors(birds, monkeypatch):
     finds = []
     find = MemoryFileSystem.find
     monkeypatch.setattr(MemoryFileSystem, "find", lambda *a, **k: finds.append(1) or find(*a, **k))
@@ -102,14 +102,14 @@ def test_one_object_is_a_source_of_one_item(birds):
     assert read_item(BucketSource("memory://data/birds/tits.txt"), item, Retries()) == b"tweet" * 9, "without listing"
 
 
-def test_an_item_of_the_folders_own_name_is_no_object_at_the_address(birds):
+def test_an_item_named_like_the_folder_is_not_the_object_at_the_address(birds):
     birds.pipe_file("/data/birds/birds", b"inner")
     source = BucketSource("memory://data/birds")
     items = {item.path: item for item in source.list().items}
     assert read_item(source, items["birds"], Retries()) == b"inner"
 
 
-def test_marks_of_folders_are_no_items(scripted):
+def test_folder_markers_are_not_items(scripted):
     found = {
         "b/birds": info(0),
         "b/birds/": info(0),
@@ -123,7 +123,7 @@ def test_marks_of_folders_are_no_items(scripted):
     assert listing.skipped == (("unknown", "its size is unknown"),)
 
 
-def test_names_that_lead_outside_or_are_a_folder_too_are_refused(scripted):
+def test_paths_outside_the_folder_and_objects_that_are_also_folders_are_refused(scripted):
     for name in ("/../x", "/a/../../x", "/a//x", "//x", "/./x", "/a\0", "/a//", "2/x", "/.."):
         with pytest.raises(BadSource, match="paths inside the folder"):
             scripted({f"b/birds{name}": info(), "b/birds/fine": info()})[0].list()
@@ -156,29 +156,29 @@ def test_an_address_without_objects_is_missing(birds, scripted):
         ({}, 0),
     ],
 )
-def test_times_are_taken_as_file_systems_give_them(scripted, fields, expected):
+def test_times_are_read_in_every_form_that_file_systems_return(scripted, fields, expected):
     (item,) = scripted({"b/birds/x": info(1, **fields)})[0].list().items
     assert item.mtime_ns == expected
 
 
-def test_a_small_object_is_one_request_and_a_large_one_few(scripted):
+def test_a_small_object_takes_one_request_and_a_large_one_few(scripted):
     data = bytes(range(256)) * (9 << 12)  # 9 MiB
-    asked = []
+    requested = []
 
     def cat(path: str, start: int | None, end: int | None) -> bytes:
-        asked.append((path, start, end))
+        requested.append((path, start, end))
         return data[start:end]
 
     source, _ = scripted({"b/birds/small": info(8 << 20), "b/birds/large": info(len(data))}, cat)
     large, small = source.list().items
     assert read_item(source, small, Retries()) == data[: 8 << 20]
-    assert asked == [("b/birds/small", 0, 8 << 20)]
-    asked.clear()
+    assert requested == [("b/birds/small", 0, 8 << 20)]
+    requested.clear()
     assert read_item(source, large, Retries()) == data
-    assert asked == [("b/birds/large", at << 20, min(9, at + 4) << 20) for at in (0, 4, 8)]
+    assert requested == [("b/birds/large", at << 20, min(9, at + 4) << 20) for at in (0, 4, 8)]
 
 
-def test_errors_that_pass_are_tried_again_and_others_are_not(scripted):
+def test_only_transient_errors_are_retried(scripted):
     left = [ConnectionError("reset"), TimeoutError("slow"), RuntimeError("503")]
 
     def flaky(*_: Any) -> bytes:
@@ -202,7 +202,7 @@ def test_errors_that_pass_are_tried_again_and_others_are_not(scripted):
     assert len(left) == 1
 
 
-def test_what_a_file_system_cancels_is_an_error_of_colabkit(scripted):
+def test_a_cancelled_call_becomes_a_colabkit_error(scripted):
     def cancel(*_: Any) -> Any:
         raise asyncio.CancelledError
 
@@ -215,7 +215,7 @@ def test_what_a_file_system_cancels_is_an_error_of_colabkit(scripted):
         source.list()
 
 
-def test_no_secret_is_said(scripted):
+def test_messages_contain_no_secrets(scripted):
     address = "gs://user:hunter2@b/birds?token=hunter2hunter2"
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -233,7 +233,7 @@ def test_no_secret_is_said(scripted):
     assert second.value.__cause__ is None
 
 
-def test_a_login_that_is_missing_is_named(scripted):
+def test_a_missing_login_is_reported(scripted):
     def refuse(*_: Any) -> Any:
         raise PermissionError("anonymous caller")
 
@@ -253,7 +253,7 @@ def test_a_bucket_that_never_answers_is_given_up(scripted, monkeypatch):
         answer.set()
 
 
-def test_packages_and_protocols_that_are_missing_are_named(monkeypatch):
+def test_missing_packages_and_unknown_protocols_are_named(monkeypatch):
     with pytest.raises(InvalidOption, match="nonsense"):
         BucketSource("nonsense://b/x")
     with pytest.raises(InvalidOption, match="expected a bucket such as"):

@@ -1,4 +1,4 @@
-"""Calls made many at once: every result once, a bounded number at once, clean ends, also where a call hangs."""
+"""Concurrent calls: each result once, a bounded number at a time, and a clean end even if a call hangs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("stalled_s", [None, LONG_S])
 @pytest.mark.parametrize("threads", [1, 2, 7, "auto"])
 @pytest.mark.parametrize("count", [0, 1, 50])
-def test_every_task_gives_its_result_exactly_once(threads, count, stalled_s):
+def test_every_task_returns_its_result_exactly_once(threads, count, stalled_s):
     results = list(concurrently(lambda task: task * 2, iter(range(count)), threads, stalled_s=stalled_s))
     assert sorted(results) == [2 * task for task in range(count)]
 
 
 @pytest.mark.parametrize("stalled_s", [None, LONG_S])
-def test_at_most_so_many_calls_run_at_once_and_that_many_do(stalled_s):
+def test_exactly_the_requested_number_of_calls_run_at_once(stalled_s):
     lock, most, running, together = threading.Lock(), 0, 0, threading.Barrier(4)
 
     def work(task: int) -> int:
@@ -54,15 +54,15 @@ def test_at_most_so_many_calls_run_at_once_and_that_many_do(stalled_s):
     assert most == 4
 
 
-def test_few_tasks_are_taken_ahead_though_calls_end_as_fast_as_tasks_come():
+def test_few_tasks_are_queued_ahead_even_if_calls_end_as_fast_as_tasks_arrive():
     ended = threading.Semaphore(0)
-    taken = []
+    started = []
 
     def tasks() -> Iterator[int]:
         for task in itertools.count():
             if task:
                 ended.acquire(timeout=LONG_S)
-            taken.append(task)
+            started.append(task)
             yield task
 
     def work(task: int) -> int:
@@ -72,7 +72,7 @@ def test_few_tasks_are_taken_ahead_though_calls_end_as_fast_as_tasks_come():
     results = concurrently(work, tasks(), 2)
     for number in range(1, 20):
         next(results)
-        assert len(taken) <= 4 * number
+        assert len(started) <= 4 * number
     results.close()
 
 
@@ -83,7 +83,7 @@ def test_tasks_are_taken_in_the_callers_thread():
 
 @pytest.mark.parametrize("threads", [7, "auto"])
 @pytest.mark.parametrize(("limit", "most", "held"), [("_HELD_BYTES", 10, 3), ("_HELD_CALLS", 5, 5)])
-def test_results_that_are_not_taken_are_held_up_to_so_many_or_so_many_bytes(monkeypatch, limit, most, held, threads):
+def test_untaken_results_are_limited_in_number_and_bytes(monkeypatch, limit, most, held, threads):
     monkeypatch.setattr(concurrency, limit, most)
     begun = []
     tasks = (begun.append(task) or task for task in range(100))
@@ -92,7 +92,7 @@ def test_results_that_are_not_taken_are_held_up_to_so_many_or_so_many_bytes(monk
         assert len(begun) - number <= held
 
 
-def test_threads_that_wait_hold_neither_results_nor_tasks():
+def test_waiting_threads_hold_neither_results_nor_tasks():
     class Large:
         pass
 
@@ -123,7 +123,7 @@ def test_the_first_error_stops_the_rest_and_is_raised(threads, stalled_s):
     assert no_reader_threads()
 
 
-def test_calls_that_wait_their_turn_are_dropped_after_an_error():
+def test_queued_calls_are_dropped_after_an_error():
     started, failed = [], threading.Event()
 
     def work(task: int) -> None:
@@ -156,7 +156,7 @@ def test_leaving_early_leaves_no_threads(threads, stalled_s):
 
 
 @pytest.mark.parametrize("stalled_s", [None, LONG_S])
-def test_ctrl_c_while_calls_are_waited_for_leaves_no_threads(stalled_s):
+def test_ctrl_c_during_a_wait_leaves_no_threads(stalled_s):
     interrupted = threading.Event()
 
     def work(task: int) -> None:
@@ -181,7 +181,7 @@ def test_an_error_of_the_tasks_themselves_is_raised():
     assert no_reader_threads()
 
 
-def test_the_caller_hears_while_nothing_ends():
+def test_on_wait_is_called_while_no_call_ends():
     waited = threading.Semaphore(0)
     results = concurrently(
         lambda task: [waited.acquire(timeout=LONG_S) for _ in range(3)], [1], 1, stalled_s=60.0, on_wait=waited.release
@@ -190,7 +190,7 @@ def test_the_caller_hears_while_nothing_ends():
 
 
 class Told(Level):
-    """A level that is set after so many calls."""
+    """A level that changes after a number of calls."""
 
     def __init__(self, now: int, then: int, after: int) -> None:
         super().__init__(now)
@@ -254,7 +254,7 @@ def test_tiny_calls_run_in_the_callers_thread(monkeypatch):
 
 
 @pytest.mark.parametrize(("measured_s", "calls"), [(LONG_S, 8), (0.0, 1)], ids=["quick", "slow"])
-def test_auto_measures_the_first_calls_fewer_where_they_take_long(monkeypatch, measured_s, calls):
+def test_auto_measures_fewer_calls_if_they_are_slow(monkeypatch, measured_s, calls):
     measured = []
     monkeypatch.setattr(concurrency, "_MEASURED_S", measured_s)
     monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: measured.append(calls) or 3)
@@ -265,7 +265,7 @@ def test_auto_measures_the_first_calls_fewer_where_they_take_long(monkeypatch, m
     assert all(name.startswith("colabkit-read") for name in names[calls:])
 
 
-def test_waiting_gets_many_threads_long_work_one_a_cpu_and_tiny_work_none(monkeypatch):
+def test_waiting_calls_get_many_threads_long_ones_one_per_cpu_and_tiny_ones_none(monkeypatch):
     for wall_s, cpu_s, calls, cpus, expected in (
         (0.0, 0.0, 0, 6.4, None),
         (1.0, 0.1, 10, 6.4, None),
@@ -281,7 +281,7 @@ def test_waiting_gets_many_threads_long_work_one_a_cpu_and_tiny_work_none(monkey
 
 @pytest.fixture
 def stuck() -> Iterator[threading.Event]:
-    """Return what calls that hang wait for; they end, and their threads, when the test does."""
+    """Return an event that hanging calls wait for; they and their threads end with the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -290,7 +290,7 @@ def stuck() -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_stalled_call_is_made_anew_once_in_another_thread_and_its_late_result_is_dropped(stuck, is_late):
+def test_a_stalled_call_is_repeated_once_and_its_late_result_is_dropped(stuck, is_late):
     made: list[threading.Thread] = []
 
     def work(task: int) -> str:
@@ -300,17 +300,17 @@ def test_a_stalled_call_is_made_anew_once_in_another_thread_and_its_late_result_
         if len(made) == 1:
             stuck.wait(LONG_S)
             return "late"
-        if is_late:  # the first ends while the second is under way
+        if is_late:  # the first call ends during the second
             stuck.set()
             made[0].join(LONG_S)
-        return "anew"
+        return "repeated"
 
-    assert sorted(concurrently(work, range(20), 3, stalled_s=0.1)) == ["anew"] + ["other"] * 19
+    assert sorted(concurrently(work, range(20), 3, stalled_s=0.1)) == ["other"] * 19 + ["repeated"]
     assert len(set(made)) == 2
 
 
 @pytest.mark.parametrize("threads", [1, 3, "auto"])
-def test_a_call_that_stalls_twice_is_an_error_in_bounded_time_while_others_hang_too(stuck, threads):
+def test_a_call_that_stalls_twice_raises_in_bounded_time_while_others_hang(stuck, threads):
     made = []
 
     def work(task: int) -> None:
@@ -324,7 +324,7 @@ def test_a_call_that_stalls_twice_is_an_error_in_bounded_time_while_others_hang_
     assert max(made.count(task) for task in range(5)) == 2
 
 
-def test_a_call_that_may_be_made_once_only_is_an_error_when_it_stalls(stuck):
+def test_a_call_with_one_attempt_raises_when_it_stalls(stuck):
     with Calls(lambda _: stuck.wait(LONG_S), Level(1, is_fixed=True), 0.05, tries=1) as calls:
         calls.make(None)
         with pytest.raises(TimedOut, match=r"no data for 0\.05 s\."):
@@ -332,27 +332,27 @@ def test_a_call_that_may_be_made_once_only_is_an_error_when_it_stalls(stuck):
 
 
 def test_a_stalled_call_is_noticed_while_others_keep_ending(stuck, monkeypatch):
-    monkeypatch.setattr(concurrency, "_TICK_S", 0.2)  # longer than between two results
-    anew = threading.Event()
+    monkeypatch.setattr(concurrency, "_TICK_S", 0.2)  # longer than the time between two results
+    repeated = threading.Event()
     made = []
     deadline = time.monotonic() + LONG_S
 
     def tasks() -> Iterator[int]:
         yield 0
-        while not anew.is_set() and time.monotonic() < deadline:
+        while not repeated.is_set() and time.monotonic() < deadline:
             yield 1
 
     def work(task: int) -> None:
         if task == 0:
             made.append(task)
             if len(made) == 2:
-                anew.set()
+                repeated.set()
             else:
                 stuck.wait(LONG_S)
 
     for _ in concurrently(work, tasks(), 2, stalled_s=0.05):
         pass
-    assert anew.is_set()
+    assert repeated.is_set()
 
 
 def test_all_calls_may_stall_together_once(stuck):
@@ -371,7 +371,7 @@ def test_all_calls_may_stall_together_once(stuck):
     assert level.now < 8
 
 
-def test_leaving_waits_but_a_moment_for_calls_that_hang(stuck):
+def test_leaving_waits_only_briefly_for_hanging_calls(stuck):
     begun = threading.Event()
 
     def work(task: int) -> int:
@@ -390,7 +390,7 @@ def test_leaving_waits_but_a_moment_for_calls_that_hang(stuck):
 
 
 @pytest.mark.parametrize("is_moving", [True, False])
-def test_a_slow_call_goes_on_as_long_as_it_moves(monkeypatch, is_moving):
+def test_a_slow_call_continues_while_it_receives_data(monkeypatch, is_moving):
     now = 0.0
     looked = threading.Semaphore(0)
     clock = SimpleNamespace(monotonic=lambda: now, thread_time=time.thread_time)
@@ -401,7 +401,7 @@ def test_a_slow_call_goes_on_as_long_as_it_moves(monkeypatch, is_moving):
         made.append(task)
         for _ in range(4):
             now += 40.0
-            for _ in range(3):  # the last of these looks was certainly begun after the clock moved
+            for _ in range(3):  # the last of these checks certainly began after the clock moved
                 looked.acquire(timeout=LONG_S)
             if is_moving:
                 still_moving()

@@ -1,4 +1,4 @@
-"""The promises that all sources keep."""
+"""Tests that all sources pass."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def _empty_memory():
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_every_source_gives_its_files_whole_in_order_from_any_thread_and_after_closing(tmp_path, kind):
+def test_every_source_returns_its_files_in_order_from_any_thread_and_after_closing(tmp_path, kind):
     source = MAKERS[kind](tmp_path, FILES)
     check_untouched(tmp_path, lambda: check_source(source, FILES, kind not in IN_THE_GIVEN_ORDER))
 
 
 @pytest.mark.parametrize("kind", WITH_BYTES_AS_NAMES)
-def test_names_that_are_no_text_are_kept(tmp_path, kind):
+def test_undecodable_names_are_preserved(tmp_path, kind):
     files = {"cats/1.jpg": b"1", UNDECODABLE: b"2"}
     check_source(MAKERS[kind](tmp_path, files), files)
 

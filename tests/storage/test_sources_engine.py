@@ -1,4 +1,4 @@
-"""`Reading`: whole items and blocks of large ones, many at once, exact, tried again, and closed at the end."""
+"""`Reading`: items and blocks of large ones, read concurrently, exactly, with retries, and closed at the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Drive(FolderSource):
-    """A folder that counts what is opened."""
+    """A folder that counts opened files."""
 
     def __init__(self, path: Path, can_hang: bool = True) -> None:
         super().__init__(path)
@@ -64,7 +64,7 @@ class Drive(FolderSource):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with files of all sizes."""
+    """Return a folder with files of many sizes."""
     place = tmp_path / "files"
     place.mkdir()
     for name, data in DATA.items():
@@ -84,7 +84,7 @@ def wanted(source: Source, items: Iterable[Item]) -> Iterator[Wanted]:
 
 
 def put_together(blocks: Iterable[Block]) -> dict[str, bytes]:
-    """Return the bytes of all items, whose blocks have the right CRC and come once."""
+    """Join the blocks of all items; check that each has the right CRC and is returned once."""
     found: dict[str, dict[int, bytes]] = {}
     for block in blocks:
         assert block.data is not None
@@ -96,7 +96,7 @@ def put_together(blocks: Iterable[Block]) -> dict[str, bytes]:
 
 
 def read(source: Source, items: Iterable[Item] | None = None, threads: int | str = "auto") -> dict[str, bytes]:
-    """Return all that a source has."""
+    """Return the bytes of all items of a source."""
     with Reading(source, threads, retries := Retries()) as reading:  # type: ignore[arg-type]
         found = put_together(reading.blocks(wanted(source, source.list().items if items is None else items)))
     assert retries.on_retry is None
@@ -112,7 +112,7 @@ def only(source: Source, name: str) -> list[Item]:
 def preadv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[int, Preadv, int, list[memoryview], int], int]], None]:
-    """Return a function that puts another in the place of `os.preadv`: it gets the call's number and the real one."""
+    """Return a function that replaces `os.preadv` by one that gets the number of the call and the real function."""
     real, lock, count = os.preadv, threading.Lock(), [0]
 
     def put(other: Callable[[int, Preadv, int, list[memoryview], int], int]) -> None:
@@ -129,7 +129,7 @@ def preadv(
 
 @pytest.mark.parametrize("threads", [1, 3, "auto"])
 @pytest.mark.parametrize("can_hang", [False, True])
-def test_all_bytes_come_once_and_each_file_is_opened_once(folder, can_hang, threads):
+def test_all_bytes_are_read_once_and_each_file_is_opened_once(folder, can_hang, threads):
     source = Drive(folder, can_hang)
     assert read(source, threads=threads) == DATA
     assert sorted(source.opened) == sorted(DATA)
@@ -143,7 +143,7 @@ def test_sources_without_descriptors_are_read_by_seeking(can_hang, threads):
     assert read(source, threads=threads) == DATA
 
 
-def test_what_was_begun_comes_too_and_once(folder):
+def test_items_begun_early_are_returned_once(folder):
     source = Drive(folder)
     items = source.list().items
     with Reading(source, "auto", Retries()) as reading:
@@ -154,10 +154,10 @@ def test_what_was_begun_comes_too_and_once(folder):
     assert sorted(source.opened) == sorted(DATA)
 
 
-def test_only_small_items_of_sources_that_can_hang_are_read_ahead_as_far_as_memory_goes(folder, monkeypatch):
-    near = Drive(folder, can_hang=False)
-    with Reading(near, "auto", Retries()) as reading:
-        assert not any(reading.begin(item) for item in near.list().items)
+def test_only_small_items_of_sources_that_can_hang_are_read_ahead_within_the_memory_limit(folder, monkeypatch):
+    local = Drive(folder, can_hang=False)
+    with Reading(local, "auto", Retries()) as reading:
+        assert not any(reading.begin(item) for item in local.list().items)
     source = Drive(folder)
     with Reading(source, 2, Retries()) as reading:
         for item in source.list().items:
@@ -168,7 +168,7 @@ def test_only_small_items_of_sources_that_can_hang_are_read_ahead_as_far_as_memo
         assert [reading.begin(item) for _ in range(4)] == [True, True, False, False]
 
 
-def test_blocks_of_near_sources_are_placed_by_the_threads_that_read_them(folder):
+def test_blocks_of_local_sources_are_placed_by_the_threads_that_read_them(folder):
     source, placed, threads = Drive(folder, can_hang=False), [], set()
 
     def place(block: Block) -> None:
@@ -186,14 +186,14 @@ def test_blocks_of_near_sources_are_placed_by_the_threads_that_read_them(folder)
     assert threading.current_thread() not in threads
 
 
-def test_blocks_of_sources_that_can_hang_are_never_placed_by_a_thread_that_may_be_late(folder):
+def test_threads_that_may_be_late_never_place_blocks(folder):
     source = Drive(folder)
     with Reading(source, 3, Retries(), place=lambda block: pytest.fail("placed")) as reading:
         assert put_together(reading.blocks(wanted(source, source.list().items))) == DATA
 
 
 @pytest.mark.parametrize("number", FAILS)
-def test_a_block_goes_on_from_the_offset_reached_in_a_file_that_is_opened_again(folder, preadv, number):
+def test_a_block_resumes_at_the_offset_reached_in_a_reopened_file(folder, preadv, number):
     offsets = []
 
     def flaky(count: int, real: Preadv, fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -213,7 +213,7 @@ def test_a_block_goes_on_from_the_offset_reached_in_a_file_that_is_opened_again(
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_block_that_fails_again_and_again_is_an_error(folder, preadv, threads):
+def test_a_block_that_keeps_failing_raises(folder, preadv, threads):
     def fails(_count: int, _real: Preadv, _fd: int, _buffers: list[memoryview], _offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -224,7 +224,7 @@ def test_a_block_that_fails_again_and_again_is_an_error(folder, preadv, threads)
 
 
 @pytest.mark.parametrize("times", [1, 1000])
-def test_a_file_that_ends_early_though_it_is_long_enough_is_tried_again(folder, preadv, times):
+def test_a_file_that_ends_before_its_reported_size_is_retried(folder, preadv, times):
     preadv(lambda count, real, fd, buffers, offset: 0 if 3 <= count < 3 + times else real(fd, buffers, offset))
     source = Drive(folder)
     if times == 1:
@@ -235,7 +235,7 @@ def test_a_file_that_ends_early_though_it_is_long_enough_is_tried_again(folder, 
 
 
 @pytest.mark.parametrize("most", [1, 7, 299])
-def test_short_reads_are_put_together(folder, preadv, most):
+def test_short_reads_are_joined(folder, preadv, most):
     preadv(lambda count, real, fd, buffers, offset: real(fd, [buffers[0][:most]], offset))
     assert read(Drive(folder)) == DATA
 
@@ -256,7 +256,7 @@ def touch(path: Path) -> None:
 @pytest.mark.parametrize("can_hang", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("change", [grow, shrink, touch])
-def test_a_file_that_changes_while_its_blocks_are_read_is_changed(folder, preadv, change, threads, can_hang):
+def test_a_file_modified_while_its_blocks_are_read_raises_source_changed(folder, preadv, change, threads, can_hang):
     def changing(count: int, real: Preadv, fd: int, buffers: list[memoryview], offset: int) -> int:
         if count == 5:
             change(folder / "large0")
@@ -268,7 +268,7 @@ def test_a_file_that_changes_while_its_blocks_are_read_is_changed(folder, preadv
         read(source, only(source, "large0"), threads)
 
 
-def test_a_source_without_descriptors_that_is_shorter_is_changed():
+def test_a_shorter_source_without_descriptors_raises_source_changed():
     items = MemorySource(DATA).list().items
     short = MemorySource({path: data[:-1] for path, data in DATA.items()})
     for item in items:
@@ -286,7 +286,7 @@ def test_leaving_early_closes_all_files(folder, can_hang):
         blocks.close()
 
 
-def test_a_late_block_closes_no_file_from_which_its_second_try_reads(folder, preadv, monkeypatch):
+def test_a_late_block_does_not_close_the_file_of_its_second_attempt(folder, preadv, monkeypatch):
     monkeypatch.setattr(engine, "STALLED_S", 0.1)
     late: list[threading.Thread] = []
     go_on = threading.Event()
@@ -310,7 +310,7 @@ def test_a_late_block_closes_no_file_from_which_its_second_try_reads(folder, pre
     assert source.opened == ["large3"]
 
 
-def test_blocks_do_not_wait_for_ever_for_another_that_hangs_while_it_opens_their_file(folder, monkeypatch):
+def test_blocks_do_not_wait_forever_for_a_hanging_open_of_their_file(folder, monkeypatch):
     monkeypatch.setattr(reads, "_SHARED_OPEN_S", 0.01)
     source, stuck = Drive(folder), threading.Event()
     opens = source.open
@@ -330,7 +330,7 @@ def test_blocks_do_not_wait_for_ever_for_another_that_hangs_while_it_opens_their
         assert put_together(blocks) == {"large3": DATA["large3"]}
 
 
-def test_a_close_that_hangs_does_not_hold_the_end(folder, monkeypatch):
+def test_a_hanging_close_does_not_delay_the_end(folder, monkeypatch):
     monkeypatch.setattr(engine, "_CLOSE_S", 0.05)
     stuck = threading.Event()
 
@@ -350,20 +350,20 @@ def test_a_close_that_hangs_does_not_hold_the_end(folder, monkeypatch):
     stuck.set()
 
 
-def test_retries_are_told_to_the_reading_that_is_under_way(folder):
-    told = []
-    retries = Retries(lambda: told.append("outside"))
+def test_retries_are_reported_to_the_current_reading(folder):
+    reported = []
+    retries = Retries(lambda: reported.append("outside"))
     with Reading(Drive(folder), 1, retries):
         with Reading(Drive(folder), 1, retries):
             retries.add()
         retries.add()
-    assert told == []
+    assert reported == []
     retries.add()
-    assert told == ["outside"]
+    assert reported == ["outside"]
     assert retries.count == 3
 
 
-def test_what_is_read_from_its_front_is_passed_through_once_in_whole_items_or_in_the_blocks_that_are_wanted():
+def test_a_sequential_source_is_read_in_one_pass_as_items_or_requested_blocks():
     source = WalkedSource(DATA)
     items = [item for item in source.list().items if item.path != "large2"]
     expected = {path: data for path, data in DATA.items() if path != "large2"}

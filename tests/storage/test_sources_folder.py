@@ -1,4 +1,4 @@
-"""Folders as sources: listings that miss nothing, the same for near folders and such as can hang."""
+"""Folders as sources: complete listings, the same for local folders and for those that can hang."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "_BACK_OFF_S", 0)
 
 
-@pytest.fixture(params=[False, True], ids=["near", "can hang"], autouse=True)
+@pytest.fixture(params=[False, True], ids=["local", "can hang"], autouse=True)
 def can_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Take all folders for near ones, then for such as can hang; no thread is left."""
+    """Treat all folders as local, then as ones that can hang; check that no thread is left."""
     monkeypatch.setattr(items, "can_hang", lambda path, table: request.param)
     yield request.param
     assert comes_true(no_reader_threads)
 
 
 def listed(folder: Path) -> list[str]:
-    """Return the paths a folder's listing has."""
+    """Return the paths in the listing of a folder."""
     return [item.path for item in FolderSource(folder).list().items]
 
 
 def open_files() -> int:
-    """Return how many descriptors this process has."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/dev/fd"))
 
 
@@ -60,7 +60,7 @@ def test_an_empty_folder_lists_nothing(tmp_path):
     assert FolderSource(tmp_path).list() == Listing((), ())
 
 
-def test_links_are_passed_over_and_named(image_tree):
+def test_links_are_skipped_and_reported(image_tree):
     (image_tree / "file").symlink_to(image_tree / "ants" / "000.png")
     (image_tree / "folder").symlink_to(image_tree / "ants")
     (image_tree / "dangling").symlink_to(image_tree / "nowhere")
@@ -71,7 +71,7 @@ def test_links_are_passed_over_and_named(image_tree):
     assert listing.skipped == tuple((name, "link") for name in ("ants/self", "cycle", "dangling", "file", "folder"))
 
 
-def test_special_files_are_passed_over_and_never_opened(image_tree):
+def test_special_files_are_skipped_and_never_opened(image_tree):
     os.mkfifo(image_tree / "pipe")
     server = socket.socket(socket.AF_UNIX)
     before = Path.cwd()
@@ -96,14 +96,14 @@ def test_any_name_a_file_can_have_is_read(tmp_path, name):
     assert read_item(source, item, Retries()) == b"data"
 
 
-def test_the_seal_of_a_near_copy_is_no_data(tmp_path):
+def test_the_seal_of_a_local_copy_is_not_listed(tmp_path):
     (tmp_path / "deep").mkdir()
     for place in (tmp_path, tmp_path / "deep"):
         (place / STAGE_SEAL).write_text("{}")
     assert listed(tmp_path) == [f"deep/{STAGE_SEAL}"]
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error_not_a_gap(image_tree, monkeypatch):
+def test_a_folder_that_cannot_be_listed_raises_instead_of_being_omitted(image_tree, monkeypatch):
     scan = FolderSource._scanned
 
     def refuse(source, inside):
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_not_a_gap(image_tree, monkey
         FolderSource(image_tree).list()
 
 
-def test_a_file_that_grew_or_shrank_is_changed(image_tree):
+def test_a_file_that_grew_or_shrank_raises_source_changed(image_tree):
     source = FolderSource(image_tree)
     items = source.list().items
     (image_tree / items[0].path).write_bytes(b"x" * (items[0].size + 1))
@@ -145,7 +145,7 @@ def test_a_file_that_became_a_pipe_does_not_hang_the_reader(image_tree):
         read_item(source, item, Retries())
 
 
-def test_a_file_that_vanished_is_an_error_that_names_it(image_tree):
+def test_a_removed_file_is_named_in_the_error(image_tree):
     source = FolderSource(image_tree)
     item = source.list().items[0]
     (image_tree / item.path).unlink()
@@ -171,7 +171,7 @@ def test_items_have_the_times_of_their_files(image_tree):
         assert item.mtime_ns == (image_tree / item.path).stat().st_mtime_ns
 
 
-def test_a_large_folder_and_a_deep_one_are_listed_whole(tmp_path):
+def test_a_large_folder_and_a_deep_one_are_listed_completely(tmp_path):
     deep = tmp_path.joinpath(*"abcdefghij")
     deep.mkdir(parents=True)
     for number in range(3 * folder._STATS_AT_ONCE + 1):
@@ -182,7 +182,7 @@ def test_a_large_folder_and_a_deep_one_are_listed_whole(tmp_path):
     assert len(listing.items) == 2 * (3 * folder._STATS_AT_ONCE + 1)
 
 
-def test_a_listing_is_the_same_whether_the_folder_can_hang(image_tree, monkeypatch):
+def test_the_listing_does_not_depend_on_whether_the_folder_can_hang(image_tree, monkeypatch):
     (image_tree / "link").symlink_to("ants")
     listings = []
     for can_hang in (False, True):
@@ -192,7 +192,7 @@ def test_a_listing_is_the_same_whether_the_folder_can_hang(image_tree, monkeypat
     assert listings[0] == listings[1]
 
 
-def test_a_file_that_vanishes_while_its_folder_is_listed_is_passed_over_and_named(image_tree, monkeypatch):
+def test_a_file_removed_during_the_listing_is_skipped_and_reported(image_tree, monkeypatch):
     stats_of = folder._stats_of
 
     def vanish(files: folder._Files) -> folder._Found:
@@ -207,7 +207,7 @@ def test_a_file_that_vanishes_while_its_folder_is_listed_is_passed_over_and_name
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ESTALE])
-def test_errors_that_pass_are_tried_again_and_counted(image_tree, monkeypatch, number):
+def test_transient_errors_are_retried_and_counted(image_tree, monkeypatch, number):
     before = FolderSource(image_tree).list()
     scan, stats_of, failed = FolderSource._scanned, folder._stats_of, set()
 
@@ -231,7 +231,7 @@ def test_errors_that_pass_are_tried_again_and_counted(image_tree, monkeypatch, n
     assert listing.retries == 5  # the tree, its three classes, and some files
 
 
-def test_an_error_that_stays_ends_the_listing(image_tree, monkeypatch):
+def test_a_permanent_error_ends_the_listing(image_tree, monkeypatch):
     calls = []
 
     def fail(path: Path) -> object:
@@ -244,14 +244,14 @@ def test_an_error_that_stays_ends_the_listing(image_tree, monkeypatch):
     assert len(calls) == 4
 
 
-def test_what_is_found_is_told_at_once_and_each_item_once(image_tree):
+def test_on_found_gets_each_item_once_as_soon_as_it_is_found(image_tree):
     found: list[Item] = []
     listing = FolderSource(image_tree).list(found.extend)
     assert sorted(found, key=lambda item: item.path) == list(listing.items)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ColabkitError])
-def test_an_error_of_who_is_told_ends_the_listing(image_tree, error):
+def test_an_error_of_on_found_ends_the_listing(image_tree, error):
     def fail(items: list[Item]) -> None:
         raise error("enough")
 
@@ -263,7 +263,7 @@ def test_an_error_of_who_is_told_ends_the_listing(image_tree, error):
 class TestFoldersThatCanHang:
     @pytest.fixture
     def answers(self, image_tree: Path) -> Iterator[threading.Event]:
-        """Return what the listing of one folder waits for."""
+        """Return an event that the listing of one folder waits for."""
         event, scan = threading.Event(), os.scandir
 
         def wait(path: Path) -> object:
@@ -278,26 +278,26 @@ class TestFoldersThatCanHang:
             yield event
             event.set()
 
-    def test_one_that_hangs_twice_is_an_error(self, image_tree, answers, monkeypatch):
+    def test_a_listing_that_hangs_twice_raises(self, image_tree, answers, monkeypatch):
         monkeypatch.setattr(folder, "STALLED_S", 0.05)
         with pytest.raises(TimedOut):
             FolderSource(image_tree).list()
         answers.set()
 
-    def test_the_caller_hears_while_nothing_is_found(self, image_tree, answers):
+    def test_on_wait_is_called_while_nothing_is_found(self, image_tree, answers):
         assert len(FolderSource(image_tree).list(on_wait=answers.set).items) == 24
         assert answers.is_set()
 
-    def test_the_callers_thread_asks_for_nothing(self, image_tree, monkeypatch):
-        asked = set()
+    def test_the_callers_thread_never_accesses_the_folder(self, image_tree, monkeypatch):
+        callers = set()
 
         def noted(ask: Callable[..., object]) -> Callable[..., object]:
-            return lambda *args, **options: asked.add(threading.current_thread()) or ask(*args, **options)
+            return lambda *args, **options: callers.add(threading.current_thread()) or ask(*args, **options)
 
         source = FolderSource(image_tree)
         for place, name in ((os, "scandir"), (os, "lstat"), (os, "readlink"), (folder, "_stats_of")):
             monkeypatch.setattr(place, name, noted(getattr(place, name)))
         assert len(source.list().items) == 24
         monkeypatch.undo()
-        assert asked
-        assert threading.current_thread() not in asked
+        assert callers
+        assert threading.current_thread() not in callers

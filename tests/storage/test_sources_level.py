@@ -1,4 +1,4 @@
-"""How many reads are in flight: found by measuring, in virtual time against simulated sources."""
+"""The adaptive number of concurrent reads, in virtual time with simulated sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MS = 1e-3
 
 @dataclass
 class Simulation:
-    """Calls of a source that answers after a latency, to so many at once, then compute.
+    """Calls to a source with a latency and a maximum number of concurrent answers, which then compute.
 
     Args:
         level: how many are in flight.
@@ -53,7 +53,7 @@ class Simulation:
         self._in_flight = 0
 
     def run(self, seconds: float) -> float:
-        """Go on for so long; return the requests a second."""
+        """Continue for some seconds; return the requests per second."""
         since, before = self.time, self.done
         if not self._in_flight:
             self.level.begin(self.time)
@@ -82,7 +82,7 @@ class Simulation:
             self._later(self._queued(self._servers, latency), False, weight)
 
     def _queued(self, places: list[float], takes: float) -> float:
-        """Return when something ends that begins as soon as one of the places is free."""
+        """Return the end of a task that begins as soon as a place is free."""
         end = max(self.time, heapq.heappop(places)) + takes
         heapq.heappush(places, end)
         return end
@@ -92,7 +92,7 @@ class Simulation:
 
 
 def best_rate(seconds: float, **source: object) -> float:
-    """Return the best rate that any number in flight, always the same, gets of a source."""
+    """Return the best rate that any fixed number of concurrent requests reaches."""
     return max(Simulation(Level(now, is_fixed=True), **source).run(seconds) for now in LEVELS)  # type: ignore[arg-type]
 
 
@@ -115,7 +115,7 @@ def test_it_climbs_from_a_low_start_too(cap, start):
 
 @pytest.mark.parametrize(("start", "cap", "most"), [(64, 4, 64), (64, 16, 64), (8, 8, 16), (16, 16, 32)])
 @pytest.mark.parametrize("jitter", [0.0, 0.1])
-def test_it_does_not_climb_past_what_helps_but_for_a_window_now_and_then(start, cap, most, jitter):
+def test_it_exceeds_the_useful_level_only_for_occasional_windows(start, cap, most, jitter):
     simulation = Simulation(Level(start), 40 * MS, cap, jitter=jitter)
     levels = []
     for _ in range(400):
@@ -132,7 +132,7 @@ def test_it_never_leaves_its_bounds():
         assert 1 <= simulation.level.now <= MOST_IN_FLIGHT
 
 
-def test_what_changes_later_is_found_out():
+def test_later_changes_of_the_source_are_detected():
     simulation = Simulation(Level(8), 40 * MS, 8)
     simulation.run(2)
     assert simulation.level.now <= 16
@@ -141,7 +141,7 @@ def test_what_changes_later_is_found_out():
     assert simulation.run(2) >= 0.95 * 128 / (40 * MS)
 
 
-def test_an_error_halves_it_once_a_window_down_to_one():
+def test_an_error_halves_it_at_most_once_per_window_down_to_one():
     level = Level(64)
     level.begin(0)
     for halved in (32, 16, 8, 4, 2, 1, 1):
@@ -165,7 +165,7 @@ def test_after_an_error_it_recovers_later():
 
 
 @pytest.mark.parametrize(("latency_s", "cpu_s", "cores", "most"), [(0.05 * MS, 5 * MS, 1, 4), (MS, 2 * MS, 2, 16)])
-def test_it_falls_where_calls_compute(latency_s, cpu_s, cores, most):
+def test_it_falls_if_calls_compute(latency_s, cpu_s, cores, most):
     source = {"latency_s": latency_s, "cpu_s": cpu_s, "cores": cores}
     simulation = Simulation(Level(), **source)
     simulation.run(1)

@@ -1,4 +1,4 @@
-"""Tables of paths as sources: a row an item, labels beside it, and every fault named by its row."""
+"""Tables of paths as sources: one item per row, with labels; errors name the row."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rows_keep_their_order_and_their_labels(tree):
 
 
 @pytest.mark.parametrize("write", ["csv", "tsv", "parquet", "frame"])
-def test_every_kind_of_table_says_the_same(tree, write, monkeypatch):
+def test_every_kind_of_table_has_the_same_listing(tree, write, monkeypatch):
     frame = pd.DataFrame({"label": ["x", None, "z"], "Filename": list(FILES), "count": [1, 2, 3]})
     if write == "csv":
         frame.to_csv(tree / "t.csv", index=False)
@@ -97,14 +97,14 @@ def test_cells_are_plain_python_values(tree):
     }
 
 
-def test_words_that_pandas_takes_for_nothing_are_labels_and_digits_are_names(tmp_path):
+def test_words_that_pandas_treats_as_missing_are_labels_and_digits_are_names(tmp_path):
     write_tree(tmp_path, {"0001": b"1", "NA": b"2", "null": b"3"})
     listing = ManifestSource(table(tmp_path / "t.csv", "path,label\n0001,NA\nNA,None\nnull,null\n")).list()
     assert paths(listing) == ["0001", "NA", "null"]
     assert listing.columns == {"label": ("NA", "None", "null")}
 
 
-def test_names_that_are_no_text_are_kept_beside_labels(tmp_path):
+def test_undecodable_names_are_preserved_beside_labels(tmp_path):
     write_tree(tmp_path, {UNDECODABLE: b"1", "é.png": b"2"})
     text = f"path,größe\n{UNDECODABLE},ü\né.png,{os.fsdecode(bytes([0xFF]))}\n"
     listing = ManifestSource(table(tmp_path / "t.csv", text)).list()
@@ -121,13 +121,13 @@ def test_the_first_known_name_is_the_column_of_paths(tree):
         ManifestSource(table(tree / "t.csv", "name,label\na/1.png,1\n"))
 
 
-def test_two_columns_of_one_name_are_refused(tree):
+def test_two_columns_with_the_same_name_are_refused(tree):
     frame = pd.DataFrame([[str(tree / "a/1.png"), 1, 2]], columns=["path", "label", "label"])
     with pytest.raises(BadSource, match="two columns are named 'label'"):
         ManifestSource(frame)
 
 
-def test_items_are_named_from_the_tables_folder_or_what_all_files_share(tree, tmp_path, monkeypatch):
+def test_item_paths_are_relative_to_the_tables_folder_or_the_common_folder(tree, tmp_path, monkeypatch):
     (tmp_path / "tables").mkdir()
     inside = ManifestSource(table(tree / "t.csv", f"path\n{tree}/a/1.png\n./a/../a/2.png\n")).list()
     assert paths(inside) == ["a/1.png", "a/2.png"]
@@ -140,7 +140,7 @@ def test_items_are_named_from_the_tables_folder_or_what_all_files_share(tree, tm
     assert paths(ManifestSource(["tree/a/1.png", f"{tree}/b/3.png"]).list()) == ["a/1.png", "b/3.png"]
 
 
-def test_a_list_needs_no_pandas_and_a_table_names_what_it_needs(tree, monkeypatch):
+def test_a_list_needs_no_pandas_and_a_table_names_the_missing_package(tree, monkeypatch):
     frame = pd.DataFrame({"path": [str(tree / "a/1.png")]})
     frame.to_parquet(tree / "t.parquet")
     frame.to_csv(tree / "t.csv")
@@ -153,7 +153,7 @@ def test_a_list_needs_no_pandas_and_a_table_names_what_it_needs(tree, monkeypatc
         ManifestSource(tree / "t.csv")
 
 
-def test_drive_and_home_may_begin_a_path(tree, monkeypatch):
+def test_a_path_may_begin_with_drive_or_home(tree, monkeypatch):
     monkeypatch.setenv("COLABKIT_DRIVE", str(tree / "a"))
     monkeypatch.setenv("HOME", str(tree / "b"))
     listing = ManifestSource(table(tree / "t.csv", "path\ndrive:1.png\n~/3.png\n")).list()
@@ -175,7 +175,7 @@ def test_a_row_without_a_path_is_named(tree, rows, found):
 
 
 @pytest.mark.parametrize("cell", [None, float("nan"), 3, b"bytes", "", "a\0b"])
-def test_a_cell_that_is_no_path_is_named(tree, cell):
+def test_a_cell_that_is_not_a_path_is_named(tree, cell):
     for bad in ([tree / "a/1.png", cell], pd.DataFrame({"path": pd.Series([str(tree), cell], dtype=object)})):
         with pytest.raises(BadSource, match=r"row 2 contains .*; expected a path in each row"):
             ManifestSource(bad)
@@ -195,7 +195,7 @@ def test_folders_and_special_files_are_named_by_their_row(tree):
         ManifestSource([tree / "pipe"]).list()
 
 
-def test_a_table_without_rows_or_that_is_none_is_refused(tree):
+def test_an_empty_or_invalid_table_is_refused(tree):
     for bad in ([], pd.DataFrame({"path": []}), table(tree / "t.csv", "path,label\n")):
         with pytest.raises(BadSource, match="no rows"):
             ManifestSource(bad)
@@ -211,13 +211,13 @@ def test_a_table_without_rows_or_that_is_none_is_refused(tree):
             ManifestSource(bad)
 
 
-def test_each_file_is_asked_for_once_and_errors_that_pass_are_counted(tree, monkeypatch):
-    asked, stat = [], os.stat
+def test_each_file_is_examined_once_and_transient_errors_are_counted(tree, monkeypatch):
+    examined, stat = [], os.stat
 
     def flaky(path, **options):
         if str(path).endswith("1.png"):
-            asked.append(path)
-            if len(asked) == 1:
+            examined.append(path)
+            if len(examined) == 1:
                 raise OSError(5, "Input/output error")
         return stat(path, **options)
 
@@ -227,7 +227,7 @@ def test_each_file_is_asked_for_once_and_errors_that_pass_are_counted(tree, monk
     listing = source.list()
     assert len(listing.items) == 5
     assert listing.retries == 1
-    assert len(asked) == 2
+    assert len(examined) == 2
 
 
 def test_a_file_that_changed_is_not_read(tree):
@@ -238,10 +238,10 @@ def test_a_file_that_changed_is_not_read(tree):
         read_item(source, item, Retries())
 
 
-def test_a_table_or_file_on_a_mount_that_may_not_answer_makes_the_source_one(tree, monkeypatch):
+def test_a_table_or_file_on_a_mount_makes_the_source_one_that_can_hang(tree, monkeypatch):
     assert not ManifestSource([tree / "a/1.png"]).can_hang
-    far = str(tree / "b")
-    monkeypatch.setattr(manifest, "can_hang", lambda path, _: path.startswith(far))
+    remote = str(tree / "b")
+    monkeypatch.setattr(manifest, "can_hang", lambda path, _: path.startswith(remote))
     assert ManifestSource([tree / "a/1.png", tree / "b/3.png"]).can_hang
     assert not ManifestSource([tree / "a/1.png"]).can_hang
     (tree / "b" / "t.csv").write_text("path\n../a/1.png\n")
@@ -258,14 +258,14 @@ def test_a_table_or_file_on_a_mount_that_may_not_answer_makes_the_source_one(tre
         max_size=6,
     )
 )
-def test_labels_of_any_text_come_back_from_a_csv(tmp_path, labels):
+def test_labels_of_any_text_survive_a_csv(tmp_path, labels):
     write_tree(tmp_path, {"x": b"1"})
     pd.DataFrame({"path": ["x"] * len(labels), "label": labels}).to_csv(tmp_path / "t.csv", index=False)
     assert ManifestSource(tmp_path / "t.csv").list().columns["label"] == tuple(labels)
 
 
 def _reads_as_a_number(text: str) -> bool:
-    """Return whether a label may come back as a number, a flag or nothing, as CSV files have no types."""
+    """Return whether a CSV file, which has no types, may change a label to a number, a flag or nothing."""
     return text.strip().lower() in ("true", "false", "nan", "inf", "-inf", "+inf", "infinity") or text.strip()[:1] in (
         *"+-.0123456789",
         "",

@@ -1,4 +1,4 @@
-"""What `open_source()` takes a path, an address or a table for."""
+"""The type of source that `open_source()` chooses for a path, an address or a table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def zip_bytes() -> bytes:
     return buffer.getvalue()
 
 
-def test_a_file_is_an_archive_by_its_name_or_without_a_known_one_by_its_bytes(tmp_path):
+def test_an_archive_is_recognized_by_its_suffix_or_its_bytes(tmp_path):
     for name, data, kind in (
         ("a.zip", zip_bytes(), ZipSource),
         ("A.ZIP", b"no zip", ZipSource),
@@ -58,18 +58,18 @@ def test_a_file_is_an_archive_by_its_name_or_without_a_known_one_by_its_bytes(tm
         assert type(open_source(str(tmp_path / name))) is kind, name
 
 
-def test_a_folder_and_a_source_are_what_they_are(image_tree):
+def test_a_folder_and_a_source_are_opened(image_tree):
     source = open_source(image_tree)
     assert isinstance(source, FolderSource)
     assert open_source(source) is source
 
 
-def test_the_users_folder_is_expanded(image_tree, monkeypatch):
+def test_the_home_folder_is_expanded(image_tree, monkeypatch):
     monkeypatch.setenv("HOME", str(image_tree.parent))
     assert open_source(f"~/{image_tree.name}").list().items
 
 
-def test_drive_is_a_place_for_single_files_too(tmp_path, monkeypatch):
+def test_single_files_on_drive_are_opened(tmp_path, monkeypatch):
     (tmp_path / "train.h5").write_bytes(b"pack")
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     source = open_source("drive:train.h5")
@@ -77,7 +77,7 @@ def test_drive_is_a_place_for_single_files_too(tmp_path, monkeypatch):
     assert [item.path for item in source.list().items] == ["train.h5"]
 
 
-def test_a_csv_is_a_table_of_paths_if_its_first_file_is_there(tmp_path):
+def test_a_csv_is_a_table_of_paths_if_its_first_file_exists(tmp_path):
     (tmp_path / "1.png").write_bytes(b"1")
     for table, kind in (
         ("path,label\n1.png,cat\n", ManifestSource),
@@ -98,7 +98,7 @@ def test_a_csv_is_a_table_of_paths_if_its_first_file_is_there(tmp_path):
         assert type(open_source(tmp_path / "a.tsv")) is kind, table
 
 
-def test_a_parquet_file_is_a_table_of_paths_if_its_first_file_is_there(tmp_path, monkeypatch):
+def test_a_parquet_file_is_a_table_of_paths_if_its_first_file_exists(tmp_path, monkeypatch):
     (tmp_path / "1.png").write_bytes(b"1")
     for name, frame in {
         "yes": pd.DataFrame({"label": ["cat"], "file_name": ["1.png"]}),
@@ -112,10 +112,10 @@ def test_a_parquet_file_is_a_table_of_paths_if_its_first_file_is_there(tmp_path,
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no PAR1")
     assert type(open_source(tmp_path / "broken.parquet")) is FileSource
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    assert type(open_source(tmp_path / "yes.parquet")) is FileSource, "what cannot be looked into is a file"
+    assert type(open_source(tmp_path / "yes.parquet")) is FileSource, "without pyarrow, it is a plain file"
 
 
-def test_a_table_of_files_on_drive_asks_for_the_mount(tmp_path, monkeypatch):
+def test_a_table_of_files_on_drive_needs_the_mount(tmp_path, monkeypatch):
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
     for module in ("foundation.mount_table", "storage.sources.manifest"):
         monkeypatch.setattr(f"colabkit.{module}.mounts", lambda *_: [])
@@ -133,7 +133,7 @@ def test_lists_and_frames_are_tables(tmp_path):
         assert [item.path for item in source.list().items] == ["1.png"]
 
 
-def test_what_cannot_be_meant_is_one_line():
+def test_invalid_sources_are_refused_in_one_line():
     for source in (None, 3, "", b"bytes", {"path": ["x"]}, np.zeros(3), Path):
         with pytest.raises(InvalidOption, match=r"^Cannot read .*Pass the path of the source\.$"):
             open_source(source)
@@ -143,7 +143,7 @@ def test_addresses_of_buckets_are_buckets():
     assert isinstance(open_source("memory://bucket/birds"), BucketSource)
 
 
-def test_what_has_to_be_fetched_names_the_call_and_no_secret():
+def test_a_remote_address_is_refused_without_showing_secrets():
     for address in (
         "https://user:hunter2@example.com/birds.zip?signature=hunter2hunter2",
         "drive.google.com/file/d/1abcdefghijklmnopqrstuvwxyz012345/view",
@@ -154,7 +154,7 @@ def test_what_has_to_be_fetched_names_the_call_and_no_secret():
         assert "hunter2" not in str(caught.value)
 
 
-def test_a_path_written_as_address_is_told_to_be_a_path():
+def test_a_path_written_as_an_address_is_refused():
     with pytest.raises(BadSource, match="Remove file:// from the path"):
         open_source("file:///content/birds")
 
@@ -165,7 +165,7 @@ def test_a_missing_path_names_the_part_that_exists(tmp_path):
     assert repr(str(tmp_path)) in str(caught.value)
 
 
-def test_special_files_and_broken_links_are_no_sources(tmp_path):
+def test_special_files_and_broken_links_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.tar")
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("pipe.tar", "link"):
@@ -174,12 +174,12 @@ def test_special_files_and_broken_links_are_no_sources(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300])
-def test_impossible_names_are_refused_in_the_familys_words(tmp_path, name):
+def test_impossible_names_raise_colabkit_errors(tmp_path, name):
     with pytest.raises(ColabkitError):
         open_source(f"{tmp_path}/{name}")
 
 
-def test_samples_travel_with_the_package():
+def test_samples_are_included_in_the_package():
     assert len(open_source("samples:digits").list().items) > 100
     with pytest.raises(SourceMissing, match="samples:digits"):
         open_source("samples:nothing")
@@ -192,7 +192,7 @@ def test_one_file_has_no_classes(tmp_path):
         label_samples(source.list(), source.name)
 
 
-def test_a_place_that_never_answers_is_given_up(tmp_path, monkeypatch):
+def test_a_path_that_never_answers_times_out(tmp_path, monkeypatch):
     with tarfile.open(tmp_path / "a", "w"):
         pass
     answer = threading.Event()
@@ -219,7 +219,7 @@ def test_a_place_that_never_answers_is_given_up(tmp_path, monkeypatch):
         answer.set()
 
 
-def test_every_call_waits_once_and_gives_what_the_inner_source_gives(image_tree, monkeypatch):
+def test_every_call_waits_once_and_returns_the_result_of_the_inner_source(image_tree, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     slow = SlowSource(FolderSource(image_tree), 0.25)

@@ -1,4 +1,4 @@
-"""Reading one item: exactly the listed bytes, errors that pass tried again, from the offset reached, and counted."""
+"""Reading one item: exactly the listed bytes; transient errors are retried from the offset reached, and counted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FlakySource:
 
 
 class FlakyFile:
-    """A file that gives the next block or raises the next error at each read."""
+    """A file whose reads return the next block or raise the next error."""
 
     def __init__(self, script: list[bytes | OSError], offsets: list[int]) -> None:
         self.script = list(script)
@@ -74,7 +74,7 @@ def eio() -> OSError:
     return OSError(errno.EIO, "Input/output error")
 
 
-def test_errors_that_mounts_recover_from_are_tried_again_and_counted():
+def test_errors_that_mounts_recover_from_are_retried_and_counted():
     for code in (errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN):
         error = OSError(code, "flaky")
         source, retries = FlakySource(error, error, error, [b"data"]), Retries()
@@ -82,7 +82,7 @@ def test_errors_that_mounts_recover_from_are_tried_again_and_counted():
         assert retries.count == 3
 
 
-def test_the_fourth_failure_is_the_last_and_pauses_between_tries_grow(monkeypatch):
+def test_the_fourth_failure_is_the_last_and_pauses_grow(monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(reads, "_BACK_OFF_S", 1.0)
     monkeypatch.setattr(time, "sleep", pauses.append)
@@ -94,7 +94,7 @@ def test_the_fourth_failure_is_the_last_and_pauses_between_tries_grow(monkeypatc
     assert [2**number / 2 <= pause <= 2**number for number, pause in enumerate(pauses, 1)] == [True] * 3
 
 
-def test_errors_that_stay_are_not_tried_again():
+def test_permanent_errors_are_not_retried():
     for code in (errno.ENOENT, errno.EACCES, errno.EISDIR):
         source, retries = FlakySource(OSError(code, "stays"), [b"data"]), Retries()
         with pytest.raises(FileFailed):
@@ -109,21 +109,21 @@ def test_a_retry_resumes_at_the_offset_reached():
     assert retries.count == 2
 
 
-def test_progress_gives_new_tries():
+def test_progress_resets_the_number_of_attempts():
     opens = [[bytes([number]), eio()] for number in range(9)]
     source, retries = FlakySource(*opens, [b"\x09"]), Retries()
     assert b"".join(read_blocks(source, Item("x", 10), 1, retries)) == bytes(range(10))
     assert retries.count == 9
 
 
-def test_short_reads_are_put_together():
+def test_short_reads_are_joined():
     source = FlakySource([b"a", b"bc", b"defg", b"hij"])
     assert list(read_blocks(source, Item("x", 10), 4, Retries())) == [b"abcd", b"efgh", b"ij"]
 
 
 @given(size=st.integers(0, 70), block=st.integers(1, 80))
 @settings(max_examples=60)
-def test_blocks_together_are_the_file_whatever_their_size(size, block):
+def test_joined_blocks_are_the_file_whatever_their_size(size, block):
     data = bytes(range(size))
     blocks = list(read_blocks(FlakySource([data]), Item("x", size), block, Retries()))
     assert b"".join(blocks) == data
@@ -132,7 +132,7 @@ def test_blocks_together_are_the_file_whatever_their_size(size, block):
 
 @pytest.mark.parametrize("block", [1, 3, 4, 5, 100])
 @pytest.mark.parametrize("data", [b"", b"abc", b"abcde", b"abcdefgh"])
-def test_fewer_or_more_bytes_than_listed_is_a_changed_source(data, block):
+def test_fewer_or_more_bytes_than_listed_raise_source_changed(data, block):
     with pytest.raises(SourceChanged):
         list(read_blocks(FlakySource([data]), Item("x", 4), block, Retries()))
 
@@ -151,7 +151,7 @@ Odd = Callable[[int, "OddFile", int], bytes]
 
 
 class OddFile(io.FileIO):
-    """A file whose reads go through a function, which gets the number of the read."""
+    """A file whose reads call a function with the number of the read."""
 
     def __init__(self, path: Path, source: OddFolder) -> None:
         super().__init__(path)
@@ -164,7 +164,7 @@ class OddFile(io.FileIO):
 
 
 class OddFolder(FolderSource):
-    """A folder whose files are read in an odd way."""
+    """A folder whose files are read through a function."""
 
     def __init__(self, path: Path, odd: Odd) -> None:
         super().__init__(path)
@@ -173,7 +173,7 @@ class OddFolder(FolderSource):
         self.offsets: list[int] = []
 
     def read_at_once(self, item: Item) -> None:
-        """Leave it to `open()`."""
+        """Return None, so that `open()` is used."""
 
     def open(self, item: Item) -> OddFile:  # type: ignore[override]
         return OddFile(self.path / item.path, self)
@@ -183,7 +183,7 @@ DATA = os.urandom(1000)
 
 
 def odd_folder(path: Path, odd: Odd) -> tuple[OddFolder, Item]:
-    """Return a folder of one file, and its item."""
+    """Return a folder with one file, and its item."""
     (path / "file").write_bytes(DATA)
     source = OddFolder(path, odd)
     return source, source.list().items[0]
@@ -200,7 +200,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("code", ["EIO", "ENOTCONN", "ESTALE"])
 @pytest.mark.usefixtures("_small_chunks")
-def test_a_file_is_read_on_from_the_offset_reached(tmp_path, code):
+def test_a_file_is_read_from_the_offset_reached(tmp_path, code):
     def odd(number: int, file: OddFile, size: int) -> bytes:
         if number in (2, 3):
             raise OSError(getattr(errno, code), "flaky")
@@ -215,13 +215,13 @@ def test_a_file_is_read_on_from_the_offset_reached(tmp_path, code):
 
 @pytest.mark.parametrize("most", [1, 7, 299])
 @pytest.mark.usefixtures("_small_chunks")
-def test_short_reads_of_a_file_are_put_together(tmp_path, most):
+def test_short_reads_of_a_file_are_joined(tmp_path, most):
     source, item = odd_folder(tmp_path, lambda number, file, size: real(file, min(size, most)))
     assert read_item(source, item, Retries()) == DATA
 
 
 @pytest.mark.usefixtures("_small_chunks")
-def test_a_file_that_ends_early_though_it_is_long_enough_is_tried_again(tmp_path):
+def test_a_file_that_ends_before_its_reported_size_is_retried(tmp_path):
     source, item = odd_folder(tmp_path, lambda number, file, size: b"" if number == 3 else real(file, size))
     retries = Retries()
     assert read_item(source, item, retries) == DATA
@@ -244,11 +244,11 @@ def grow(path: Path) -> None:
         lambda path: os.truncate(path, 10),
         lambda path: os.utime(path, (1, 1)),
     ],
-    ids=["grows", "shrinks", "shrinks below what was read", "gets another time"],
+    ids=["grows", "shrinks", "shrinks below the bytes read", "changes its time"],
 )
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.usefixtures("_small_chunks")
-def test_a_file_that_changes_while_it_is_read_is_changed(tmp_path, change, at):
+def test_a_file_modified_while_it_is_read_raises_source_changed(tmp_path, change, at):
     def odd(number: int, file: OddFile, size: int) -> bytes:
         data = real(file, size)
         if number == at:
@@ -262,14 +262,14 @@ def test_a_file_that_changes_while_it_is_read_is_changed(tmp_path, change, at):
 
 @pytest.mark.parametrize("size", [0, 1, 299, 300, 301, 600])
 @pytest.mark.usefixtures("_small_chunks")
-def test_a_file_is_read_by_as_few_requests_as_it_has_chunks(tmp_path, size):
+def test_a_file_is_read_with_one_request_per_chunk(tmp_path, size):
     (tmp_path / "other").write_bytes(DATA[:size])
     source, _ = odd_folder(tmp_path, lambda number, file, size: real(file, size))
     assert read_item(source, Item("other", size), Retries()) == DATA[:size]
     assert source.reads == max(1, -(-size // 300))
 
 
-def test_an_open_file_that_cannot_be_asked_is_closed(tmp_path, monkeypatch):
+def test_a_file_whose_status_cannot_be_read_is_closed(tmp_path, monkeypatch):
     source, item = odd_folder(tmp_path, real)
     before = os.listdir("/dev/fd")
     monkeypatch.setattr(os, "fstat", lambda fd: (_ for _ in ()).throw(OSError(errno.EACCES, "no")))

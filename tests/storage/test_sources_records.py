@@ -1,4 +1,4 @@
-"""Records as sources: which are told, how patterns are read, and what all kinds promise."""
+"""Records as sources: recognition, patterns, and the promises of all formats."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SAMPLES = {f"{shard}/{number:08d}": image(3 * number + len(shard)) for shard in 
 
 
 def opened(source: object) -> Source:
-    """Return the source of records; it has to be one."""
+    """Open a source of records; fail for any other source."""
     found = open_records(source)
     assert found is not None
     return found
@@ -86,7 +86,7 @@ def test_a_database_of_other_files_has_every_key(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_source_that_was_used_before_a_fork_is_read_on_both_sides_of_it(tmp_path, kind):
+def test_a_source_used_before_a_fork_is_read_by_parent_and_child(tmp_path, kind):
     source = opened(KINDS[kind](tmp_path, SAMPLES))
     expected = contents(source)
     context = multiprocessing.get_context("fork")
@@ -111,7 +111,7 @@ def test_a_source_that_was_used_before_a_fork_is_read_on_both_sides_of_it(tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_items_that_were_pickled_are_read_by_a_source_opened_anew_without_indexing(tmp_path, kind, monkeypatch):
+def test_pickled_items_are_read_by_a_reopened_source_without_indexing(tmp_path, kind, monkeypatch):
     place = KINDS[kind](tmp_path, SAMPLES)
     items = pickle.loads(pickle.dumps(opened(place).list().items))
     fresh = opened(place)
@@ -133,12 +133,12 @@ def test_no_payload_stays_in_memory(tmp_path, kind):
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert kept < 2 << 20  # the packages that are imported on the way are most of it
+    assert kept < 2 << 20  # most of it is imported packages
     assert peak < 8 << 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_are_read_by_name_without_a_descriptor_that_stays_until_their_files_go(tmp_path, kind):
+def test_samples_are_read_by_name_without_open_descriptors_until_their_files_are_removed(tmp_path, kind):
     place = KINDS[kind](tmp_path, SAMPLES)
     source, fresh = opened(place), opened(place)
     items = source.list().items
@@ -156,7 +156,7 @@ def test_samples_are_read_by_name_without_a_descriptor_that_stays_until_their_fi
         read_item(source, items[0], Retries())
 
 
-def test_what_is_no_record_is_left_to_others(tmp_path):
+def test_sources_other_than_records_are_declined(tmp_path):
     (tmp_path / "tree" / "cats").mkdir(parents=True)
     (tmp_path / "tree" / "cats" / "1.jpg").write_bytes(image(1))
     (tmp_path / "empty").mkdir()
@@ -179,13 +179,13 @@ def test_what_is_no_record_is_left_to_others(tmp_path):
         assert open_records(other) is None, other
 
 
-def test_a_drive_path_needs_drive(monkeypatch):
+def test_a_drive_path_needs_the_mount(monkeypatch):
     monkeypatch.setattr("colabkit.foundation.mount_table.drive_mount", lambda table: None)
     with pytest.raises(NotMounted):
         open_records("drive:shards/{0..3}.tar")
 
 
-def test_folders_lists_patterns_and_braces_mean_the_same_shards(tmp_path):
+def test_folders_lists_patterns_and_braces_open_the_same_shards(tmp_path):
     folder = tmp_path / "shards"
     folder.mkdir()
     for number in range(3):
@@ -236,7 +236,7 @@ def test_a_pattern_of_too_many_shards_is_refused_at_once(tmp_path, pattern):
         open_records(str(tmp_path / pattern))
 
 
-def test_kinds_are_told_by_names(tmp_path):
+def test_types_of_records_are_recognized_by_name(tmp_path):
     lmdb_of(tmp_path / "one.lmdb", {b"1": b"1"}, subdir=False)
     for name in ("a.tfrecord", "a.tfrecords", "a.tfrec", "a.tfrecord-00000-of-00001", "a-00000-of-00001"):
         (tmp_path / name).write_bytes(framed(example(image=[image(1)])))

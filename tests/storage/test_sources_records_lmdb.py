@@ -1,4 +1,4 @@
-"""LMDBs as sources: the same values as LMDB's own library reads, and a typed error for all that is broken."""
+"""LMDBs as sources: the same values as the library lmdb reads, and typed errors for damaged databases."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def noise(sizes, seed=1):
-    """Return values of these sizes by a key that sorts as they stand."""
+    """Return values of these sizes by keys in the same order."""
     drawn = random.Random(seed)
     return {b"%06d" % number: drawn.randbytes(size) for number, size in enumerate(sizes)}
 
 
 @pytest.mark.parametrize("size", sampled([0, 1, 100, 1900, 2000, 2020, 2030, 2040, 4000, 4080, 4096, 100_000], 5))
-def test_values_of_any_size_are_those_that_lmdb_reads(tmp_path, size):
+def test_values_of_any_size_equal_those_that_lmdb_reads(tmp_path, size):
     values = noise(range(size, size + 40))
     path = lmdb_of(tmp_path / "db", values)
     assert contents(path) == {key.decode(): value for key, value in values.items()}
 
 
-def test_a_database_of_many_changes_has_what_lmdb_reads(tmp_path):
+def test_a_database_after_many_changes_equals_what_lmdb_reads(tmp_path):
     drawn = random.Random(5)
     path = tmp_path / "db"
     with lmdb.open(str(path), map_size=1 << 28, sync=False) as environment:
@@ -59,13 +59,13 @@ def test_a_tree_many_pages_deep_is_read_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"writemap": True}, {"subdir": False}])
-def test_other_ways_to_write_a_database_are_read(tmp_path, options):
+def test_databases_written_with_other_options_are_read(tmp_path, options):
     values = noise([10, 5000])
     path = lmdb_of(tmp_path / "db.lmdb", values, **options)
     assert list(contents(path).values()) == list(values.values())
 
 
-def test_images_are_the_samples_and_other_keys_are_named(tmp_path):
+def test_images_are_the_samples_and_other_keys_are_reported(tmp_path):
     values = {b"cat/0001.jpg": image(1, "JPEG"), b"dog/a b.png": image(2), b"__len__": pickle.dumps(2), b"meta": b"{}"}
     path = lmdb_of(tmp_path / "db", values)
     listing = LmdbSource(path).list()
@@ -75,7 +75,7 @@ def test_images_are_the_samples_and_other_keys_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM"])
-def test_every_kind_of_image_is_told_by_its_first_bytes(tmp_path, kind):
+def test_every_kind_of_image_is_recognized_by_its_first_bytes(tmp_path, kind):
     path = lmdb_of(tmp_path / "db", {b"1": image(1, kind), b"2": b"BMX and P5 and RIFF", b"3": b"text"})
     assert list(contents(path)) == ["1"]
 
@@ -93,13 +93,13 @@ def test_the_layout_of_scene_text_has_labels(tmp_path):
     assert listing.skipped == (("num-samples", "not an image"),)
 
 
-def test_images_that_the_count_misses_are_told(tmp_path):
+def test_a_wrong_count_of_images_is_reported(tmp_path):
     values = {b"num-samples": b"7", b"image-000000001": image(1), b"label-000000001": b"one"}
     listing = LmdbSource(lmdb_of(tmp_path / "db", values)).list()
     assert ("num-samples", "its value is b'7', and the database has 1 image") in listing.skipped
 
 
-def test_a_label_that_is_no_text_is_an_error(tmp_path):
+def test_a_label_that_is_not_text_is_an_error(tmp_path):
     path = lmdb_of(tmp_path / "db", {b"image-1": image(1), b"label-1": b"\xff\xfe"})
     with pytest.raises(BadSource, match="is not text"):
         LmdbSource(path).list()
@@ -121,17 +121,17 @@ def test_binary_keys_are_paths_in_hex(tmp_path):
     assert contents(path) == {"0001": b"1", "ff80": b"2", "text": b"3", "2f": b"4"}
 
 
-def test_keys_that_are_one_path_are_an_error(tmp_path):
+def test_keys_with_the_same_path_are_an_error(tmp_path):
     with pytest.raises(BadSource, match="two samples are named"):
         LmdbSource(lmdb_of(tmp_path / "db", {b"a/b": b"1", b"/a//b": b"2"})).list()
 
 
-def test_keys_that_point_out_of_it_are_an_error(tmp_path):
+def test_keys_that_point_outside_are_an_error(tmp_path):
     with pytest.raises(BadSource, match="etc"):
         LmdbSource(lmdb_of(tmp_path / "db", {b"../../etc/x": b"1"})).list()
 
 
-def test_databases_inside_are_named(tmp_path):
+def test_nested_databases_are_reported(tmp_path):
     path = tmp_path / "db"
     with lmdb.open(str(path), max_dbs=2, map_size=1 << 20) as environment:
         inner = environment.open_db(b"inner")
@@ -144,7 +144,7 @@ def test_databases_inside_are_named(tmp_path):
     assert contents(path) == {"2": b"2"}
 
 
-@pytest.mark.parametrize("flags", [2, 4, 8])  # keys from their ends, several values a key, numbers as keys
+@pytest.mark.parametrize("flags", [2, 4, 8])  # reversed keys, several values per key, integer keys
 def test_a_database_with_flags_is_refused(tmp_path, flags):
     path = lmdb_of(tmp_path / "db", {b"1": b"1"}, subdir=False)
     data = bytearray(path.read_bytes())
@@ -155,14 +155,14 @@ def test_a_database_with_flags_is_refused(tmp_path, flags):
         LmdbSource(path).list()
 
 
-def test_without_the_package_the_error_names_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_lmdb_package_is_named_with_its_install_command(tmp_path, monkeypatch):
     path = lmdb_of(tmp_path / "db", {b"1": b"1"})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match=r"Run pip install lmdb\.$"):
         LmdbSource(path).list()
 
 
-def test_a_library_that_says_nothing_for_long_is_a_typed_error(tmp_path, monkeypatch):
+def test_a_silent_library_times_out(tmp_path, monkeypatch):
     path = lmdb_of(tmp_path / "db", {b"1": b"1"})
     (tmp_path / "child.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(lmdb_records, "_CHILD", tmp_path / "child.py")
@@ -177,7 +177,7 @@ def test_an_empty_database_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b"SQLite format 3\0" * 999, bytes(1 << 16)])
-def test_files_that_are_none_are_refused(tmp_path, data):
+def test_files_that_are_not_lmdb_are_refused(tmp_path, data):
     path = tmp_path / "a.lmdb"
     path.write_bytes(data)
     with pytest.raises(BadArchive):
@@ -185,7 +185,7 @@ def test_files_that_are_none_are_refused(tmp_path, data):
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(100, marks=pytest.mark.full)])
-def test_a_cut_database_is_a_typed_error_or_whole(tmp_path, rounds):
+def test_a_truncated_database_raises_a_typed_error_or_is_read_completely(tmp_path, rounds):
     values = noise([50, 3000, 9000, 200] * 60)
     whole = lmdb_of(tmp_path / "db", values, subdir=False).read_bytes()
     drawn = random.Random(3)
@@ -208,7 +208,7 @@ def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path, rounds):
     refused = 0
     for number in range(rounds):
         data = bytearray(whole)
-        for _ in range(1 + number % 5):  # in the heads of pages, where the tree is
+        for _ in range(1 + number % 5):  # in the page headers, which contain the tree
             data[drawn.randrange(len(data) // 4096) * 4096 + drawn.randrange(120)] ^= 1 << drawn.randrange(8)
         path = tmp_path / "flipped.lmdb"
         path.write_bytes(data)
@@ -221,7 +221,7 @@ def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path, rounds):
     assert refused
 
 
-def test_pages_that_name_each_other_end(tmp_path):
+def test_pages_that_refer_to_each_other_do_not_loop_forever(tmp_path):
     path = lmdb_of(tmp_path / "db", {b"%05d" % number: bytes(90) for number in range(3000)}, subdir=False)
     data = bytearray(path.read_bytes())
     pages = range(0, len(data), 4096)

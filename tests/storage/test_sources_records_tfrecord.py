@@ -1,4 +1,4 @@
-"""TFRecord files as sources: what real writers write is read, and every changed bit is a typed error."""
+"""TFRecord files as sources: files of real writers are read, and every flipped bit is a typed error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_records_without_one_image_are_an_error_that_names_the_features(tmp_path
         source_of(tmp_path / "a.tfrecord", example(**features)).list()
 
 
-def test_the_first_record_decides_and_others_without_its_feature_are_told(tmp_path):
+def test_the_first_record_decides_and_records_without_its_feature_are_reported(tmp_path):
     first = example(image=[image(1)], mask=[image(2)])
     source = source_of(tmp_path / "a.tfrecord", first, example(mask=[image(3)]), example(image=[b""]))
     assert contents(source) == {"a/00000000": image(1), "a/00000002": b""}
@@ -104,25 +104,25 @@ def test_columns_hold_lists_if_one_record_has_several_values(tmp_path):
     }
 
 
-def test_what_is_too_large_for_columns_is_left_out(tmp_path):
+def test_features_too_large_for_columns_are_omitted(tmp_path):
     source = source_of(tmp_path / "a.tfrecord", example(image=[image(1)], pixels=[1] * 5000, raw=[b"\0\0"], label=[3]))
     assert source.list().columns == {"label": (3,)}
     assert [name for name, _ in source.list().skipped] == ["pixels", "raw"]
 
 
-def test_a_column_is_left_out_for_all_if_one_of_its_values_is_no_text(tmp_path):
+def test_a_column_is_omitted_if_one_of_its_values_is_not_text(tmp_path):
     examples = [example(image=[image(1)], name=[name]) for name in (b"a", b"\xff", b"c")]
     source = source_of(tmp_path / "a.tfrecord", *examples)
     assert source.list().columns == {}
     assert source.list().skipped == (("name", "bytes that are not text"),)
 
 
-def test_unknown_fields_are_passed_over(tmp_path):
+def test_unknown_fields_are_ignored(tmp_path):
     record = delimited(9, b"future") + example(image=[image(1)]) + delimited(2, b"feature lists")
     assert contents(source_of(tmp_path / "a.tfrecord", record)) == {"a/00000000": image(1)}
 
 
-def test_files_named_like_splits_have_a_column_of_them(tmp_path):
+def test_splits_in_file_names_become_a_column(tmp_path):
     for name in ("birds-train.tfrecord-00000-of-00001", "birds-validation.tfrecord-00000-of-00001"):
         source_of(tmp_path / name, example(image=[image(1)]))
     (tmp_path / "features.json").write_text("{}")
@@ -134,7 +134,7 @@ def test_files_named_like_splits_have_a_column_of_them(tmp_path):
     assert listing.columns == {"split": ("train", "dev")}
 
 
-def test_a_feature_named_split_is_what_counts(tmp_path):
+def test_a_feature_named_split_has_priority(tmp_path):
     source = source_of(tmp_path / "train.tfrecord", example(image=[image(1)], split=[b"holdout"]))
     assert source.list().columns == {"split": ("holdout",)}
 
@@ -151,7 +151,7 @@ def test_every_flipped_bit_is_an_error(tmp_path):
             TfRecordSource("records", [path]).list()
 
 
-def test_a_cut_file_is_an_error_unless_it_ends_with_a_record(tmp_path):
+def test_a_truncated_file_is_an_error_unless_it_ends_with_a_record(tmp_path):
     path = tmp_path / "a.tfrecord"
     records = [example(image=[image(number)]) for number in (0, 2, 4)]
     whole = framed(*records)
@@ -167,7 +167,7 @@ def test_a_cut_file_is_an_error_unless_it_ends_with_a_record(tmp_path):
 
 
 @pytest.mark.parametrize("length", [1 << 60, (1 << 64) - 1, (1 << 30) + 1, 1000])
-def test_lengths_that_lie_are_refused_without_taking_memory(tmp_path, length):
+def test_wrong_lengths_are_refused_without_allocating_memory(tmp_path, length):
     path = tmp_path / "a.tfrecord"
     head = struct.pack("<Q", length)
     path.write_bytes(head + struct.pack("<I", masked(head)) + b"x" * 100)
@@ -182,19 +182,19 @@ def test_lengths_that_lie_are_refused_without_taking_memory(tmp_path, length):
 @pytest.mark.parametrize(
     "record", [b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f", delimited(1, delimited(1, b"\x0a\x05a"))]
 )
-def test_records_that_are_no_example_are_an_error(tmp_path, record):
+def test_records_other_than_examples_are_an_error(tmp_path, record):
     with pytest.raises(BadSource, match=r"'a/00000000' is not a tf\.train\.Example"):
         source_of(tmp_path / "a.tfrecord", record).list()
 
 
-def test_a_name_that_is_no_text_is_an_error(tmp_path):
+def test_a_feature_name_that_is_not_text_is_an_error(tmp_path):
     entry = delimited(1, b"\xff\xfe") + delimited(2, delimited(1, delimited(1, b"x")))
     with pytest.raises(BadSource):
         source_of(tmp_path / "a.tfrecord", delimited(1, delimited(1, entry))).list()
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
-def test_a_compressed_file_is_refused_with_what_to_do(tmp_path, pack):
+def test_a_compressed_file_is_refused_with_advice(tmp_path, pack):
     path = tmp_path / "a.tfrecord"
     path.write_bytes(pack(framed(example(image=[image(1)]))))
     with pytest.raises(BadArchive, match="Decompress it"):
@@ -214,7 +214,7 @@ def test_an_empty_file_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(("missing", "install"), [("google_crc32c", "google-crc32c"), ("google.protobuf", "protobuf")])
-def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, monkeypatch, missing, install):
+def test_a_missing_package_is_named_with_its_install_command(tmp_path, monkeypatch, missing, install):
     source = source_of(tmp_path / "a.tfrecord", example(image=[image(1)]))
     for name in [name for name in sys.modules if name.startswith(missing)]:
         monkeypatch.delitem(sys.modules, name)

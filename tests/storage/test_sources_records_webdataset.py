@@ -1,4 +1,4 @@
-"""WebDataset's shards as sources: the samples that webdataset itself reads; a typed error for all that is broken."""
+"""WebDataset shards as sources: the same samples as webdataset reads, and typed errors for damaged shards."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_the_payload_is_chosen_by_one_rule(tmp_path, members, payload):
     assert contents(source_of(shard)) == {"s/a": content.get(payload[2:], payload.encode())}
 
 
-def test_shards_whose_payload_cannot_be_told_are_an_error(tmp_path):
+def test_shards_with_an_ambiguous_payload_are_an_error(tmp_path):
     with pytest.raises(BadSource, match=r"members \.cls, \.txt"):
         source_of(tar_of(tmp_path / "a.tar", ("1.cls", b"1"), ("1.txt", b"1"))).list()
     with pytest.raises(BadSource, match=r"members \.flac, \.wav"):
         source_of(tar_of(tmp_path / "b.tar", ("1.flac", b"1"), ("1.wav", b"1"))).list()
 
 
-def test_samples_without_payload_and_what_lacks_are_told(tmp_path):
+def test_samples_without_a_payload_and_unread_members_are_reported(tmp_path):
     shard = tar_of(
         tmp_path / "s.tar",
         *(("1.jpg", b"1"), ("1.cls", b"4"), ("2.cls", b"5"), ("3.jpg", b"3"), ("3.json", b'{"a": 1, "b": {"c": 2}}')),
@@ -97,7 +97,7 @@ def test_equal_keys_in_different_shards_are_different_samples(tmp_path):
     assert contents(source_of(*shards)) == {"a/1": b"a", "b/1": b"b"}
 
 
-def test_members_of_a_sample_that_are_apart_are_an_error(tmp_path):
+def test_members_of_a_sample_that_are_not_adjacent_are_an_error(tmp_path):
     shard = tar_of(tmp_path / "s.tar", ("1.jpg", b"1"), ("2.jpg", b"2"), ("1.png", b"3"))
     with pytest.raises(BadSource, match="two samples are named 's/1'"):
         source_of(shard).list()
@@ -113,7 +113,7 @@ def test_members_of_a_sample_that_are_apart_are_an_error(tmp_path):
         (["a", "b"], None),
     ],
 )
-def test_splits_are_told_by_words_in_the_names(tmp_path, names, splits):
+def test_splits_are_recognized_by_words_in_the_names(tmp_path, names, splits):
     shards = [tar_of(tmp_path / f"{name}.tar", ("1.jpg", b"1"), ("1.cls", b"1")) for name in names]
     columns = source_of(*shards).list().columns
     by_path = sorted(names)
@@ -122,7 +122,7 @@ def test_splits_are_told_by_words_in_the_names(tmp_path, names, splits):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "reason"),
     [
         ("1.cls", b"cat", "a whole number"),
         ("1.cls", b"9" * 5000, "a whole number"),
@@ -133,14 +133,14 @@ def test_splits_are_told_by_words_in_the_names(tmp_path, names, splits):
         ("1.txt", b"a" * ((1 << 20) + 1), "at most 1"),
     ],
 )
-def test_labels_that_make_no_sense_are_an_error_that_names_the_sample(tmp_path, name, data, said):
+def test_an_invalid_label_is_an_error_that_names_the_sample(tmp_path, name, data, reason):
     shard = tar_of(tmp_path / "s.tar", ("1.jpg", b"1"), (name, data))
-    with pytest.raises(BadSource, match=said) as caught:
+    with pytest.raises(BadSource, match=reason) as caught:
         source_of(shard).list()
     assert "'s/1'" in str(caught.value)
 
 
-def test_values_that_are_too_large_for_columns_are_left_out(tmp_path):
+def test_values_too_large_for_columns_are_omitted(tmp_path):
     keys = {"long": list(range(5000)), "deep": [[[1], 2], 3], "short": "a", "dicts": [{"a": 1}]}
     shard = tar_of(tmp_path / "s.tar", ("1.jpg", b"1"), ("1.json", json.dumps(keys).encode()))
     listing = source_of(shard).list()
@@ -148,7 +148,7 @@ def test_values_that_are_too_large_for_columns_are_left_out(tmp_path):
     assert [name for name, _ in listing.skipped] == ["json.dicts", "json.long"]
 
 
-def test_ever_new_keys_are_refused_before_they_fill_the_memory(tmp_path):
+def test_too_many_columns_are_refused_before_they_fill_the_memory(tmp_path):
     members = []
     for number in range(300):
         members += [(f"{number}.jpg", b"1"), (f"{number}.json", b'{"key%d": 1}' % number)]
@@ -156,7 +156,7 @@ def test_ever_new_keys_are_refused_before_they_fill_the_memory(tmp_path):
         source_of(tar_of(tmp_path / "s.tar", *members)).list()
 
 
-def test_one_tar_is_a_shard_only_if_neighbours_have_one_stem(tmp_path):
+def test_a_single_tar_is_a_shard_only_if_adjacent_members_share_a_stem(tmp_path):
     pairs = tar_of(tmp_path / "a.tar", ("x/", b""), ("1.jpg", b"1"), ("1.cls", b"1"))
     assert isinstance(open_records(pairs), WebDatasetSource)
     for members in (["1.jpg", "2.jpg"], ["main.c", "main.h"], ["1.jpg", "2.jpg", "1.cls"], ["a/1.jpg", "b/1.cls"]):
@@ -166,7 +166,7 @@ def test_one_tar_is_a_shard_only_if_neighbours_have_one_stem(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
-def test_a_compressed_shard_is_refused_with_what_to_do(tmp_path, mode):
+def test_a_compressed_shard_is_refused_with_advice(tmp_path, mode):
     path = tmp_path / "s.tar"
     with tarfile.open(path, mode) as archive:
         archive.add(__file__, "1.jpg")
@@ -178,7 +178,7 @@ def test_a_compressed_shard_is_refused_with_what_to_do(tmp_path, mode):
     plain.close()
 
 
-def test_names_that_point_out_of_a_shard_are_refused(tmp_path):
+def test_paths_outside_a_shard_are_refused(tmp_path):
     for name in ("../1.jpg", "/etc/1.jpg", "a/../../1.jpg"):
         with pytest.raises(BadArchive, match="inside the archive"):
             source_of(tar_of(tmp_path / "s.tar", (name, b"1"))).list()
@@ -191,7 +191,7 @@ def test_a_shard_without_samples_is_an_error_unless_others_have_some(tmp_path):
     assert contents(source_of(empty, tar_of(tmp_path / "b.tar", ("1.jpg", b"1")))) == {"b/1": b"1"}
 
 
-def test_a_cut_shard_is_an_error_that_names_it(tmp_path):
+def test_a_truncated_shard_is_named_in_the_error(tmp_path):
     whole = tar_of(tmp_path / "a.tar", *((f"{n}.{end}", b"1" * 700) for n in range(4) for end in ("jpg", "wav")))
     data = whole.read_bytes()
     end = len(data.rstrip(b"\0"))

@@ -1,4 +1,4 @@
-"""Tar archives as sources: one pass or none, the same bytes as the tree, and never more than was asked for."""
+"""Tar archives as sources: at most one pass, the same bytes as the tree, and no unnecessary reads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COMPRESSED = [".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.z
 
 
 def contents(source: TarSource) -> dict[str, bytes]:
-    """Return what one walk gives."""
+    """Return the files of one walk."""
     return {item.path: file.read() for item, file in source.walk()}
 
 
 @pytest.mark.parametrize("ending", [".tar", *COMPRESSED])
-def test_an_archive_is_known_by_its_ending_and_by_its_bytes(tmp_path, ending):
+def test_an_archive_is_recognized_by_its_suffix_and_by_its_bytes(tmp_path, ending):
     archive = tar_of(tmp_path / f"a{ending}", FILES)
     source = open_source(archive)
     assert isinstance(source, TarSource)
@@ -38,7 +38,7 @@ def test_an_archive_is_known_by_its_ending_and_by_its_bytes(tmp_path, ending):
     assert contents(open_source(nameless)) == FILES
 
 
-def test_how_an_archive_is_compressed_is_told_from_its_bytes_alone(tmp_path):
+def test_the_compression_is_recognized_from_the_bytes_alone(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(tar_bytes(FILES))
     (tmp_path / "b.tar").write_bytes(packed(tar_bytes(FILES), ".tar.xz"))
     for name, is_sequential in (("a.tar.gz", False), ("b.tar", True)):
@@ -47,7 +47,7 @@ def test_how_an_archive_is_compressed_is_told_from_its_bytes_alone(tmp_path):
         assert contents(source) == FILES
 
 
-def test_times_are_kept_to_the_nanosecond(tmp_path):
+def test_times_are_preserved_to_the_nanosecond(tmp_path):
     member = tarfile.TarInfo("old")
     members = []
     for seconds, extended in ((1_600_000_000, {}), (-5, {}), (0, {"mtime": "1700000000.123456789"})):
@@ -67,7 +67,7 @@ def test_long_names_of_every_format_are_read(tmp_path, layout):
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tar.gz", ".tar.zst"])
-def test_a_walk_gives_what_is_wanted_in_the_archives_order(tmp_path, ending):
+def test_a_walk_yields_the_wanted_items_in_archive_order(tmp_path, ending):
     files = dict(sorted(FILES.items(), reverse=True))
     source = TarSource(tar_of(tmp_path / f"a{ending}", files))
     assert [item.path for item, _ in source.walk()] == list(files)
@@ -76,7 +76,7 @@ def test_a_walk_gives_what_is_wanted_in_the_archives_order(tmp_path, ending):
     assert list(source.walk(set())) == []
 
 
-def test_listing_and_walking_are_a_pass_each(tmp_path, monkeypatch):
+def test_listing_and_walking_take_one_pass_each(tmp_path, monkeypatch):
     files = {f"{number:03d}": os.urandom(1000) for number in range(100)}
     archive = tar_of(tmp_path / "a.tar.gz", files)
     streams: list[tar_stream.TarStream] = []
@@ -120,7 +120,7 @@ def test_a_walk_that_is_left_early_leaves_no_descriptor_open(tmp_path):
     assert len(os.listdir("/dev/fd")) == before - 1
 
 
-def test_headers_of_a_plain_tar_are_all_that_listing_reads(tmp_path, monkeypatch):
+def test_listing_a_plain_tar_reads_only_its_headers(tmp_path, monkeypatch):
     archive = tar_of(tmp_path / "a.tar", {"small": b"1", "large": bytes(50 << 20), "last": b"2"})
     read, came = tar_stream.TarStream.read, []
     monkeypatch.setattr(tar_stream.TarStream, "read", lambda self, size: came.append(size) or read(self, size))
@@ -128,7 +128,7 @@ def test_headers_of_a_plain_tar_are_all_that_listing_reads(tmp_path, monkeypatch
     assert sum(came) <= 4 * 512
 
 
-def test_an_archive_that_was_written_to_is_not_read_on(tmp_path):
+def test_a_modified_archive_is_not_read_further(tmp_path):
     for ending in (".tar", ".tar.gz"):
         archive = tar_of(tmp_path / f"a{ending}", FILES)
         source = TarSource(archive)
@@ -143,7 +143,7 @@ def test_an_archive_that_was_written_to_is_not_read_on(tmp_path):
                 next(source.walk())
 
 
-def test_an_archive_that_was_replaced_is_listed_anew_after_closing(tmp_path):
+def test_a_replaced_archive_is_listed_again_after_closing(tmp_path):
     archive = tar_of(tmp_path / "a.tar", {"old": b"1"})
     source = TarSource(archive)
     (item,) = source.list().items
@@ -155,14 +155,14 @@ def test_an_archive_that_was_replaced_is_listed_anew_after_closing(tmp_path):
         source.open(item)
 
 
-def test_an_archive_that_is_gone_is_an_error_of_the_family(tmp_path):
+def test_a_removed_archive_raises_a_colabkit_error(tmp_path):
     source = TarSource(tmp_path / "gone.tar")
     for use in (source.list, lambda: source.is_sequential, lambda: source.archive_bytes, lambda: next(source.walk())):
         with pytest.raises(FileFailed, match=r"gone\.tar"):
             use()
 
 
-def test_without_the_package_for_zstd_the_line_that_installs_it_is_named(tmp_path, monkeypatch):
+def test_a_missing_zstd_package_is_named_with_its_install_command(tmp_path, monkeypatch):
     archive = tar_of(tmp_path / "a.tar.zst", FILES)
     nameless = tar_of(tmp_path / "b.tar.zst", FILES).rename(tmp_path / "nameless")
     real = tar_stream.importlib.import_module
@@ -175,7 +175,7 @@ def test_without_the_package_for_zstd_the_line_that_installs_it_is_named(tmp_pat
     monkeypatch.setattr(tar_stream.importlib, "import_module", missing)
     with pytest.raises(MissingPackage, match=r"pip install backports\.zstd"):
         open_source(archive).list()
-    assert not isinstance(open_source(nameless), TarSource), "what it is cannot be told"
+    assert not isinstance(open_source(nameless), TarSource), "without the package, it cannot be recognized"
 
 
 @pytest.mark.parametrize("ending", sampled([".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"], 2))
@@ -187,7 +187,7 @@ def test_several_streams_in_one_file_are_one_archive(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
-def test_a_checksum_that_does_not_hold_is_found_by_listing(tmp_path, ending):
+def test_listing_detects_a_wrong_checksum(tmp_path, ending):
     archive = tar_of(tmp_path / f"a{ending}", {"x": b"data"})
     data = bytearray(archive.read_bytes())
     at = {".tar.gz": -8, ".tar.bz2": 12, ".tar.xz": -30, ".tar.zst": -1}[ending]

@@ -1,4 +1,4 @@
-"""Zip archives as sources: same bytes as the tree, and a typed refusal of all that is broken or hostile."""
+"""Zip archives as sources: the same bytes as the tree, and typed errors for damaged or malicious archives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METHODS = {
 
 
 def zip_of(archive: Path, *members: tuple[str, bytes]) -> Path:
-    """Write a zip archive of members with any names, also several of one name."""
+    """Write a zip archive of members with any names, including repeated ones."""
     with zipfile.ZipFile(archive, "w") as file:
         for name, data in members:
             file.writestr(zipfile.ZipInfo(name), data)
@@ -59,13 +59,13 @@ def test_large_members_are_streamed_with_the_same_bytes(tree, tmp_path, monkeypa
     assert found == files_of(tree)
 
 
-def test_an_archive_behind_other_bytes_is_read(tree, tmp_path):
+def test_an_archive_after_other_bytes_is_read(tree, tmp_path):
     archive = zipped(tree, tmp_path / "a.zip")
     archive.write_bytes(b"#!/bin/sh\n" * 7 + archive.read_bytes())
     assert contents(archive) == files_of(tree)
 
 
-def test_the_directory_is_read_once_also_when_threads_come_first(tree, tmp_path, monkeypatch):
+def test_concurrent_threads_read_the_directory_once(tree, tmp_path, monkeypatch):
     archive = zipped(tree, tmp_path / "a.zip")
     source = ZipSource(archive)
     items = ZipSource(archive).list().items
@@ -75,7 +75,7 @@ def test_the_directory_is_read_once_also_when_threads_come_first(tree, tmp_path,
         opened.append(path)
         if len(opened) > 1:
             inside.set()
-        inside.wait(0.2)  # the second thread comes in here, if it can
+        inside.wait(0.2)  # the second thread enters here if it can
         return original(path)
 
     monkeypatch.setattr(zipfile, "ZipFile", count)
@@ -84,7 +84,7 @@ def test_the_directory_is_read_once_also_when_threads_come_first(tree, tmp_path,
     assert len(opened) == 1
 
 
-def test_an_archive_cut_short_anywhere_is_refused(tree, tmp_path):
+def test_an_archive_truncated_anywhere_is_refused(tree, tmp_path):
     archive = zipped(tree, tmp_path / "a.zip")
     data = archive.read_bytes()
     lengths = {*range(0, len(data), 97), len(data) - 1, len(data) - 21, len(data) - 22, len(data) - 23, 1, 3, 4}
@@ -95,7 +95,7 @@ def test_an_archive_cut_short_anywhere_is_refused(tree, tmp_path):
 
 
 @pytest.mark.parametrize("method", sampled(METHODS, 2))
-def test_a_flipped_byte_anywhere_gives_right_bytes_or_a_typed_error(tree, tmp_path, method):
+def test_a_flipped_byte_anywhere_gives_correct_bytes_or_a_typed_error(tree, tmp_path, method):
     archive = zipped(tree, tmp_path / "a.zip", METHODS[method])
     data = bytearray(archive.read_bytes())
     right = set(files_of(tree).values())
@@ -111,7 +111,7 @@ def test_a_flipped_byte_anywhere_gives_right_bytes_or_a_typed_error(tree, tmp_pa
         except BadArchive:
             refused += 1
         else:
-            assert set(found.values()) <= right, f"wrong bytes pass after byte {place}"
+            assert set(found.values()) <= right, f"wrong bytes accepted after a change at byte {place}"
     assert refused > 100
 
 
@@ -124,19 +124,19 @@ def test_a_flipped_byte_of_the_data_is_refused_and_the_member_named(tmp_path):
         contents(archive)
 
 
-def test_names_that_point_out_of_the_archive_are_refused(tmp_path):
+def test_paths_outside_the_archive_are_refused(tmp_path):
     for name in ("../x", "a/../../x", "/etc/x", "a/..", "..", "//x", "a/b/../c", "."):
         archive = zip_of(tmp_path / "a.zip", ("fine.txt", b"x"), (name, b"x"))
         with pytest.raises(BadArchive, match="paths inside the archive"):
             ZipSource(archive).list()
 
 
-def test_folders_and_the_seal_of_a_local_copy_are_no_items(tmp_path):
+def test_folders_and_the_seal_of_a_local_copy_are_not_items(tmp_path):
     members = (STAGE_SEAL, b"{}"), ("cats/", b""), ("./", b""), ("cats/1.png", b"x")
     assert contents(zip_of(tmp_path / "a.zip", *members)) == {"cats/1.png": b"x"}
 
 
-def test_encrypted_members_are_refused_with_the_way_out(tmp_path):
+def test_encrypted_members_are_refused_with_advice(tmp_path):
     archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
     declared(archive, flags=1)
     with pytest.raises(BadArchive, match=r"is encrypted.*password"):
@@ -144,7 +144,7 @@ def test_encrypted_members_are_refused_with_the_way_out(tmp_path):
 
 
 def declared(archive: Path, **values: int) -> None:
-    """Change what the first entry of an archive's directory declares."""
+    """Change values that the first entry of an archive's directory declares."""
     data = bytearray(archive.read_bytes())
     entry = data.index(b"PK\x01\x02")
     places = {"flags": (8, "<H"), "crc": (16, "<I"), "packed": (20, "<I"), "size": (24, "<I"), "offset": (42, "<I")}
@@ -160,7 +160,7 @@ def test_a_bomb_is_refused_by_the_size_it_declares(tmp_path):
         ZipSource(archive).list()
 
 
-def test_a_bomb_that_declares_little_is_never_inflated_further(tmp_path, monkeypatch):
+def test_a_bomb_with_a_small_declared_size_is_not_decompressed_further(tmp_path, monkeypatch):
     archive = tmp_path / "a.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("x", bytes(5 << 20))
@@ -182,18 +182,18 @@ def test_a_bomb_that_declares_little_is_never_inflated_further(tmp_path, monkeyp
     assert {len(data) for data in inflated} == {101}
 
 
-def test_memory_is_never_taken_for_packed_bytes_that_are_only_declared(tmp_path, monkeypatch):
+def test_no_memory_is_allocated_for_declared_compressed_bytes(tmp_path, monkeypatch):
     archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
     declared(archive, packed=0xFFFFFFF0)
-    asked = []
+    sizes = []
     read = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, size, offset: asked.append(size) or read(fd, min(size, 1000), offset))
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: sizes.append(size) or read(fd, min(size, 1000), offset))
     with contextlib.suppress(BadArchive):
         assert contents(archive) == {"x": b"data"}
-    assert max(asked, default=0) <= archive.stat().st_size
+    assert max(sizes, default=0) <= archive.stat().st_size
 
 
-def test_links_and_special_members_are_passed_over_and_named(tmp_path):
+def test_links_and_special_members_are_skipped_and_reported(tmp_path):
     archive = tmp_path / "a.zip"
     with zipfile.ZipFile(archive, "w") as file:
         for name, kind in (("link", stat.S_IFLNK), ("pipe", stat.S_IFIFO), ("file", stat.S_IFREG), ("bare", 0)):
@@ -206,7 +206,7 @@ def test_links_and_special_members_are_passed_over_and_named(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_of_members_with_one_name_the_last_counts_and_the_others_are_named(tmp_path):
+def test_the_last_of_several_members_with_one_name_counts_and_the_others_are_reported(tmp_path):
     archive = zip_of(tmp_path / "a.zip", ("x", b"first"), ("y", b"other"), ("x", b"the last"), ("./y", b"again"))
     assert contents(archive) == {"x": b"the last", "y": b"again"}
     assert ZipSource(archive).list().skipped == (
@@ -215,7 +215,7 @@ def test_of_members_with_one_name_the_last_counts_and_the_others_are_named(tmp_p
     )
 
 
-def test_names_in_any_script_are_kept(tmp_path):
+def test_names_in_any_script_are_preserved(tmp_path):
     names = ["猫/一.png", "café/ü.png", "a\\b.png", "-rf", " "]
     archive = zip_of(tmp_path / "a.zip", *((name, name.encode()) for name in names))
     assert contents(archive) == {name: name.encode() for name in names}
@@ -235,7 +235,7 @@ def test_an_item_of_another_listing_is_refused(tmp_path):
             read_item(ZipSource(archive), item, Retries())
 
 
-def test_times_are_those_of_the_members_and_none_where_they_make_no_sense(tmp_path):
+def test_times_are_those_of_the_members_and_invalid_ones_are_zero(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr(zipfile.ZipInfo("x", (2024, 2, 29, 12, 30, 58)), b"")
         archive.writestr(zipfile.ZipInfo("y", (1980, 0, 0, 0, 0, 0)), b"")
@@ -243,11 +243,11 @@ def test_times_are_those_of_the_members_and_none_where_they_make_no_sense(tmp_pa
 
 
 @pytest.mark.full
-def test_an_archive_of_more_than_32_bits_is_read(tmp_path):
+def test_a_zip64_archive_is_read(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         with archive.open("large", "w", force_zip64=True) as file:
             file.write(b"data")
-        for number in range(70_000):  # more than the old directory can count
+        for number in range(70_000):  # more than a directory without zip64 can count
             archive.writestr(zipfile.ZipInfo(str(number)), b"")
     source = ZipSource(tmp_path / "a.zip")
     items = {item.path: item for item in source.list().items}
@@ -255,7 +255,7 @@ def test_an_archive_of_more_than_32_bits_is_read(tmp_path):
     assert read_item(source, items["large"], Retries()) == b"data"
 
 
-def test_a_streamed_member_that_is_broken_is_an_error_of_the_family_wherever_it_is_read(tmp_path, monkeypatch):
+def test_a_broken_streamed_member_raises_bad_archive_wherever_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(zip_archive, "_INFLATE_BYTES", 10)
     for method in METHODS.values():
         with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:

@@ -1,4 +1,4 @@
-"""`stage()`: identical bytes, whole or not at all, the source untouched, nothing of others overwritten."""
+"""`stage()`: identical bytes, complete or not at all; the source and other data are not modified."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_folder_or_an_archive_is_staged_with_identical_bytes(image_tree, tmp_p
 def test_large_files_are_copied_block_by_block_with_identical_bytes(tmp_path, threads):
     sizes = (BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 5, 0)
     files = {f"{size}.bin": os.urandom(size) for size in sizes}
-    report = copy(MemorySource(files), tmp_path / "near", threads=threads)
+    report = copy(MemorySource(files), tmp_path / "local", threads=threads)
     assert data_of(report.path) == files
     folder = tmp_path / "plain"
     folder.mkdir()
@@ -66,7 +66,7 @@ def test_large_files_are_copied_block_by_block_with_identical_bytes(tmp_path, th
     assert data_of(copy(zipped(folder, tmp_path / "a.zip"), threads=threads).path) == files
 
 
-def test_one_file_is_staged_as_a_file_also_an_archive_and_again_when_it_was_replaced(image_tree, archive, near_storage):
+def test_a_file_or_unextracted_archive_is_staged_as_a_file_and_again_if_replaced(image_tree, archive, near_storage):
     report = copy(archive, extract=False)
     assert (report.path.name, report.files, report.staged_bytes) == ("tree.zip", 1, archive.stat().st_size)
     assert report.path.read_bytes() == archive.read_bytes()
@@ -85,7 +85,7 @@ def test_one_file_is_staged_as_a_file_also_an_archive_and_again_when_it_was_repl
     assert list(near_storage.iterdir()) == []
 
 
-def test_a_near_copy_is_used_again_without_touching_the_source(image_tree, archive, monkeypatch):
+def test_a_local_copy_is_reused_without_accessing_the_source(image_tree, archive, monkeypatch):
     first, packed = copy(image_tree), copy(archive)
     list_folder = FolderSource.list
 
@@ -102,7 +102,7 @@ def test_a_near_copy_is_used_again_without_touching_the_source(image_tree, archi
         assert (again.path, again.files, again.staged_bytes) == (report.path, report.files, report.staged_bytes)
 
 
-def test_a_local_copy_that_lost_files_reads_only_these_again(image_tree, tmp_path):
+def test_only_lost_files_of_a_local_copy_are_read_again(image_tree, tmp_path):
     path = copy(image_tree, tmp_path / "local").path
     for name, damage in (("ants/000.png", Path.unlink), ("bees/000.png", lambda file: file.write_bytes(b"short"))):
         damage(path / name)
@@ -112,7 +112,7 @@ def test_a_local_copy_that_lost_files_reads_only_these_again(image_tree, tmp_pat
         assert data_of(path) == data_of(image_tree)
 
 
-def test_the_chosen_path_is_where_the_copy_is_also_under_the_users_home(image_tree, tmp_path, monkeypatch):
+def test_the_copy_is_at_the_chosen_path_also_below_the_home_folder(image_tree, tmp_path, monkeypatch):
     report = copy(image_tree, tmp_path / "deep" / "local")
     assert (report.path, report.target) == (tmp_path / "deep" / "local", "path")
     (tmp_path / "empty").mkdir()
@@ -125,12 +125,12 @@ def test_the_chosen_path_is_where_the_copy_is_also_under_the_users_home(image_tr
     assert not report.path.exists()
 
 
-def test_sources_of_one_name_do_not_share_a_near_copy(tmp_path):
+def test_sources_with_the_same_name_have_separate_local_copies(tmp_path):
     one, other = (make_tree(tmp_path / name / "birds", 1) for name in ("a", "b"))
     assert copy(one).path != copy(other).path
 
 
-def test_a_source_of_any_name_is_staged(tmp_path):
+def test_a_source_with_any_name_is_staged(tmp_path):
     for name in ("x" * 255, "🦜" * 63, "a.b.c", "...", "caf\udce9", "-rf $HOME", "a\nb"):
         folder = tmp_path / name
         folder.mkdir()
@@ -139,7 +139,7 @@ def test_a_source_of_any_name_is_staged(tmp_path):
         assert copy(folder).reused
 
 
-def test_links_and_special_files_are_passed_over_and_reported(image_tree):
+def test_links_and_special_files_are_skipped_and_reported(image_tree):
     (image_tree / "link").symlink_to("ants")
     os.mkfifo(image_tree / "pipe")
     report = copy(image_tree)
@@ -151,13 +151,13 @@ def test_links_and_special_files_are_passed_over_and_reported(image_tree):
 def test_a_target_inside_the_source_is_refused_also_through_links(image_tree):
     (image_tree.parent / "way").symlink_to(image_tree)
     before = state_of(image_tree)
-    for inside in (".", "near", "ants/near", "ants/../near", "../way/near"):
+    for inside in (".", "local", "ants/local", "ants/../local", "../way/local"):
         with pytest.raises(BadSource, match="lies inside the source"):
             copy(image_tree, image_tree / inside)
     assert state_of(image_tree) == before
 
 
-def test_something_else_at_the_target_is_left_alone(image_tree, tmp_path):
+def test_other_data_at_the_target_is_not_overwritten(image_tree, tmp_path):
     places = [tmp_path / kind for kind in ("file", "folder", "dangling link", "another copy")]
     file, folder, link, other = places
     file.write_text("mine")
@@ -174,7 +174,7 @@ def test_something_else_at_the_target_is_left_alone(image_tree, tmp_path):
     assert state_of(tmp_path) == before
 
 
-def test_something_that_came_to_the_target_meanwhile_is_left_alone(image_tree, tmp_path, file_hook):
+def test_data_that_appears_at_the_target_meanwhile_is_not_overwritten(image_tree, tmp_path, file_hook):
     target = tmp_path / "target"
 
     def interfere(operation: str, path: Path) -> None:
@@ -191,7 +191,7 @@ def test_something_that_came_to_the_target_meanwhile_is_left_alone(image_tree, t
     assert leftovers(tmp_path) == []
 
 
-def test_what_cannot_be_staged_is_refused_and_nothing_is_written(tmp_path, file_hook):
+def test_an_invalid_source_is_refused_before_anything_is_written(tmp_path, file_hook):
     (tmp_path / "empty" / "deep").mkdir(parents=True)
     os.mkfifo(tmp_path / "pipe")
     file_hook(lambda operation, path: pytest.fail(f"{operation} {path}"))
@@ -203,7 +203,7 @@ def test_what_cannot_be_staged_is_refused_and_nothing_is_written(tmp_path, file_
             copy(MemorySource({"fine": b"x", name: b"x"}), tmp_path / "local")
 
 
-def test_an_archive_cut_short_or_damaged_leaves_nothing(image_tree, tmp_path, near_storage):
+def test_a_truncated_or_damaged_archive_leaves_nothing(image_tree, tmp_path, near_storage):
     for write, suffix in ((zipped, ".zip"), (tarred, ".tar"), (tarred, ".tar.gz")):
         archive = write(image_tree, tmp_path / f"tree{suffix}")
         data = archive.read_bytes()
@@ -218,11 +218,11 @@ def test_an_archive_cut_short_or_damaged_leaves_nothing(image_tree, tmp_path, ne
     assert list(near_storage.iterdir()) == []
 
 
-def test_an_archive_of_a_near_copy_can_be_staged(image_tree, tmp_path):
-    near = copy(image_tree).path
-    again = copy(zipped(near, tmp_path / "near.zip"))
+def test_an_archive_of_a_local_copy_can_be_staged(image_tree, tmp_path):
+    local = copy(image_tree).path
+    again = copy(zipped(local, tmp_path / "local.zip"))
     assert data_of(again.path) == data_of(image_tree)
-    assert data_of(copy(near, tmp_path / "third").path) == data_of(image_tree)
+    assert data_of(copy(local, tmp_path / "third").path) == data_of(image_tree)
 
 
 def test_too_little_space_is_refused_before_anything_is_written(archive, image_tree, monkeypatch, file_hook):
@@ -242,9 +242,7 @@ def rewrite(path: Path, change: str) -> None:
     os.utime(path, ns=(1, 1))
 
 
-def test_a_file_that_changes_between_listing_and_reading_stops_all_until_the_next_run(
-    image_tree, near_storage, file_hook
-):
+def test_a_file_modified_between_listing_and_reading_ends_the_run(image_tree, near_storage, file_hook):
     for change in ("grow", "shrink", "touch"):
         os.utime(image_tree / "cats" / "003.png")
         file_hook(lambda operation, path, change=change: rewrite(image_tree / "cats" / "003.png", change))
@@ -260,7 +258,7 @@ def test_a_file_that_changes_between_listing_and_reading_stops_all_until_the_nex
 
 
 @pytest.mark.parametrize("extract", [True, False])
-def test_an_archive_that_changes_while_it_is_staged_stops_all(image_tree, archive, near_storage, file_hook, extract):
+def test_an_archive_modified_while_it_is_staged_ends_the_run(image_tree, archive, near_storage, file_hook, extract):
     for change in ("grow", "shrink", "touch"):
         zipped(image_tree, archive)
         file_hook(lambda at, path, change=change: rewrite(archive, change) if at == "write" else None)
@@ -271,19 +269,19 @@ def test_an_archive_that_changes_while_it_is_staged_stops_all(image_tree, archiv
 
 
 def test_the_source_is_never_written_to(image_tree, archive, tmp_path):
-    (tmp_path / "far").mkdir()
+    (tmp_path / "remote").mkdir()
     for path in (image_tree, archive):
-        path.rename(tmp_path / "far" / path.name)
-    before = state_of(tmp_path / "far")
-    for source in (tmp_path / "far" / "tree", tmp_path / "far" / "tree.zip"):
+        path.rename(tmp_path / "remote" / path.name)
+    before = state_of(tmp_path / "remote")
+    for source in (tmp_path / "remote" / "tree", tmp_path / "remote" / "tree.zip"):
         unstage(copy(source))
         copy(source)
         copy(source, refresh=True)
-    assert state_of(tmp_path / "far") == before
+    assert state_of(tmp_path / "remote") == before
 
 
 class FlakySource(MemorySource):
-    """Fails the first open of every other file as mounts do."""
+    """Fails the first open of every second file, like a mount."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -299,14 +297,14 @@ class FlakySource(MemorySource):
 def test_retries_are_counted_in_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr("colabkit.storage.sources.reads._BACK_OFF_S", 0)
     files = {f"{number}": bytes([number]) for number in range(10)}
-    report = copy(FlakySource(files), tmp_path / "near")
+    report = copy(FlakySource(files), tmp_path / "local")
     assert data_of(report.path) == files
     assert report.retries == 5
     assert "5 retries" in repr(report)
 
 
 class CountingSource(MemorySource):
-    """Counts the opens in flight, and holds the first ones until `wanted` are, or cannot be."""
+    """Counts concurrent opens, and holds the first ones until `wanted` run at once or cannot."""
 
     def __init__(self, files: dict[str, bytes], wanted: int, after: int) -> None:
         super().__init__(files)
@@ -331,7 +329,7 @@ def test_a_slow_source_is_read_concurrently(tmp_path, threads):
     wanted, measured = (32, 16) if threads == "auto" else (7, 0)
     counting = CountingSource({f"{number:04d}": b"x" for number in range(16 + wanted * 16)}, wanted, measured)
     slow: Source = SlowSource(counting, 0.002)
-    report = copy(slow, tmp_path / "near", threads=threads)
+    report = copy(slow, tmp_path / "local", threads=threads)
     assert report.files == len(counting.files)
     assert counting.most == wanted
 

@@ -1,4 +1,4 @@
-"""A finished local copy: its seal, its verification, its refresh, and the files that others put into it."""
+"""A finished local copy: its seal, verification, refresh, and added files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def damage(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_the_seal_tells_every_file_with_its_digests(image_tree):
+def test_the_seal_lists_every_file_with_its_checksums(image_tree):
     path = copy(image_tree).path
     head, *lines = (path / STAGE_SEAL).read_text().splitlines()
     assert json.loads(head)["files"] == len(lines) == 24
@@ -40,7 +40,7 @@ def test_the_seal_tells_every_file_with_its_digests(image_tree):
         assert crc == zlib.crc32((image_tree / name).read_bytes())
 
 
-def test_verify_names_the_files_that_are_not_as_they_were_staged(image_tree, tmp_path):
+def test_verify_names_the_damaged_files(image_tree, tmp_path):
     path = copy(image_tree).path
     assert verify(path, progress=False).is_good
     damage(path / "ants" / "000.png", 5)
@@ -56,17 +56,17 @@ def test_verify_names_the_files_that_are_not_as_they_were_staged(image_tree, tmp
     assert verify(local, progress=False).damaged == ("big.bin",)
 
 
-def test_refresh_reads_again_what_was_damaged(image_tree):
+def test_refresh_reads_damaged_blocks_again(image_tree):
     (image_tree / "big.bin").write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
     path = copy(image_tree).path
-    for name, at in (("ants/000.png", 0), ("big.bin", BLOCK_BYTES + 5)):  # of the big file only one block
+    for name, at in (("ants/000.png", 0), ("big.bin", BLOCK_BYTES + 5)):  # only one block of the big file
         damage(path / name, at)
-        assert copy(image_tree).reused, "sizes are as they were"
+        assert copy(image_tree).reused, "the sizes are unchanged"
         copy(image_tree, refresh=True)
         assert data_of(path) == data_of(image_tree)
 
 
-def test_refresh_of_an_archive_that_is_the_same_copies_nothing(image_tree, tmp_path, file_hook):
+def test_refresh_of_an_unchanged_archive_copies_nothing(image_tree, tmp_path, file_hook):
     archive = zipped(image_tree, tmp_path / "a.zip")
     path = copy(archive).path
     created = []
@@ -75,25 +75,25 @@ def test_refresh_of_an_archive_that_is_the_same_copies_nothing(image_tree, tmp_p
     assert [name for name in created if name.endswith(".png")] == []
 
 
-def test_refresh_reads_only_what_changed(image_tree, near_storage):
+def test_refresh_reads_only_changed_files(image_tree, near_storage):
     report = copy(image_tree)
     (image_tree / "ants" / "000.png").write_bytes(b"changed")
     (image_tree / "bees" / "000.png").unlink()
     (image_tree / "cats" / "new.png").write_bytes(b"new")
-    kept = (report.path / "cats" / "000.png").stat().st_ino
+    inode = (report.path / "cats" / "000.png").stat().st_ino
     again = copy(image_tree, refresh=True)
     assert not again.reused
     assert data_of(again.path) == data_of(image_tree)
-    assert (again.path / "cats" / "000.png").stat().st_ino == kept
+    assert (again.path / "cats" / "000.png").stat().st_ino == inode
     assert again.resumed_bytes == again.staged_bytes - len(b"changed" + b"new")
     assert copy(image_tree, refresh=True).reused, "nothing has changed"
     assert leftovers(near_storage) == []
 
 
-@pytest.mark.parametrize("taken_by", ["a file", "a folder", "a file where its folder was"])
-def test_a_refresh_loses_no_file_of_others_whose_place_is_taken(image_tree, near_storage, taken_by):
+@pytest.mark.parametrize("taken_by", ["a file", "a folder", "a file instead of its folder"])
+def test_a_refresh_keeps_added_files_whose_path_the_source_now_uses(image_tree, near_storage, taken_by):
     found = copy(image_tree).path
-    own = found / "mine" / "notes" if taken_by == "a file where its folder was" else found / "mine"
+    own = found / "mine" / "notes" if taken_by == "a file instead of its folder" else found / "mine"
     own.parent.mkdir(exist_ok=True)
     own.write_bytes(b"theirs")
     new = "mine/x.jpg" if taken_by == "a folder" else "mine"
@@ -109,13 +109,13 @@ def test_a_refresh_loses_no_file_of_others_whose_place_is_taken(image_tree, near
     assert (found / "elsewhere").read_bytes() == b"theirs"
 
 
-def test_nothing_is_ever_written_through_a_link_of_others(image_tree, near_storage, tmp_path):
+def test_nothing_is_written_through_added_links(image_tree, near_storage, tmp_path):
     found, theirs = copy(image_tree).path, tmp_path / "theirs"
     theirs.mkdir()
     (found / "latest").symlink_to(theirs)
     (found / "notes").write_bytes(b"theirs")
     (image_tree / "notes").write_bytes(b"new")
-    with pytest.raises(TargetExists, match="your file 'notes'"):  # after the link got its second name
+    with pytest.raises(TargetExists, match="your file 'notes'"):  # after the link was hard-linked
         copy(image_tree, refresh=True)
     (found / "notes").unlink()
     (found / "latest").unlink()
@@ -126,7 +126,7 @@ def test_nothing_is_ever_written_through_a_link_of_others(image_tree, near_stora
     assert (found / "latest" / "x.jpg").read_bytes() == b"new"
 
 
-def test_a_near_copy_whose_seal_is_damaged_loses_no_file_of_others(image_tree, near_storage):
+def test_a_local_copy_with_a_damaged_seal_keeps_added_files(image_tree, near_storage):
     found = copy(image_tree).path
     (found / "notes").write_bytes(b"theirs")
     seal = found / STAGE_SEAL
@@ -135,14 +135,14 @@ def test_a_near_copy_whose_seal_is_damaged_loses_no_file_of_others(image_tree, n
     assert (found / "notes").read_bytes() == b"theirs"
 
 
-def test_files_of_others_stay_when_an_archive_is_kept_as_it_is_after_all(image_tree, tmp_path):
-    archive, near = zipped(image_tree, tmp_path / "a.zip"), tmp_path / "near"
-    (copy(archive, to=near).path / "notes").write_bytes(b"theirs")
-    copy(archive, to=near, refresh=True, extract=False)
-    assert sorted(path.name for path in near.iterdir() if path.name != STAGE_SEAL) == ["a.zip", "notes"]
+def test_added_files_stay_when_an_archive_is_staged_unextracted_later(image_tree, tmp_path):
+    archive, local = zipped(image_tree, tmp_path / "a.zip"), tmp_path / "local"
+    (copy(archive, to=local).path / "notes").write_bytes(b"theirs")
+    copy(archive, to=local, refresh=True, extract=False)
+    assert sorted(path.name for path in local.iterdir() if path.name != STAGE_SEAL) == ["a.zip", "notes"]
 
 
-def test_a_stricter_verification_is_not_answered_by_a_laxer_one(image_tree):
+def test_full_verification_does_not_reuse_a_copy_verified_by_size(image_tree):
     assert copy(image_tree).verify == "size"
     report = copy(image_tree, verify="full")
     assert (report.verify, report.reused) == ("full", False)
@@ -151,7 +151,7 @@ def test_a_stricter_verification_is_not_answered_by_a_laxer_one(image_tree):
 
 
 @pytest.mark.parametrize("can_link", [True, False])
-def test_files_and_links_that_others_put_into_a_local_copy_stay(image_tree, monkeypatch, can_link):
+def test_files_and_links_added_to_a_local_copy_stay(image_tree, monkeypatch, can_link):
     def refused(path: Path, to: Path) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
@@ -162,7 +162,7 @@ def test_files_and_links_that_others_put_into_a_local_copy_stay(image_tree, monk
         (folder / "both").write_bytes(b"same")
     assert copy(image_tree).reused
     (image_tree / "cats" / "new.png").write_bytes(b"new")
-    if not can_link:  # as to another file system
+    if not can_link:  # like links to another file system
         monkeypatch.setattr(file_changes, "link", refused)
     assert not copy(image_tree, refresh=True).reused
     assert data_of(path) == data_of(image_tree) | {"ants/labels.cache": b"mine"}

@@ -1,4 +1,4 @@
-"""Where local copies go, tmpfs or disk: what is planned before anything is written, and how space is given back."""
+"""The locations of local copies, tmpfs or disk: the plan made before anything is written, and freeing the space."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def tmpfs(tmp_path, monkeypatch):
-    """Return a folder in the place of tmpfs, with 10 GiB free on a machine with 12 GiB of RAM available."""
+    """Return a folder that replaces tmpfs, with 10 GiB free on a machine with 12 GiB of RAM available."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(places, "TMPFS", folder)
@@ -42,9 +42,7 @@ def tmpfs(tmp_path, monkeypatch):
     return folder
 
 
-def test_auto_takes_tmpfs_where_the_bytes_fit_and_disk_where_that_would_starve_training(
-    image_tree, tmpfs, near_storage, monkeypatch
-):
+def test_auto_uses_tmpfs_if_training_keeps_enough_ram_and_disk_otherwise(image_tree, tmpfs, near_storage, monkeypatch):
     report = copy(image_tree, "auto")
     assert (report.target, report.path.parent) == ("tmpfs", tmpfs / f"colabkit-{os.getuid()}")
     assert "fit in the 9.0 GiB of tmpfs" in report.why
@@ -68,7 +66,7 @@ def test_tmpfs_leaves_two_gib_or_a_quarter_of_ram_to_training(tmpfs, monkeypatch
     assert places.tmpfs_room() == room * GIB
 
 
-def test_without_tmpfs_auto_is_disk_and_insisting_is_refused(image_tree, tmpfs):
+def test_without_tmpfs_auto_uses_disk_and_tmpfs_is_refused(image_tree, tmpfs):
     tmpfs.rmdir()
     with pytest.raises(NotEnoughSpace):
         copy(image_tree, "tmpfs")
@@ -76,7 +74,7 @@ def test_without_tmpfs_auto_is_disk_and_insisting_is_refused(image_tree, tmpfs):
     assert copy(image_tree, "auto").target == "disk"
 
 
-def test_unstage_gives_the_space_back(image_tree, tmp_path, near_storage):
+def test_unstage_frees_the_space(image_tree, tmp_path, near_storage):
     archive = zipped(image_tree, tmp_path / "tree.zip")
     for report in (copy(image_tree), copy(archive)):
         assert unstage(report).freed_bytes == report.staged_bytes
@@ -89,7 +87,7 @@ def test_unstage_gives_the_space_back(image_tree, tmp_path, near_storage):
     assert list(near_storage.iterdir()) == []
 
 
-def test_unstage_refuses_what_stage_did_not_make(image_tree, tmp_path):
+def test_unstage_refuses_data_that_stage_did_not_create(image_tree, tmp_path):
     forged = make_tree(tmp_path / "forged", 1)
     (forged / STAGE_SEAL).write_text('{"format": 1}')
     before = state_of(image_tree), state_of(forged)
@@ -104,15 +102,15 @@ def test_unstage_refuses_what_stage_did_not_make(image_tree, tmp_path):
     assert (state_of(image_tree), state_of(forged)) == before
 
 
-def test_unstage_takes_no_file_of_a_copy_for_the_copy(tmp_path):
-    report = copy(MemorySource({"readme.png": b"x", "cats/1.png": b"y"}), tmp_path / "near")
+def test_unstage_refuses_a_file_inside_a_copy(tmp_path):
+    report = copy(MemorySource({"readme.png": b"x", "cats/1.png": b"y"}), tmp_path / "local")
     for inside in ("readme.png", "cats", "cats/1.png", STAGE_SEAL):
         with pytest.raises(NotSealed):
             unstage(report.path / inside)
     assert copy(MemorySource({}), report.path).reused
 
 
-def test_half_a_copy_is_never_found_after_a_failing_unstage(image_tree, monkeypatch):
+def test_a_failed_unstage_leaves_no_incomplete_copy(image_tree, monkeypatch):
     report = copy(image_tree)
 
     def remove_half(path: Path) -> None:
@@ -127,7 +125,7 @@ def test_half_a_copy_is_never_found_after_a_failing_unstage(image_tree, monkeypa
     assert data_of(copy(image_tree).path) == data_of(image_tree)
 
 
-def test_a_folder_with_a_broken_seal_is_no_local_copy(image_tree):
+def test_a_folder_with_a_damaged_seal_is_not_a_local_copy(image_tree):
     report = copy(image_tree)
     for seal in ("", "[]", "{}", '{"format": 2}', '{"format": 1, "skipped": 3}', "\xff"):
         (report.path / STAGE_SEAL).write_text(seal, encoding="latin-1")
@@ -139,7 +137,7 @@ def test_a_folder_with_a_broken_seal_is_no_local_copy(image_tree):
 
 @pytest.fixture
 def spare(monkeypatch):
-    """Return a function that sets the RAM that is available and what is free in tmpfs, in bytes."""
+    """Return a function that sets the available RAM and the free space of tmpfs, in bytes."""
 
     def set_spare(ram: int, tmpfs: int) -> None:
         monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(64 * GIB, ram, "machine"))
@@ -166,9 +164,7 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(image_tree, tmp_path, near_
     assert copy(image_tree).path == copy(image_tree, dry_run=True).path
 
 
-def test_an_interrupted_run_shows_in_the_plan_and_resumes_at_its_place_whatever_has_room_now(
-    image_tree, spare, file_hook, near_storage
-):
+def test_an_interrupted_run_appears_in_the_plan_and_resumes_at_its_place(image_tree, spare, file_hook, near_storage):
     spare(0, 0)
     file_hook(interrupt_at("005.png"))
     with pytest.raises(KeyboardInterrupt):
@@ -185,9 +181,7 @@ def test_an_interrupted_run_shows_in_the_plan_and_resumes_at_its_place_whatever_
     assert leftovers(near_storage) == []
 
 
-def test_a_mount_of_tmpfs_that_is_refused_is_one_error_and_without_the_right_to_mount_disk_is_taken(
-    spare, monkeypatch, near_storage
-):
+def test_a_failed_tmpfs_mount_is_one_error_and_disk_is_used_without_mount_rights(spare, monkeypatch, near_storage):
     spare(64 * GIB, 1000)
     monkeypatch.setattr(places, "can_mount", lambda: True)
     monkeypatch.setattr(places, "run", lambda command, act, timeout: ProcessResult(32, "mount: denied"))
@@ -205,7 +199,7 @@ def test_invalid_options_are_refused(image_tree):
             copy(image_tree, **options)
 
 
-def test_names_that_the_target_takes_for_one_are_refused(tmp_path, monkeypatch):
+def test_names_that_the_target_cannot_distinguish_are_refused(tmp_path, monkeypatch):
     create = file_changes.create
 
     def folding(path: Path) -> int:
@@ -213,5 +207,5 @@ def test_names_that_the_target_takes_for_one_are_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(file_changes, "create", folding)
     with pytest.raises(BadSource, match="another file"):
-        copy(MemorySource({"A.png": b"1", "a.png": b"2"}), tmp_path / "near")
-    assert not (tmp_path / "near").exists()
+        copy(MemorySource({"A.png": b"1", "a.png": b"2"}), tmp_path / "local")
+    assert not (tmp_path / "local").exists()

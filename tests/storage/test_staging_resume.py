@@ -1,4 +1,4 @@
-"""`stage()` again: after a kill, beside another process, and for what changed since."""
+"""`stage()` repeated: after a kill, concurrently with another process, and after changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colabkit.storage.staging.places import candidates, identity_of
 
 
 class CountingSource(MemorySource):
-    """A source in memory that remembers what was opened, and can be told to fail."""
+    """A source in memory that records opened items, and can be set to fail."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -37,7 +37,7 @@ FILES = {f"{folder}/{number}.bin": os.urandom(50 + number) for folder in "ab" fo
 
 
 def interrupted(source: CountingSource, after: int, **options: object) -> None:
-    """Stage and be interrupted at the opening of one file."""
+    """Stage, and interrupt the run when one file is opened."""
     source.fails_at = after
     with pytest.raises(KeyboardInterrupt):
         copy(source, threads=1, **options)
@@ -45,7 +45,7 @@ def interrupted(source: CountingSource, after: int, **options: object) -> None:
     source.opened.clear()
 
 
-def test_stage_goes_on_where_it_was_interrupted(near_storage):
+def test_stage_resumes_after_an_interruption(near_storage):
     source = CountingSource(FILES)
     interrupted(source, 13)
     report = copy(source, threads=1)
@@ -81,20 +81,20 @@ def test_blocks_of_a_big_file_are_not_read_again(near_storage):
     assert not set(read) & set(noted)
 
 
-def test_what_was_damaged_meanwhile_is_read_again(near_storage):
+def test_data_damaged_meanwhile_is_read_again(near_storage):
     source = CountingSource(FILES)
     interrupted(source, 13)
-    near = sorted(path for path in (kept_partials(near_storage)[0] / "data").rglob("*") if path.is_file())
-    data = bytearray(near[3].read_bytes())
+    local = sorted(path for path in (kept_partials(near_storage)[0] / "data").rglob("*") if path.is_file())
+    data = bytearray(local[3].read_bytes())
     data[0] ^= 1
-    near[3].write_bytes(data)
-    near[4].write_bytes(b"")
-    near[5].unlink()
+    local[3].write_bytes(data)
+    local[4].write_bytes(b"")
+    local[5].unlink()
     assert data_of(copy(source, threads=1).path) == FILES
     assert len(source.opened) == len(FILES) - 13 + 3
 
 
-def test_what_changed_at_the_source_meanwhile_is_read_again(image_tree, file_hook):
+def test_source_files_modified_meanwhile_are_read_again(image_tree, file_hook):
     victim = image_tree / "ants" / "003.png"
     file_hook(interrupt_at("bees/005.png"))
     with pytest.raises(KeyboardInterrupt):
@@ -102,14 +102,14 @@ def test_what_changed_at_the_source_meanwhile_is_read_again(image_tree, file_hoo
     file_hook(None)
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
-    victim.write_bytes(data)  # the size is the same
+    victim.write_bytes(data)  # of the same size
     (image_tree / "ants" / "004.png").unlink()
     report = copy(image_tree)
     assert report.resumed_bytes
     assert data_of(report.path) == data_of(image_tree)
 
 
-def test_a_journal_that_was_cut_short_counts_to_its_last_whole_line(near_storage):
+def test_a_truncated_journal_counts_up_to_its_last_complete_line(near_storage):
     source = CountingSource(FILES)
     interrupted(source, 13)
     journal = kept_partials(near_storage)[0] / "journal"
@@ -120,16 +120,16 @@ def test_a_journal_that_was_cut_short_counts_to_its_last_whole_line(near_storage
     assert data_of(copy(source, threads=1).path) == FILES
 
 
-def test_without_locks_processes_work_beside_each_other_and_end_right(image_tree, tmp_path, monkeypatch):
+def test_staging_works_without_file_locks(image_tree, tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
-    assert data_of(copy(image_tree, tmp_path / "near").path) == data_of(image_tree)
+    assert data_of(copy(image_tree, tmp_path / "local").path) == data_of(image_tree)
     assert leftovers(tmp_path) == []
 
 
-def test_another_stage_of_the_same_is_waited_for(image_tree, tmp_path):
-    near = tmp_path / "near"
+def test_a_second_process_waits_for_the_first(image_tree, tmp_path):
+    local = tmp_path / "local"
     waited: list[Callable[[], None]] = []
-    (place,) = candidates("far", near, identity_of(image_tree, extract=True)[1], "stage")
+    (place,) = candidates("remote", local, identity_of(image_tree, extract=True)[1], "stage")
     held = place.kept()
     held.__enter__()
 
@@ -140,7 +140,7 @@ def test_another_stage_of_the_same_is_waited_for(image_tree, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("colabkit.foundation.locks.time.sleep", release)
-        report = copy(image_tree, near)
+        report = copy(image_tree, local)
     assert len(waited) == 3
     assert data_of(report.path) == data_of(image_tree)
     assert leftovers(tmp_path) == []
@@ -148,7 +148,7 @@ def test_another_stage_of_the_same_is_waited_for(image_tree, tmp_path):
 
 def test_full_verification_reads_the_source_twice(tmp_path):
     source = CountingSource(FILES)
-    report = copy(source, tmp_path / "near", verify="full")
+    report = copy(source, tmp_path / "local", verify="full")
     assert sorted(source.opened) == sorted([*FILES, *FILES])
     assert report.verify == "full"
     assert "read twice" in str(report._repr_html_())
@@ -162,22 +162,22 @@ def test_full_verification_finds_bytes_that_differ(tmp_path):
             return super().open(item)
 
     with pytest.raises(Corrupt, match="different in the second read"):
-        copy(Fickle(FILES), tmp_path / "near", verify="full")
-    assert not (tmp_path / "near").exists()
+        copy(Fickle(FILES), tmp_path / "local", verify="full")
+    assert not (tmp_path / "local").exists()
 
 
-def test_an_interrupted_copy_is_given_back_by_unstage(tmp_path, near_storage):
+def test_unstage_frees_an_interrupted_copy(tmp_path, near_storage):
     source = CountingSource(FILES)
     interrupted(source, 13)
     assert unstage(source).freed_bytes > 0
     assert list(near_storage.iterdir()) == []
-    interrupted(source, 5, to=tmp_path / "near")
-    assert unstage(tmp_path / "near").freed_bytes > 0
+    interrupted(source, 5, to=tmp_path / "local")
+    assert unstage(tmp_path / "local").freed_bytes > 0
     assert leftovers(tmp_path) == []
 
 
 def test_a_folder_that_became_a_file_is_staged_again(image_tree, tmp_path):
     source = CountingSource({"a/b": b"x", "c": b"y"})
-    interrupted(source, 1, to=tmp_path / "near")
+    interrupted(source, 1, to=tmp_path / "local")
     source.files = {"a": b"z", "c": b"y"}
-    assert data_of(copy(source, tmp_path / "near").path) == source.files
+    assert data_of(copy(source, tmp_path / "local").path) == source.files

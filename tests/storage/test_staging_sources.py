@@ -1,4 +1,4 @@
-"""`stage()` of everything that is a source: tar archives, tables of paths, buckets, addresses."""
+"""`stage()` of tar archives, tables of paths, buckets, addresses and custom sources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from colabkit.storage.staging.local_copy import LocalCopy
 
 
 @pytest.mark.parametrize("suffix", sampled([".tar", ".tar.gz", ".tar.bz2", ".tar.xz"], 2))
-def test_tar_archives_are_staged_as_the_trees_they_hold(image_tree, tmp_path, near_storage, suffix):
+def test_tar_archives_are_extracted(image_tree, tmp_path, near_storage, suffix):
     (image_tree / "big.bin").write_bytes(os.urandom(BLOCK_BYTES + 5))
     (image_tree / "empty").write_bytes(b"")
     archive = tarred(image_tree, tmp_path / f"tree{suffix}")
@@ -40,7 +40,7 @@ def test_tar_archives_are_staged_as_the_trees_they_hold(image_tree, tmp_path, ne
     assert leftovers(near_storage) == []
 
 
-def test_zstd_archives_are_staged_where_the_package_is(image_tree, tmp_path):
+def test_zstd_archives_are_staged_with_the_package(image_tree, tmp_path):
     zstandard = pytest.importorskip("zstandard")
     plain = tarred(image_tree, tmp_path / "tree.tar")
     archive = tmp_path / "tree.tar.zst"
@@ -71,7 +71,7 @@ def test_a_hostile_tar_writes_nothing(tmp_path, near_storage):
     assert not (tmp_path / "out").exists()
 
 
-def test_any_source_that_is_read_from_its_front_is_staged_block_by_block(tmp_path):
+def test_any_sequential_source_is_staged_block_by_block(tmp_path):
     files = {
         "a block": os.urandom(BLOCK_BYTES),
         "empty": b"",
@@ -95,7 +95,7 @@ def test_any_source_that_is_read_from_its_front_is_staged_block_by_block(tmp_pat
 
 
 class GzipArchive(ArchiveSource):
-    """A new archive type that is only a class: one file compressed by gzip, opened as the standard library does."""
+    """A new archive type that is only a class: one gzip file, opened by the standard library."""
 
     def list(self) -> Listing:
         with gzip.open(self.path) as file:
@@ -107,14 +107,14 @@ class GzipArchive(ArchiveSource):
 
 
 class GzipFromFront(GzipArchive):
-    """The same, but read from its front."""
+    """The same, but sequential."""
 
     is_sequential = True
 
 
 @pytest.mark.parametrize("kind", [GzipArchive, GzipFromFront])
 @pytest.mark.parametrize("can_hang", [False, True])
-def test_a_new_archive_type_needs_only_its_class_and_its_line_in_the_registry(tmp_path, monkeypatch, kind, can_hang):
+def test_a_new_archive_type_needs_only_a_class_and_a_line_in_the_registry(tmp_path, monkeypatch, kind, can_hang):
     monkeypatch.setattr(registry, "_ARCHIVES", ((("notes.gz",), kind, lambda path: False), *registry._ARCHIVES))
     monkeypatch.setattr(items, "can_hang", lambda path, table: can_hang and path.endswith("notes.gz"))
     text = os.urandom(2 * BLOCK_BYTES + 5)
@@ -133,7 +133,7 @@ def test_a_new_archive_type_needs_only_its_class_and_its_line_in_the_registry(tm
 
 
 class ListedOtherwise(WalkedSource):
-    """Lists other sizes, and perhaps other items, than it passes by, as if they changed between; named as its case."""
+    """A source whose sizes or items change between listing and reading; its name is that of the case."""
 
     def __init__(self, name: str, sizes: dict[str, int], files: dict[str, bytes], *, knows_sizes: bool) -> None:
         super().__init__(files)
@@ -147,7 +147,7 @@ class ListedOtherwise(WalkedSource):
             yield item if self.knows_sizes else Item(item.path, self.sizes[item.path]), file
 
 
-def test_a_source_that_is_read_from_its_front_is_refused_each_time_where_it_is_not_as_listed():
+def test_a_sequential_source_that_differs_from_its_listing_is_refused():
     for source in (
         ListedOtherwise("longer", {"a": 2}, {"a": b"abc"}, knows_sizes=False),
         ListedOtherwise("shorter", {"a": 4}, {"a": b"abc"}, knows_sizes=False),
@@ -169,7 +169,7 @@ def test_a_list_of_paths_is_staged_below_their_common_folder(image_tree):
     assert copy(paths[:2]).path != report.path
 
 
-def test_a_table_is_staged_with_its_files_so_that_it_still_names_them(image_tree, tmp_path):
+def test_a_table_is_staged_with_its_files(image_tree, tmp_path):
     pandas = pytest.importorskip("pandas")
     table = image_tree / "labels.csv"
     table.write_text("file,label\nants/000.png,1\ncats/003.png,0\n")
@@ -200,16 +200,16 @@ def test_a_bucket_is_staged(image_tree):
         bucket.store.clear()
 
 
-def test_an_address_is_fetched_and_extracted_and_the_download_given_back(image_tree, tmp_path, near_storage):
+def test_an_address_is_fetched_and_extracted_and_the_download_is_removed(image_tree, tmp_path, near_storage):
     archive = zipped(image_tree, tmp_path / "a.zip")
     with served(archive.read_bytes()) as server:
         address = server.url.replace("file.bin", "birds.zip?token=secret")
         report = copy(address)
         assert data_of(report.path) == data_of(image_tree)
         assert "secret" not in repr(report) + report._repr_html_() + str(report.to_dict())
-        asked = len(server.paths)
+        requests = len(server.paths)
         assert copy(address).reused
-        assert len(server.paths) == asked, "the far side was asked"
+        assert len(server.paths) == requests, "the server was accessed"
     assert list((near_storage / "downloads").iterdir()) == []
     assert b"secret" not in b"".join(path.read_bytes() for path in near_storage.rglob("*.json"))
 
@@ -224,7 +224,7 @@ def test_an_address_of_one_file_is_staged_as_that_file(tmp_path):
         assert not report.path.exists()
 
 
-def test_an_address_is_fetched_again_where_a_stricter_verification_is_asked_for(image_tree, tmp_path):
+def test_full_verification_fetches_an_address_again(image_tree, tmp_path):
     with served(zipped(image_tree, tmp_path / "a.zip").read_bytes()) as server:
         address = server.url.replace("file.bin", "birds.zip")
         assert copy(address).verify == "size"
@@ -233,7 +233,7 @@ def test_an_address_is_fetched_again_where_a_stricter_verification_is_asked_for(
     assert data_of(report.path) == data_of(image_tree)
 
 
-def test_an_interrupted_download_is_given_back_by_unstage(near_storage, monkeypatch):
+def test_unstage_frees_an_interrupted_download(near_storage, monkeypatch):
     def stop(source: str, to: str, **options: object) -> None:
         Path(to).mkdir(parents=True)
         (Path(to) / "birds.zip").write_bytes(b"half of it")
@@ -248,13 +248,13 @@ def test_an_interrupted_download_is_given_back_by_unstage(near_storage, monkeypa
         unstage("https://example.com/birds.zip")
 
 
-def test_a_source_may_vanish_once_it_is_near(image_tree):
+def test_the_source_may_disappear_after_staging(image_tree):
     path = copy(image_tree).path
     shutil.rmtree(image_tree)
     assert copy(image_tree).path == path
     with pytest.raises(SourceMissing):
         copy(image_tree, refresh=True)
-    assert copy(image_tree).path == path, "a failing refresh takes nothing away"
+    assert copy(image_tree).path == path, "a failed refresh removes nothing"
 
 
 def test_stage_leaves_no_thread(image_tree, tmp_path):

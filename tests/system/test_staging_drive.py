@@ -37,7 +37,7 @@ def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Return what lies on the drive: 24 small images, and a file of two blocks and a bit."""
+    """Return a folder for the drive: 24 small images, and a file of slightly more than two blocks."""
     folder = make_tree(tmp_path / "root" / "data", 8)
     (folder / "big.bin").write_bytes(os.urandom(2 * BLOCK_BYTES + 1000))
     return tmp_path / "root"
@@ -67,7 +67,7 @@ def test_all_bytes_of_a_folder_or_an_archive_are_copied_and_the_drive_is_not_wri
     assert leftovers(near_storage) == []
 
 
-def test_a_local_copy_is_used_again_and_given_back_although_the_drive_hangs(root, drive, tmp_path, near_storage):
+def test_a_local_copy_is_reused_and_removed_although_the_drive_hangs(root, drive, tmp_path, near_storage):
     archive = zipped(root / "data", root / "data.zip")
     (tmp_path / "way").symlink_to(tmp_path / "drive")
     with drive() as mount:
@@ -84,7 +84,7 @@ def test_a_local_copy_is_used_again_and_given_back_although_the_drive_hangs(root
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
-def test_errors_that_pass_are_tried_again_and_counted(root, drive, number):
+def test_transient_errors_are_retried_and_counted(root, drive, number):
     name = errno.errorcode[number]
     faults = [
         {"on": "read", "path": "*/000.png", "do": "error", "errno": name, "count": 2, "each": True},
@@ -95,11 +95,11 @@ def test_errors_that_pass_are_tried_again_and_counted(root, drive, number):
         report = copy(mount.point / "data")
     assert report.retries == (
         3 * 2 if number == errno.ESTALE else 3 * 2 + 3 + 1
-    )  # opening ESTALE the kernel tries again
+    )  # the kernel itself retries an open that fails with ESTALE
     assert data_of(report.path) == data_of(root / "data")
 
 
-def test_a_big_file_goes_on_at_the_offset_where_it_failed(root, drive):
+def test_a_big_file_resumes_at_the_offset_where_it_failed(root, drive):
     fault = {"on": "read", "path": "*/big.bin", "do": "error", "offset_from": BLOCK_BYTES + 1, "count": 2}
     with drive(fault) as mount:
         report = copy(mount.point / "data" / "big.bin")
@@ -108,7 +108,7 @@ def test_a_big_file_goes_on_at_the_offset_where_it_failed(root, drive):
     assert 1 <= report.retries <= 2
 
 
-def test_a_file_that_stays_unreadable_is_named_and_the_others_are_kept_for_the_next_run(root, drive, near_storage):
+def test_an_unreadable_file_is_named_and_the_next_run_reuses_the_others(root, drive, near_storage):
     with (
         drive({"on": "read", "path": "*/003.png", "do": "error"}) as mount,
         pytest.raises(FileFailed, match=r"003\.png"),
@@ -122,7 +122,7 @@ def test_a_file_that_stays_unreadable_is_named_and_the_others_are_kept_for_the_n
     assert leftovers(near_storage) == []
 
 
-def test_short_reads_are_continued_and_a_file_that_vanishes_is_one_error(root, drive):
+def test_short_reads_are_continued_and_a_removed_file_is_one_error(root, drive):
     faults = [
         {"on": "read", "path": f"/data/{name}", "do": "short", "count": 3} for name in ("cats/003.png", "big.bin")
     ]
@@ -137,7 +137,7 @@ def test_short_reads_are_continued_and_a_file_that_vanishes_is_one_error(root, d
 
 @pytest.mark.parametrize("name", ["cats/003.png", "big.bin"])
 @pytest.mark.parametrize("grain_s", sampled([0.0, 2.0], 1))
-def test_a_file_that_is_written_to_while_it_is_read_is_found_out(root, drive, near_storage, name, grain_s):
+def test_a_file_modified_while_it_is_read_is_detected(root, drive, near_storage, name, grain_s):
     fault = {"on": "read", "path": f"/data/{name}", "do": "change", "count": 1}
     with drive(fault, plan={"mtime_grain_s": grain_s}) as mount:
         with pytest.raises(SourceChanged, match=name):
@@ -148,7 +148,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_found_out(root, drive, ne
 
 @pytest.fixture
 def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give reads up after half a second."""
+    """Give up reads after half a second."""
     monkeypatch.setattr(engine, "STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.folder.STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.concurrency.STALLED_S", 0.5)
@@ -156,7 +156,7 @@ def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_deadline")
-def test_one_read_that_hangs_is_left_behind_and_made_anew(root, drive):
+def test_a_hanging_read_is_abandoned_and_repeated(root, drive):
     with drive({"on": "read", "path": "*/cats/003.png", "do": "hang", "count": 1}) as mount:
         report = copy(mount.point / "data")
         assert data_of(report.path) == data_of(root / "data")
@@ -164,7 +164,7 @@ def test_one_read_that_hangs_is_left_behind_and_made_anew(root, drive):
 
 @pytest.mark.usefixtures("short_deadline")
 @pytest.mark.parametrize("operation", sampled(["open", "read", "list"], 1))
-def test_a_drive_that_hangs_is_one_error_in_time(root, drive, operation):
+def test_a_hanging_drive_is_one_error_in_time(root, drive, operation):
     with drive() as mount:
         mount.hang(operation, after=2)
         started = time.monotonic()
@@ -175,7 +175,7 @@ def test_a_drive_that_hangs_is_one_error_in_time(root, drive, operation):
         assert data_of(copy(mount.point / "data").path) == data_of(root / "data")
 
 
-def test_a_drive_that_dies_keeps_what_is_near_and_a_new_mount_goes_on(root, drive, near_storage):
+def test_local_data_survives_a_drive_that_dies_and_a_new_mount_resumes(root, drive, near_storage):
     with drive({"on": "open", "path": "/data/cats/*", "do": "hang", "first": 4}) as mount:
 
         def die_when_a_file_is_copied() -> None:
@@ -196,7 +196,7 @@ def test_a_drive_that_dies_keeps_what_is_near_and_a_new_mount_goes_on(root, driv
     assert data_of(report.path) == data_of(root / "data")
 
 
-def test_an_interrupt_while_the_drive_hangs_comes_through_at_once(drive):
+def test_an_interrupt_stops_at_once_while_the_drive_hangs(drive):
     interrupted: list[float] = []
 
     def consume() -> None:
@@ -238,7 +238,7 @@ def test_a_drive_that_stops_while_a_big_file_is_read_is_one_error_in_time(root, 
         mount.go_on()
 
 
-def test_an_archive_on_a_far_mount_needs_room_for_itself_and_its_files(image_tree, tmp_path):
+def test_an_archive_on_a_remote_mount_needs_space_for_itself_and_its_files(image_tree, tmp_path):
     (tmp_path / "root").mkdir()
     archive = zipped(image_tree, tmp_path / "root" / "a.zip")
     room = copy(archive, dry_run=True).plan.peak_bytes
@@ -249,7 +249,7 @@ def test_an_archive_on_a_far_mount_needs_room_for_itself_and_its_files(image_tre
     assert plan.cache_bytes == 0
 
 
-def test_on_drive_room_is_needed_twice_for_its_own_cache_too(image_tree, tmp_path, monkeypatch):
+def test_drive_needs_space_twice_since_it_caches_reads(image_tree, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     size = sum(map(len, data_of(image_tree).values()))
     with FuseMount(tmp_path / "drive", image_tree, "fuse.drive") as mount:
@@ -270,7 +270,7 @@ def test_on_drive_room_is_needed_twice_for_its_own_cache_too(image_tree, tmp_pat
         assert copy(mount.point).files == 24
 
 
-def test_a_tmpfs_is_mounted_where_ram_allows_more_than_the_one_there_and_goes_with_unstage(near_storage, monkeypatch):
+def test_a_tmpfs_is_mounted_if_ram_allows_more_and_is_removed_by_unstage(near_storage, monkeypatch):
     needs("root", os.geteuid() == 0 and places.can_mount())
     monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(64 * GIB, 64 * GIB, "machine"))
     free = file_changes.free_bytes
@@ -279,7 +279,7 @@ def test_a_tmpfs_is_mounted_where_ram_allows_more_than_the_one_there_and_goes_wi
     report = copy(source, "auto")
     try:
         assert report.target == "tmpfs"
-        assert "in a tmpfs of its own" in report.why
+        assert "a separate tmpfs is mounted" in report.why
         assert data_of(report.path) == source.files
         assert os.path.ismount(report.path.parent)
         assert copy(source, "auto").reused
@@ -288,7 +288,7 @@ def test_a_tmpfs_is_mounted_where_ram_allows_more_than_the_one_there_and_goes_wi
     assert list(near_storage.iterdir()) == []
 
 
-def test_a_small_tmpfs_that_fills_is_refused_before_and_survived_meanwhile(tmp_path, monkeypatch):
+def test_a_small_tmpfs_is_refused_in_advance_and_handled_if_it_fills(tmp_path, monkeypatch):
     needs("root", os.geteuid() == 0 and places.can_mount())
     point = tmp_path / "tmpfs"
     point.mkdir()
@@ -300,6 +300,6 @@ def test_a_small_tmpfs_that_fills_is_refused_before_and_survived_meanwhile(tmp_p
         monkeypatch.setattr(file_changes, "free_bytes", lambda path: GIB)
         with pytest.raises(NotEnoughSpace, match="No space left"):
             copy(source, point / "near")
-        assert list(point.iterdir()) == [], "the space was not given back"
+        assert list(point.iterdir()) == [], "the space was not freed"
     finally:
         subprocess.run(["umount", str(point)], check=True)
