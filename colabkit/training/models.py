@@ -284,7 +284,7 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
     check_whole_number(act, "classes", classes, 1)
     if len(shape) != 3 or min(shape) < 1:
         expected = "height, width and channels, each 1 or more"
-        next_step = ("For example, pack images to one size with ", option("size"), " and use their sample_shape")
+        next_step = ("For example, pack images with ", option("size", 64), " and use the sample_shape of the report")
         raise InvalidOption(cannot(act, option("shape", tuple(shape)), expected, next_step))
     height, width, channels = shape
     with torch.random.fork_rng(devices=[]):

@@ -124,9 +124,9 @@ def _checked(result: object, function: str, expected: str) -> Values:
         raise InvalidOption(cannot("train", found, expected, "Return one of these"))
     for name, value in result.items():
         if not is_number(value):
-            found = f"{function} returned {name!r} as {_described(value)}"
+            part = f"{function} returned {name!r} as {_described(value)}"
             next_step = "For example, return its mean" if hasattr(value, "mean") else "Return a number, or remove it"
-            raise InvalidOption(cannot("train", found, "a single number for each name", next_step))
+            raise InvalidOption(cannot("train", part, "a single number for each name", next_step))
     return {name: _copied(value) for name, value in result.items()}
 
 

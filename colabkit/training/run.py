@@ -286,7 +286,7 @@ class TrainingRun:
             raise
         self._validate_s = max(self._validate_s, time.monotonic() - began)
         if self.loader.received != received:
-            cause, next_step = "validation took batches from the training Loader", "Create one of held-out samples"
+            cause, next_step = "validation took batches from the training Loader", "Create a Loader of held-out samples"
             raise InvalidOption(cannot("validate", cause, "a separate Loader", next_step))
         begun.is_validation_due = False
         begun.validation = found

@@ -216,7 +216,7 @@ class SupervisedStep:
             distributed.all_reduce(sums, group=self._ddp.process_group)
         loss, samples, right, judged = sums.tolist()
         if not samples:
-            next_step = "Pass a loader with at least one batch that can be iterated repeatedly"
+            next_step = "Pass a loader that has at least one batch and can be iterated repeatedly"
             raise InvalidOption(cannot("evaluate the model", "the loader returned no batches", "", next_step))
         return {"loss": loss / samples, **({"accuracy": right / judged} if judged else {})}
 

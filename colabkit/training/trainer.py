@@ -89,7 +89,7 @@ def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], 
         return lambda _: validate()
     if validate is loader:
         same = "validate is the training Loader"
-        raise InvalidOption(cannot(_ACT, same, "a separate Loader", "Create one of held-out samples"))
+        raise InvalidOption(cannot(_ACT, same, "a separate Loader", "Create a Loader of held-out samples"))
     if not isinstance(step, SupervisedStep):
         found = "validate is a Loader, which only a supervised_step can evaluate, and step is custom"
         expected, next_step = "a function that returns a dict of numbers", "Evaluate the model in a function"
