@@ -1,4 +1,4 @@
-"""Metadata of colabkit. Lower bounds only: whatever a hosted notebook has installed stays as it is."""
+"""Package metadata. Requirements are lower bounds only, so that installing replaces no package of a hosted notebook."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ VERSION = re.search(
     r'^__version__ = "(.+)"$', (HERE / "colabkit/__init__.py").read_text(encoding="utf-8"), re.MULTILINE
 )
 
-# For the owner to fill in, here and in CITATION.cff; nothing else names them.
+# The owner sets these here and in CITATION.cff; no other file contains them.
 AUTHOR = "The colabkit authors"
 AUTHOR_EMAIL = None
 PROJECT_URLS: dict[str, str] = {}
@@ -82,7 +82,7 @@ setup(
         "bench": ["jupyterlab>=4", "playwright>=1.40", "scikit-learn>=1.3"],
         "cluster": ["distributed>=2024.1"],
         "fetch": ["fsspec>=2024.2"],
-        # What only `pytest --full` tries the loader and packing with.
+        # Only `pytest --full` tests the loader and packing with these packages.
         "integrations": ["accelerate>=1.0", "distributed>=2024.1", "keras>=3.3", "kornia>=0.7", "lightning>=2.4"],
         "manifest": ["pandas>=2.1", "pyarrow>=14"],
         "plot": ["matplotlib>=3.7"],

@@ -1,4 +1,4 @@
-"""Fixtures of the loader's tests: a folder for packs, and no thread that outlives its test."""
+"""Fixtures of the loader's tests: a folder for packs, and a check that no thread outlives its test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from waiting import comes_true
 def no_thread_is_left() -> Iterator[None]:
     yield
     if loader_threads("colabkit-"):
-        gc.collect()  # a failed test keeps its iterators alive in its traceback
+        # The traceback of a failed test keeps its iterators alive.
+        gc.collect()
     assert comes_true(lambda: not loader_threads("colabkit-"))
 
 

@@ -17,7 +17,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_tree(tmp_path: Path) -> Path:
-    """Return a folder of 6 images, so that few operations pack it."""
+    """Return a folder of 6 images, which is packed in few operations."""
     return make_tree(tmp_path / "small", 2)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests of storage: a network without proxies and pauses, and a Drive that gdown talks to."""
+"""Fixtures for tests of storage: a network without proxies and back-off, and a fake Drive for gdown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from waiting import wait_until
 from colabkit.storage.fetching import transfer
 from colabkit.storage.sources import reads
 
-__all__ = ["authority", "drive", "gdown"]  # fixtures
+# Fixtures that tests of this folder use.
+__all__ = ["authority", "drive", "gdown"]
 
 
 @pytest.fixture
 def plain_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let tries follow each other at once, without a proxy, and see that no thread stays."""
+    """Retry without back-off and without a proxy, and check that no thread remains."""
     monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
     monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:

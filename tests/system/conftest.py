@@ -1,4 +1,4 @@
-"""Fixtures of tests that mount: hosted Colab, and skips where there is no FUSE or rclone."""
+"""Fixtures of tests that mount: a fake hosted Colab, and skips without FUSE or rclone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trees import needs
 
 @pytest.fixture
 def fuse() -> None:
-    """Skip where nothing can be mounted."""
+    """Skip the test if this machine cannot mount FUSE file systems."""
     needs("FUSE", has_fuse())
 
 
 @pytest.fixture
 def rclone() -> None:
-    """Skip where rclone cannot mount."""
+    """Skip the test if rclone cannot mount."""
     needs("rclone", has_rclone())
 
 
 @pytest.fixture
 def colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Colab]:
-    """Be in hosted Colab, whose Drive is a real mount of a folder."""
+    """Make this process look like hosted Colab, with a real mount of a folder as Drive."""
     with hosted_colab(tmp_path, monkeypatch) as colab:
         yield colab
