@@ -164,7 +164,7 @@ def test_a_terminal_shows_its_own_options(image_tree: Path, tmp_path: Path, caps
     report = capsys.readouterr().out.splitlines()[-1]
     assert "--refresh" in report
     assert repr(to) in report
-    (tmp_path / "p.h5").write_text("other")
+    colabkit.pack(image_tree, tmp_path / "p.h5", size=4, progress=False)
     assert main(["pack", to, str(tmp_path / "p.h5")]) == 1
     message = capsys.readouterr().err
     assert "--overwrite" in message
