@@ -1,4 +1,4 @@
-"""Transforms together: every one with numbers of its own, and in any two parts the same result as at once."""
+"""Composed transforms: each has its own random stream, and split parts give the same result as the whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = images(10, 3, 40, 50)
 
 
 def by_sample(transform: Transform, batch: torch.Tensor, numbers: Draws) -> torch.Tensor:
-    """Return what a loader makes of a batch: boxes cut sample by sample, then the rest, in slices."""
+    """Apply a transform as a loader does: cut the boxes sample by sample, then apply the rest in slices."""
     geometry, rest = geometry_of(transform)
     assert geometry is not None
     size = geometry.size or tuple(batch.shape[2:])
@@ -52,7 +52,7 @@ def by_sample(transform: Transform, batch: torch.Tensor, numbers: Draws) -> torc
     ],
     ids=str,
 )
-def test_cutting_sample_by_sample_gives_what_the_batch_gives(steps, size):
+def test_cutting_sample_by_sample_equals_cutting_the_batch(steps, size):
     batch = images(10, 3, *size)
     transform = Compose(steps)
     assert torch.equal(by_sample(transform, batch, draws()), transform.apply(batch, None, draws())[0])
@@ -70,7 +70,7 @@ def test_cutting_sample_by_sample_gives_what_the_batch_gives(steps, size):
     ],
     ids=str,
 )
-def test_each_transform_has_the_numbers_of_its_place(steps):
+def test_each_transform_draws_from_the_stream_of_its_position(steps):
     one_by_one = BATCH
     for number, step in enumerate(steps):
         one_by_one, _ = step.apply(one_by_one, None, draws().of(number))
@@ -79,7 +79,7 @@ def test_each_transform_has_the_numbers_of_its_place(steps):
     assert not torch.equal(twice, Cutout(5).apply(BATCH, None, draws().of(0))[0])
 
 
-def test_mirroring_before_and_after_resizing_differs_by_1_at_most():
+def test_mirroring_before_or_after_resizing_differs_by_at_most_1():
     steps = [FLIP, RandomResizedCrop(24), FLIP]
     one_by_one = BATCH
     for number, step in enumerate(steps):
@@ -87,13 +87,13 @@ def test_mirroring_before_and_after_resizing_differs_by_1_at_most():
     assert (Compose(steps).apply(BATCH, None, draws())[0].int() - one_by_one.int()).abs().max() <= 1
 
 
-def test_a_compose_counts_as_its_transforms():
+def test_nested_composes_are_flattened():
     inner = Compose([RandomCrop(30), FLIP])
     assert Compose([inner, Normalize()]) == Compose([RandomCrop(30), FLIP, Normalize()])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_two_parts_give_what_the_whole_gives(count):
+def test_split_parts_applied_in_sequence_equal_the_whole(count):
     steps = [RandomCrop(30), Cutout(5), FLIP]
     first, rest = split_steps(Compose(steps), lambda step: step in steps[:count])
     assert (first is None, rest is None) == (count == 0, count == 3)
@@ -104,7 +104,7 @@ def test_two_parts_give_what_the_whole_gives(count):
     assert torch.equal(got, Compose(steps).apply(BATCH, None, draws())[0])
 
 
-def test_what_is_no_geometry_is_left_as_it_is():
+def test_transforms_without_leading_geometry_are_unchanged():
     for transform in (Normalize(), Cutout(3), Compose([Cutout(3), FLIP])):
         geometry, rest = geometry_of(transform)
         assert geometry is None
@@ -115,14 +115,14 @@ def test_what_is_no_geometry_is_left_as_it_is():
     assert geometry_of(FLIP) == (FLIP, None)
 
 
-def test_labels_go_through_all_transforms():
+def test_labels_pass_through_all_transforms():
     labels = torch.arange(10) % 4
     got, mixed = Compose([RandomCrop(30), MixUp(4), Normalize()])(BATCH, labels)
     assert (got.shape, mixed.shape) == ((10, 3, 30, 30), (10, 4))
     assert Compose([RandomCrop(30), Normalize()])(BATCH, labels)[1] is labels
 
 
-def test_other_callables_get_the_images_alone():
+def test_other_callables_receive_only_the_images():
     transform = Compose([RandomCrop(30), torch.nn.AvgPool2d(2), lambda batch: batch + 1])
     got, labels = transform(BATCH.float(), "labels", draws=draws())
     assert labels == "labels"
@@ -130,7 +130,7 @@ def test_other_callables_get_the_images_alone():
     assert torch.equal(got, torch.nn.functional.avg_pool2d(cropped, 2) + 1)
 
 
-def test_it_knows_what_its_transforms_need():
+def test_a_compose_combines_the_requirements_of_its_transforms():
     assert not Compose([RandomCrop(30), Normalize()]).whole_batch
     assert Compose([RandomCrop(30), torch.nn.Identity()]).whole_batch
     assert Compose([RandomCrop(30), MixUp(3)]).whole_batch
@@ -139,7 +139,7 @@ def test_it_knows_what_its_transforms_need():
     assert not geometry_of(Compose([RandomCrop(30), Cutout(3)]))[1].whole_batch
 
 
-def test_outside_a_loader_numbers_come_from_torchs_generator():
+def test_outside_a_loader_random_numbers_come_from_the_generator_of_torch():
     transform = Compose([RandomCrop(30), Cutout(5)])
     torch.manual_seed(1)
     first, second = transform(BATCH), transform(BATCH)
@@ -191,7 +191,7 @@ REFUSED = [
 ]
 
 
-def test_an_argument_that_cannot_be_meant_is_refused():
+def test_invalid_arguments_raise_an_error_with_advice():
     for make, found in REFUSED:
         with pytest.raises(InvalidOption, match=rf"Cannot .*: .*{re.escape(found)}"):
             make()

@@ -1,4 +1,4 @@
-"""Crops and flips: the pixels that torchvision gives for the same box, on any size, dtype and memory format."""
+"""Crops and flips equal those of torchvision for the same box, for any size, dtype and memory format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def boxes_of(transform: Geometry, batch: torch.Tensor, numbers: Draws) -> list[t
 
 
 def cut_out(image: torch.Tensor, box: tuple[int, int, int, int, bool], size: tuple[int, int]) -> torch.Tensor:
-    """Return what `cut` makes of one image `[C, H, W]`, read-only as a row of a pack is."""
+    """Cut a box out of one image `[C, H, W]`, which is read-only like a row of a pack."""
     pixels = image.permute(1, 2, 0).contiguous().numpy()
     pixels.flags.writeable = False
     out = np.empty((*size, image.shape[0]), np.uint8)
@@ -45,7 +45,7 @@ def cut_out(image: torch.Tensor, box: tuple[int, int, int, int, bool], size: tup
 @pytest.mark.parametrize("channels", sampled([1, 3, 4], 2))
 @pytest.mark.parametrize("size", [(224, 224), (32, 40), (1, 1), (7, 130)])
 @pytest.mark.parametrize("source", [(256, 256), (40, 25), (1, 1), (3, 200)])
-def test_a_resized_box_is_byte_for_byte_that_of_torch(channels, size, source):
+def test_a_resized_box_is_byte_identical_to_the_one_of_torch(channels, size, source):
     image = images(1, channels, *source)[0]
     top, left = source[0] // 5, source[1] // 7
     height, width = max(1, source[0] * 2 // 3), max(1, source[1] * 3 // 4)
@@ -62,7 +62,7 @@ def test_a_resized_box_is_byte_for_byte_that_of_torch(channels, size, source):
     assert torch.equal(torch.from_numpy(writable).permute(2, 0, 1), mirrored)
 
 
-def test_many_threads_cut_at_once():
+def test_cutting_is_thread_safe():
     batch = images(16, 3, 120, 130)
     boxes = list(random_boxes(16, 120, 130, seed=1).rows())
 
@@ -79,7 +79,8 @@ def test_many_threads_cut_at_once():
 def test_a_box_that_reaches_beyond_the_image_is_filled(mirrored, side):
     image = images(1, 3, side, side)[0]
     height, width = side + 9, side - 2
-    expected = reference.crop(image + 0, -4, 5, height, width)  # torchvision pads with 0
+    # torchvision pads with 0.
+    expected = reference.crop(image + 0, -4, 5, height, width)
     beyond = reference.crop(torch.ones_like(image), -4, 5, height, width) == 0
     expected = torch.where(beyond, torch.tensor(9, dtype=torch.uint8), expected)
     expected = expected.flip(2) if mirrored else expected
@@ -92,7 +93,7 @@ def test_a_box_that_reaches_beyond_the_image_is_filled(mirrored, side):
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", [(23, 31), (90, 85)])
-def test_random_crops_are_those_of_torchvision(channels, shape):
+def test_random_crops_equal_those_of_torchvision(channels, shape):
     batch = images(6, channels, *shape)
     transform = RandomCrop((20, 11) if shape == (23, 31) else (83, 80), padding=(1, 2, 3, 4), fill=77)
     got = transform.apply(batch, None, draws(6))[0]
@@ -104,14 +105,14 @@ def test_random_crops_are_those_of_torchvision(channels, shape):
 
 
 @pytest.mark.parametrize("shape", [(23, 31), (5, 90), (6, 7), (1, 1), (31, 12), (64, 65)])
-def test_central_crops_are_those_of_torchvision(shape):
+def test_central_crops_equal_those_of_torchvision(shape):
     for size in [(30, 12), (1, 1), (6, 7), (31, 13)]:
         batch = images(3, 3, *shape)
         assert torch.equal(CenterCrop(size)(batch), reference.center_crop(batch, list(size))), size
 
 
 @pytest.mark.parametrize("shape", [(23, 31), (80, 70), (1, 1)])
-def test_flips_are_those_of_torchvision(shape):
+def test_flips_equal_those_of_torchvision(shape):
     batch = images(40, 3, *shape)
     got = RandomHorizontalFlip().apply(batch, None, draws(40))[0]
     turned = [box[4] for box in boxes_of(RandomHorizontalFlip(), batch, draws(40))]
@@ -123,7 +124,7 @@ def test_flips_are_those_of_torchvision(shape):
 
 
 @pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
-def test_floating_images_come_out_as_bytes_do(transform):
+def test_floating_point_images_give_the_same_result_as_bytes(transform):
     batch = images(6)
     as_bytes = transform.apply(batch, None, draws(6))[0]
     for dtype, tolerance in [(torch.float32, 1), (torch.float64, 1), (torch.bfloat16, 2)]:
@@ -131,7 +132,7 @@ def test_floating_images_come_out_as_bytes_do(transform):
         assert (as_floats.float() - as_bytes.float()).abs().max() <= tolerance
 
 
-def test_floating_images_are_resized_as_by_torch():
+def test_floating_point_images_are_resized_as_by_torch():
     batch = images(8, 3, 61, 47).double() / 255
     transform = RandomResizedCrop((24, 30))
     got = transform.apply(batch, None, draws(8))[0]
@@ -153,7 +154,7 @@ def random_boxes(count: int, height: int, width: int, seed: int) -> Boxes:
 @pytest.mark.parametrize(
     ("source", "size"), [((64, 64), (40, 40)), ((50, 81), (96, 33)), ((1, 1), (5, 3)), ((9, 1), (1, 9))]
 )
-def test_the_way_of_other_devices_gives_the_same_resized_boxes_within_1(channels, source, size):
+def test_the_batched_resize_for_other_devices_agrees_within_1(channels, source, size):
     batch = images(16, channels, *source)
     boxes = random_boxes(16, *source, seed=sum(source))
     got = resize_batch(batch, boxes, size)
@@ -170,7 +171,7 @@ def test_the_way_of_other_devices_gives_the_same_resized_boxes_within_1(channels
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_images_of_float64_are_resized_in_float64(mirrored):
+def test_float64_images_are_resized_in_float64(mirrored):
     batch = images(2).double() / 255
     boxes = Boxes(*np.tile(np.array([[2], [3], [19], [17]]), 2), np.array([mirrored, mirrored]))
     expected = interpolate(batch[:, :, 2:21, 3:20], (8, 11), mode="bilinear", antialias=True)
@@ -179,7 +180,7 @@ def test_images_of_float64_are_resized_in_float64(mirrored):
     assert torch.allclose(got, expected.flip(3) if mirrored else expected, atol=1e-13, rtol=0)
 
 
-def test_the_way_of_other_devices_gives_the_same_plain_boxes():
+def test_the_batched_crop_for_other_devices_gives_the_same_boxes():
     batch = images(30)
     for transform in ALL[1:]:
         boxes = transform.boxes(np.tile([23, 31], (30, 1)), draws(30))
@@ -192,14 +193,14 @@ def test_the_way_of_other_devices_gives_the_same_plain_boxes():
             assert np.array_equal(image.permute(1, 2, 0).numpy(), out)
 
 
-def test_an_image_that_is_too_small_is_refused():
+def test_an_image_that_is_too_small_raises_an_error():
     with pytest.raises(
         InvalidOption, match=r"has 23x31 pixels before padding=\(0, 8, 0, 8\); expected at least 40x20 pixels"
     ):
         RandomCrop((40, 20), padding=(0, 8))(images(6))
 
 
-def test_bytes_cannot_be_filled_with_what_is_no_byte():
+def test_a_fill_value_that_is_not_a_byte_raises_an_error_for_uint8_images():
     for fill in (-1, 256, 0.5):
         with pytest.raises(InvalidOption, match=r"fill=.* is used with uint8 images"):
             RandomCrop(8, padding=2, fill=fill)(images(6))

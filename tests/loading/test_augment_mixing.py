@@ -1,4 +1,4 @@
-"""Normalized images, squares left blank, images mixed with their neighbours: right pixels, labels and shares."""
+"""`Normalize`, `Cutout` and `MixUp` give the right pixels, labels and mixing weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = images(8, 3, 12, 10, least=1)
 
 
 def shares(alpha: float, count: int, seed: int = 5) -> np.ndarray:
-    """Return how much each sample keeps of itself: that of class 0, where neighbours are of other classes."""
+    """Return the weight of each sample's own image: the probability of class 0, which its neighbors do not have."""
     labels = torch.eye(2, dtype=torch.float64)[torch.arange(count) % 2]
     mixed = MixUp(2, alpha)(torch.zeros(count, 1, 1, 1), labels, draws=draws(count, seed))[1]
     return mixed[torch.arange(count), torch.arange(count) % 2].numpy()
@@ -29,7 +29,7 @@ def shares(alpha: float, count: int, seed: int = 5) -> np.ndarray:
 
 @pytest.mark.parametrize("fill", [0, 200])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
-def test_pixels_beside_the_square_stay(fill, dtype):
+def test_pixels_outside_the_square_are_unchanged(fill, dtype):
     batch = BATCH.to(dtype)
     got, _ = Cutout((5, 4), fill=fill).apply(batch, None, draws(8))
     changed = (got != batch).any(1)
@@ -38,7 +38,7 @@ def test_pixels_beside_the_square_stay(fill, dtype):
     assert (changed.sum((1, 2)) <= 20).all()
 
 
-def test_only_a_share_of_the_images_gets_a_square():
+def test_squares_occur_with_probability_p():
     batch = torch.ones(4000, 1, 6, 6)
     for p in (0.0, 0.3, 1.0):
         blank = (Cutout(4, p=p).apply(batch, None, draws(4000))[0] == 0).any((1, 2, 3))
@@ -46,11 +46,12 @@ def test_only_a_share_of_the_images_gets_a_square():
 
 
 @pytest.mark.parametrize("alpha", sampled([0.01, 0.1, 0.2, 0.5, 1.0, 2.0, 30.0], 3))
-def test_shares_are_of_the_beta_distribution(alpha):
+def test_mixing_weights_follow_the_beta_distribution(alpha):
     torch.manual_seed(3)
     exact = torch.tensor(alpha, dtype=torch.float64)
     other = torch.distributions.Beta(exact, exact).sample((20_000,)).numpy()
-    got, other = shares(alpha, 20_000).round(12), other.round(12)  # torch draws no exact 0 and 1
+    # Round, because torch draws no exact 0 and 1.
+    got, other = shares(alpha, 20_000).round(12), other.round(12)
     assert_same_distribution(got, other)
     assert abs(got.mean() - 0.5) < 5 * got.std() / math.sqrt(20_000)
     assert got.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.06)
@@ -58,7 +59,7 @@ def test_shares_are_of_the_beta_distribution(alpha):
     assert got.max() <= 1
 
 
-def test_each_sample_has_a_share_of_its_own_whatever_the_batch():
+def test_each_sample_draws_its_own_weight_independent_of_the_batch():
     got = shares(1.0, 100)
     assert len(set(got)) == 100
     labels = torch.eye(2, dtype=torch.float64)[torch.arange(4) % 2]
@@ -68,11 +69,11 @@ def test_each_sample_has_a_share_of_its_own_whatever_the_batch():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.uint8, 0.5), (torch.float32, 1e-4), (torch.bfloat16, 2.0)])
-def test_images_and_labels_are_mixed_by_the_same_shares(dtype, tolerance):
+def test_images_and_labels_are_mixed_with_the_same_weights(dtype, tolerance):
     batch, labels = BATCH.to(dtype), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
-    kept = batch.clone()
+    before = batch.clone()
     got, mixed = MixUp(3, alpha=1.0).apply(batch, labels, draws(8))
-    assert torch.equal(batch, kept)
+    assert torch.equal(batch, before)
     assert (got.dtype, mixed.dtype, mixed.shape) == (dtype, torch.float32, (8, 3))
     assert got.is_contiguous(memory_format=torch.channels_last)
     assert torch.allclose(mixed.sum(1), torch.ones(8))
@@ -90,14 +91,14 @@ def test_equal_neighbours_keep_their_image_and_their_label():
     assert torch.allclose(mixed, torch.eye(4)[3].expand(6, 4))
 
 
-def test_labels_that_are_shares_already_are_mixed_again():
+def test_labels_that_are_probabilities_are_mixed_again():
     once = MixUp(3, 1.0)(BATCH, torch.arange(8) % 3, draws=draws(8))
     twice = MixUp(3, 1.0)(*once, draws=draws(8).of(1))
     assert torch.allclose(twice[1].sum(1), torch.ones(8))
     assert not torch.equal(twice[1], once[1])
 
 
-def test_mixing_needs_the_whole_batch_and_changes_labels():
+def test_mixing_requires_the_whole_batch_and_changes_labels():
     assert MixUp.whole_batch
     assert MixUp.changes_labels
     assert not Cutout.whole_batch
@@ -128,7 +129,7 @@ def test_class_numbers_out_of_range_raise_an_error(labels, found):
 
 
 def every_byte(channels: int = 3) -> torch.Tensor:
-    """Return every value of a byte in every channel, in channels-last memory as the loader gives it."""
+    """Return every byte value in every channel, in channels-last memory like the loader's batches."""
     values = torch.arange(256, dtype=torch.uint8).repeat(channels).view(1, channels, 16, 16)
     return torch.cat([values, 255 - values]).contiguous(memory_format=torch.channels_last)
 
@@ -137,7 +138,7 @@ def every_byte(channels: int = 3) -> torch.Tensor:
     ("dtype", "tolerance"),
     [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)],
 )
-def test_every_byte_value_is_normalised(dtype, tolerance):
+def test_every_byte_value_is_normalized(dtype, tolerance):
     batch = every_byte()
     got = Normalize(MEAN, STD, dtype)(batch)
     mean, std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (MEAN, STD))
@@ -148,40 +149,41 @@ def test_every_byte_value_is_normalised(dtype, tolerance):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("given", [torch.uint8, torch.float32, torch.float16])
-def test_a_narrow_result_is_that_of_float32_rounded_once(dtype, given):
+def test_a_half_precision_result_is_the_float32_result_rounded_once(dtype, given):
     batch = every_byte() if given == torch.uint8 else (every_byte().double() / 255).to(given)
     assert torch.equal(Normalize(MEAN, STD, dtype)(batch), Normalize(MEAN, STD)(batch).to(dtype))
 
 
 @pytest.mark.parametrize(("channels", "values"), [(3, 2), (1, 3), (4, 3)])
-def test_images_of_another_number_of_channels_are_refused(channels, values):
+def test_a_number_of_channels_unlike_the_number_of_means_raises_an_error(channels, values):
     with pytest.raises(InvalidOption, match=rf"Cannot normalize: .* {channels} channels?, .* {values} means\."):
         Normalize([0.5] * values, [0.5] * values)(every_byte(channels))
 
 
-def test_the_default_brings_bytes_to_minus_one_to_one():
+def test_the_default_maps_bytes_to_minus_one_to_one():
     got = Normalize()(every_byte())
     assert (got.dtype, got.min().item(), got.max().item()) == (torch.float32, -1.0, pytest.approx(1.0))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-6), (torch.float16, 4e-3)])
-def test_floating_images_are_taken_as_they_are_as_by_torchvision(dtype, tolerance):
+def test_floating_point_images_are_not_divided_by_255_as_in_torchvision(dtype, tolerance):
     batch = (every_byte().double() / 255).to(dtype)
     normalize = Normalize(MEAN, STD)
     expected = v2.Normalize(MEAN, STD)(batch.double())
     for _ in range(2):
         assert torch.allclose(normalize(batch).double(), expected, atol=tolerance, rtol=tolerance)
-        bytes_too = normalize(every_byte())  # both kinds through one transform
+        # The same transform has to handle both dtypes.
+        bytes_too = normalize(every_byte())
         assert torch.allclose(bytes_too.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_one_value_serves_any_number_of_channels():
+def test_one_value_applies_to_any_number_of_channels():
     for channels in (1, 3, 4):
         got = Normalize([0.25], [2.0])(every_byte(channels))
         assert torch.allclose(got, (every_byte(channels).float() / 255 - 0.25) / 2, atol=1e-6)
 
 
-def test_values_that_cannot_be_meant_are_refused():
+def test_invalid_values_raise_an_error():
     finite = [((0.5,), (0.0,)), ((0.5,), (-1.0,)), ((0.5,), (math.nan,)), ((math.inf,), (0.5,)), ((0.5,), (None,))]
     others = [(("a",), (0.5,)), ((True,), (0.5,)), ("ab", "cd"), (0.5, 0.5), ((0.5,), (0.5, 0.5)), ((), ())]
     for mean, std in [*finite, *others]:

@@ -1,4 +1,4 @@
-"""Where crops, flips and squares fall: the distributions of torchvision, and nothing but a sample's own numbers."""
+"""Boxes of crops, flips and squares follow torchvision's distributions and depend only on the sample's numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def boxes(transform: Geometry, size: tuple[int, int], count: int = COUNT, seed: 
 @pytest.mark.parametrize(
     "options", sampled([{}, {"scale": (0.5, 0.9), "ratio": (1.5, 2.0)}, {"scale": (1, 1), "ratio": (1, 1)}], 1)
 )
-def test_resized_crops_lie_where_those_of_torchvision_lie(size, options):
+def test_resized_crops_follow_the_distribution_of_torchvision(size, options):
     got = boxes(RandomResizedCrop(224, **options), size)
     torch.manual_seed(1)
     image = torch.empty(3, *size, dtype=torch.uint8)
@@ -44,7 +44,7 @@ def test_resized_crops_lie_where_those_of_torchvision_lie(size, options):
 
 
 @pytest.mark.parametrize(("padding", "size"), [(4, (32, 32)), (0, (40, 33)), ((0, 7), (32, 32))])
-def test_random_crops_lie_evenly_as_those_of_torchvision(padding, size):
+def test_random_crops_are_uniform_as_in_torchvision(padding, size):
     transform = RandomCrop(32, padding=padding)
     got = boxes(transform, size)
     left, top, right, bottom = transform.padding
@@ -62,7 +62,7 @@ def test_random_crops_lie_evenly_as_those_of_torchvision(padding, size):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
-def test_images_are_mirrored_as_often_as_asked(p):
+def test_images_are_mirrored_with_probability_p(p):
     sizes = np.tile([8, 8], (COUNT, 1))
     mirrored = RandomHorizontalFlip(p).boxes(sizes, Draws(0, 0, np.arange(COUNT))).mirrored
     assert abs(mirrored.mean() - p) <= 5 * math.sqrt(p * (1 - p) / COUNT)
@@ -79,25 +79,26 @@ def test_images_of_one_batch_may_differ_in_size():
         assert together == alone
 
 
-def test_boxes_never_change():
+def test_boxes_do_not_change_between_versions():
     sizes = np.tile([256, 256], (3, 1))
     got = RandomResizedCrop(224).boxes(sizes, Draws(42, 3, np.array([0, 1, 10**9])))
     assert list(got.rows()) == [(1, 12, 254, 224, False), (8, 11, 164, 217, False), (124, 91, 132, 112, False)]
 
 
-def test_an_extreme_image_gives_the_largest_central_box_of_an_allowed_shape():
+def test_an_extreme_image_gives_the_largest_central_box_of_an_allowed_ratio():
     assert (boxes(RandomResizedCrop(8, scale=(1, 1)), (10, 1000), 50) == [0, 493, 10, 13]).all()
     assert (boxes(RandomResizedCrop(8, scale=(1, 1)), (1000, 10), 50) == [493, 0, 13, 10]).all()
     assert (boxes(RandomResizedCrop(8, ratio=(5, 6)), (1, 1), 50) == [0, 0, 1, 1]).all()
 
 
 @pytest.mark.parametrize("size", [(8, 8), (3, 6), (100, 2), (5, 5)])
-def test_squares_are_where_cutout_puts_them(size):
+def test_squares_follow_the_distribution_of_the_original_cutout(size):
     height, width = 20, 24
     rng = np.random.default_rng(4)
     batch = torch.full((2000, 1, height, width), 9, dtype=torch.uint8)
     got = Cutout(size).apply(batch, None, Draws(1, 0, np.arange(2000)))[0][:, 0].numpy() == 0
-    expected = np.zeros((2000, height, width), bool)  # the authors' own code
+    # This is the code of the authors of Cutout.
+    expected = np.zeros((2000, height, width), bool)
     for mask in expected:
         y, x = rng.integers(height), rng.integers(width)
         y1, y2 = np.clip([y - size[0] // 2, y - size[0] // 2 + size[0]], 0, height)

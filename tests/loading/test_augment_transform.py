@@ -1,6 +1,6 @@
-"""What holds for every transform: inputs stay, samples do not depend on their neighbours, texts and copies are equal.
+"""Properties of every transform: it preserves its input, treats samples independently, and equals its copies.
 
-And the random numbers they draw: even, independent, a pure function of seed, epoch, position and stream.
+The random numbers are uniform, independent, and a pure function of seed, epoch, position and stream.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ every = pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(tra
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
-def test_dtype_memory_format_and_input_are_kept(memory_format):
+def test_dtype_memory_format_and_input_are_preserved(memory_format):
     for transform, dtype in itertools.product(ALL, DTYPES):
         batch = images().to(dtype).contiguous(memory_format=memory_format)
-        kept, labels = batch.clone(), LABELS.clone()
+        before, labels = batch.clone(), LABELS.clone()
         got, same = transform.apply(batch, labels, draws())
-        assert torch.equal(batch, kept)
+        assert torch.equal(batch, before)
         assert torch.equal(labels, LABELS)
         assert (same is labels) == (not transform.changes_labels)
         assert got.data_ptr() != batch.data_ptr()
@@ -77,7 +77,7 @@ def test_an_empty_batch_stays_empty():
 
 
 @pytest.mark.parametrize("batch", [images().int(), images()[0], images().bool(), images().numpy(), [1]])
-def test_what_is_no_batch_of_images_is_refused(batch):
+def test_anything_but_a_batch_of_images_raises_an_error(batch):
     for transform in ALL:
         with pytest.raises(
             InvalidOption, match=r"Cannot .*: the images .*; expected a uint8 or floating-point tensor \[B, C, H, W\]"
@@ -86,7 +86,7 @@ def test_what_is_no_batch_of_images_is_refused(batch):
 
 
 @every
-def test_a_transform_is_what_its_text_says(transform):
+def test_evaluating_the_repr_gives_an_equal_transform(transform):
     names = {type(each).__name__: type(each) for each in ALL}
     again = eval(repr(transform), {**names, "torch": torch})
     for other in (again, pickle.loads(pickle.dumps(transform)), copy.deepcopy(transform)):
@@ -97,7 +97,7 @@ def test_a_transform_is_what_its_text_says(transform):
             assert torch.equal(got, expected)
 
 
-def test_other_arguments_make_another_transform():
+def test_transforms_with_different_arguments_are_unequal():
     assert len(set(ALL)) == len(ALL)
     assert RandomCrop(8) != CenterCrop(8)
     assert RandomCrop(8) == RandomCrop((8, 8), padding=[0, 0])
@@ -109,7 +109,7 @@ def test_other_arguments_make_another_transform():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @every
-def test_a_gpu_gives_what_the_cpu_gives(transform):
+def test_the_gpu_gives_the_same_result_as_the_cpu(transform):
     got = transform(images(40, 3, 64, 72).cuda(), LABELS.repeat(4).cuda(), draws=draws(40))
     expected = transform(images(40, 3, 64, 72), LABELS.repeat(4), draws=draws(40))
     assert got[0].is_contiguous(memory_format=torch.channels_last)
@@ -122,7 +122,7 @@ def numbered(seed: int = 0, epoch: int = 0, count: int = 1000, start: int = 0) -
     return Draws(seed, epoch, np.arange(start, start + count))
 
 
-def test_the_numbers_never_change():
+def test_the_random_numbers_do_not_change_between_versions():
     got = Draws(42, 3, np.array([0, 1, 10**9])).uniforms(3)
     assert got.tolist() == [
         [0.8535083202918115, 0.24115099865972345, 0.41343160531676093],
@@ -132,7 +132,7 @@ def test_the_numbers_never_change():
     assert Draws(42, 3, np.array([7])).of(2).of(0).uniforms(1)[0, 0] == 0.6964409847966117
 
 
-def test_the_numbers_of_a_sample_are_those_of_splitmix64():
+def test_the_random_numbers_are_those_of_splitmix64():
     mask, step = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
     def hashed(state: int) -> int:
@@ -141,18 +141,19 @@ def test_the_numbers_of_a_sample_are_those_of_splitmix64():
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         return state ^ (state >> 31)
 
-    assert hashed(1234567) == 6457827717110365317, "the first number that the published SplitMix64 gives for this seed"
-    state = hashed((hashed(hashed(hashed(5) + 2) + 0) + 8 * step) & mask)  # position 9, which steps once by itself
+    assert hashed(1234567) == 6457827717110365317, "not the first number of the published SplitMix64 for this seed"
+    # This is position 9, because hashing itself adds one step.
+    state = hashed((hashed(hashed(hashed(5) + 2) + 0) + 8 * step) & mask)
     row = numbered(5, 2, 1, start=9).uniforms(4)[0]
     assert row.tolist() == [(hashed((state + column * step) & mask) >> 11) / 2**53 for column in range(4)]
 
 
-def test_the_first_columns_do_not_depend_on_how_many_are_asked_for():
+def test_the_first_columns_do_not_depend_on_the_count():
     assert np.array_equal(numbered().uniforms(9)[:, :4], numbered().uniforms(4))
     assert numbered().uniforms(0).shape == (1000, 0)
 
 
-def test_a_sample_gets_the_same_numbers_in_any_company():
+def test_a_sample_gets_the_same_random_numbers_in_any_batch():
     whole = numbered(3, 1).uniforms(5)
     mixed = np.random.default_rng(0).permutation(1000)
     assert np.array_equal(Draws(3, 1, mixed).uniforms(5), whole[mixed])
@@ -161,7 +162,7 @@ def test_a_sample_gets_the_same_numbers_in_any_company():
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, np.int64(7)])
-def test_numbers_are_even_for_any_seed(seed):
+def test_random_numbers_are_uniform_for_any_seed(seed):
     values = numbered(seed, 4, 20_000).uniforms(5)
     assert values.dtype == np.float64
     assert values.min() >= 0
@@ -172,7 +173,7 @@ def test_numbers_are_even_for_any_seed(seed):
         assert ((counts - 312.5) ** 2 / 312.5).sum() < 128
 
 
-def test_only_64_bits_of_the_seed_count():
+def test_only_64_bits_of_the_seed_matter():
     assert np.array_equal(numbered(5).uniforms(2), numbered(5 + 2**64).uniforms(2))
 
 
@@ -196,7 +197,7 @@ def test_neighbouring_seeds_epochs_streams_positions_and_columns_are_independent
         assert ((pairs - 625) ** 2 / 625).sum() < 128, name
 
 
-def test_transforms_of_a_compose_never_share_numbers():
+def test_transforms_of_a_compose_never_share_random_numbers():
     streams = [numbered().of(first).of(second) for first in range(20) for second in range(20)]
     streams += [numbered()] + [numbered().of(number) for number in range(20)]
     assert len({stream.stream for stream in streams}) == len(streams)

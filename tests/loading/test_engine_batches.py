@@ -1,4 +1,4 @@
-"""Plans of an epoch, which can be split anywhere; batches sent to a device, an error after those before it."""
+"""Batch plans can be split anywhere; batches for a device come in order, and an error after those before it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def joined(plans: list[BatchPlan]) -> tuple[list[int], list[int], list[int], lis
         (128, [1, 128, 14]),
     ],
 )
-def test_the_first_portion_is_one_batch_and_the_others_grow_up_to_a_limit(most, expected):
+def test_the_first_plan_has_one_batch_and_later_plans_grow_up_to_a_limit(most, expected):
     plans = [*PLANNER.plans(0, 0, most)]
     assert [len(plan.sizes) for plan in plans][:6] == expected
     assert joined(plans) == joined([*PLANNER.plans(0, 0, 1000)])
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 128])
-def test_parts_of_portions_hold_the_same_batches(most):
+def test_split_plans_hold_the_same_batches(most):
     whole = [*PLANNER.plans(2, 0, 128)]
     parts = [*split_plans(iter(whole), most)]
     assert all(len(part.sizes) <= most for part in parts)
@@ -50,7 +50,7 @@ def test_parts_of_portions_hold_the_same_batches(most):
 
 
 @pytest.mark.parametrize("first", [0, 1, 60, 127])
-def test_a_part_goes_on_to_the_end_unless_it_is_told_where_to_stop(first):
+def test_a_part_of_a_plan_extends_to_the_end_by_default(first):
     whole = [*PLANNER.plans(2, 0, 128)][1]
     before, after = whole.slice(0, first), whole.slice(first)
     assert (len(before.sizes), len(after.sizes)) == (first, 128 - first)
@@ -58,7 +58,7 @@ def test_a_part_goes_on_to_the_end_unless_it_is_told_where_to_stop(first):
 
 
 class Transfer:
-    """A device that takes batches at once, and notes what it has."""
+    """A fake transfer that copies batches at once and records their number."""
 
     def __init__(self) -> None:
         self.on_device: deque[Any] = deque()
@@ -79,7 +79,7 @@ class Transfer:
 
 
 def groups_of(*groups: list[int] | Exception) -> Iterator[tuple[list[Batch], None]]:
-    """Yield groups of numbered batches, none of them ready, or fail."""
+    """Yield groups of numbered batches, none of them ready, or raise an error."""
     for group in groups:
         if isinstance(group, Exception):
             raise group
@@ -87,7 +87,7 @@ def groups_of(*groups: list[int] | Exception) -> Iterator[tuple[list[Batch], Non
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 10])
-def test_batches_come_in_order_with_no_more_on_the_way_than_wanted(ahead):
+def test_batches_come_in_order_with_a_limited_number_in_flight(ahead):
     transfer = Transfer()
     found = list(send(transfer, groups_of([0], [1], [2], [3], [4]), lambda under_way: under_way >= ahead))
     assert [batch.values for batch in found] == [("sent", number) for number in range(5)]
@@ -98,7 +98,7 @@ def test_batches_come_in_order_with_no_more_on_the_way_than_wanted(ahead):
 
 @pytest.mark.parametrize("good", range(5))
 @pytest.mark.parametrize("ahead", [1, 2, 10])
-def test_an_error_comes_after_the_batches_that_are_on_their_way(good, ahead):
+def test_an_error_is_raised_after_the_batches_in_flight(good, ahead):
     transfer, got = Transfer(), []
     groups: list[Any] = [[2 * number, 2 * number + 1] for number in range(good)]
     with pytest.raises(ValueError, match="planned"):

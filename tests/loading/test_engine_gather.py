@@ -1,4 +1,4 @@
-"""Rows gathered into host buffers, which are used again exactly when nobody can see them any more, pinned or not."""
+"""Rows are gathered into host buffers, which are reused exactly when nothing refers to them, pinned or not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from colabkit.sampler import Sequential
 
 @pytest.fixture
 def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let no page be locked, and return a list that fills with what was tried."""
+    """Make page-locking fail, and return a list of the attempts."""
     tried: list[str] = []
     empty = torch.empty
 
@@ -70,7 +70,7 @@ def pins() -> None:
 
 @pytest.mark.usefixtures("unlocked")
 @pytest.mark.parametrize("uses", [(lends,), (pins,), (lends, lends), (pins, pins), (lends, pins), (pins, lends)])
-def test_the_user_is_told_once_that_memory_cannot_be_pinned_and_batches_come_all_the_same(uses, caplog):
+def test_unpinnable_memory_is_logged_once_and_batches_still_arrive(uses, caplog):
     for use in uses:
         use()
     (record,) = caplog.records
@@ -78,7 +78,7 @@ def test_the_user_is_told_once_that_memory_cannot_be_pinned_and_batches_come_all
     assert "memory cannot be pinned (CUDA error: planned), so copies to the GPU are slower" in record.getMessage()
 
 
-def test_memory_that_was_lent_in_inference_mode_can_be_filled_outside_it(unlocked):
+def test_memory_lent_in_inference_mode_can_be_filled_outside_of_it(unlocked):
     lender = PinnedSlots(64, torch.device("cuda"))
     with torch.inference_mode():
         lent = lender.lend(64)
@@ -106,7 +106,7 @@ def test_large_buffers_begin_with_a_huge_page_and_end_within_one(size):
 
 
 @pytest.mark.parametrize("batch_size", [4, 3000])
-def test_rows_are_gathered_to_where_a_cache_line_begins(batch_size):
+def test_rows_are_gathered_to_addresses_aligned_to_cache_lines(batch_size):
     loader = Loader(np.zeros((6000, 640), np.uint8), batch_size)
     assert all(batch.data_ptr() % 64 == 0 for batch in loader)
 
@@ -123,7 +123,7 @@ WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
 
 
 def content(held: Any) -> bytes:
-    """Return the bytes that something shows."""
+    """Return the bytes of a tensor or of an object over its memory."""
     if isinstance(held, torch.UntypedStorage):
         held = torch.empty(0, dtype=torch.uint8).set_(held)
     if isinstance(held, Tensor) and held.grad_fn is not None:
@@ -133,7 +133,7 @@ def content(held: Any) -> bytes:
 
 
 def plans_of(count: int) -> Iterator[BatchPlan]:
-    """Return the plans of an epoch in order, of batches of 32."""
+    """Yield the plans of a sequential epoch with batches of 32."""
     return OrderPlanner(Sequential(count), 32, False, Share()).plans(0, 0, 8)
 
 
@@ -149,18 +149,18 @@ def images(tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS_TO_HOLD)
-def test_what_is_held_of_a_batch_never_changes(images, small_gathers, way):
-    kept = []
+def test_tensors_that_the_user_holds_never_change(images, small_gathers, way):
+    snapshots = []
     for number, (batch, _) in enumerate(Loader(images, 32, shuffle=True)):
         if number % 3 == 0:
             held = WAYS_TO_HOLD[way](batch)
-            kept.append((held, content(held)))
-    assert len(kept) > 5
-    for held, before in kept:
+            snapshots.append((held, content(held)))
+    assert len(snapshots) > 5
+    for held, before in snapshots:
         assert content(held) == before
 
 
-def test_two_buffers_take_turns_when_batches_are_let_go_of(images, small_gathers):
+def test_two_buffers_alternate_when_batches_are_released(images, small_gathers):
     loader = Loader(images, 32, shuffle=True)
     for _ in range(3):
         places = {batch.untyped_storage().data_ptr() for batch, _ in loader}
@@ -169,7 +169,7 @@ def test_two_buffers_take_turns_when_batches_are_let_go_of(images, small_gathers
 
 @pytest.mark.parametrize("count", sampled([1, 2, 31, 32, 33, 63, 64, 65, 700], 4))
 @pytest.mark.parametrize("batch_size", sampled([1, 16, 32, 64, 1000], 3))
-def test_every_sample_comes_once_whatever_is_gathered_at_once(images, small_gathers, count, batch_size):
+def test_every_sample_comes_once_for_any_gather_size(images, small_gathers, count, batch_size):
     loader = Loader(images.subset(range(count)), batch_size, shuffle=True)
     for epoch in range(2):
         found = [(batch.clone(), labels) for batch, labels in loader]
@@ -181,7 +181,7 @@ def test_every_sample_comes_once_whatever_is_gathered_at_once(images, small_gath
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64, torch.int16])
 @pytest.mark.parametrize("shape", [(300,), (10, 40), (12, 12, 3)])
-def test_rows_of_any_type_and_shape_come_as_they_are(dtype, shape):
+def test_rows_of_any_dtype_and_shape_are_unchanged(dtype, shape):
     rows = torch.randn(50, *shape).to(dtype)
     found = torch.cat([batch.clone() for batch in Loader(rows, 8)])
     assert found.dtype == dtype
@@ -193,7 +193,7 @@ def test_rows_of_any_type_and_shape_come_as_they_are(dtype, shape):
     "dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.uint64, torch.complex128, torch.bits8]
 )
 @pytest.mark.parametrize("shape", [(), (3,), (5, 2)])
-def test_small_rows_come_as_they_are_even_of_types_that_torch_cannot_index(dtype, shape):
+def test_small_rows_are_unchanged_even_for_dtypes_that_torch_cannot_index(dtype, shape):
     content = torch.randint(0, 256, (20, *shape, dtype.itemsize), dtype=torch.uint8)
     rows = content.view(-1).view(dtype).view(20, *shape)
     found = [batch.reshape(-1) for batch in Loader(rows, 8)]
@@ -203,7 +203,7 @@ def test_small_rows_come_as_they_are_even_of_types_that_torch_cannot_index(dtype
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
 @pytest.mark.parametrize("shape", [(600,), (20, 40), (12, 12, 3)])
-def test_a_buffer_of_any_type_is_used_again_as_soon_as_it_is_let_go_of(dtype, shape):
+def test_a_buffer_of_any_dtype_is_reused_as_soon_as_it_is_released(dtype, shape):
     rows = torch.randint(0, 2, (64, *shape)).to(dtype)
     slots = GatherSlots(RowGather([rows], None, are_images=len(shape) == 3), 32)
 
@@ -219,7 +219,7 @@ def test_a_buffer_of_any_type_is_used_again_as_soon_as_it_is_let_go_of(dtype, sh
     assert gathered(32).untyped_storage().data_ptr() == place
 
 
-def test_few_buffers_are_remembered_when_the_user_holds_all_batches(images, small_gathers):
+def test_few_buffers_are_cached_when_the_user_holds_all_batches(images, small_gathers):
     loader = Loader(images, 32)
     held = [batch for batch, _ in loader]
     rows = loader._pipeline.engine._inline
@@ -228,7 +228,7 @@ def test_few_buffers_are_remembered_when_the_user_holds_all_batches(images, smal
     assert len({batch.untyped_storage().data_ptr() for batch in held}) > gather._KEPT_SLOTS
 
 
-def test_a_loader_that_began_in_inference_mode_serves_outside_it(images, small_gathers):
+def test_a_loader_started_in_inference_mode_works_outside_of_it(images, small_gathers):
     loader = Loader(images, 32)
     with torch.inference_mode():
         before = [batch.clone() for batch, _ in loader]
@@ -237,14 +237,14 @@ def test_a_loader_that_began_in_inference_mode_serves_outside_it(images, small_g
         assert torch.equal(batch, expected)
 
 
-def test_two_passes_at_once_do_not_share_a_buffer(images, small_gathers):
+def test_two_iterations_at_once_do_not_share_a_buffer(images, small_gathers):
     loader = Loader(images, 32)
     for (one, _), (other, _) in zip(loader, loader, strict=True):
         assert torch.equal(one, other)
         assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
-def test_a_sampler_may_give_batches_larger_than_the_buffers(images, small_gathers):
+def test_a_sampler_may_yield_batches_larger_than_the_buffers(images, small_gathers):
     lists = [[*range(32)], [*range(32, 132)], [*range(132, 164)], [*range(164, 1000)]]
     loader = Loader(images, 32, sampler=lists)
     for _ in range(2):
@@ -275,8 +275,9 @@ def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, smal
     assert wrong == []
 
 
-def test_a_thread_takes_over_in_the_midst_of_a_portion_and_no_batch_is_lost(images, small_gathers, monkeypatch):
-    monkeypatch.setattr(thread_engine, "_HAND_OVER_S", -1.0)  # as if every gather and every step took longer
+def test_a_thread_takes_over_in_the_middle_of_a_plan_without_losing_a_batch(images, small_gathers, monkeypatch):
+    # Every gather and every step counts as slow.
+    monkeypatch.setattr(thread_engine, "_HAND_OVER_S", -1.0)
     loader = Loader(images, 32)
     assert loader._pipeline.engine.plan_batches == 128
     found, begun = list[Tensor](), list[int]()
@@ -285,23 +286,25 @@ def test_a_thread_takes_over_in_the_midst_of_a_portion_and_no_batch_is_lost(imag
     for batch, _ in loader:
         found.append(batch.clone())
     assert torch.equal(torch.cat(found), images.rows.permute(0, 3, 1, 2))
-    assert begun == [5]  # after one batch, and two gathers of two
+    # The thread starts after one batch and two gathers of two.
+    assert begun == [5]
     (gather,) = loader.meters.snapshot().parts
     assert gather.samples == 1000
 
 
-def test_only_gathers_in_a_row_that_would_have_paid_for_a_thread_begin_one(images, monkeypatch):
+def test_only_consecutive_slow_gathers_start_a_thread(images, monkeypatch):
     monkeypatch.setattr(thread_engine, "_HAND_OVER_S", 0.0)
-    told = iter([1.0, 1.0, 0.0, 1.0, 0.0, *[1.0] * 20])  # seconds
+    # Seconds that the gathers seem to take.
+    seconds = iter([1.0, 1.0, 0.0, 1.0, 0.0, *[1.0] * 20])
 
-    class Told(InlineGather):
+    class TimedGather(InlineGather):
         def batches(self, plan):
             for _, batches in super().batches(plan):
-                yield next(told), batches
+                yield next(seconds), batches
 
     loader = Loader(images, 32)
     engine = loader._pipeline.engine
-    rows, plans = Told(engine.columns, 32, loader.meters), plans_of(1000)
+    rows, plans = TimedGather(engine.columns, 32, loader.meters), plans_of(1000)
     rows._batches_at_once = 1
     batches = engine._gather_inline(rows, plans)
     given = 0
@@ -312,12 +315,13 @@ def test_only_gathers_in_a_row_that_would_have_paid_for_a_thread_begin_one(image
             left = end.value
             break
         given += 1
-    assert given == 8  # five, and three in a row
+    # Five gathers precede three slow ones in a row.
+    assert given == 8
     assert sum(len(plan.sizes) for plan in left) == 32 - 8
 
 
 @pytest.mark.parametrize("taken", [1, 2, 4, 30])
-def test_a_pass_that_is_left_counts_what_it_gathered(images, small_gathers, taken):
+def test_an_abandoned_iteration_counts_the_gathered_samples(images, small_gathers, taken):
     loader = Loader(images, 32)
     passing = iter(loader)
     for _ in range(taken):

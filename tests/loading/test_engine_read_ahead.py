@@ -1,4 +1,4 @@
-"""Samples come before they are needed: pages of mapped rows, in order or all, and files of remote sources."""
+"""Samples are read before they are needed: pages of mapped rows, and files of remote sources."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Range]:
-    """Return a list that fills with the file, place and size of all that the kernel is asked to read."""
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Range]:
+    """Return a list that records file, offset and size of each request to the kernel."""
     found: list[Range] = []
 
     def advise(fd: int, place: int, size: int, advice: int) -> None:
@@ -59,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Range]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[RowFile]:
-    """Return three files of 10, 1 and 7 rows of 100 bytes, each behind something else."""
+    """Return three files of 10, 1 and 7 rows of 100 bytes, which start at other offsets than 0."""
     found = []
     for number, rows in enumerate((10, 1, 7)):
         path = tmp_path / f"{number}.bin"
@@ -82,37 +82,37 @@ def expected_ranges(files: list[RowFile], rows: np.ndarray) -> set[Range]:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5, 1000])
-def test_the_same_portions_come_in_the_same_order(files, asked, depth):
+def test_plans_are_passed_on_in_the_same_order(files, requests, depth):
     whole = plans()
     assert [id(plan) for plan in read_rows_ahead(iter(whole), files, None, depth)] == list(map(id, whole))
 
 
 @pytest.mark.parametrize("depth", [0, 6, 1000])
-def test_exactly_the_rows_of_the_next_portions_are_asked_for_once(files, asked, depth):
+def test_exactly_the_rows_of_the_next_plans_are_requested_once(files, requests, depth):
     whole, seen = plans(), 0
     for place, _ in enumerate(read_rows_ahead(iter(whole), files, None, depth)):
         known = [len(plan.indices) for plan in whole[place:]]
         ahead = next((count for count in range(1, len(known)) if sum(known[: count + 1]) > depth), len(known) - 1)
         wanted = np.concatenate([plan.indices for plan in whole[: place + 1 + ahead]])
-        assert set(asked) == expected_ranges(files, wanted)
-        assert len(asked) == len(wanted)
+        assert set(requests) == expected_ranges(files, wanted)
+        assert len(requests) == len(wanted)
         seen += 1
     assert seen == len(whole)
-    assert len(asked) == 18
+    assert len(requests) == 18
 
 
-def test_a_view_asks_for_the_rows_that_it_has(files, asked):
+def test_a_view_requests_only_its_own_rows(files, requests):
     rows_of = np.array([17, 3, 10, 11, 0])
     list(read_rows_ahead(iter(plans(2, 5)), files, rows_of, 10))
-    assert set(asked) == expected_ranges(files, rows_of)
+    assert set(requests) == expected_ranges(files, rows_of)
 
 
-def test_rows_are_asked_for_in_the_order_of_the_file(files, asked):
+def test_rows_are_requested_in_the_order_of_the_file(files, requests):
     list(read_rows_ahead(iter(plans(18)), files, None, 0))
-    assert asked == sorted(asked)
+    assert requests == sorted(requests)
 
 
-def test_descriptors_are_closed_at_the_end_and_when_it_is_left_early(files, asked):
+def test_descriptors_are_closed_at_the_end_and_after_an_early_exit(files, requests):
     before = len(os.listdir("/proc/self/fd"))
     list(read_rows_ahead(iter(plans()), files, None, 4))
     assert len(os.listdir("/proc/self/fd")) == before
@@ -123,17 +123,17 @@ def test_descriptors_are_closed_at_the_end_and_when_it_is_left_early(files, aske
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_without_a_file_or_the_call_portions_come_all_the_same(files, asked, monkeypatch):
+def test_plans_still_arrive_without_the_file_or_the_system_call(files, requests, monkeypatch):
     whole = plans()
     files[1].path.unlink()
     assert list(map(id, read_rows_ahead(iter(whole), files, None, 4))) == list(map(id, whole))
-    assert asked == []
+    assert requests == []
     monkeypatch.delattr(os, "posix_fadvise")
     assert list(map(id, read_rows_ahead(iter(whole), files[:1], None, 4))) == list(map(id, whole))
 
 
 @pytest.mark.parametrize("kind", ["whole", "view", "shards"])
-def test_a_pack_on_disk_is_asked_for_row_by_row_and_its_batches_are_the_same(tmp_path, asked, kind, monkeypatch):
+def test_a_pack_on_disk_is_requested_row_by_row_with_the_same_batches(tmp_path, requests, kind, monkeypatch):
     if kind == "shards":
         path = make_shards(tmp_path / "s.h5", {"train": 9}, {"train": 31})
     else:
@@ -141,32 +141,32 @@ def test_a_pack_on_disk_is_asked_for_row_by_row_and_its_batches_are_the_same(tmp
     data = open_pack(path)["train"]
     data = data.subset([33, 2, 17, 5]) if kind == "view" else data
     expected = [images.clone() for images, _ in Loader(data, 3, shuffle=True)]
-    assert asked == []
+    assert requests == []
     monkeypatch.setattr(tiers.Room, "measure", lambda *_: tiers.Room(None, 0, 0))
     loader = Loader(data, 3, shuffle=True)
     assert loader.tier.name == "disk"
     assert all(torch.equal(images, other) for (images, _), other in zip(loader, expected, strict=True))
     found = set()
-    for file, place, size in asked:
+    for file, place, size in requests:
         assert size == 36
         with open(file, "rb") as opened:
             opened.seek(place)
             found.add(opened.read(size))
     rows = torch.cat(expected).permute(0, 2, 3, 1)
     assert found == {row.numpy().tobytes() for row in rows}
-    assert len(asked) == len(data)
+    assert len(requests) == len(data)
 
 
-def test_only_so_many_rows_are_asked_for_ahead_however_many_batches_are_planned_together(tmp_path, asked):
+def test_the_rows_requested_ahead_are_limited_for_any_plan_size(tmp_path, requests):
     loader = Loader(open_pack(make_pack(tmp_path / "p.h5", train=1000))["train"], 2, keep="disk")
     depth = loader._pipeline.engine.depth
     assert (depth.plan_batches, depth.group_batches) == (128, 32)
     for number, _ in enumerate(loader, 1):
-        assert len(asked) - 2 * number <= 3 * 2 * depth.group_batches
-    assert len(asked) == 1000
+        assert len(requests) - 2 * number <= 3 * 2 * depth.group_batches
+    assert len(requests) == 1000
 
 
-def test_an_epoch_left_early_closes_what_it_looked_ahead_in(tmp_path, asked):
+def test_an_abandoned_epoch_closes_the_files_it_read_ahead(tmp_path, requests):
     loader = Loader(open_pack(make_pack(tmp_path / "p.h5", train=40))["train"], 3, keep="disk")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_an_epoch_left_early_closes_what_it_looked_ahead_in(tmp_path, asked):
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_mapped_rows_lie_where_they_are_said_to(tmp_path):
+def test_the_reported_file_ranges_hold_the_mapped_rows(tmp_path):
     data = open_pack(make_shards(tmp_path / "s.h5", {"train": 3}, {"train": 4}))["train"]
     maps = data.maps()
     assert maps is not None
@@ -187,7 +187,7 @@ def test_mapped_rows_lie_where_they_are_said_to(tmp_path):
 
 
 class Kernel:
-    """Stands for `madvise`: notes what it is asked, waits where it is told to, fails from some call on.
+    """A fake `madvise` that records its calls, blocks at one of them, and fails from another one on.
 
     Args:
         stop_at: the call that waits until `go_on` is set; None for none.
@@ -212,7 +212,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
-    """Return a function that puts a `Kernel` in place, with steps of two pages."""
+    """Return a function that installs a `Kernel`, with steps of two pages."""
 
     def put(**options: Any) -> Kernel:
         made = Kernel(**options)
@@ -224,7 +224,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
 
 
 def maps_of(*pages: int, tail: int = 5) -> list[Tensor]:
-    """Return tensors of so many pages and a bit, which begin within a page."""
+    """Return tensors of these numbers of pages plus `tail` bytes, which start inside a page."""
     return [
         torch.from_numpy(np.frombuffer(mmap.mmap(-1, (count + 2) * PAGE), np.uint8))[7 : 7 + count * PAGE + tail]
         for count in pages
@@ -249,27 +249,27 @@ def threads() -> list[threading.Thread]:
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_all_maps_are_walked_in_steps_in_order(kernel):
-    asked, maps = kernel(), maps_of(5, 1, 8)
+def test_all_maps_are_populated_in_steps_in_order(kernel):
+    fake, maps = kernel(), maps_of(5, 1, 8)
     populator = PagePopulator(maps)
     populator.start()
     assert comes_true(lambda: not threads())
     populator.stop()
-    assert_all_covered(asked.calls, maps)
+    assert_all_covered(fake.calls, maps)
     populator.start()
     assert threads() == []
-    assert_all_covered(asked.calls, maps)
+    assert_all_covered(fake.calls, maps)
 
 
 def pages_of(calls: list[tuple[int, int]]) -> list[int]:
-    """Return the pages that were asked for, in order, each as often as it was."""
+    """Return the requested pages in order, with repetitions."""
     return [page for address, size in calls for page in range(address // PAGE, -(-(address + size) // PAGE))]
 
 
 @pytest.mark.parametrize("row_bytes", sampled([1, 100, PAGE // 2, PAGE, PAGE + 3, 3 * PAGE], 3))
 @pytest.mark.parametrize("share", sampled([0.0, 0.02, 0.3, 0.9, 1.0], 2))
-def test_exactly_the_pages_that_a_view_has_rows_on_are_asked_for_once(kernel, row_bytes, share):
-    asked, counts = kernel(), (60, 1, 40)
+def test_exactly_the_pages_with_rows_of_a_view_are_requested_once(kernel, row_bytes, share):
+    fake, counts = kernel(), (60, 1, 40)
     flat = maps_of(*(-(-count * row_bytes // PAGE) for count in counts))
     maps = [rows[: count * row_bytes].view(count, row_bytes) for rows, count in zip(flat, counts, strict=True)]
     numbers = np.random.default_rng(0).permutation(sum(counts))[: max(1, int(share * sum(counts)))]
@@ -279,106 +279,106 @@ def test_exactly_the_pages_that_a_view_has_rows_on_are_asked_for_once(kernel, ro
     populator.stop()
     rows = [row for some in maps for row in some]
     wanted = {page for n in numbers for page in pages_of([(rows[n].data_ptr(), row_bytes)])}
-    assert len(asked.calls) <= len(wanted)
-    assert pages_of(asked.calls) == sorted(wanted, key=pages_of([(r.data_ptr(), r.nbytes) for r in maps]).index)
+    assert len(fake.calls) <= len(wanted)
+    assert pages_of(fake.calls) == sorted(wanted, key=pages_of([(r.data_ptr(), r.nbytes) for r in maps]).index)
 
 
-def test_a_loader_of_a_small_view_leaves_the_rest_of_its_pack_where_it_is(tmp_path, kernel):
-    asked = kernel()
+def test_a_loader_of_a_small_view_does_not_populate_the_rest_of_its_pack(tmp_path, kernel):
+    fake = kernel()
     data = open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=200))["train"]
     running = iter(Loader(data.subset([150, 3, 4]), 1))
     next(running)
     assert comes_true(lambda: not threads())
-    assert 9 <= len(set(pages_of(asked.calls))) <= 11
+    assert 9 <= len(set(pages_of(fake.calls))) <= 11
     running.close()
 
 
 @pytest.mark.parametrize("stop_at", sampled(range(8), 3))
-def test_stopped_anywhere_it_goes_on_there(kernel, stop_at):
-    asked, maps = kernel(stop_at=stop_at), maps_of(5, 1, 8)
+def test_a_stopped_populator_resumes_at_the_same_page(kernel, stop_at):
+    fake, maps = kernel(stop_at=stop_at), maps_of(5, 1, 8)
     populator = PagePopulator(maps)
     populator.start()
-    assert asked.waits.wait(LONG_S)
-    threading.Timer(0.01, asked.go_on.set).start()
+    assert fake.waits.wait(LONG_S)
+    threading.Timer(0.01, fake.go_on.set).start()
     populator.stop()
     assert threads() == []
-    done = len(asked.calls)
+    done = len(fake.calls)
     assert done <= stop_at + 1 + (not populator._is_over.is_set())
     populator.start()
     assert comes_true(lambda: not threads())
     populator.stop()
-    assert_all_covered(asked.calls, maps)
+    assert_all_covered(fake.calls, maps)
 
 
-def test_a_thread_that_waits_for_the_disk_is_left_behind_and_ends_by_itself(kernel, monkeypatch):
-    asked, maps = kernel(stop_at=1), maps_of(9)
+def test_a_thread_that_waits_for_the_disk_is_abandoned_and_ends_by_itself(kernel, monkeypatch):
+    fake, maps = kernel(stop_at=1), maps_of(9)
     joined: list[float] = []
     monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(timeout))
     populator = PagePopulator(maps)
     populator.start()
-    assert asked.waits.wait(LONG_S)
+    assert fake.waits.wait(LONG_S)
     populator.stop()
     monkeypatch.undo()
     assert len(joined) == 1
     assert joined[0] is not None
-    asked.go_on.set()
+    fake.go_on.set()
     assert comes_true(lambda: not threads())
-    assert len(asked.calls) == 2
+    assert len(fake.calls) == 2
 
 
-def test_started_twice_it_works_once_until_it_is_stopped_twice(kernel):
-    asked, maps = kernel(stop_at=1), maps_of(9)
+def test_a_populator_started_twice_runs_once_until_it_is_stopped_twice(kernel):
+    fake, maps = kernel(stop_at=1), maps_of(9)
     populator = PagePopulator(maps)
     populator.start()
     populator.start()
-    assert asked.waits.wait(LONG_S)
+    assert fake.waits.wait(LONG_S)
     assert len(threads()) == 1
     populator.stop()
-    asked.go_on.set()
+    fake.go_on.set()
     assert comes_true(lambda: not threads())
     populator.stop()
-    assert_all_covered(asked.calls, maps)
+    assert_all_covered(fake.calls, maps)
 
 
-def test_the_last_who_stops_it_ends_it(kernel):
-    asked, maps = kernel(stop_at=1), maps_of(9)
+def test_the_last_stop_ends_the_populator(kernel):
+    fake, maps = kernel(stop_at=1), maps_of(9)
     populator = PagePopulator(maps)
     for _ in range(2):
         populator.start()
-    assert asked.waits.wait(LONG_S)
+    assert fake.waits.wait(LONG_S)
     populator.stop()
-    threading.Timer(0.01, asked.go_on.set).start()
+    threading.Timer(0.01, fake.go_on.set).start()
     populator.stop()
     assert threads() == []
-    assert len(asked.calls) <= 3
+    assert len(fake.calls) <= 3
 
 
 @pytest.mark.parametrize("inside", [lambda loader: loader.peek(), list], ids=["peek", "nested"])
-def test_a_look_or_a_pass_within_a_pass_leaves_it_at_work(tmp_path, kernel, inside):
-    asked = kernel(stop_at=1)
+def test_a_peek_or_a_nested_iteration_does_not_stop_the_populator(tmp_path, kernel, inside):
+    fake = kernel(stop_at=1)
     loader = Loader(open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=20))["train"], 2)
     running = iter(loader)
     next(running)
-    assert asked.waits.wait(LONG_S)
+    assert fake.waits.wait(LONG_S)
     inside(loader)
-    asked.go_on.set()
+    fake.go_on.set()
     assert comes_true(lambda: not threads())
-    assert_all_covered(asked.calls, list(loader.dataset.maps()))
+    assert_all_covered(fake.calls, list(loader.dataset.maps()))
     running.close()
 
 
 @pytest.mark.parametrize("fail_at", [0, 2])
-def test_where_the_kernel_refuses_it_ends_and_asks_no_more(kernel, fail_at):
-    asked, maps = kernel(fail_at=fail_at), maps_of(9, 9)
+def test_the_populator_ends_when_the_kernel_refuses(kernel, fail_at):
+    fake, maps = kernel(fail_at=fail_at), maps_of(9, 9)
     populator = PagePopulator(maps)
     for _ in range(3):
         populator.start()
         assert comes_true(lambda: not threads())
         populator.stop()
-    assert len(asked.calls) == fail_at + 1
+    assert len(fake.calls) == fail_at + 1
 
 
-def test_where_there_is_no_such_call_nothing_happens(monkeypatch):
+def test_nothing_happens_without_the_system_call(monkeypatch):
     monkeypatch.setattr(read_ahead, "_madvise", lambda: None)
     populator = PagePopulator(maps_of(3))
     populator.start()
@@ -386,7 +386,7 @@ def test_where_there_is_no_such_call_nothing_happens(monkeypatch):
     populator.stop()
 
 
-def test_pages_of_a_pack_come_into_memory_and_batches_are_the_same(tmp_path):
+def test_pages_of_a_pack_are_loaded_and_batches_are_the_same(tmp_path):
     data = open_pack(make_pack(tmp_path / "p.h5", (32, 32, 3), train=300))["train"]
     maps = data.maps()
     assert maps is not None
@@ -398,23 +398,23 @@ def test_pages_of_a_pack_come_into_memory_and_batches_are_the_same(tmp_path):
     assert torch.equal(images, data.rows.permute(0, 3, 1, 2))
 
 
-def test_the_loader_stops_it_with_the_epoch(tmp_path, kernel):
-    asked = kernel(stop_at=0)
+def test_the_loader_stops_the_populator_with_the_epoch(tmp_path, kernel):
+    fake = kernel(stop_at=0)
     loader = Loader(open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=20))["train"], 2)
     running = iter(loader)
     next(running)
-    assert asked.waits.wait(LONG_S)
-    asked.go_on.set()
+    assert fake.waits.wait(LONG_S)
+    fake.go_on.set()
     running.close()
     assert comes_true(lambda: not threads())
     list(loader)
     assert comes_true(lambda: not threads())
-    assert_all_covered(asked.calls, list(loader.dataset.maps()))
+    assert_all_covered(fake.calls, list(loader.dataset.maps()))
 
 
 @pytest.fixture
-def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
-    """Return photos whose reads can be held up."""
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
+    """Return a source of photos whose reads can be blocked."""
     monkeypatch.setattr(concurrency, "_TICK_S", 0.01)
     found = HeldReads(photos(tmp_path / "tree", 8))
     yield found
@@ -426,45 +426,47 @@ def plan_of(start: int, stop: int) -> BatchPlan:
     return BatchPlan(indices, indices, (stop - start,), (stop,))
 
 
-def test_what_is_noted_while_all_reads_hang_is_asked_for_too(far):
-    far.may_read = lambda _: False
-    with closing(FileReadAhead(FileDataset(far), lambda _: False, LoaderMeters())) as ahead:
+def test_samples_announced_while_all_reads_hang_are_read_too(remote):
+    remote.may_read = lambda _: False
+    with closing(FileReadAhead(FileDataset(remote), lambda _: False, LoaderMeters())) as ahead:
         ahead.announce(plan_of(0, 3))
-        assert comes_true(lambda: sum(far.reads.values()) == 3)
+        assert comes_true(lambda: sum(remote.reads.values()) == 3)
         ahead.announce(plan_of(3, 8))
-        assert comes_true(lambda: sum(far.reads.values()) == 8)
-        far.go_on()
-        assert [ahead.fetch(number) for number in range(8)] == [FileDataset(far).encoded(number) for number in range(8)]
+        assert comes_true(lambda: sum(remote.reads.values()) == 8)
+        remote.go_on()
+        assert [ahead.fetch(number) for number in range(8)] == [
+            FileDataset(remote).encoded(number) for number in range(8)
+        ]
 
 
-def test_files_that_turn_out_to_be_kept_are_let_go_of_whether_they_came_or_not(far):
-    kept: set[int] = set()
-    with closing(FileReadAhead(FileDataset(far), kept.__contains__, LoaderMeters())) as ahead:
-        kept.add(2)
+def test_files_of_cached_samples_are_released_whether_they_were_read_or_not(remote):
+    cached: set[int] = set()
+    with closing(FileReadAhead(FileDataset(remote), cached.__contains__, LoaderMeters())) as ahead:
+        cached.add(2)
         ahead.announce(plan_of(0, 4))
         assert comes_true(lambda: len(ahead._found) == 3)
-        assert far.reads["ants/002.jpg"] == 0
+        assert remote.reads["ants/002.jpg"] == 0
         for number in range(4):
             ahead.forget(number)
         assert (ahead._found, ahead._held_bytes) == ({}, 0)
-        far.may_read = lambda _: False
+        remote.may_read = lambda _: False
         ahead.announce(plan_of(4, 6))
-        assert comes_true(lambda: far.reads["ants/005.jpg"] == 1)
+        assert comes_true(lambda: remote.reads["ants/005.jpg"] == 1)
         ahead.forget(4)
-        far.go_on()
+        remote.go_on()
         assert ahead.fetch(5)
         assert comes_true(lambda: not ahead._forgotten)
         assert (ahead._found, ahead._held_bytes) == ({}, 0)
 
 
-def test_a_file_that_another_thread_kept_before_it_was_asked_for_is_not_waited_for(far):
-    kept: set[int] = set()
-    far.may_read = lambda _: False
-    with closing(FileReadAhead(FileDataset(far), kept.__contains__, LoaderMeters())) as ahead:
+def test_a_file_that_another_thread_cached_first_is_not_waited_for(remote):
+    cached: set[int] = set()
+    remote.may_read = lambda _: False
+    with closing(FileReadAhead(FileDataset(remote), cached.__contains__, LoaderMeters())) as ahead:
         ahead.announce(plan_of(0, 3))
-        assert comes_true(lambda: sum(far.reads.values()) == 3)
-        kept.add(4)
+        assert comes_true(lambda: sum(remote.reads.values()) == 3)
+        cached.add(4)
         ahead.announce(plan_of(3, 6))
         assert ahead.fetch(4) is None
-        far.go_on()
+        remote.go_on()
         assert ahead.fetch(5)

@@ -1,4 +1,4 @@
-"""The loader's worker threads, with a builder that only notes: order, pieces, errors at their place, stops, room."""
+"""The loader's worker threads with a fake builder: order, pieces, position of errors, closing and limits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.engine.thread_engine import ThreadPool
 
 DEADLINE_S = 20.0
-SIZE = 4  # samples of a batch
-PIECE = 3  # samples of a piece, so that pieces and batches do not end together
+# Samples per batch.
+SIZE = 4
+# Samples per piece, chosen so that pieces and batches do not end together.
+PIECE = 3
 
 
 def plans(count: int, batches: int = 2) -> Iterator[BatchPlan]:
-    """Yield plans of some batches each; a sample's number is its position."""
+    """Yield plans of some batches each; the index of a sample is its position."""
     samples = batches * SIZE
     for start in range(0, count * samples, samples):
         numbers = np.arange(start, start + samples)
@@ -34,7 +36,7 @@ def plans(count: int, batches: int = 2) -> Iterator[BatchPlan]:
 
 
 class FakeBuilder:
-    """Makes 2 * number + 1 of each sample; calls `at(step, first sample)` first, which may wait or raise."""
+    """Compute 2 * index + 1 for each sample; first call `at(step, first sample)`, which may wait or raise."""
 
     def __init__(self, at: Callable[[str, int], object] = lambda step, sample: None, piece: int | None = PIECE) -> None:
         self.at = at
@@ -70,7 +72,7 @@ class FakeBuilder:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., ThreadPool]]:
-    """Return a function that starts workers, which are closed in the end and leave no thread."""
+    """Return a function that starts workers; they are closed after the test and must leave no thread."""
     started: list[ThreadPool] = []
 
     def make(
@@ -86,7 +88,7 @@ def start() -> Iterator[Callable[..., ThreadPool]]:
 
 
 def taken(running: ThreadPool) -> Iterator[Batch]:
-    """Yield all batches, as a user takes them."""
+    """Yield all batches as a user of the loader receives them."""
     while (group := running.take(DEADLINE_S)) is not None:
         yield from group.batches
         running.make_room()
@@ -103,7 +105,7 @@ def raises_at(step: str, sample: int, error: BaseException) -> Callable[[str, in
 @pytest.mark.parametrize("piece", [None, 1, PIECE, SIZE, 100])
 @pytest.mark.parametrize("threads", [0, 1, 2, 16])
 @pytest.mark.parametrize("ahead", [1, 3, 50])
-def test_batches_come_whole_and_in_order_with_any_number_of_threads(start, threads, ahead, piece):
+def test_batches_are_complete_and_in_order_with_any_number_of_threads(start, threads, ahead, piece):
     builder = FakeBuilder(piece=piece)
     batches = list(taken(start(plans(30), builder, threads, ahead)))
     assert [batch.end for batch in batches] == list(range(SIZE, 241, SIZE))
@@ -113,7 +115,7 @@ def test_batches_come_whole_and_in_order_with_any_number_of_threads(start, threa
     assert piece is None or [number for first, last in spans for number in range(first, last + 1)] == list(range(240))
 
 
-def test_many_threads_on_many_epochs_lose_and_double_nothing(start):
+def test_many_threads_over_many_epochs_neither_lose_nor_repeat_samples(start):
     for round_ in range(30):
         plan = list(plans(12, batches=1 + round_ % 3))
         running = start(plan, FakeBuilder(piece=1 + round_ % 4), threads=24, ahead=1 + round_ % 7)
@@ -122,17 +124,18 @@ def test_many_threads_on_many_epochs_lose_and_double_nothing(start):
         running.close()
 
 
-def test_no_portion_is_the_end_at_once(start):
+def test_an_epoch_without_plans_ends_at_once(start):
     assert start([], FakeBuilder(), threads=3).take(DEADLINE_S) is None
 
 
-def test_a_group_that_is_done_early_waits_for_those_before_it(start):
+def test_a_group_that_ends_early_waits_for_those_before_it(start):
     second_done = threading.Event()
 
     def at(step: str, sample: int) -> None:
         if (step, sample) == ("fill", 0):
             assert second_done.wait(DEADLINE_S)
-        if (step, sample) == ("finish", 3 * SIZE):  # the last batch of the second group
+        # This is the last batch of the second group.
+        if (step, sample) == ("finish", 3 * SIZE):
             second_done.set()
 
     running = start(plans(3), FakeBuilder(at), threads=2)
@@ -140,21 +143,22 @@ def test_a_group_that_is_done_early_waits_for_those_before_it(start):
     assert second_done.is_set()
 
 
-def test_the_pieces_of_one_group_are_made_by_all_threads_at_once(start):
+def test_all_threads_build_the_pieces_of_one_group_at_once(start):
     together = threading.Barrier(3, timeout=DEADLINE_S)
     builder = FakeBuilder(lambda step, sample: together.wait() if step == "fill" else None)
-    running = start(plans(1), builder, threads=3)  # eight samples, in pieces of three
+    # Eight samples are built in pieces of three.
+    running = start(plans(1), builder, threads=3)
     assert len(list(taken(running))) == 2
     assert not together.broken
 
 
-def test_the_pieces_of_the_oldest_group_go_first(start):
+def test_the_pieces_of_the_oldest_group_come_first(start):
     builder = FakeBuilder()
     list(taken(start(plans(6), builder, threads=1, ahead=6)))
     assert builder.filled == sorted(builder.filled)
 
 
-def test_portions_are_asked_for_by_one_thread_at_a_time(start):
+def test_only_one_thread_at_a_time_requests_a_plan(start):
     inside = threading.Lock()
 
     class Plan:
@@ -165,7 +169,7 @@ def test_portions_are_asked_for_by_one_thread_at_a_time(start):
             return self
 
         def __next__(self) -> BatchPlan:
-            assert inside.acquire(blocking=False), "two threads asked at once"
+            assert inside.acquire(blocking=False), "two threads requested a plan at once"
             try:
                 return next(self.left)
             finally:
@@ -176,7 +180,7 @@ def test_portions_are_asked_for_by_one_thread_at_a_time(start):
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_as_many_groups_as_allowed_are_made_ahead_and_never_more(start, threads, ahead):
+def test_the_allowed_number_of_groups_is_built_ahead_and_never_more(start, threads, ahead):
     given_back, most = [], []
     builder = FakeBuilder(
         lambda step, sample: most.append(builder.begun - len(given_back)) if step == "begin" else None
@@ -190,19 +194,20 @@ def test_as_many_groups_as_allowed_are_made_ahead_and_never_more(start, threads,
     assert max(most) == ahead
 
 
-def test_what_is_ready_is_counted_and_nothing_ready_in_time_is_said(start):
+def test_ready_groups_are_counted_and_a_timeout_raises_an_error(start):
     gate = threading.Event()
     running = start(plans(2), FakeBuilder(lambda *_: gate.wait(DEADLINE_S)))
     assert running.ready() == 0
     with pytest.raises(queue.Empty):
         running.take(0.001)
     gate.set()
-    wait_until(lambda: running.ready() == 3)  # two groups and the end
+    # Two groups and the end mark are ready.
+    wait_until(lambda: running.ready() == 3)
     list(taken(running))
     assert running.ready() == 0
 
 
-def test_the_seconds_that_a_thread_had_nothing_to_do_are_told(start):
+def test_the_idle_seconds_of_a_thread_are_reported(start):
     waits: list[float] = []
     running = start(plans(4), FakeBuilder(), ahead=1, waited=waits.append)
     wait_until(lambda: running.ready() == 1)
@@ -216,17 +221,17 @@ def test_the_seconds_that_a_thread_had_nothing_to_do_are_told(start):
 @pytest.mark.parametrize(
     ("step", "sample", "whole"),
     [
-        ("begin", 2 * SIZE * 2, 4),  # the third group: four batches before it
+        ("begin", 2 * SIZE * 2, 4),  # the third group, after four batches
         ("begin", 0, 0),
-        ("fill", 2 * SIZE * 2, 4),  # its first piece
-        ("fill", 2 * SIZE * 2 + PIECE, 4),  # reaches into both batches
-        ("fill", 2 * SIZE * 2 + 2 * PIECE, 5),  # the first batch of the group is whole
+        ("fill", 2 * SIZE * 2, 4),  # the first piece of that group
+        ("fill", 2 * SIZE * 2 + PIECE, 4),  # a piece across both batches
+        ("fill", 2 * SIZE * 2 + 2 * PIECE, 5),  # the first batch of the group is complete
         ("fill", 0, 0),
         ("finish", 2 * SIZE * 2, 4),
         ("finish", 2 * SIZE * 2 + SIZE, 5),
     ],
 )
-def test_an_error_comes_after_the_batches_before_it_and_nothing_after_it(start, threads, step, sample, whole):
+def test_an_error_is_raised_after_the_batches_before_it_and_ends_the_epoch(start, threads, step, sample, whole):
     error = ValueError("planned")
     running = start(plans(8), FakeBuilder(raises_at(step, sample, error)), threads, ahead=6)
     got: list[Batch] = []
@@ -239,7 +244,7 @@ def test_an_error_comes_after_the_batches_before_it_and_nothing_after_it(start, 
 
 
 @pytest.mark.parametrize("threads", [1, 8])
-def test_an_exit_that_a_thread_raises_comes_after_the_batches_before_it(start, threads):
+def test_a_system_exit_in_a_thread_is_raised_after_the_batches_before_it(start, threads):
     for step, sample, whole in (("begin", 16, 4), ("fill", 16 + 2 * PIECE, 5), ("finish", 16 + SIZE, 5)):
         running = start(plans(8), FakeBuilder(raises_at(step, sample, SystemExit(3))), threads, ahead=6)
         got: list[Batch] = []
@@ -249,7 +254,7 @@ def test_an_exit_that_a_thread_raises_comes_after_the_batches_before_it(start, t
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_an_error_of_the_portions_comes_after_the_batches_before_it(start, threads):
+def test_an_error_of_the_plans_is_raised_after_the_batches_before_it(start, threads):
     def plan() -> Iterator[BatchPlan]:
         yield from plans(2)
         raise LookupError("planned")
@@ -260,8 +265,8 @@ def test_an_error_of_the_portions_comes_after_the_batches_before_it(start, threa
     assert [batch.end for batch in got] == [4, 8, 12, 16]
 
 
-def test_of_several_errors_in_a_group_the_first_sample_counts(start):
-    """The pieces at 0, 3 and 6 are under way together; those at 6 and 3 fail, in this order."""
+def test_of_several_errors_in_a_group_the_one_of_the_first_sample_is_raised(start):
+    """The pieces at 0, 3 and 6 are in progress together; those at 6 and 3 fail, in this order."""
     together, late_failed = threading.Barrier(3, timeout=DEADLINE_S), threading.Event()
 
     def at(step: str, sample: int) -> None:
@@ -297,7 +302,7 @@ def test_an_error_of_a_later_group_waits_for_the_groups_before_it(start):
 
 
 @pytest.mark.parametrize("fails_too", [False, True])
-def test_a_group_that_ends_after_an_earlier_one_failed_is_not_handed_over(start, fails_too):
+def test_a_group_that_ends_after_an_earlier_one_failed_is_dropped(start, fails_too):
     first_failed, go_on = threading.Event(), threading.Event()
 
     def at(step: str, sample: int) -> None:
@@ -318,21 +323,21 @@ def test_a_group_that_ends_after_an_earlier_one_failed_is_not_handed_over(start,
     assert running.ready() == 0
 
 
-def test_nothing_is_made_of_a_group_after_its_first_error(start):
+def test_no_further_pieces_of_a_group_are_built_after_its_first_error(start):
     builder = FakeBuilder(raises_at("fill", 0, ValueError("planned")))
     with pytest.raises(ValueError, match="planned"):
         list(taken(start(plans(5), builder, threads=1)))
     assert builder.filled == []
 
 
-def test_what_is_no_exception_comes_through_too(start):
+def test_an_error_that_is_not_an_exception_is_raised_too(start):
     running = start(plans(2), FakeBuilder(raises_at("fill", 0, SystemExit(3))))
     with pytest.raises(SystemExit):
         list(taken(running))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_close_ends_threads_that_wait_for_room_for_work_or_for_good(start, threads):
+def test_close_ends_threads_that_wait_for_room_or_work(start, threads):
     running = start(plans(10), FakeBuilder(), threads, ahead=1)
     wait_until(lambda: running.ready() == 1)
     running.close()
@@ -344,8 +349,8 @@ def test_close_ends_threads_that_wait_for_room_for_work_or_for_good(start, threa
     assert loader_threads() == []
 
 
-def test_one_of_the_threads_may_close_all_without_waiting_for_itself(start):
-    """As the garbage collector does in any thread, when it ends a pass that was left."""
+def test_a_worker_thread_may_close_the_pool_without_waiting_for_itself(start):
+    """The garbage collector does this in any thread when it closes an abandoned iteration."""
     running: list[ThreadPool] = []
     is_made, is_closed = threading.Event(), threading.Event()
 
@@ -362,7 +367,7 @@ def test_one_of_the_threads_may_close_all_without_waiting_for_itself(start):
 
 
 @pytest.mark.parametrize("step", ["begin", "fill"])
-def test_work_that_stops_because_nobody_wants_it_ends_quietly(start, step):
+def test_cancelled_work_ends_quietly(start, step):
     entered, is_closing = threading.Event(), threading.Event()
 
     def at(now: str, sample: int) -> None:
@@ -379,7 +384,7 @@ def test_work_that_stops_because_nobody_wants_it_ends_quietly(start, step):
     assert running.ready() == 0
 
 
-def test_close_leaves_work_that_hangs_alone_and_says_so(start, monkeypatch, caplog):
+def test_close_abandons_threads_that_hang_and_logs_a_warning(start, monkeypatch, caplog):
     monkeypatch.setattr(thread_engine, "_CLOSE_S", 0.05)
     entered, release = threading.Event(), threading.Event()
 
@@ -399,7 +404,7 @@ def test_close_leaves_work_that_hangs_alone_and_says_so(start, monkeypatch, capl
         wait_until(lambda: not loader_threads())
 
 
-def test_a_batch_that_cannot_be_finished_counts_before_a_later_piece_that_failed(start):
+def test_an_error_in_finishing_a_batch_precedes_an_error_of_a_later_piece(start):
     planned = {("fill", 2 * PIECE): "fill", ("finish", 0): "finish"}
 
     def at(step: str, sample: int) -> None:
@@ -422,7 +427,7 @@ def test_without_threads_the_caller_builds_each_group_when_it_takes_it(start):
     assert threads == {threading.current_thread().name}
 
 
-def test_an_interrupt_of_the_caller_that_builds_is_raised_at_once(start):
+def test_an_interrupt_while_the_caller_builds_is_raised_at_once(start):
     running = start(plans(2), FakeBuilder(raises_at("fill", PIECE, KeyboardInterrupt())), threads=0)
     with pytest.raises(KeyboardInterrupt):
         running.take(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Where samples live, by what is free; decoded images are cached once, by any threads, in RAM or on a nameless disk."""
+"""The tier depends on the free space; decoded images are cached once, by any thread, in RAM or in a nameless file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROWS = 1000
 
 
 def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any]) -> Tier:
-    """Return the tier of a thousand rows that take so many gigabytes together."""
+    """Return the tier of a thousand rows with this total size."""
     row_bytes = None if gigabytes is None else int(gigabytes * GIB) // ROWS
     return choose_tier("make a Loader", keep, room, row_bytes=row_bytes, count=ROWS, **kind)
 
@@ -55,7 +55,7 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
 @pytest.mark.parametrize(
     ("keep", "room", "gigabytes", "kind", "name", "rows"),
     [
-        # The GPU takes what leaves room for a model, whatever else there is.
+        # The GPU is used if enough of its memory remains for a model.
         ("auto", WITH_GPU, 40, FILE, "gpu", 0),
         ("auto", WITH_GPU, 41, FILE, "ram", 0),
         ("auto", Room(100 * GIB, GIB, GIB), 40, FILE, "gpu", 0),
@@ -63,19 +63,19 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
         ("auto", WITH_GPU, 40, DECODED, "gpu", ROWS),
         ("gpu", WITH_GPU, 40, DECODED, "gpu", ROWS),
         ("auto", Room(0, 100 * GIB, 0), 1, FILE, "ram", 0),
-        # Decoded samples are collected in RAM before they go to the GPU.
+        # Decoded samples are cached in RAM before they move to the GPU.
         ("auto", Room(100 * GIB, 10 * GIB, 100 * GIB), 40, DECODED, "disk", ROWS),
         ("auto", Room(100 * GIB, 10 * GIB, 0), 35, DECODED, "ram", 200),
-        # A pack's rows are the kernel's to keep, as long as RAM has room for all.
+        # The kernel caches the rows of a pack as long as all fit in RAM.
         ("auto", ROOMY, 70, FILE, "ram", 0),
         ("auto", ROOMY, 71, FILE, "disk", 0),
         ("ram", ROOMY, 70, FILE, "ram", 0),
         ("disk", ROOMY, 1, FILE, "disk", 0),
         ("auto", Room(None, 0, 0), 1, FILE, "disk", 0),
-        # Arrays are in memory already.
+        # Arrays are already in memory.
         ("auto", Room(None, GIB, GIB), 50, ARRAY, "ram", 0),
         ("ram", Room(None, GIB, GIB), 50, ARRAY, "ram", 0),
-        # Decoded samples go where all of them fit, else where most of them do.
+        # Decoded samples are cached where all of them fit, else where most of them fit.
         ("auto", ROOMY, 70, DECODED, "ram", ROWS),
         ("ram", ROOMY, 70, DECODED, "ram", ROWS),
         ("auto", ROOMY, 71, DECODED, "disk", ROWS),
@@ -84,13 +84,13 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
         ("auto", Room(None, 100 * GIB, 10 * GIB), 140, DECODED, "ram", 500),
         ("disk", ROOMY, 40, DECODED, "disk", ROWS),
         ("auto", Room(None, 0, 0), 1, DECODED, "source", 0),
-        # What has no size of its own cannot be kept.
+        # Samples of different sizes cannot be cached.
         ("auto", ROOMY, None, DECODED, "source", 0),
         ("auto", WITH_GPU, None, DECODED, "source", 0),
         ("auto", ROOMY, None, ARRAY, "source", 0),
     ],
 )
-def test_samples_live_where_there_is_room(keep, room, gigabytes, kind, name, rows):
+def test_the_tier_depends_on_the_free_space(keep, room, gigabytes, kind, name, rows):
     found = chosen(keep, room, gigabytes, kind)
     assert (found.name, found.rows) == (name, rows)
     assert found.reason
@@ -111,12 +111,12 @@ def test_samples_live_where_there_is_room(keep, room, gigabytes, kind, name, row
         ("gpu", WITH_GPU, None, DECODED, "differ in size"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(keep, room, gigabytes, kind, message):
+def test_an_impossible_tier_raises_an_error_with_an_alternative(keep, room, gigabytes, kind, message):
     with pytest.raises(InvalidOption, match=f"Cannot make a Loader: .*{message}"):
         chosen(keep, room, gigabytes, kind)
 
 
-def test_reasons_name_the_bytes_that_decided():
+def test_reasons_name_the_deciding_sizes():
     assert "70.0 GiB" in chosen("auto", ROOMY, 71, FILE).reason
     assert "71.0 GiB" in chosen("auto", ROOMY, 71, FILE).reason
     assert "500 of 1,000" in chosen("auto", Room(None, 10 * GIB, 100 * GIB), 160, DECODED).reason
@@ -125,7 +125,7 @@ def test_reasons_name_the_bytes_that_decided():
 
 
 @pytest.mark.parametrize("processes", [1, 2, 7])
-def test_processes_share_what_is_free(tmp_path, processes):
+def test_processes_share_the_free_space(tmp_path, processes):
     room = Room.measure(torch.device("cpu"), tmp_path, processes)
     alone = Room.measure(torch.device("cpu"), tmp_path, 1)
     assert room.gpu_bytes is None
@@ -143,7 +143,7 @@ def encoded(tmp_path: Path) -> Any:
     return open_pack(packed(photos(tmp_path / "tree"), tmp_path / "encoded.h5", encoding="source"))["train"]
 
 
-def test_the_loader_tells_its_tier(raw, encoded, monkeypatch):
+def test_the_loader_reports_its_tier(raw, encoded, monkeypatch):
     rows, arrays, decoded = Loader(raw, 4), Loader(torch.zeros(9, 2), 4), Loader(encoded, 4, size=16)
     for loader in (rows, arrays, decoded):
         assert loader.tier.name == "ram"
@@ -156,19 +156,19 @@ def test_the_loader_tells_its_tier(raw, encoded, monkeypatch):
 
 
 @pytest.mark.parametrize("keep", ["gpu", "ram", "disk"])
-def test_samples_made_one_by_one_are_not_kept(keep):
+def test_samples_loaded_one_by_one_cannot_be_cached(keep):
     with pytest.raises(InvalidOption, match=r"Cannot make a Loader: .*keep="):
         Loader([1, 2, 3, 4], 2, keep=keep)
 
 
 @pytest.mark.parametrize("keep", ["RAM", None, "source", 3])
-def test_other_places_are_refused(raw, keep):
+def test_unknown_tiers_raise_an_error(raw, keep):
     with pytest.raises(InvalidOption, match=r"keep=.*'auto', 'gpu', 'ram' or 'disk'"):
         Loader(raw, 2, keep=keep)
 
 
 @pytest.mark.parametrize("keep", ["auto", "ram", "disk"])
-def test_batches_are_the_same_wherever_samples_live(raw, encoded, keep, monkeypatch):
+def test_batches_are_the_same_in_every_tier(raw, encoded, keep, monkeypatch):
     for data, options in ((raw, {}), (encoded, {"size": 16})):
         expected = [(images.clone(), labels) for images, labels in Loader(data, 4, shuffle=True, **options)]
         for images, labels in Loader(data, 4, shuffle=True, keep=keep, **options):
@@ -179,7 +179,7 @@ def test_batches_are_the_same_wherever_samples_live(raw, encoded, keep, monkeypa
 
 
 def resident_batches(data: Any, batch_size: int) -> list[list[Any]]:
-    """Return the batches of an epoch, gathered in the memory of a device."""
+    """Return the batches of an epoch, gathered by a `DeviceEngine`."""
     columns = columns_of("test", data, None, False)
     assert columns is not None
     engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters())
@@ -190,7 +190,9 @@ def resident_batches(data: Any, batch_size: int) -> list[list[Any]]:
 @pytest.mark.parametrize("batch_size", sampled([1, 4, 22, 50], 2))
 @pytest.mark.parametrize("step_bytes", sampled([1, 100, 64 << 20], 2))
 @pytest.mark.parametrize("kind", ["whole", "view", "shards", "arrays", "channels last", "one"])
-def test_batches_from_a_device_are_those_of_the_threads(tmp_path, raw, kind, step_bytes, batch_size, monkeypatch):
+def test_the_device_engine_gives_the_same_batches_as_the_threads(
+    tmp_path, raw, kind, step_bytes, batch_size, monkeypatch
+):
     monkeypatch.setattr("colabkit.loading.engine.device._STEP_BYTES", step_bytes)
     images = torch.arange(22 * 3 * 4 * 3).reshape(22, 3, 4, 3).to(torch.uint8)
     data = {
@@ -214,7 +216,7 @@ def test_batches_from_a_device_are_those_of_the_threads(tmp_path, raw, kind, ste
             assert one.stride() == other.stride()
 
 
-def test_rows_on_a_device_have_a_memory_of_their_own(raw):
+def test_rows_on_a_device_have_their_own_memory(raw):
     columns = columns_of("test", raw.subset([3, 1]), None, False)
     assert columns is not None
     engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters())
@@ -224,15 +226,15 @@ def test_rows_on_a_device_have_a_memory_of_their_own(raw):
     assert raw.rows.any()
 
 
-def test_ram_that_others_were_promised_is_left_to_them_unless_it_is_asked_for_and_the_reason_says_so():
+def test_ram_reserved_by_other_loaders_is_used_only_on_request_and_the_reason_names_it():
     room = Room(100 * GIB, 10 * GIB, 100 * GIB, promised_bytes=8 * GIB)
-    near = replace(room, gpu_bytes=None)
-    tier = chosen("auto", near, 5, DECODED)
+    without_gpu = replace(room, gpu_bytes=None)
+    tier = chosen("auto", without_gpu, 5, DECODED)
     assert tier.name == "disk"
     assert tier.reason.endswith("; 8.0 GiB of RAM are reserved by other loaders")
-    assert chosen("ram", near, 5, DECODED).name == "ram"
+    assert chosen("ram", without_gpu, 5, DECODED).name == "ram"
     assert chosen("gpu", room, 5, DECODED).name == "gpu"
-    assert "reserved" not in chosen("auto", replace(near, promised_bytes=0), 50, DECODED).reason
+    assert "reserved" not in chosen("auto", replace(without_gpu, promised_bytes=0), 50, DECODED).reason
 
 
 SHAPE = (4, 5, 3)
@@ -263,13 +265,13 @@ def _nothing_is_left(near_storage: Path) -> Iterator[None]:
     assert [path for path in near_storage.rglob("*") if path.is_file()] == []
 
 
-@pytest.fixture(params=[False, True], ids=["near", "far"])
+@pytest.fixture(params=[False, True], ids=["local", "remote"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Counted:
     """Return twelve photos whose reads are counted."""
     return Counted(photos(tmp_path / "tree"), request.param)
 
 
-def kept(capacity: int, where: Any = "ram", folder: Path = Path("/nowhere"), count: int = COUNT) -> RowCache:
+def new_cache(capacity: int, where: Any = "ram", folder: Path = Path("/nowhere"), count: int = COUNT) -> RowCache:
     return RowCache(count, SHAPE, capacity, where, folder)
 
 
@@ -277,8 +279,8 @@ def row_of(number: int) -> np.ndarray:
     return np.full(SHAPE, number % 251, np.uint8)
 
 
-def keep(rows: RowCache, number: int) -> bool:
-    """Keep a row as the loader does; return whether there was a place."""
+def cache_row(rows: RowCache, number: int) -> bool:
+    """Cache a row as the loader does; return whether a slot was free."""
     place = rows.claim()
     if place is None:
         return False
@@ -288,19 +290,19 @@ def keep(rows: RowCache, number: int) -> bool:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, ram_bytes: int, disk_bytes: int) -> None:
-    """Let there be so much room for decoded samples."""
+    """Limit the free space for decoded samples."""
     monkeypatch.setattr(tiers, "_RAM_SHARE", 1)
     monkeypatch.setattr(tiers, "_DISK_SHARE", 1)
     monkeypatch.setattr(tiers.Room, "measure", lambda *_: tiers.Room(None, ram_bytes, disk_bytes))
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_rows_come_back_as_they_were_settled(where, tmp_path):
-    rows = kept(COUNT, where, tmp_path)
+def test_cached_rows_are_returned_unchanged(where, tmp_path):
+    rows = new_cache(COUNT, where, tmp_path)
     for number in np.random.default_rng(0).permutation(COUNT).tolist():
         assert rows.row(number) is None
         assert not rows.is_full
-        assert keep(rows, number)
+        assert cache_row(rows, number)
         assert np.array_equal(rows.row(number), row_of(number))
     assert rows.is_full
     assert len(rows) == COUNT
@@ -308,19 +310,19 @@ def test_rows_come_back_as_they_were_settled(where, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_what_rows_may_still_take_is_promised_until_it_is_taken_or_they_are_gone(where, tmp_path):
+def test_the_free_part_of_a_cache_is_reserved_until_it_is_used_or_deleted(where, tmp_path):
     gc.collect()
     before = promised_bytes()
-    rows = kept(10, where, tmp_path)
+    rows = new_cache(10, where, tmp_path)
     for number in range(4):
-        keep(rows, number)
+        cache_row(rows, number)
         assert promised_bytes() - before == (0 if where == "disk" else (9 - number) * 60)
     del rows
     gc.collect()
     assert promised_bytes() == before
 
 
-def test_the_same_ram_is_not_promised_to_two_loaders(source, monkeypatch):
+def test_the_same_ram_is_not_reserved_for_two_loaders(source, monkeypatch):
     gc.collect()
     data, row_bytes = FileDataset(source), 16 * 16 * 3
     free = promised_bytes() + 30 * row_bytes
@@ -328,17 +330,18 @@ def test_the_same_ram_is_not_promised_to_two_loaders(source, monkeypatch):
     monkeypatch.setattr(tiers, "memory_limits", lambda _: SimpleNamespace(available_bytes=free))
     loaders = [Loader(data, 4, size=16) for _ in range(3)]
     assert [loader.tier.name for loader in loaders] == ["ram", "ram", "disk"]
-    assert Loader(data, 4, size=16, keep="ram").tier.name == "ram"  # who asks for it knows what the others do
+    # With keep="ram" the user takes responsibility for the other caches.
+    assert Loader(data, 4, size=16, keep="ram").tier.name == "ram"
     del loaders
     gc.collect()
     assert Loader(data, 4, size=16).tier.name == "ram"
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_kept_rows_are_gathered_as_images(where, tmp_path):
-    rows = kept(COUNT, where, tmp_path)
+def test_cached_rows_are_gathered_as_images(where, tmp_path):
+    rows = new_cache(COUNT, where, tmp_path)
     for number in (5, 3, 8):
-        keep(rows, number)
+        cache_row(rows, number)
     gather = rows.gather()
     images = gather.gather(torch.tensor([8, 5, 8]), torch.empty(3 * 60, dtype=torch.uint8))
     assert images.shape == (3, 3, 4, 5)
@@ -346,36 +349,37 @@ def test_kept_rows_are_gathered_as_images(where, tmp_path):
     assert [image.unique().tolist() for image in images] == [[8], [5], [8]]
 
 
-def test_no_more_rows_are_kept_than_fit():
-    rows = kept(5)
-    assert [keep(rows, number) for number in range(7)] == [True] * 5 + [False] * 2
+def test_a_cache_holds_no_more_rows_than_its_capacity():
+    rows = new_cache(5)
+    assert [cache_row(rows, number) for number in range(7)] == [True] * 5 + [False] * 2
     assert len(rows) == 5
     assert not rows.is_full
     assert rows.row(5) is None
 
 
-def test_a_place_that_is_given_back_is_claimed_again():
-    rows = kept(2)
+def test_a_released_slot_is_claimed_again():
+    rows = new_cache(2)
     first, second = rows.claim(), rows.claim()
     assert rows.claim() is None
     rows.release(first)
     assert rows.claim() == first
     rows.settle(second, 7)
-    rows.settle(first, 7)  # decoded by two threads
+    # Two threads have decoded the same sample.
+    rows.settle(first, 7)
     assert len(rows) == 1
     assert rows.claim() == first
 
 
-def test_of_many_threads_that_keep_the_same_rows_each_is_kept_once_and_whole():
+def test_rows_that_many_threads_cache_at_once_are_stored_once_and_complete():
     count, capacity = 400, 300
-    rows = kept(capacity, count=count)
+    rows = new_cache(capacity, count=count)
     start, wrong = threading.Barrier(8), []
 
     def work(seed: int) -> None:
         start.wait()
         for number in np.random.default_rng(seed % 4).permutation(count).tolist():
             if rows.row(number) is None:
-                keep(rows, number)
+                cache_row(rows, number)
             row = rows.row(number)
             if row is not None and not np.array_equal(row, row_of(number)):
                 wrong.append(number)
@@ -396,7 +400,7 @@ def test_of_many_threads_that_keep_the_same_rows_each_is_kept_once_and_whole():
     assert all(np.array_equal(rows.row(number), row_of(number)) for number in found)
 
 
-def test_a_file_of_rows_has_no_name_and_takes_its_room_at_once(tmp_path):
+def test_a_cache_file_has_no_name_and_reserves_its_space_at_once(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     free = os.statvfs(tmp_path)
     rows = RowCache(1000, (64, 64, 3), 1000, "disk", tmp_path / "new" / "folder")
@@ -409,31 +413,31 @@ def test_a_file_of_rows_has_no_name_and_takes_its_room_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(number, tmp_path, file_hook):
+def test_a_full_disk_raises_one_error_and_leaves_no_file(number, tmp_path, file_hook):
     before = len(os.listdir("/proc/self/fd"))
     file_hook(AtChange(number, fill_disk))
     with pytest.raises(NotEnoughSpace, match=r"Cannot cache decoded images in .*Free some space"):
-        kept(COUNT, "disk", tmp_path / "new")
+        new_cache(COUNT, "disk", tmp_path / "new")
     file_hook(None)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_disk_that_is_fuller_than_it_said_is_one_clear_error_of_the_loader(source, monkeypatch, file_hook):
+def test_a_disk_with_less_space_than_reported_raises_an_error_of_the_loader(source, monkeypatch, file_hook):
     limit(monkeypatch, 0, 1 << 30)
     file_hook(AtChange(2, fill_disk))
     with pytest.raises(NotEnoughSpace, match="Cannot cache decoded images"):
         Loader(FileDataset(source), 4, size=16)
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
+def test_a_folder_that_cannot_be_created_raises_an_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(FileFailed, match="Cannot cache decoded images"):
-        kept(COUNT, "disk", tmp_path / "file" / "folder")
+        new_cache(COUNT, "disk", tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_from_the_second_epoch_on_nothing_is_read_and_all_is_the_same(source, where):
+def test_later_epochs_read_no_files_and_give_the_same_images(source, where):
     loader = Loader(FileDataset(source), 5, size=16, keep=where, num_workers=2)
     assert loader.tier.name == where
     first = epoch(loader)
@@ -447,7 +451,7 @@ def test_from_the_second_epoch_on_nothing_is_read_and_all_is_the_same(source, wh
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_a_shuffled_second_epoch_has_the_pixels_of_the_first(source, where):
+def test_a_shuffled_second_epoch_has_the_same_pixels(source, where):
     data = FileDataset(source)
     plain = epoch(Loader(data, 5, size=16))[0]
     source.reads.clear()
@@ -460,21 +464,21 @@ def test_a_shuffled_second_epoch_has_the_pixels_of_the_first(source, where):
     assert set(source.reads.values()) == {1}
 
 
-def test_random_cuts_of_kept_images_are_those_of_images_decoded_anew(source, monkeypatch):
+def test_random_crops_of_cached_images_equal_those_of_images_decoded_again(source, monkeypatch):
     options: dict[str, Any] = {"size": 20, "transform": Compose([RandomResizedCrop(12), RandomHorizontalFlip()])}
     loader = Loader(FileDataset(source), 5, shuffle=True, seed=3, **options)
     found = [epoch(loader)[0] for _ in range(3)]
     assert loader.tier.rows == COUNT
     limit(monkeypatch, 0, 0)
-    anew = Loader(FileDataset(source), 5, shuffle=True, seed=3, **options)
-    assert anew.tier.name == "source"
-    assert all(torch.equal(epoch(anew)[0], images) for images in found)
+    uncached = Loader(FileDataset(source), 5, shuffle=True, seed=3, **options)
+    assert uncached.tier.name == "source"
+    assert all(torch.equal(epoch(uncached)[0], images) for images in found)
     assert not torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("capacity", sampled([1, 7, 11], 2))
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_what_does_not_fit_is_read_in_each_epoch(source, where, capacity, monkeypatch):
+def test_images_that_do_not_fit_in_the_cache_are_read_in_each_epoch(source, where, capacity, monkeypatch):
     plain = epoch(Loader(FileDataset(source), 5, size=16))[0]
     source.reads.clear()
     row_bytes = 16 * 16 * 3
@@ -504,7 +508,7 @@ def test_a_sampler_with_replacement_gets_the_right_pixels(source, capacity, monk
         sys.setswitchinterval(before)
 
 
-def test_a_row_that_another_thread_kept_first_is_taken_from_there(source, monkeypatch):
+def test_a_row_that_another_thread_cached_first_is_used(source, monkeypatch):
     plain = epoch(Loader(FileDataset(source), 5, size=16))[0]
     settle = RowCache.settle
 
@@ -525,7 +529,7 @@ def test_a_row_that_another_thread_kept_first_is_taken_from_there(source, monkey
         assert torch.equal(epoch(loader)[0], plain)
 
 
-def test_an_epoch_left_early_keeps_what_it_decoded(source):
+def test_an_abandoned_epoch_caches_the_decoded_images(source):
     loader = Loader(FileDataset(source), 2, size=16, prefetch_batches=1)
     for _ in loader:
         break
@@ -534,7 +538,7 @@ def test_an_epoch_left_early_keeps_what_it_decoded(source):
     assert sum(source.reads.values()) < 2 * COUNT
 
 
-def test_images_of_one_size_are_kept_without_a_size_too(source):
+def test_images_of_one_size_are_cached_without_size(source):
     loader = Loader(FileDataset(source), 5)
     first = epoch(loader)[0]
     reads = sum(source.reads.values())

@@ -1,4 +1,4 @@
-"""`Loader`: the data set's own rows in batches that stay valid, resumed at any sample, with nothing left behind."""
+"""`Loader` yields the rows of the data set in batches that stay valid, resumes at any sample, and leaves no thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestLoaderStream(LoaderContract):
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (3, 3, 1), (1, 1, 1), (1, 1, 2), (9, 11, 3), (32, 32, 3), (16, 20, 1)])
 @pytest.mark.parametrize("dtype", sampled(["|u1", "<i2", "<f4", "<f8"], 2))
-def test_batches_are_the_rows_of_the_data_set_for_any_size_and_dtype(tmp_path, shape, dtype):
+def test_batches_are_the_rows_of_the_data_set_for_any_shape_and_dtype(tmp_path, shape, dtype):
     data = open_pack(make_pack(tmp_path / "p.h5", shape, dtype, train=11))["train"]
     loader = Loader(data, 4, shuffle=True, seed=3)
     images, labels = epoch(loader)
@@ -81,7 +81,7 @@ def test_batches_have_the_promised_count_shape_and_memory_format(data, batch_siz
         assert torch.equal(torch.cat([images for images, _ in batches]), rows(data, slice(sum(sizes))))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own(data):
+def test_each_epoch_and_seed_has_its_own_order(data):
     orders = [epoch(loader)[0] for seed in (0, 1) for loader in [Loader(data, 5, shuffle=True, seed=seed)] * 3]
     for number, order in enumerate(orders):
         assert all(not torch.equal(order, other) for other in orders[:number])
@@ -94,7 +94,7 @@ def test_batch_size_prefetch_and_threads_do_not_change_the_order(data):
         assert torch.equal(epoch(loader)[0], expected)
 
 
-def test_buffers_are_used_again_when_their_batches_are_gone(data, monkeypatch):
+def test_buffers_are_reused_when_their_batches_are_released(data, monkeypatch):
     made, empty = list[int](), gather.empty_bytes
     monkeypatch.setattr(gather, "empty_bytes", lambda size: made.append(size) or empty(size))
     loader = Loader(data, 2, shuffle=True, prefetch_batches=2)
@@ -103,7 +103,7 @@ def test_buffers_are_used_again_when_their_batches_are_gone(data, monkeypatch):
     assert 1 <= len(made) <= 6
 
 
-def test_a_buffer_comes_back_only_when_the_last_tensor_over_it_is_gone():
+def test_a_buffer_is_returned_only_when_its_last_tensor_is_deleted():
     slots = PageableSlots(64, keep=2)
     lent = slots.lend(64)
     first, view = lent.data_ptr(), lent.view(8, 8)[3:5].numpy()[:, :2]
@@ -115,7 +115,7 @@ def test_a_buffer_comes_back_only_when_the_last_tensor_over_it_is_gone():
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5, 22, 40])
-def test_resume_with_another_batch_size_goes_on_at_the_same_sample(data, batch_size):
+def test_resuming_with_another_batch_size_continues_at_the_same_sample(data, batch_size):
     reference = Loader(data, 4, shuffle=True, seed=9)
     expected = torch.cat([epoch(reference)[0] for _ in range(2)])
     for stop in range(6):
@@ -127,7 +127,7 @@ def test_resume_with_another_batch_size_goes_on_at_the_same_sample(data, batch_s
         assert torch.equal(got, expected)
 
 
-def test_set_epoch_chooses_the_order_and_keeps_a_position_loaded_for_that_epoch(data):
+def test_set_epoch_chooses_the_order_and_preserves_a_position_loaded_for_that_epoch(data):
     loader = Loader(data, 4, shuffle=True)
     for number in (5, 0, 5):
         loader.set_epoch(number)
@@ -143,7 +143,7 @@ def test_set_epoch_chooses_the_order_and_keeps_a_position_loaded_for_that_epoch(
     assert torch.equal(epoch(resumed)[0], rows(data, epoch_order(22, 0, 4, 0, 22)))
 
 
-def test_functions_of_a_batch_so_marked_run_in_the_background(data):
+def test_functions_wrapped_in_per_batch_run_in_the_background(data):
     seen: list[tuple[str, int]] = []
 
     def transform(images: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_functions_of_a_batch_so_marked_run_in_the_background(data):
     assert all(name.startswith("colabkit-loader") for name, _ in seen)
 
 
-def test_an_error_in_a_transform_is_a_loader_error_with_its_cause_and_the_loader_may_be_used_again(data):
+def test_an_error_in_a_transform_is_the_cause_of_a_loader_error_and_the_loader_stays_usable(data):
     loader = Loader(data, 4, transform=fails_at(3))
     with pytest.raises(
         LoaderFailed, match=r"Cannot make a batch: transforming samples 12 .* of epoch 0 raised ValueError: planned"
@@ -166,7 +166,7 @@ def test_an_error_in_a_transform_is_a_loader_error_with_its_cause_and_the_loader
     assert torch.equal(epoch(loader)[0], rows(data, slice(None)))
 
 
-def test_a_waiting_user_is_told_of_and_may_interrupt(data):
+def test_a_wait_for_batches_is_published_and_can_be_interrupted(data):
     gate = threading.Event()
     waits: list[float] = []
 
@@ -206,7 +206,8 @@ def test_meters_add_up(data, heard):
     assert list(parts) == ["gather", "augment"]
     for part in parts.values():
         assert 70 <= part.samples <= 88
-        assert part.handled_bytes == part.samples * (36 + 8 * (part.name == "gather"))  # labels are gathered, too
+        # Labels are gathered too.
+        assert part.handled_bytes == part.samples * (36 + 8 * (part.name == "gather"))
         assert part.busy_s > 0
     assert 0 <= found.ready <= 19
     assert min(found.wait_s, found.compute_s) > 0
@@ -219,7 +220,7 @@ def test_meters_add_up(data, heard):
     assert all(event.meters is loader.meters for event in (*started, *taken))
 
 
-def test_a_resumed_epoch_says_what_is_left_of_it(data, heard):
+def test_a_resumed_epoch_publishes_the_number_of_remaining_batches(data, heard):
     loader = Loader(data, 4)
     loader.load_state_dict({**loader.state_dict(), "samples": 10})
     list(loader)
@@ -227,52 +228,53 @@ def test_a_resumed_epoch_says_what_is_left_of_it(data, heard):
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 8])
-def test_as_many_batches_as_asked_for_are_made_ahead_and_never_more(folder, prefetch):
+def test_the_requested_number_of_batches_is_built_ahead_and_never_more(folder, prefetch):
     path = folder / "long.h5"
     data = open_pack(path if path.exists() else make_pack(path, train=60))["train"]
     changed = threading.Condition()
-    asked, made, ahead = 1, 0, []
+    requested, made, ahead = 1, 0, []
 
     def transform(images: Tensor) -> Tensor:
         nonlocal made
         with changed:
             made += 1
-            ahead.append(made - asked)
+            ahead.append(made - requested)
             changed.notify_all()
         return images
 
     for _ in Loader(data, 2, transform=PerBatch(transform), prefetch_batches=prefetch, num_workers=1):
         with changed:
-            # By the third batch as many are made as may be; before, groups grow, and inside of one less are ahead.
-            wanted = min(asked + (prefetch if asked == 3 else (prefetch + 1) // 2), 30)
+            # At the third batch the limit is reached; before, groups grow, and inside a group fewer batches are ahead.
+            wanted = min(requested + (prefetch if requested == 3 else (prefetch + 1) // 2), 30)
             assert changed.wait_for(lambda wanted=wanted: made >= wanted, DEADLINE_S)
-            asked += 1
+            requested += 1
     assert made == 30
     assert max(ahead) == prefetch
 
 
 @pytest.mark.parametrize("what", [iter([1, 2, 3]), 5, "data.h5", None, {1, 2}])
-def test_what_has_no_length_and_index_is_no_data_set(what):
+def test_a_data_set_without_length_or_indexing_raises_an_error(what):
     with pytest.raises(InvalidOption, match="a data set with __getitem__ and __len__, or arrays"):
         Loader(what, 1)
 
 
-def test_its_text_says_what_it_yields(data):
+def test_the_repr_describes_the_batches(data):
     assert "6 batches of 4, shuffled with seed 3, on cpu" in repr(Loader(data, 4, shuffle=True, seed=3))
 
 
-def test_keeping_the_labels_keeps_no_images(data):
+def test_holding_the_labels_does_not_hold_the_images(data):
     loader = Loader(data, 4)
     labels = [labels for _, labels in loader]
     assert all(some.untyped_storage().nbytes() <= 8 * len(data) for some in labels)
 
 
-def test_closing_waits_for_one_transform_at_most(data):
+def test_closing_waits_for_at_most_one_transform(data):
     entered, release, calls = threading.Event(), threading.Event(), []
 
     def transform(images: torch.Tensor) -> torch.Tensor:
         calls.append(len(images))
-        if len(calls) == 3:  # in the second group, of two batches
+        # The third call is in the second group, which has two batches.
+        if len(calls) == 3:
             entered.set()
             release.wait(30)
         return images
@@ -288,7 +290,7 @@ def test_closing_waits_for_one_transform_at_most(data):
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_batches_that_come_may_be_looked_at_without_moving_on(taken):
+def test_peek_returns_the_next_batches_without_moving_the_position(taken):
     loader, reference = (Loader(torch.arange(20), 4, shuffle=True, transform=torch.neg) for _ in range(2))
     expected = [batch.tolist() for _ in range(2) for batch in reference]
     running = iter(loader)
@@ -303,15 +305,15 @@ def test_batches_that_come_may_be_looked_at_without_moving_on(taken):
         loader.peek(0)
 
 
-def test_a_look_aside_in_the_middle_of_a_pass_is_not_counted_and_nobody_is_told(data, heard):
+def test_iterations_inside_aside_are_neither_counted_nor_published(data, heard):
     loader = Loader(data, 4)
     for number, _ in enumerate(loader):
         loader.meters.clock.worked(0.0)
         if number == 2:
-            clock, told = loader.meters.clock, len(heard)
+            clock, count = loader.meters.clock, len(heard)
             loader.peek(2)
             assert loader.meters.clock is clock
-            assert len(heard) == told
+            assert len(heard) == count
     found = loader.meters.snapshot()
     assert (found.batches, found.samples, found.passes, found.steps) == (6, 22, 1, 6)
     assert found.compute_s == 0

@@ -1,4 +1,4 @@
-"""`Loader` over what is in memory, over packs with several fields, without labels, and over HDF5 files of others."""
+"""`Loader` over arrays, over packs with several fields or without labels, and over HDF5 files of other programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def order_of(epoch: int = 0) -> np.ndarray:
 
 
 def loaded(dataset: Any, **options: Any) -> list[Any]:
-    """Return the batches of a shuffled epoch, of 4 samples."""
+    """Return the batches of a shuffled epoch, with 4 samples each."""
     return list(Loader(dataset, 4, shuffle=True, seed=5, **options))
 
 
@@ -49,7 +49,7 @@ class TestArrayStream(LoaderContract):
 
 @pytest.mark.parametrize("dtype", ["|u1", "|b1", "<i2", "<i8", "<f2", "<f4", "<f8", "<c8"])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5, 2), (2, 3, 4, 5)])
-def test_an_array_or_a_tensor_alone_is_a_batch_of_its_rows(shape, dtype):
+def test_a_single_array_or_tensor_gives_batches_of_its_rows(shape, dtype):
     array = (RANDOM.normal(size=(COUNT, *shape)) * 50).astype(dtype)
     expected = torch.from_numpy(array)[order_of()]
     for rows in (array, torch.from_numpy(array)):
@@ -60,7 +60,7 @@ def test_an_array_or_a_tensor_alone_is_a_batch_of_its_rows(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [">i2", ">i8", ">f4", ">c8"])
-def test_arrays_of_the_other_byte_order_come_as_numbers(dtype):
+def test_arrays_of_the_other_byte_order_are_converted(dtype):
     array = (RANDOM.normal(size=(COUNT, 4)) * 50).astype(dtype)
     expected = torch.from_numpy(array.astype(dtype.replace(">", "<")))[order_of()]
     batch = torch.cat(loaded(array))
@@ -69,7 +69,7 @@ def test_arrays_of_the_other_byte_order_come_as_numbers(dtype):
 
 
 @pytest.mark.parametrize("mode", ["r", "c", "r+"])
-def test_memory_maps_load_as_they_lie(tmp_path, mode):
+def test_memory_maps_load_and_writing_into_a_batch_does_not_change_the_file(tmp_path, mode):
     np.save(tmp_path / "rows.npy", IMAGES)
     rows = np.load(tmp_path / "rows.npy", mmap_mode=mode)
     batches = loaded(rows)
@@ -89,13 +89,13 @@ def test_memory_maps_load_as_they_lie(tmp_path, mode):
     ],
     ids=["reversed", "strided", "fortran", "broadcast", "transposed"],
 )
-def test_arrays_in_any_memory_order_give_their_values(arranged):
+def test_arrays_in_any_memory_layout_give_the_same_values(arranged):
     array = arranged(IMAGES)
     expected = torch.from_numpy(np.ascontiguousarray(array))[order_of()]
     assert torch.equal(torch.cat(loaded(array)), expected)
 
 
-def test_images_with_channels_last_in_memory_stay_so():
+def test_images_in_channels_last_memory_keep_that_format():
     images = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)
     for tensor in (images, images.float()):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
@@ -114,7 +114,7 @@ def test_writing_into_a_batch_changes_no_data():
     assert torch.equal(rows, torch.arange(COUNT * 3).view(COUNT, 3))
 
 
-def test_tensors_that_are_part_of_a_graph_come_without_it():
+def test_tensors_that_require_gradients_are_detached():
     rows = torch.ones(COUNT, 3, requires_grad=True)
     assert not any(batch.requires_grad for batch in loaded(rows * 2))
 
@@ -129,7 +129,7 @@ def test_tensors_that_are_part_of_a_graph_come_without_it():
     ],
     ids=["tuple", "mixed tuple", "TensorDataset", "dict"],
 )
-def test_several_arrays_stay_together_in_their_structure(structure, places):
+def test_several_arrays_are_batched_together_in_their_structure(structure, places):
     more = RANDOM.normal(size=(COUNT, 2, 4)).astype("<f4")
     batches = loaded(structure(IMAGES, LABELS, more))
     assert all(type(batch) is (dict if isinstance(places[0], str) else tuple) for batch in batches)
@@ -138,7 +138,7 @@ def test_several_arrays_stay_together_in_their_structure(structure, places):
     assert list(batches[0]) == list(places) if isinstance(batches[0], dict) else len(batches[0]) == 3
 
 
-def test_one_array_in_a_structure_keeps_it():
+def test_one_array_in_a_structure_keeps_the_structure():
     assert [type(batch) for batch in loaded((IMAGES,))] == [tuple] * 6
     assert [type(batch) for batch in loaded(TensorDataset(torch.from_numpy(IMAGES)))] == [tuple] * 6
     assert [list(batch) for batch in loaded({"x": IMAGES})] == [["x"]] * 6
@@ -154,7 +154,7 @@ def test_fields_chooses_arrays_and_as_dict_names_them():
 
 
 @pytest.mark.parametrize(
-    ("dataset", "said"),
+    ("dataset", "message"),
     [
         (lambda: (IMAGES, LABELS[:-1]), "array 0 has 23 rows, array 1 has 22 rows; expected the same number"),
         (lambda: {"x": IMAGES[:5], "y": LABELS}, "array x has 5 rows, array y has 23 rows"),
@@ -173,13 +173,13 @@ def test_fields_chooses_arrays_and_as_dict_names_them():
         (lambda: np.zeros(4, "M8[s]"), "a dtype that torch supports"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_in_one_line(dataset: Callable[[], Any], said):
-    with pytest.raises(InvalidOption, match=f"Cannot make a Loader: .*{said}") as caught:
+def test_arrays_that_cannot_be_loaded_raise_a_one_line_error(dataset: Callable[[], Any], message):
+    with pytest.raises(InvalidOption, match=f"Cannot make a Loader: .*{message}") as caught:
         Loader(dataset(), 2)
     assert "\n" not in str(caught.value)
 
 
-def test_a_state_of_other_arrays_is_refused_and_one_of_equal_arrays_taken():
+def test_a_state_of_other_arrays_raises_an_error_and_one_of_equal_arrays_loads():
     loader = Loader((IMAGES, LABELS), 4, shuffle=True)
     next(iter(loader))
     state = loader.state_dict()
@@ -189,7 +189,8 @@ def test_a_state_of_other_arrays_is_refused_and_one_of_equal_arrays_taken():
             Loader(other, 4, shuffle=True).load_state_dict(state)
 
 
-WAYS = {  # each of which asks for rows at once, or for samples one by one
+# Some gather rows, and some load samples one by one.
+WAYS = {
     "rows": {},
     "transform of samples": {"transform": v2.RandomHorizontalFlip()},
     "collate_fn": {"collate_fn": torch.utils.data.default_collate},
@@ -197,7 +198,7 @@ WAYS = {  # each of which asks for rows at once, or for samples one by one
 
 
 @pytest.mark.parametrize("kind", ["alone", "tuple", "dict", "TensorDataset", "every second one"])
-def test_a_state_of_arrays_is_of_their_content_in_any_way_to_batches(kind):
+def test_a_state_of_arrays_depends_only_on_their_content(kind):
     def made(images: Any, labels: Any) -> Any:
         tensors = torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels)
         return {
@@ -235,7 +236,7 @@ def test_a_state_of_arrays_is_of_their_content_in_any_way_to_batches(kind):
     ],
     ids=["texts", "objects", "other byte order", "sparse", "conjugated", "with a gradient"],
 )
-def test_arrays_of_any_kind_are_taken_sample_by_sample_and_resumed(values):
+def test_arrays_of_any_kind_load_sample_by_sample_and_resume(values):
     def stream() -> Loader:
         return Loader((values, torch.arange(3)), 1, collate_fn=lambda samples: samples, num_workers=0)
 
@@ -248,7 +249,7 @@ def test_arrays_of_any_kind_are_taken_sample_by_sample_and_resumed(values):
 
 @pytest.fixture
 def everything(tmp_path: Path) -> PackedDataset:
-    """Return samples with fields of every kind."""
+    """Return a split of a pack with fields of every kind."""
     fields = {
         "X": {"train": IMAGES},
         "Y": {"train": LABELS},
@@ -292,12 +293,12 @@ def test_fields_of_a_pack_are_chosen_by_name(everything):
 
 
 @pytest.mark.parametrize("fields", [["nothing"], [], "X", ["X", "X"], ["X", "y"], ["X", 1], 3])
-def test_fields_that_are_not_there_are_refused_with_those_that_are(everything, fields):
+def test_unknown_fields_raise_an_error_with_the_existing_names(everything, fields):
     with pytest.raises(InvalidOption, match="some of X, Y, Z, caption, raw, age, code"):
         Loader(everything, 4, fields=fields)
 
 
-def test_fields_come_in_the_order_in_which_they_are_named(everything):
+def test_fields_come_in_the_requested_order(everything):
     expected = loaded(everything, as_dict=True, transform=lambda images: images.float())
     for fields in (["caption", "X"], ["Y", "age", "X"], ["age", "Y"]):
         transform = None if "X" not in fields else lambda images: images.float()
@@ -311,7 +312,7 @@ def test_fields_come_in_the_order_in_which_they_are_named(everything):
                     assert found == whole[name] if is_text else torch.equal(found, whole[name])
 
 
-def test_a_pack_without_labels_gives_the_images_alone(tmp_path):
+def test_a_pack_without_labels_yields_only_images(tmp_path):
     fields = {"X": {"train": IMAGES}}
     data = open_pack(seal_fields(tmp_path / "u.h5", fields, {"X": "image"}, "none"))["train"]
     batches = loaded(data)
@@ -326,7 +327,7 @@ def test_a_pack_without_labels_gives_the_images_alone(tmp_path):
     [{}, {"chunks": (4, 6, 5, 3)}, {"chunks": (7, 3, 5, 1), "compression": "gzip", "shuffle": True}],
     ids=["contiguous", "chunked", "gzip"],
 )
-def test_hdf5_files_of_others_load_mapped_or_through_hdf5(tmp_path, stored, is_view):
+def test_hdf5_files_of_other_programs_load_mapped_or_through_hdf5(tmp_path, stored, is_view):
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         file.create_dataset("images", data=IMAGES, **stored)
         file.create_dataset("labels", data=LABELS)
@@ -348,7 +349,7 @@ def halves(images: torch.Tensor) -> torch.Tensor:
     return images / 2
 
 
-def test_images_with_their_channels_last_are_refused_where_a_transform_would_mistake_them(tmp_path):
+def test_channels_last_arrays_raise_an_error_if_a_transform_requires_channels_first(tmp_path):
     images = np.zeros((4, 8, 6, 3), np.uint8)
     with pytest.raises(InvalidOption, match=r"channels come last.*torch\.as_tensor\(images\)\.permute\(0, 3, 1"):
         Loader(images, 2, transform=RandomHorizontalFlip())

@@ -1,4 +1,4 @@
-"""Images that cannot be decoded: an error in its place, left out with their labels, or blank; never somebody else's."""
+"""Images that cannot be decoded raise an error in order, are skipped with their labels, or become blank images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colabkit.packs import FileDataset, open_pack
 from colabkit.sampler import Shuffled
 
 BAD = {4: b"<html> not found", 9: b""}
-"""What is wrong with which of twelve files; another one is cut short."""
+"""Content of the bad files by their number among the twelve; another file is truncated."""
 CUT = 10
 TRANSFORMS = [
     None,
@@ -39,7 +39,7 @@ def good(tmp_path: Path) -> FileDataset:
 
 @pytest.fixture
 def bad(tmp_path: Path) -> FileDataset:
-    """Return the same twelve photos, three of them broken."""
+    """Return the same twelve photos, with three bad ones."""
     paths = files_of(photos(tmp_path / "bad"))
     for number, content in BAD.items():
         paths[number].write_bytes(content)
@@ -48,13 +48,13 @@ def bad(tmp_path: Path) -> FileDataset:
 
 
 def broken(tree: Path, number: int) -> FileDataset:
-    """Break one of the photos in a folder, and return all."""
+    """Corrupt one of the photos in a folder, and return all of them."""
     files_of(tree)[number].write_bytes(b"no picture")
     return FileDataset(tree)
 
 
 def next_order(loader: Loader) -> list[int]:
-    """Return the numbers of the twelve samples in the order of the loader's next epoch."""
+    """Return the indices of the twelve samples in the order of the loader's next epoch."""
     return Shuffled(12, loader.seed).indices(loader.state_dict()["epoch"], 0, 12).tolist()
 
 
@@ -64,7 +64,7 @@ def batches(loader: Loader) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("transform", sampled(TRANSFORMS, 2), ids=repr)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_bad_image_is_an_error_that_names_it_after_all_batches_before_it(good, bad, transform, workers):
+def test_a_bad_image_raises_an_error_with_its_name_after_all_earlier_batches(good, bad, transform, workers):
     options: dict[str, Any] = {"transform": transform, "num_workers": workers, "seed": 5}
     expected = batches(Loader(good, 2, **options))
     got = []
@@ -77,7 +77,7 @@ def test_a_bad_image_is_an_error_that_names_it_after_all_batches_before_it(good,
         assert torch.equal(one[1], other[1])
 
 
-def test_the_first_of_several_bad_images_is_named_whoever_finds_the_others_first(bad):
+def test_the_error_names_the_first_of_several_bad_images(bad):
     for _ in range(5):
         with pytest.raises(BadImage, match=r"bees/000\.jpg"):
             list(Loader(bad, 12, num_workers=4))
@@ -85,7 +85,7 @@ def test_the_first_of_several_bad_images_is_named_whoever_finds_the_others_first
 
 @pytest.mark.parametrize("transform", sampled(TRANSFORMS, 2), ids=repr)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_skipped_images_are_missing_with_their_labels_and_change_nothing_else(good, bad, transform, workers):
+def test_skipped_images_are_removed_with_their_labels_and_change_nothing_else(good, bad, transform, workers):
     options: dict[str, Any] = {"transform": transform, "num_workers": workers, "shuffle": True, "seed": 5}
     whole, loader = Loader(good, 5, **options), Loader(bad, 5, on_bad="skip", **options)
     for _ in range(2):
@@ -93,9 +93,9 @@ def test_skipped_images_are_missing_with_their_labels_and_change_nothing_else(go
         for place, ((images, labels), (fewer, their_labels)) in enumerate(
             zip(batches(whole), batches(loader), strict=True)
         ):
-            kept = [number not in {*BAD, CUT} for number in numbers[5 * place : 5 * place + len(labels)]]
-            assert torch.equal(fewer, images[kept])
-            assert torch.equal(their_labels, labels[kept])
+            good_places = [number not in {*BAD, CUT} for number in numbers[5 * place : 5 * place + len(labels)]]
+            assert torch.equal(fewer, images[good_places])
+            assert torch.equal(their_labels, labels[good_places])
     assert len(loader) == 3
 
 
@@ -114,7 +114,7 @@ def test_blank_images_are_black_and_keep_their_place(good, bad, transform):
 
 @pytest.mark.parametrize("transform", [None, RandomResizedCrop(8)], ids=repr)
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
-def test_bad_samples_tells_names_and_reasons_once(bad, on_bad, transform, caplog):
+def test_bad_samples_lists_names_and_reasons_once(bad, on_bad, transform, caplog):
     loader = Loader(bad, 5, on_bad=on_bad, transform=transform)
     assert loader.bad_samples == {}
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_bad_samples_tells_names_and_reasons_once(bad, on_bad, transform, caplog
 
 
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
-def test_bad_images_stay_bad_when_the_others_are_kept(good, bad, on_bad):
+def test_bad_images_stay_bad_when_the_others_are_cached(good, bad, on_bad):
     whole = batches(Loader(good, 4, size=16))
     loader = Loader(bad, 4, size=16, on_bad=on_bad, num_workers=2)
     first = batches(loader)
@@ -145,7 +145,7 @@ def test_bad_images_stay_bad_when_the_others_are_kept(good, bad, on_bad):
 
 
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
-def test_the_first_image_may_be_the_bad_one(good, tmp_path, on_bad):
+def test_the_first_image_may_be_bad(good, tmp_path, on_bad):
     data = broken(photos(tmp_path / "first"), 0)
     images, labels = next(iter(Loader(data, 12, on_bad=on_bad)))
     whole = next(iter(Loader(good, 12)))[0]
@@ -153,14 +153,14 @@ def test_the_first_image_may_be_the_bad_one(good, tmp_path, on_bad):
     assert len(images) == len(labels) == (11 if on_bad == "skip" else 12)
 
 
-def test_a_bad_first_image_is_an_error_that_names_it(tmp_path):
+def test_a_bad_first_image_raises_an_error_with_its_name(tmp_path):
     data = broken(photos(tmp_path / "first"), 0)
     with pytest.raises(BadImage, match=r"Cannot decode 'ants/000\.jpg' of .*first'"):
         list(Loader(data, 4))
 
 
 @pytest.mark.parametrize("on_bad", ["raise", "skip", "blank"])
-def test_good_images_of_another_size_are_an_error_whatever_is_done_about_bad_ones(tmp_path, on_bad):
+def test_valid_images_of_another_size_raise_an_error_for_every_on_bad(tmp_path, on_bad):
     photos(tmp_path / "f", 2)
     photos(tmp_path / "other", 2, (30, 30))
     files_of(tmp_path / "f")[3].write_bytes(files_of(tmp_path / "other")[3].read_bytes())
@@ -169,7 +169,7 @@ def test_good_images_of_another_size_are_an_error_whatever_is_done_about_bad_one
         next(iter(loader))
 
 
-def test_an_epoch_without_a_good_image_is_an_error(tmp_path):
+def test_an_epoch_without_a_readable_image_raises_an_error(tmp_path):
     photos(tmp_path / "f", 2)
     for path in files_of(tmp_path / "f"):
         path.write_bytes(b"no image at all")
@@ -180,7 +180,7 @@ def test_an_epoch_without_a_good_image_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("workers", sampled([1, 3], 1))
 @pytest.mark.parametrize("size", [1, 2])
-def test_any_number_of_batches_may_be_left_out_in_a_row(tmp_path, size, workers):
+def test_any_number_of_consecutive_batches_may_be_skipped(tmp_path, size, workers):
     photos(tmp_path / "f", 12)
     for path in files_of(tmp_path / "f")[:-1]:
         path.write_bytes(b"no image at all")
@@ -192,7 +192,7 @@ def test_any_number_of_batches_may_be_left_out_in_a_row(tmp_path, size, workers)
     assert sizes == [1]
 
 
-def test_a_resumed_epoch_may_end_with_bad_images_only(bad):
+def test_a_resumed_epoch_may_end_with_only_bad_images(bad):
     first = Loader(bad, 9, on_bad="skip", sampler=[0, 1, 2, 3, 5, 6, 7, 8, 11, *BAD, CUT])
     assert len(next(iter(first))[0]) == 9
     resumed = Loader(bad, 9, on_bad="skip", sampler=[0, 1, 2, 3, 5, 6, 7, 8, 11, *BAD, CUT])
@@ -216,7 +216,7 @@ def test_samples_that_are_blank_in_a_pack_stay_blank(tmp_path, first, transform)
     assert torch.equal(labels, data.labels)
 
 
-def test_a_state_counts_samples_that_were_left_out(bad):
+def test_a_state_counts_skipped_samples(bad):
     loader, reference = (Loader(bad, 3, on_bad="skip", shuffle=True) for _ in range(2))
     expected = batches(reference)
     running = iter(loader)

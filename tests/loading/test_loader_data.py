@@ -1,4 +1,4 @@
-"""`Loader` over all kinds of data: views, shards, arrays and labels of any shape, classes of users."""
+"""`Loader` over all kinds of data: views, shards, arrays and labels of any shape, and custom subclasses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_views_and_shards_come_in_their_order(view, sharded):
         assert torch.equal(epoch(Loader(data, 3, shuffle=True, seed=7))[0], data[order][0])
 
 
-def test_a_state_of_another_view_or_pack_is_refused(view, tmp_path):
+def test_a_state_of_another_view_or_pack_raises_an_error(view, tmp_path):
     state = Loader(view, 4).state_dict()
     for other in (view.subset(range(5)), open_pack(make_pack(tmp_path / "p.h5", seed=12, train=len(view)))["train"]):
         with pytest.raises(InvalidOption, match="another data set"):
@@ -151,7 +151,7 @@ def kind_of(dataset: Any) -> str:
     return facts.kind
 
 
-def test_a_class_of_the_users_own_that_changes_samples_gives_these(pictures: Path, pack: PackedDataset) -> None:
+def test_a_custom_subclass_that_changes_samples_yields_the_changed_samples(pictures: Path, pack: PackedDataset) -> None:
     rows = torch.arange(4)
     assert images_of(OwnTensors(rows)).tolist() == (-rows - 100).tolist()
     files = FileDataset(pictures)
@@ -165,9 +165,9 @@ def test_a_class_of_the_users_own_that_changes_samples_gives_these(pictures: Pat
         assert torch.equal(found, SEVEN.expand(len(dataset), *SEVEN.shape))
 
 
-def test_only_a_class_that_changes_samples_costs_the_way_by_rows(pack: PackedDataset) -> None:
+def test_only_a_subclass_that_changes_samples_disables_gathering_rows(pack: PackedDataset) -> None:
     class Named(TensorDataset):
-        """Adds a name only."""
+        """Only add a name."""
 
         name = "mine"
 
@@ -176,7 +176,7 @@ def test_only_a_class_that_changes_samples_costs_the_way_by_rows(pack: PackedDat
     assert kind_of(OwnTensors(torch.zeros(4, 2))) == "processes"
 
 
-def test_a_batch_size_far_beyond_the_samples_costs_no_memory(pictures: Path) -> None:
+def test_a_batch_size_far_above_the_number_of_samples_costs_no_memory(pictures: Path) -> None:
     images = torch.arange(4 * 3 * 64 * 64).view(4, 3, 64, 64).to(torch.uint8)
     for transform in (None, RandomHorizontalFlip(0.0)):
         (found,) = Loader(images, 10**8, transform=transform)
@@ -186,7 +186,7 @@ def test_a_batch_size_far_beyond_the_samples_costs_no_memory(pictures: Path) -> 
 
 
 @pytest.mark.parametrize("values", [torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.tensor([1 + 2j, 3 - 4j]).conj().imag])
-def test_conjugate_and_negative_views_load_as_their_values(values: Tensor) -> None:
+def test_conjugate_and_negative_views_load_with_their_values(values: Tensor) -> None:
     assert torch.equal(torch.cat([*Loader(values, 1)]), values.resolve_conj().resolve_neg())
 
 
@@ -200,7 +200,7 @@ class Numbers(Dataset[Any]):
 
 @pytest.fixture
 def elsewhere() -> Iterator[None]:
-    """Make tensors elsewhere by default, as `torch.set_default_device("cuda")` does."""
+    """Create tensors on another device by default, like `torch.set_default_device("cuda")`."""
     with torch.device("meta"):
         yield
 
@@ -210,10 +210,11 @@ def elsewhere() -> Iterator[None]:
     ("kind", "num_workers"),
     [
         *itertools.product(("rows", "small rows", "pack", "files"), (0, 1)),
-        ("samples", 1),  # without a worker process torch's own collate asks for the default
+        # Without a worker process, torch's own collate function uses the default device.
+        ("samples", 1),
     ],
 )
-def test_batches_are_on_the_loaders_device_whatever_the_default(
+def test_batches_are_on_the_device_of_the_loader_for_any_default_device(
     kind: str, num_workers: int, pictures: Path, tmp_path: Path
 ) -> None:
     steps = Compose([RandomCrop(8, padding=1), RandomHorizontalFlip(), Cutout(2), Normalize()])

@@ -1,4 +1,4 @@
-"""Packs of encoded images in `Loader`: as the decoder gives them, at a size, cut, and what becomes of bad ones."""
+"""Packs of encoded images in `Loader`: decoded, resized, cropped, and with bad images."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def file_of(kind: str, pixels: np.ndarray) -> bytes:
-    """Return an image file of a kind."""
+    """Return the bytes of an image file in a format."""
     options = dict(KINDS[kind])
     form, mode = options.pop("format"), options.pop("mode", "RGB")
     return saved(Image.fromarray(pixels).convert(mode), form, **options)
@@ -50,7 +50,7 @@ def file_of(kind: str, pixels: np.ndarray) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return files of all kinds, 40x56 pixels when upright, in three classes."""
+    """Return files in all formats, 40x56 pixels when upright, in three classes."""
     root = tmp_path_factory.mktemp("kinds")
     for number, kind in enumerate([*KINDS, "baseline", "png", "grey", "progressive"]):
         place = root / "files" / "abc"[number % 3]
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sized(folder: Path) -> dict[str, PackedDataset]:
-    """Return packs of these files by how they are stored."""
+    """Return packs of these files by their encoding."""
     return {
         encoding: open_pack(packed(folder / "files", folder / f"{encoding}.h5", encoding=encoding))["train"]
         for encoding in ("source", "jpeg", "raw")
@@ -75,7 +75,7 @@ def one_by_one(data: Any, count: int | None = None) -> Tensor:
 
 
 def applied(transform: Transform, images: Tensor, seed: int = 0, epoch: int = 0) -> Tensor:
-    """Return what a transform makes of a whole batch."""
+    """Apply a transform to a whole batch."""
     return transform.apply(images, None, Draws(seed, epoch, np.arange(len(images))))[0]
 
 
@@ -86,7 +86,7 @@ def distance(one: Tensor, other: Tensor) -> int:
 
 @pytest.mark.parametrize("encoding", ["source", "jpeg"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_encoded_packs_come_as_the_decoder_gives_them(sized, encoding, workers):
+def test_batches_of_encoded_packs_equal_the_decoded_images(sized, encoding, workers):
     data = sized[encoding]
     images, labels = epoch(Loader(data, 5, num_workers=workers))
     expected = torch.stack(
@@ -109,7 +109,7 @@ def test_shuffled_images_keep_their_labels(sized):
 
 
 @pytest.mark.parametrize("size", [24, (17, 30), (80, 90)])
-def test_a_size_gives_what_packing_at_that_size_gives(folder, sized, tmp_path, size):
+def test_size_gives_the_same_images_as_packing_with_that_size(folder, sized, tmp_path, size):
     expected = open_pack(packed(folder / "files", tmp_path / "p.h5", size=size))["train"].rows.permute(0, 3, 1, 2)
     for data in (sized["source"], FileDataset(folder / "files")):
         loader = Loader(data, 5, size=size, num_workers=2)
@@ -133,7 +133,7 @@ def test_a_size_gives_what_packing_at_that_size_gives(folder, sized, tmp_path, s
     ),
     ids=repr,
 )
-def test_a_transform_gives_what_it_makes_of_whole_batches(sized, encoding, transform):
+def test_a_transform_gives_the_same_result_as_on_whole_batches(sized, encoding, transform):
     data = sized[encoding]
     loader = Loader(data, 5, transform=transform, seed=7, num_workers=3)
     for number in range(2):
@@ -146,7 +146,7 @@ def test_a_transform_gives_what_it_makes_of_whole_batches(sized, encoding, trans
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_the_same_sample_is_cut_alike_by_any_number_of_threads_and_in_any_batch(sized, workers):
+def test_a_sample_is_cropped_identically_by_any_number_of_threads_and_in_any_batch(sized, workers):
     transform = Compose([RandomResizedCrop(16), RandomHorizontalFlip()])
     expected = epoch(Loader(sized["source"], 4, shuffle=True, seed=3, transform=transform, num_workers=2))[0]
     for batch_size in (1, 5, 12):
@@ -157,7 +157,7 @@ def test_the_same_sample_is_cut_alike_by_any_number_of_threads_and_in_any_batch(
 @pytest.mark.full
 @pytest.mark.parametrize("progressive", sampled([False, True], 1))
 @pytest.mark.parametrize(("grain", "mean", "worst", "most"), sampled([(0, 1.5, 2.5, 12), (60, 2.0, 3.0, 20)], 1))
-def test_large_photos_are_divided_while_they_are_decoded_within_bounds(tmp_path, progressive, grain, mean, worst, most):
+def test_large_photos_are_scaled_while_decoding_within_error_bounds(tmp_path, progressive, grain, mean, worst, most):
     random = np.random.default_rng(1)
     for number in range(6):
         pixels = photo(900, 1200, seed=number) + random.integers(-grain, grain + 1, (900, 1200, 3))
@@ -173,7 +173,7 @@ def test_large_photos_are_divided_while_they_are_decoded_within_bounds(tmp_path,
         assert difference.max() <= most
 
 
-def test_boxes_high_up_in_large_photos_are_those_of_the_whole(tmp_path):
+def test_boxes_at_the_top_of_large_photos_equal_those_of_the_whole_image(tmp_path):
     photos(tmp_path / "large", 4, (500, 400), quality=92)
     data = FileDataset(tmp_path / "large")
     transform = RandomResizedCrop(200, scale=(0.1, 0.3))
@@ -181,7 +181,7 @@ def test_boxes_high_up_in_large_photos_are_those_of_the_whole(tmp_path):
     assert distance(found, applied(transform, one_by_one(data))) <= AGREEMENT
 
 
-def test_images_of_several_sizes_are_cut_to_one(tmp_path):
+def test_images_of_different_sizes_are_cropped_to_one_size(tmp_path):
     photos(tmp_path / "f", 2, (40, 50))
     (tmp_path / "f" / "bees" / "000.jpg").write_bytes(saved(photo(61, 37), "JPEG"))
     (tmp_path / "f" / "cats" / "001.jpg").write_bytes(saved(photo(90, 33), "JPEG", exif=exif(6)))
@@ -192,7 +192,7 @@ def test_images_of_several_sizes_are_cut_to_one(tmp_path):
         assert distance(found[number : number + 1], transform.apply(image[None], None, draws)[0]) <= AGREEMENT
 
 
-def test_images_of_several_sizes_without_a_size_are_one_clear_error(tmp_path):
+def test_images_of_different_sizes_without_size_raise_an_error(tmp_path):
     photos(tmp_path / "f", 2)
     (tmp_path / "f" / "bees" / "001.jpg").write_bytes(saved(photo(30, 37), "JPEG"))
     loader = Loader(FileDataset(tmp_path / "f"), 2)
@@ -205,7 +205,7 @@ def test_images_of_several_sizes_without_a_size_are_one_clear_error(tmp_path):
 
 @pytest.mark.parametrize("fill", [0.5, 300])
 @pytest.mark.parametrize("encoding", ["raw", "source"])
-def test_a_border_that_is_no_byte_is_refused_before_training(sized, encoding, fill):
+def test_a_fill_value_that_is_not_a_byte_raises_an_error_before_training(sized, encoding, fill):
     crop = RandomCrop(8, padding=4, fill=fill)
     with pytest.raises(
         InvalidOption, match=rf"fill={fill} is used with uint8 images; expected a whole number from 0 to 255"
@@ -214,7 +214,7 @@ def test_a_border_that_is_no_byte_is_refused_before_training(sized, encoding, fi
 
 
 @pytest.mark.parametrize("option", [{"size": 8}, {"on_bad": "skip"}])
-def test_options_of_decoding_are_refused_where_nothing_is_decoded(sized, option):
+def test_decoding_options_raise_an_error_if_nothing_is_decoded(sized, option):
     with pytest.raises(
         InvalidOption, match=r"(size=8|size=\(8, 8\)|on_bad='skip').* (stored|decoding).*Omit (size|on_bad)="
     ):

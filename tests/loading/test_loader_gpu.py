@@ -1,4 +1,4 @@
-"""`Loader` on a GPU: the same batches as on the CPU, on time, in bounded memory. Skipped where there is none."""
+"""`Loader` on a GPU yields the same batches as on the CPU, in bounded memory; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_copies_never_overwrite_what_queued_kernels_still_read(folder):
     for images, _ in Loader(data, 16, device="cuda", keep="ram"):
         for _ in range(20):
             busy = torch.tanh(busy @ busy)
-        sums.append(images.double().sum())  # queued behind the products, long after the host has gone on
+        # This runs after the queued products, long after the host has continued.
+        sums.append(images.double().sum())
         del images
     expected = [rows.double().sum() for rows in data.rows.split(16)]
     assert torch.equal(torch.stack(sums).cpu(), torch.stack(expected))
@@ -62,10 +63,11 @@ def test_epochs_on_the_gpu_do_not_grow_its_memory(data, keep):
     parts = {part.name: part for part in loader.meters.snapshot().parts}
     assert parts["gather"].samples >= 33 * 22
     if keep == "ram":
-        assert parts["transfer"].samples >= 33 * 22 - 8  # all but what was under way when it was last looked at
+        # Copies in flight at the last check are not counted yet.
+        assert parts["transfer"].samples >= 33 * 22 - 8
 
 
-def test_resume_goes_from_cpu_to_gpu_and_back(data):
+def test_a_state_resumes_from_cpu_to_gpu_and_back(data):
     expected = in_order(Loader(data, 4, shuffle=True))
     loader = Loader(data, 4, shuffle=True)
     first = next(iter(loader))[0].clone()
@@ -78,7 +80,7 @@ def test_resume_goes_from_cpu_to_gpu_and_back(data):
 
 
 @pytest.mark.parametrize("keep", ["ram", "gpu"])
-def test_transforms_on_the_gpu_draw_what_they_draw_on_the_cpu(folder, keep):
+def test_transforms_on_the_gpu_draw_the_same_numbers_as_on_the_cpu(folder, keep):
     data = open_pack(make_pack(folder / f"mixed-{keep}.h5", (40, 40, 3), train=30))["train"]
     transform = Compose([RandomResizedCrop(32), RandomHorizontalFlip(), Normalize(), MixUp(3)])
     here = Loader(data, 8, shuffle=True, transform=transform)
@@ -89,7 +91,7 @@ def test_transforms_on_the_gpu_draw_what_they_draw_on_the_cpu(folder, keep):
         assert torch.allclose(labels_on_gpu.cpu(), labels, atol=1e-6)
 
 
-def test_an_error_comes_after_the_batches_before_it(data):
+def test_an_error_is_raised_after_the_batches_before_it(data):
     calls = iter(range(10**6))
 
     def sample(image: torch.Tensor) -> torch.Tensor:
@@ -103,7 +105,7 @@ def test_an_error_comes_after_the_batches_before_it(data):
         next(batches)
 
 
-def test_what_is_decoded_lives_on_the_gpu_from_the_second_epoch_on(tmp_path):
+def test_decoded_images_are_in_gpu_memory_from_the_second_epoch(tmp_path):
     pictures = tmp_path / "files" / "one"
     pictures.mkdir(parents=True)
     for number in range(12):
@@ -114,7 +116,7 @@ def test_what_is_decoded_lives_on_the_gpu_from_the_second_epoch_on(tmp_path):
     assert loader.tier.name == "gpu"
 
 
-def test_the_callers_generators_are_left_alone(data):
+def test_the_generators_of_the_caller_are_unchanged(data):
     torch.manual_seed(5)
     torch.cuda.manual_seed(6)
     before = torch.get_rng_state(), torch.cuda.get_rng_state()

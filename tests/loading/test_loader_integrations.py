@@ -1,4 +1,4 @@
-"""`Loader` inside Lightning, Accelerate and Keras, and a pack inside torch's `DataLoader`, each for real."""
+"""`Loader` works inside Lightning, Accelerate and Keras, and a pack inside torch's `DataLoader`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def lightning_parts() -> tuple[Any, type]:
-    """Return Lightning, and a module that notes the batches it trains on."""
+    """Return Lightning, and a module that records its training batches."""
     needs("lightning", importlib.util.find_spec("lightning") is not None)
     import lightning.pytorch as lightning
 
@@ -100,7 +100,7 @@ def test_lightning_trains_on_a_loader_epoch_by_epoch_and_validates_on_another(tm
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:::lightning")
 @pytest.mark.parametrize("step", [4, 8])
-def test_lightnings_checkpoint_in_the_middle_of_an_epoch_holds_the_loaders_place(tmp_path, data, step):
+def test_a_checkpoint_of_lightning_inside_an_epoch_holds_the_position_of_the_loader(tmp_path, data, step):
     lightning, module = lightning_parts()
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -145,7 +145,7 @@ def test_accelerate_prepares_a_loader_and_trains_on_it(data):
 
 
 @pytest.mark.full
-def test_accelerates_checkpoints_take_a_loaders_state(tmp_path, data):
+def test_a_checkpoint_of_accelerate_holds_the_state_of_a_loader(tmp_path, data):
     needs("accelerate", importlib.util.find_spec("accelerate") is not None)
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -175,7 +175,7 @@ loader = Loader(data, 4, shuffle=True, seed=3, transform=lambda images: images.f
 seen = []
 
 def batches():
-    # Keras asks for a generator that goes on for as many epochs as it likes, and for the batches of one.
+    # Keras requires a generator without end, and the number of batches per epoch.
     while True:
         for images, labels in loader:
             seen.append(images.clone())
@@ -205,19 +205,19 @@ def test_keras_on_torch_fits_and_evaluates_on_a_loader_through_a_generator(tmp_p
     command = [sys.executable, "-c", KERAS, str(pack), str(tmp_path / "seen.npz")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert len(said["losses"]) == 2
-    assert np.isfinite(said["losses"]).all()
-    assert said["changed"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["losses"]) == 2
+    assert np.isfinite(result["losses"]).all()
+    assert result["changed"]
     with np.load(tmp_path / "seen.npz") as saved:
         seen = [torch.from_numpy(saved[name]) for name in saved.files]
-    # Keras may ask for a batch more than it trains on.
+    # Keras may request one batch more than it trains on.
     assert same(seen[: 2 * STEPS], expected(data, 0, 1))
     assert len(seen) <= 2 * STEPS + 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_pack_works_in_torchs_own_data_loader(data, num_workers):
+def test_a_pack_works_in_the_data_loader_of_torch(data, num_workers):
     generator = torch.Generator().manual_seed(5)
     theirs = DataLoader(data, BATCH, shuffle=True, num_workers=num_workers, generator=generator)
     for _ in range(2):
@@ -232,7 +232,7 @@ def test_a_pack_works_in_torchs_own_data_loader(data, num_workers):
                 assert data.labels[places].tolist() == [label]
 
 
-def test_the_order_of_a_loader_goes_into_torchs_data_loader_too(data):
+def test_an_order_of_colabkit_works_in_the_data_loader_of_torch(data):
     order = epoch_order(COUNT, 3, 0, 0, COUNT).tolist()
     theirs = DataLoader(data, BATCH, sampler=order)
     for (images, labels), (ours, our_labels) in zip(theirs, Loader(data, BATCH, shuffle=True, seed=3), strict=True):

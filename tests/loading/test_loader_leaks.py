@@ -1,4 +1,4 @@
-"""`Loader` as a loop uses it: length, breaks, nesting, interrupts; and nothing is left behind, nor overwritten."""
+"""`Loader` in loops with breaks, nesting and interrupts leaks no resources and overwrites no batch."""
 
 from __future__ import annotations
 
@@ -46,25 +46,26 @@ Make = Callable[..., Loader]
 
 
 def left() -> tuple[list[str], list[psutil.Process]]:
-    """Return the loader's threads and the processes that are alive."""
+    """Return the loader's threads and the live child processes."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit")]
     return threads, psutil.Process().children(recursive=True)
 
 
 @pytest.fixture(autouse=True)
 def children() -> Iterator[list[psutil.Process]]:
-    """Return the processes that others have started and left, and hold the test to leaving nothing."""
+    """Return the child processes of earlier tests, and check that the test leaves no others."""
     before = left()[1]
     yield before
     if left() != ([], before):
-        gc.collect()  # a failed test keeps its iterators alive in its traceback
+        # The traceback of a failed test keeps its iterators alive.
+        gc.collect()
     psutil.wait_procs([process for process in left()[1] if process not in before], 10)
     assert left() == ([], before)
 
 
 @pytest.fixture(scope="module")
 def makes(folder: Path) -> dict[str, Make]:
-    """Return functions that make a loader in each way there is; they take further options."""
+    """Return functions that create a loader of each kind; they take further options."""
     raw = open_pack(make_pack(folder / "raw.h5", (48, 40, 3), train=COUNT))["train"]
     blobs = [saved(photo(24 + number % 3, 28, seed=number % 7), "JPEG") for number in range(COUNT)]
     fields = {"X": {"train": blobs}, "Y": {"train": np.arange(COUNT) % 3}}
@@ -79,14 +80,14 @@ def makes(folder: Path) -> dict[str, Make]:
         "arrays": of(raw[:]),
         "transformed": of(raw, transform=ALL),
         "lambda": of(raw, transform=lambda images: images.float().neg_()),
-        "kept in ram": of(encoded, size=48, keep="ram"),
-        "kept on disk": of(encoded, size=48, keep="disk", transform=RandomHorizontalFlip()),
+        "cached in ram": of(encoded, size=48, keep="ram"),
+        "cached on disk": of(encoded, size=48, keep="disk", transform=RandomHorizontalFlip()),
         "decoded": of(encoded, transform=ALL),
         "files": of(files, size=20, transform=Normalize()),
     }
 
 
-WAYS = ["raw", "arrays", "transformed", "lambda", "kept in ram", "kept on disk", "decoded", "files"]
+WAYS = ["raw", "arrays", "transformed", "lambda", "cached in ram", "cached on disk", "decoded", "files"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -102,7 +103,7 @@ def test_the_length_is_the_number_of_batches_of_every_epoch(makes, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_left_after_the_end_a_break_or_an_error_in_the_body(makes, way):
+def test_no_thread_or_process_remains_after_the_end_a_break_or_an_error(makes, way):
     loader = makes[way](prefetch_batches=6)
     list(loader)
     assert left()[0] == []
@@ -121,7 +122,7 @@ def test_nothing_is_left_after_the_end_a_break_or_an_error_in_the_body(makes, wa
     del unused
 
 
-def test_an_iterator_that_is_never_asked_begins_no_epoch(makes):
+def test_an_iterator_without_a_request_starts_no_epoch(makes):
     loader, reference = makes["raw"](), makes["raw"]()
     iter(loader)
     before = loader.state_dict()
@@ -144,15 +145,15 @@ def test_one_loader_may_be_iterated_inside_itself(makes, way):
 
 
 @pytest.mark.parametrize("way", sampled(WAYS, 3))
-def test_two_loaders_at_once_do_not_disturb_each_other(makes, way):
+def test_two_loaders_at_once_do_not_affect_each_other(makes, way):
     expected = list(makes[way]()), list(makes[way](seed=9))
     pairs = list(zip(makes[way](), makes[way](seed=9), strict=True))
     assert same([one for one, _ in pairs], expected[0])
     assert same([other for _, other in pairs], expected[1])
 
 
-def test_loaders_in_several_threads_do_not_disturb_each_other(makes):
-    expected = {way: list(makes[way]()) for way in ("raw", "transformed", "kept in ram", "lambda")}
+def test_loaders_in_several_threads_do_not_affect_each_other(makes):
+    expected = {way: list(makes[way]()) for way in ("raw", "transformed", "cached in ram", "lambda")}
     found: dict[str, Any] = {}
 
     def load(way: str) -> None:
@@ -177,10 +178,10 @@ def test_batches_stay_valid_as_long_as_they_are_held(makes, way, prefetch):
             if (number + epoch) % 3:
                 bits = images.view(torch.int8) if images.dtype == torch.uint8 else images.detach()
                 views = (images, images[1:2], images.flip(0)[:1], images.numpy()[0], images[:, 1], bits[-1:])
-                kept = views[number % 6]
-                held.append((torch.as_tensor(kept), labels))
-                copies.append((torch.as_tensor(kept).clone(), labels.clone()))
-                del bits, views, kept
+                view = views[number % 6]
+                held.append((torch.as_tensor(view), labels))
+                copies.append((torch.as_tensor(view).clone(), labels.clone()))
+                del bits, views, view
             del images, labels
     assert same(held, copies)
 
@@ -213,19 +214,19 @@ def test_two_hundred_epochs_leak_nothing(makes, way):
         run(loader, number)
     after = resources()
     assert after[:3] == before[:3]
-    # A batch that leaked in each epoch would be 25 epochs' bytes.
+    # One leaked batch per epoch would add up to the bytes of 25 epochs.
     assert after[3] - before[3] < max(4 << 20, 8 * epoch_bytes)
 
 
 def run(loader: Loader, number: int) -> None:
-    """Run an epoch, every third one up to a break."""
+    """Run an epoch; break off every third one."""
     for taken, _ in enumerate(loader):
         if number % 3 == 0 and taken == 2:
             break
 
 
 @pytest.mark.parametrize("ends", sampled(["break", "end", "error"], 2))
-def test_epochs_of_worker_processes_leave_neither_processes_nor_descriptors(ends, children):
+def test_epochs_with_worker_processes_leave_neither_processes_nor_descriptors(ends, children):
     loader = Loader(Waits(12, at=7 if ends == "error" else None), 2, num_workers=2)
     before = (0, 0, 0)
     for number in range(8):
@@ -235,27 +236,27 @@ def test_epochs_of_worker_processes_leave_neither_processes_nor_descriptors(ends
                     break
         except RuntimeError:
             assert ends == "error"
-        # torch ends its workers in its own time, which the fixture bounds.
+        # torch ends its workers after some time, which the fixture bounds.
         psutil.wait_procs([process for process in left()[1] if process not in children], DEADLINE_S)
         if number == 2:
             before = resources()[:3]
-    # torch's own threads may still be ending; a leak would be five epochs'.
+    # Threads of torch may still be ending; a leak would add up over five epochs.
     assert comes_true(lambda: all(map(operator.le, resources()[:3], before)))
 
 
-def test_a_loader_that_is_let_go_gives_back_all_it_kept(makes):
-    loader = makes["kept on disk"]()
+def test_a_deleted_loader_releases_its_memory(makes):
+    loader = makes["cached on disk"]()
     list(loader)
     before = psutil.Process().num_fds()
     del loader
     gc.collect()
     assert psutil.Process().num_fds() <= before
-    assert not any(Path(os.environ["COLABKIT_NEAR"]).rglob("*kept*"))
+    assert not any(Path(os.environ["COLABKIT_NEAR"]).rglob("*colabkit-cache*"))
 
 
 @pytest.mark.parametrize("way", ["raw", "arrays", "lambda"])
-def test_a_loader_that_is_let_go_is_gone_without_a_garbage_collection(makes, way):
-    """Or what was used last, and what memory is free, would depend on when garbage is collected."""
+def test_a_deleted_loader_is_freed_without_a_garbage_collection(makes, way):
+    """Otherwise the last used loader and the free memory would depend on the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -271,7 +272,7 @@ def test_a_loader_that_is_let_go_is_gone_without_a_garbage_collection(makes, way
         gc.enable()
 
 
-def test_an_interrupt_where_the_batch_is_made_keeps_the_last_position(makes):
+def test_an_interrupt_while_a_batch_is_built_preserves_the_last_position(makes):
     calls = iter(range(100))
 
     def transform(images: Tensor) -> Tensor:
@@ -291,7 +292,7 @@ def test_an_interrupt_where_the_batch_is_made_keeps_the_last_position(makes):
 
 
 class Waits(Dataset):
-    """Numbers, of which that at `at` fails, or says so in one pipe and waits for another."""
+    """Numbers; loading the one at `at` fails, or writes to one pipe and waits for another."""
 
     def __init__(self, count: int, at: int | None = None, entered: int = -1, gate: int = -1) -> None:
         self.count, self.at, self.entered, self.gate = count, at, entered, gate
@@ -308,9 +309,9 @@ class Waits(Dataset):
         return torch.tensor(index)
 
 
-def test_a_user_who_waits_for_processes_may_interrupt_and_none_is_left(children):
-    (entered, says), (gate, opens) = os.pipe(), os.pipe()
-    loader = Loader(Waits(12, 8, says, gate), 2, num_workers=2)
+def test_a_wait_for_worker_processes_can_be_interrupted_and_no_process_remains(children):
+    (entered, writes), (gate, opens) = os.pipe(), os.pipe()
+    loader = Loader(Waits(12, 8, writes, gate), 2, num_workers=2)
 
     def interrupt() -> None:
         if os.read(entered, 1):
@@ -324,7 +325,8 @@ def test_a_user_who_waits_for_processes_may_interrupt_and_none_is_left(children)
         with pytest.raises(KeyboardInterrupt):
             got.extend(loader)
     finally:
-        os.close(says)  # ends the watching if nobody said anything
+        # This ends the watching thread if nothing was written.
+        os.close(writes)
         watching.join(DEADLINE_S)
         for fd in (entered, gate, opens):
             os.close(fd)
@@ -333,7 +335,7 @@ def test_a_user_who_waits_for_processes_may_interrupt_and_none_is_left(children)
 
 
 @pytest.mark.parametrize("options", [{"transform": PerSample(torch.neg)}, {"collate_fn": default_collate}])
-def test_worker_processes_are_nested_broken_off_and_counted_like_threads(makes, options, children):
+def test_worker_processes_support_nesting_breaks_and_counts_like_threads(makes, options, children):
     reference = makes["raw"](num_workers=0, **options)
     epochs = [list(reference) for _ in range(2)]
     loader = makes["raw"](num_workers=2, **options)

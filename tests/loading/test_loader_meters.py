@@ -1,4 +1,4 @@
-"""What a loader counts: steps, and of worker processes bytes, waiting, and what was ready when it was asked for."""
+"""Meters of a loader: steps, and for worker processes bytes, idle time, and batches that were ready in time."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def part_of(loader: Loader) -> PartSnapshot:
     [None, lambda samples: {"all": [default_collate(samples), "text"], "about": {"n": 1}}],
     ids=["tuple", "nested"],
 )
-def test_samples_made_one_by_one_count_the_bytes_of_their_tensors(collate, num_workers):
+def test_samples_loaded_one_by_one_count_the_bytes_of_their_tensors(collate, num_workers):
     loader = Loader(Numbers(), 4, num_workers=num_workers, collate_fn=collate)
     list(loader)
     part = part_of(loader)
     assert (part.name, part.samples, part.handled_bytes) == ("samples", 16, 16 * 12)
 
 
-def test_no_step_of_a_gpu_is_lost_in_a_long_pass(monkeypatch):
+def test_no_gpu_step_is_lost_in_a_long_epoch(monkeypatch):
     monkeypatch.setattr(meters, "HostClock", PromptClock)
     loader = Loader(torch.zeros(1000), 1)
     list(loader)
@@ -56,7 +56,7 @@ def test_no_step_of_a_gpu_is_lost_in_a_long_pass(monkeypatch):
 
 
 class Costly:
-    """What takes 20 ms of a CPU to hand over to another process."""
+    """An object that takes 20 ms of CPU time to pickle."""
 
     def __reduce__(self) -> Any:
         until = time.thread_time() + 0.02
@@ -65,7 +65,7 @@ class Costly:
         return Costly, ()
 
 
-def test_the_cpu_of_a_worker_counts_handing_over_the_batches_before():
+def test_the_cpu_time_of_a_worker_includes_sending_the_previous_batches():
     loader = Loader(Numbers(), 4, num_workers=1, prefetch_batches=1, collate_fn=lambda samples: Costly())
     list(loader)
     assert part_of(loader).cpu_s >= 0.02
@@ -73,7 +73,7 @@ def test_the_cpu_of_a_worker_counts_handing_over_the_batches_before():
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("transform", [None, lambda batch: batch * 2], ids=["plain", "transformed"])
-def test_tensors_that_do_not_tell_their_size_count_as_dense_ones(transform):
+def test_tensors_without_a_size_count_as_dense(transform):
     loader = Loader(
         Numbers(), 4, num_workers=0, collate_fn=lambda s: torch.eye(len(s)).to_sparse(), transform=transform
     )
@@ -81,7 +81,7 @@ def test_tensors_that_do_not_tell_their_size_count_as_dense_ones(transform):
     assert {part.handled_bytes for part in loader.meters.snapshot().parts} == {4 * 64}
 
 
-def test_a_worker_waits_while_its_batches_are_not_wanted_and_they_are_ready():
+def test_a_worker_is_idle_while_its_ready_batches_are_not_requested():
     loader = Loader(Numbers(), 2, num_workers=1, prefetch_batches=2)
     for _ in loader:
         time.sleep(0.1)
@@ -99,7 +99,7 @@ def test_without_workers_nothing_waits_and_nothing_is_ready():
 
 
 class Gated(Numbers):
-    """Gives its samples when a gate is open."""
+    """Numbers that are returned only while a gate is open."""
 
     def __init__(self) -> None:
         self.gate = multiprocessing.Event()
@@ -110,7 +110,7 @@ class Gated(Numbers):
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
-def test_who_waits_for_worker_processes_is_told_of_and_may_interrupt(interrupts):
+def test_a_wait_for_worker_processes_is_published_and_can_be_interrupted(interrupts):
     samples, waits = Gated(), []
     loader = Loader(samples, 4, num_workers=2)
 
@@ -134,9 +134,9 @@ def test_who_waits_for_worker_processes_is_told_of_and_may_interrupt(interrupts)
 
 
 class PlannedEngine(ProcessEngine):
-    """Its first batch is made when it is asked for, and the three others by then.
+    """An engine that builds the first batch when it is requested, and the three others before their requests.
 
-    Handing one over takes longer than making it, as between processes.
+    Sending a batch takes longer than building it, as between processes.
     """
 
     def _made_batches(self, *_: Any) -> Iterator[tuple[WorkerBatch, int, Any]]:
@@ -147,7 +147,7 @@ class PlannedEngine(ProcessEngine):
             yield WorkerBatch(torch.zeros(1), 1, 0.0001, made_at=made_at), number + 1, number
 
 
-def test_a_batch_was_ready_that_was_made_before_it_was_asked_for_however_long_it_takes_to_get_it():
+def test_a_batch_built_before_its_request_was_ready_even_if_receiving_it_takes_long():
     counts = LoaderMeters()
     options = LoaderOptions("x", 1, 0, torch.device("cpu"), None, None, None, "auto", "raise", 1, 2, False, counts)
     engine = PlannedEngine(options, Numbers())

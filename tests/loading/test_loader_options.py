@@ -1,4 +1,4 @@
-"""The arguments of `Loader`: what cannot be meant is one line that says what to write instead."""
+"""Invalid arguments of `Loader` raise a one-line error with advice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> FileDataset:
 
 
 def refused(dataset: Any, batch_size: Any = 4, **options: Any) -> str:
-    """Return what a loader says that cannot be made; it is one line."""
+    """Return the error message of a loader that cannot be created, which has to be one line."""
     with pytest.raises(InvalidOption, match="Cannot make a Loader: ") as caught:
         Loader(dataset, batch_size, **options)
     assert "\n" not in str(caught.value)
@@ -41,24 +41,24 @@ def refused(dataset: Any, batch_size: Any = 4, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("collate_fn", [None, default_collate])
-def test_a_whole_pack_is_refused_with_the_split_to_pass(pack, collate_fn):
+def test_a_whole_pack_raises_an_error_that_names_a_split(pack, collate_fn):
     assert refused(pack, collate_fn=collate_fn).endswith(
         "a whole pack; expected one of its splits. Pass pack['train']."
     )
 
 
 @pytest.mark.parametrize("collate_fn", [None, default_collate])
-def test_a_list_of_arrays_is_refused_also_beside_collate_fn(collate_fn):
+def test_a_list_of_arrays_raises_an_error_even_with_collate_fn(collate_fn):
     assert "Pass a tuple such as (images, labels)" in refused([IMAGES, torch.arange(20)], collate_fn=collate_fn)
 
 
-def test_a_list_of_samples_is_a_data_set_all_the_same():
+def test_a_list_of_samples_is_a_data_set():
     assert len(Loader([torch.ones(3)] * 9, 2, num_workers=0)) == 5
     assert len(Loader([torch.ones(3), torch.ones(3)], 2, num_workers=0)) == 1
 
 
 @pytest.mark.parametrize("path", ["data.h5", "/a/folder", Path("/a/folder")])
-def test_a_path_is_refused_with_what_to_open_it_by(path):
+def test_a_path_raises_an_error_that_names_the_functions_to_open_it(path):
     message = refused(path)
     assert "Pass colabkit.FileDataset(path) for a folder of images" in message
     assert "colabkit.open_pack(path)['train'] for a pack" in message
@@ -89,11 +89,11 @@ def test_a_path_is_refused_with_what_to_open_it_by(path):
         ),
     ],
 )
-def test_a_number_that_is_whole_is_advised_as_such(options, next_step):
+def test_the_advice_for_a_whole_float_or_text_is_that_number(options, next_step):
     assert refused(IMAGES, **options).endswith(next_step)
 
 
-def test_numbers_out_of_bounds_and_devices_that_do_not_exist_are_refused_by_name():
+def test_numbers_out_of_range_and_missing_devices_raise_an_error_with_the_argument():
     for name, values in {
         "batch_size": (0, -3, True, None),
         "prefetch_batches": (0, 2.5),
@@ -121,11 +121,11 @@ def test_numbers_out_of_bounds_and_devices_that_do_not_exist_are_refused_by_name
         ({"shuffle": "yes"}, "True, False or 'block'"),
     ],
 )
-def test_what_is_no_transform_is_refused_with_how_to_make_one(options, message):
+def test_an_invalid_function_raises_an_error_with_advice(options, message):
     assert message in refused(IMAGES, **options)
 
 
-def test_size_may_be_the_one_that_rows_already_have(pack):
+def test_size_is_allowed_only_if_it_matches_the_stored_images(pack):
     expected = [images for images, _ in Loader(pack["train"], 4)]
     for images, (resized, _) in zip(expected, Loader(pack["train"], 4, size=(4, 3)), strict=True):
         assert torch.equal(images, resized)
@@ -137,11 +137,11 @@ def test_size_may_be_the_one_that_rows_already_have(pack):
 
 
 @pytest.mark.parametrize("size", [(8, 8, 8), (), "8", 0, (8, -1)])
-def test_a_size_that_cannot_be_meant_is_refused(files, size):
+def test_an_invalid_size_raises_an_error(files, size):
     assert "size=" in refused(files, size=size)
 
 
-def test_several_arguments_in_the_way_are_all_named_and_only_these(files):
+def test_the_error_names_all_unsupported_arguments_and_no_others(files):
     message = refused(files, transform=v2.RandomCrop(4), size=8, on_bad="skip", fields=["X"])
     assert "torchvision transforms samples one by one, which does not support fields=, size=, on_bad=." in message
     assert "as_dict" not in message
@@ -149,7 +149,7 @@ def test_several_arguments_in_the_way_are_all_named_and_only_these(files):
     assert "PerSample transforms" in refused(files, transform=PerSample(torch.neg), as_dict=True)
 
 
-def test_keep_gpu_for_batches_on_the_cpu_is_one_error_with_or_without_a_gpu(pack, files, monkeypatch):
+def test_keep_gpu_for_batches_on_the_cpu_raises_an_error_with_or_without_a_gpu(pack, files, monkeypatch):
     for dataset in (pack["train"], IMAGES, files):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         assert "keep='gpu', but torch finds no usable GPU" in refused(dataset, keep="gpu")
@@ -159,12 +159,12 @@ def test_keep_gpu_for_batches_on_the_cpu_is_one_error_with_or_without_a_gpu(pack
         assert message.endswith("Pass device='cuda' as well.")
 
 
-def test_keep_disk_is_refused_for_what_is_in_memory(pack):
+def test_keep_disk_raises_an_error_for_arrays_in_memory(pack):
     assert "keep='disk', but arrays are already in memory" in refused(IMAGES, keep="disk")
     assert Loader(pack["train"], 4, keep="disk").tier.name == "disk"
 
 
-def test_drop_last_without_a_full_batch_says_which_batch_size_would_do():
+def test_drop_last_without_a_full_batch_suggests_a_batch_size():
     assert refused(IMAGES, 21, drop_last=True).endswith(
         "no batch from 20 samples; expected at least 21 samples. Use batch_size=20 or less, or drop_last=False."
     )
@@ -177,7 +177,7 @@ def test_drop_last_without_a_full_batch_says_which_batch_size_would_do():
         assert message.endswith("Use fewer processes.")
 
 
-def test_skipping_bad_images_is_refused_in_several_processes_which_would_get_unequally_many_batches(files, monkeypatch):
+def test_skipping_bad_images_raises_an_error_in_several_processes(files, monkeypatch):
     for sampler in (None, DistributedSampler(range(12), 2, 0)):
         message = refused(files, on_bad="skip", rank=0, world_size=2, sampler=sampler)
         assert "on_bad='skip' may give the 2 processes different numbers of batches" in message
@@ -205,17 +205,17 @@ def halved(images: torch.Tensor) -> torch.Tensor:
         (v2.Compose([v2.RandomCrop(4), v2.RandomHorizontalFlip()]), "Compose( RandomCrop(size=(4, 4)"),
     ],
 )
-def test_its_text_tells_rank_and_transform_in_one_line(transform, text):
+def test_the_repr_names_rank_and_transform_in_one_line(transform, text):
     loader = Loader(IMAGES, 4, transform=transform, rank=1, world_size=2)
     assert f"3 batches of 4, in order, on cpu, rank 1 of 2, transform {text}" in repr(loader)
     assert "\n" not in repr(loader)
 
 
-def test_its_text_tells_neither_where_there_is_one_process_and_no_transform():
+def test_the_repr_omits_rank_and_transform_for_one_process_without_transform():
     assert "in order, on cpu, samples in ram" in repr(Loader(IMAGES, 4))
 
 
-def test_the_text_of_its_meters_holds_no_private_names():
+def test_the_repr_of_the_meters_has_no_private_names():
     loader = Loader(IMAGES, 4)
     list(loader)
     assert "batches=5, samples=20" in repr(loader.meters)

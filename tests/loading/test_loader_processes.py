@@ -1,4 +1,4 @@
-"""`Loader` over data sets that are asked sample by sample, in worker processes: any of torch's, any `collate_fn`."""
+"""`Loader` over data sets that load sample by sample in worker processes: any map-style one, any `collate_fn`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Point(NamedTuple):
 
 
 class Squares(Dataset):
-    """Gives `make(i)` for sample i."""
+    """A data set whose sample i is `make(i)`."""
 
     def __init__(
         self, count: int = 23, make: Callable[[int], Any] = lambda i: (torch.tensor([i, i * i]), i % 3)
@@ -69,7 +69,7 @@ class Squares(Dataset):
 def no_process_is_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
-    # Frames of an error that was caught may keep a loader and its workers.
+    # The frames of a caught error may keep a loader and its workers alive.
     gc.collect()
     _, left = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in before], 10)
     assert left == []
@@ -99,7 +99,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def assert_loads(dataset: Any, num_workers: int, collate: Any = None, **options: Any) -> None:
-    """Assert that batches are what `collate` makes of the samples in the epoch's order."""
+    """Assert that batches equal `collate` applied to the samples in the epoch's order."""
     count = len(dataset)
     loader = Loader(dataset, 5, shuffle=True, seed=4, num_workers=num_workers, collate_fn=collate, **options)
     assert len(loader) == -(-count // 5)
@@ -136,7 +136,7 @@ class TestLoaderStream(StreamContract):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_any_map_style_data_set_gives_what_the_default_collate_makes_of_its_samples(num_workers):
+def test_any_map_style_data_set_is_batched_by_the_default_collate(num_workers):
     assert_loads(Squares(), num_workers)
 
 
@@ -155,7 +155,7 @@ def test_any_map_style_data_set_gives_what_the_default_collate_makes_of_its_samp
     ids=["number", "text", "tensor", "array", "dict", "namedtuple", "nested", "list"],
 )
 @pytest.mark.parametrize("num_workers", sampled([0, 2], 1))
-def test_samples_may_be_of_any_structure(make, num_workers):
+def test_samples_may_have_any_structure(make, num_workers):
     assert_loads(Squares(12, make), num_workers)
 
 
@@ -171,7 +171,7 @@ def test_samples_may_be_of_any_structure(make, num_workers):
     ids=["alone", "tuple", "list", "dict", "namedtuple"],
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_transform_of_samples_changes_their_first_field_and_leaves_their_structure(make, num_workers):
+def test_a_transform_of_samples_changes_only_their_first_field(make, num_workers):
     loader = Loader(
         Squares(12, lambda i: make(torch.tensor([i]), i)), 4, transform=PerSample(torch.neg), num_workers=num_workers
     )
@@ -181,14 +181,14 @@ def test_a_transform_of_samples_changes_their_first_field_and_leaves_their_struc
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_torchvisions_data_sets_load_with_their_own_transforms(tree, num_workers):
+def test_data_sets_of_torchvision_load_with_their_own_transforms(tree, num_workers):
     assert_loads(FakeData(13, (3, 8, 8), 4, transform=to_tensor()), num_workers)
     folder = ImageFolder(tree, transform=to_tensor())
     assert_loads(folder, num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_parts_and_joins_of_data_sets_and_packs_load_like_any(tmp_path, tree, num_workers):
+def test_subsets_and_concatenations_of_data_sets_and_packs_load(tmp_path, tree, num_workers):
     packs = [open_pack(make_pack(tmp_path / f"{n}.h5", seed=n, train=6 + n))["train"] for n in range(2)]
     assert_loads(ConcatDataset(packs), num_workers)
     folder = ImageFolder(tree, transform=to_tensor())
@@ -198,7 +198,7 @@ def test_parts_and_joins_of_data_sets_and_packs_load_like_any(tmp_path, tree, nu
     assert_loads(StackDataset(a=Squares(9), b=Squares(9, float)), num_workers)
 
 
-def test_parts_of_a_pack_are_views_of_it_and_load_as_rows(tmp_path):
+def test_subsets_of_a_pack_are_views_and_load_as_rows(tmp_path):
     data = open_pack(make_pack(tmp_path / "p.h5", train=20))["train"]
     part, rest = random_split(data, [13, 7], torch.Generator().manual_seed(3))
     for subset in (part, rest, Subset(data, range(4, 9)), Subset(Subset(data, [9, 8, 7, 6]), [3, 1])):
@@ -225,13 +225,13 @@ def test_collate_fn_makes_the_batch(collate, num_workers):
     assert_loads(Squares(12), num_workers, collate)
 
 
-def test_collate_fn_gets_the_samples_of_a_pack_and_of_arrays(tmp_path):
+def test_collate_fn_receives_the_samples_of_a_pack_and_of_arrays(tmp_path):
     data = open_pack(make_pack(tmp_path / "p.h5", train=12))["train"]
     assert_loads(data, 2, lambda samples: {"x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]})
     assert_loads(torch.arange(24).view(12, 2), 0, torch.stack)
 
 
-def test_only_collate_fn_may_say_what_a_batch_of_single_samples_is():
+def test_options_for_rows_raise_an_error_for_samples_loaded_one_by_one():
     for options in ({"fields": ["X"]}, {"as_dict": True}, {"size": 8}, {"on_bad": "skip"}):
         name = next(iter(options))
         for reason, more in (
@@ -247,7 +247,7 @@ def test_only_collate_fn_may_say_what_a_batch_of_single_samples_is():
 
 def broken(index: int) -> torch.Tensor:
     if index == 7:
-        raise ValueError("planned, and\nsaid in two lines")
+        raise ValueError("planned, and\nin two lines")
     return torch.tensor(index)
 
 
@@ -258,7 +258,7 @@ def fails_on_seven(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_an_error_of_a_data_set_names_the_sample_and_the_cause_in_one_line(num_workers):
+def test_an_error_of_a_data_set_names_sample_and_cause_in_one_line(num_workers):
     got = []
     with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 7 raised ValueError: planned, and") as caught:
         got.extend(Loader(Squares(12, broken), 3, num_workers=num_workers))
@@ -267,10 +267,11 @@ def test_an_error_of_a_data_set_names_the_sample_and_the_cause_in_one_line(num_w
     assert "Traceback" not in str(caught.value)
     assert str(caught.value).endswith("Run dataset[7] to see the error.")
     assert isinstance(caught.value.__cause__, ValueError)
-    assert str(caught.value.__cause__) == "planned, and\nsaid in two lines"
-    told = "".join(traceback.format_exception(caught.value))
-    assert 'raise ValueError("planned, and\\nsaid in two lines")' in told  # the user's line, of a worker too
-    assert f'{__file__}", line {broken.__code__.co_firstlineno + 2}, in broken' in told
+    assert str(caught.value.__cause__) == "planned, and\nin two lines"
+    # The line of user code is shown even if it ran in a worker process.
+    text = "".join(traceback.format_exception(caught.value))
+    assert 'raise ValueError("planned, and\\nin two lines")' in text
+    assert f'{__file__}", line {broken.__code__.co_firstlineno + 2}, in broken' in text
 
 
 class Unpicklable(Exception):
@@ -279,7 +280,7 @@ class Unpicklable(Exception):
 
 
 @pytest.mark.parametrize("kind", ["made with other arguments", "made in a function", "holding a lock"])
-def test_an_error_that_cannot_leave_its_process_is_told_all_the_same(kind):
+def test_an_error_that_cannot_be_pickled_is_still_reported(kind):
     class Inner(Exception):
         pass
 
@@ -299,14 +300,14 @@ def test_an_error_that_cannot_leave_its_process_is_told_all_the_same(kind):
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("make", [lambda samples: (x for x in samples), lambda samples: [threading.Lock()]])
-def test_a_batch_that_cannot_leave_its_process_is_one_error_and_no_hang(make, persistent_workers):
+def test_a_batch_that_cannot_be_pickled_raises_an_error_and_does_not_hang(make, persistent_workers):
     loader = Loader(Squares(12), 3, num_workers=1, persistent_workers=persistent_workers, collate_fn=make)
     with pytest.raises(LoaderFailed, match=r"sending a batch .* raised TypeError: cannot pickle .*num_workers=0"):
         list(loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_collate_fn_may_leave_samples_out_but_not_beside_transforms_that_draw_for_each(num_workers):
+def test_a_collate_fn_may_drop_samples_but_not_with_transforms_that_draw_for_each_sample(num_workers):
     def without_the_second(samples: list[Any]) -> Any:
         return default_collate([samples[0], *samples[2:]])
 
@@ -321,7 +322,7 @@ def test_a_collate_fn_may_leave_samples_out_but_not_beside_transforms_that_draw_
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("around", ["alone", "subset", "concat", "both"])
-def test_a_broken_file_of_an_image_folder_is_named_with_its_path(tmp_path, around, num_workers):
+def test_a_broken_file_of_an_image_folder_is_named_by_its_path(tmp_path, around, num_workers):
     tree = make_tree(tmp_path / "tree", 3)
     path = tree / "bees" / "001.png"
     path.write_bytes(path.read_bytes()[:60])
@@ -347,7 +348,7 @@ def test_an_error_of_a_transform_names_the_sample_of_a_pack_or_the_file(tmp_path
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_errors_of_this_package_keep_their_type_and_line(tmp_path, num_workers):
+def test_errors_of_colabkit_keep_their_type_and_message(tmp_path, num_workers):
     tree = make_tree(tmp_path / "tree", 3)
     (tree / "bees" / "001.png").write_bytes(b"no image")
     with pytest.raises((BadImage, LoaderFailed), match=r"Cannot decode 'bees/001\.png'") as caught:
@@ -356,7 +357,7 @@ def test_errors_of_this_package_keep_their_type_and_line(tmp_path, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_errors_of_collating_and_of_older_transforms_are_one_line_that_says_what_to_do(num_workers):
+def test_errors_of_collating_and_old_transforms_are_one_line_with_advice(num_workers):
     images = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
     use_newer = r"Replace ToTensor with v2\.ToDtype\(torch\.float32, scale=True\), or with Normalize of colab"
     cases: list[tuple[Any, dict[str, Any], str]] = [
@@ -367,13 +368,13 @@ def test_errors_of_collating_and_of_older_transforms_are_one_line_that_says_what
             for transform in (v1.ToTensor(), v1.Compose([v1.ToTensor()]), PerSample(v1.ToTensor()))
         ),
     ]
-    for dataset, options, said in cases:
-        with pytest.raises(LoaderFailed, match=f"Cannot make a batch: {said}") as caught:
+    for dataset, options, message in cases:
+        with pytest.raises(LoaderFailed, match=f"Cannot make a batch: {message}") as caught:
             list(Loader(dataset, 3, num_workers=num_workers, **options))
         assert "\n" not in str(caught.value)
 
 
-def test_a_worker_process_that_is_killed_or_leaves_by_itself_is_one_error_and_no_hang():
+def test_a_worker_process_that_is_killed_or_exits_raises_an_error_and_does_not_hang():
     def dies(when: int, index: int) -> torch.Tensor:
         if index == when and get_worker_info() is not None:
             os._exit(3) if when == 3 else os.kill(os.getpid(), signal.SIGKILL)
@@ -388,7 +389,7 @@ def test_a_worker_process_that_is_killed_or_leaves_by_itself_is_one_error_and_no
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_an_error_of_a_sampler_is_one_error_of_the_loader(num_workers):
+def test_an_error_of_a_sampler_raises_an_error_of_the_loader(num_workers):
     class Fails(list):
         kind: type[Exception]
 
@@ -405,7 +406,7 @@ def test_an_error_of_a_sampler_is_one_error_of_the_loader(num_workers):
         list(Loader(Squares(), 2, sampler=[0, 23], num_workers=num_workers))
 
 
-def test_a_loader_that_failed_may_be_used_again():
+def test_a_loader_is_usable_after_an_error():
     samples = Squares(12, broken)
     loader = Loader(samples, 3, num_workers=2)
     with pytest.raises(LoaderFailed):
@@ -417,7 +418,7 @@ def test_a_loader_that_failed_may_be_used_again():
 @pytest.mark.parametrize(
     "of_one", [PerSample(torch.neg), v2.RandomHorizontalFlip(0.5), torch.nn.Sequential(v2.RandomCrop(2))]
 )
-def test_what_is_for_one_sample_is_refused_among_transforms_of_a_batch(of_one):
+def test_transforms_of_single_samples_raise_an_error_among_transforms_of_batches(of_one):
     with pytest.raises(
         InvalidOption,
         match=r"transforms single samples; expected transforms of batches\. Put all transforms into one PerSample",
@@ -427,21 +428,22 @@ def test_what_is_for_one_sample_is_refused_among_transforms_of_a_batch(of_one):
 
 
 def process_ids(loader: Loader) -> list[int]:
-    """Return which process made each sample of the next epoch."""
+    """Return the id of the process that loaded each sample of the next epoch."""
     return [int(process) for batch in loader for process in batch[0]]
 
 
-def test_persistent_workers_make_every_epoch_and_end_with_their_loader() -> None:
+def test_persistent_workers_make_every_epoch_and_end_with_the_loader() -> None:
     options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 2}
     loader = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, persistent_workers=True, **options)
-    anew = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, **options)
+    restarted = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, **options)
     first = set(process_ids(loader))
     assert len(first) == 2
-    next(iter(loader))  # seen enough of an epoch
+    # An epoch is abandoned here.
+    next(iter(loader))
     for epoch in range(3):
         loader.set_epoch(epoch)
-        anew.set_epoch(epoch)
-        made, again = list(loader), list(anew)
+        restarted.set_epoch(epoch)
+        made, again = list(loader), list(restarted)
         assert all(torch.equal(one[1], other[1]) for one, other in zip(made, again, strict=True))
         assert {int(process) for batch in made for process in batch[0]} <= first
         assert not {int(process) for batch in again for process in batch[0]} & first
@@ -455,18 +457,19 @@ def test_random_samples_are_the_same_in_persistent_workers() -> None:
     assert drawn(persistent_workers=True) == drawn()
 
 
-def test_persistent_workers_that_an_interrupt_has_ended_are_replaced() -> None:
+def test_persistent_workers_that_an_interrupt_ended_are_replaced() -> None:
     loader = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, num_workers=2, persistent_workers=True)
     first = set(process_ids(loader))
     for process in first:
-        os.kill(process, signal.SIGINT)  # as the terminal does to all processes
+        # A terminal sends an interrupt to all processes.
+        os.kill(process, signal.SIGINT)
         os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     later = process_ids(loader)
     assert len(later) == 23
     assert not first & set(later)
 
 
-def test_an_iteration_inside_another_has_processes_of_its_own() -> None:
+def test_a_nested_iteration_has_its_own_processes() -> None:
     loader = Loader(Squares(make=lambda i: i), 4, num_workers=1, persistent_workers=True)
     whole = [batch.tolist() for batch in loader]
     for batch, expected in zip(loader, whole, strict=True):
@@ -490,17 +493,18 @@ def test_workers_persist_after_an_error_of_a_sample() -> None:
     ("dataset", "options"),
     [(Squares(), {"num_workers": 0}), (torch.arange(23), {}), (torch.arange(23), {"num_workers": 2})],
 )
-def test_persistent_workers_are_refused_where_there_are_none(dataset: Any, options: dict[str, Any]) -> None:
+def test_persistent_workers_without_worker_processes_raise_an_error(dataset: Any, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidOption, match=r"persistent_workers=True requires worker processes, but .*\. Omit "):
         Loader(dataset, 4, persistent_workers=True, **options)
 
 
-def test_facts_tell_whether_processes_live_on_and_where_there_are_none() -> None:
-    def keeps(**options: Any) -> bool | None:
+def test_facts_report_whether_processes_persist() -> None:
+    def keeps_workers(**options: Any) -> bool | None:
         facts = Loader(Squares(), 4, **options).meters.facts
         assert facts is not None
         return facts.keeps_workers
 
-    assert keeps(num_workers=2) is False
-    assert keeps(num_workers=2, persistent_workers=True) is True
-    assert keeps(num_workers=0) is True  # nothing has to be started anew
+    assert keeps_workers(num_workers=2) is False
+    assert keeps_workers(num_workers=2, persistent_workers=True) is True
+    # Without workers no process has to be started again.
+    assert keeps_workers(num_workers=0) is True

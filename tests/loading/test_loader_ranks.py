@@ -1,4 +1,4 @@
-"""`Loader` on several ranks: every sample once, equally many batches, the same stream on any number of processes."""
+"""`Loader` on several ranks: each sample once, equal numbers of batches, the same stream for any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORLDS = (1, 2, 3, 4, 5)
 
 
 def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, **options: Any) -> list[Loader]:
-    """Return the loaders that the processes of one training would make, over the numbers below n."""
+    """Return the loaders of all processes of one training run, over the numbers below n."""
     loaders = [
         Loader(torch.arange(n), batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)
     ]
@@ -37,7 +37,7 @@ def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, 
 
 @pytest.mark.parametrize("shuffle", [False, True, "block"])
 @pytest.mark.parametrize("world_size", sampled(WORLDS, 3))
-def test_every_sample_comes_once_over_all_ranks_in_equally_many_batches(world_size, shuffle):
+def test_every_sample_comes_once_over_all_ranks_in_equal_numbers_of_batches(world_size, shuffle):
     for n, batch_size in itertools.product((world_size, world_size + 1, 11, 16, 22, 23, 41), (1, 2, 4, 9)):
         loaders = ranks(n, batch_size, world_size, shuffle=shuffle, seed=3)
         for _ in range(2):
@@ -60,7 +60,7 @@ def test_a_last_global_batch_with_fewer_samples_than_ranks_joins_the_one_before(
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_with_drop_last_all_batches_are_full_and_less_than_one_step_is_left_out(world_size):
+def test_with_drop_last_all_batches_are_full_and_less_than_one_step_is_dropped(world_size):
     for n, batch_size in itertools.product((20, 23, 41), (1, 3, 4)):
         taken = steps(ranks(n, batch_size, world_size, shuffle=True, drop_last=True))
         assert all(len(batch) == batch_size for step in taken for batch in step)
@@ -93,8 +93,8 @@ def test_every_position_of_an_order_comes_once_over_all_ranks(order):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_states_go_from_two_ranks_to_one_and_three_and_back_with_another_batch_size(drop_last):
-    """At every step, for every chain of world sizes: nothing twice, nothing lost, and the next epoch is whole."""
+def test_states_resume_with_other_numbers_of_ranks_and_other_batch_sizes(drop_last):
+    """At any step and for any chain of world sizes, no sample is repeated or lost, and the next epoch is complete."""
     n = 47
     orders = [epoch_order(n, 5, number, 0, n).tolist() for number in range(2)]
     options = {"shuffle": True, "seed": 5, "drop_last": drop_last}
@@ -116,14 +116,15 @@ def test_states_go_from_two_ranks_to_one_and_three_and_back_with_another_batch_s
 
 def test_a_state_at_the_end_of_an_epoch_is_the_start_of_the_next_on_any_number_of_ranks():
     for world_size, other in itertools.permutations((1, 2, 3), 2):
-        for most in (None, len(ranks(23, 3, world_size)[0])):  # exhausted, and stopped after the last batch
+        # The epoch is exhausted, or stopped after its last batch.
+        for most in (None, len(ranks(23, 3, world_size)[0])):
             loaders = ranks(23, 3, world_size, shuffle=True)
             steps(loaders, most)
             resumed = ranks(23, 4, other, state_of(loaders), shuffle=True)
             assert in_order(steps(resumed)) == epoch_order(23, 0, 1, 0, 23).tolist()
 
 
-def test_fewer_samples_than_ranks_at_the_end_of_an_epoch_are_all_that_a_change_of_ranks_may_leave_out():
+def test_a_change_of_ranks_drops_at_most_fewer_samples_than_ranks_at_the_end_of_an_epoch():
     loaders = ranks(8, 1, 2)
     assert in_order(steps(loaders, 3)) == list(range(6))
     resumed = ranks(8, 1, 3, state_of(loaders))
@@ -131,7 +132,7 @@ def test_fewer_samples_than_ranks_at_the_end_of_an_epoch_are_all_that_a_change_o
     assert in_order(steps(resumed)) == list(range(8))
 
 
-def test_len_stays_that_of_a_whole_epoch_after_a_resume():
+def test_len_is_that_of_a_full_epoch_after_a_resume():
     loaders = ranks(23, 2, 2)
     steps(loaders, 3)
     for loader in ranks(23, 3, 2, state_of(loaders)):
@@ -140,7 +141,7 @@ def test_len_stays_that_of_a_whole_epoch_after_a_resume():
 
 
 def transformed(data: Any, world_size: int, batch_size: int, transform: Any, **options: Any) -> dict[int, bytes]:
-    """Return what a transform made of each sample of an epoch, by its label."""
+    """Return the transformed samples of an epoch, by label."""
     found = {}
     for rank in range(world_size):
         share = {"rank": rank, "world_size": world_size}
@@ -155,7 +156,7 @@ def transformed(data: Any, world_size: int, batch_size: int, transform: Any, **o
         Compose([RandomResizedCrop(6), RandomHorizontalFlip(), Cutout(2)]),
         PerSample(lambda image: image + torch.randint(0, 100, image.shape).to(torch.uint8)),
     ],
-    ids=["ours", "per sample"],
+    ids=["colabkit", "per sample"],
 )
 def test_a_sample_gets_the_same_random_numbers_on_any_rank_layout(transform):
     images = torch.randint(0, 256, (23, 3, 8, 9), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -166,7 +167,7 @@ def test_a_sample_gets_the_same_random_numbers_on_any_rank_layout(transform):
         assert transformed(data, world_size, batch_size, transform, num_workers=0) == expected
 
 
-def test_mixed_labels_stay_with_their_rank():
+def test_labels_are_mixed_only_within_a_rank():
     images, labels = torch.zeros(16, 3, 4, 4), torch.arange(16)
     batches = [list(Loader((images, labels), 4, transform=MixUp(16), rank=rank, world_size=2)) for rank in range(2)]
     for rank, step in itertools.product(range(2), range(2)):
@@ -178,7 +179,7 @@ def test_mixed_labels_stay_with_their_rank():
 @pytest.mark.parametrize(
     ("rank", "world_size"), [(0, None), (None, 2), (2, 2), (-1, 2), (0, 0), (0.0, 1), ("0", "1"), (True, 2)]
 )
-def test_ranks_that_cannot_be_meant_are_refused(rank, world_size):
+def test_invalid_ranks_raise_an_error(rank, world_size):
     with pytest.raises(InvalidOption, match=r"Cannot make a Loader.*(rank|world_size)"):
         Loader(torch.arange(9), 2, rank=rank, world_size=world_size)
 
@@ -189,18 +190,18 @@ def initialise(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> N
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
 
 
-def test_the_share_is_that_of_torch_distributed_also_when_it_starts_after_the_loader_was_made(monkeypatch):
-    loader, said = Loader(torch.arange(23), 2), Loader(torch.arange(23), 2, rank=1, world_size=3)
+def test_the_share_follows_torch_distributed_even_if_it_starts_after_the_loader(monkeypatch):
+    loader, explicit = Loader(torch.arange(23), 2), Loader(torch.arange(23), 2, rank=1, world_size=3)
     assert len(loader) == 12
     initialise(monkeypatch, rank=1, world_size=2)
     assert len(loader) == len(Loader(torch.arange(23), 2)) == 6
     expected = [step[1] for step in steps(ranks(23, 2, 2))]
     assert [batch.tolist() for batch in loader] == expected
     assert loader.state_dict()["global_batch"] == 4
-    assert [batch.tolist() for batch in said] == [step[1] for step in steps(ranks(23, 2, 3))]
+    assert [batch.tolist() for batch in explicit] == [step[1] for step in steps(ranks(23, 2, 3))]
 
 
-def test_more_ranks_than_samples_are_refused_also_when_they_come_after_the_loader_was_made(monkeypatch):
+def test_more_ranks_than_samples_raise_an_error_even_if_they_start_after_the_loader(monkeypatch):
     with pytest.raises(InvalidOption, match="only 5 samples for 6 processes; expected at least one sample per process"):
         ranks(5, 1, 6)
     loader = Loader(torch.arange(5), 1)
@@ -209,7 +210,7 @@ def test_more_ranks_than_samples_are_refused_also_when_they_come_after_the_loade
         list(loader)
 
 
-def test_a_sampler_of_the_users_own_is_not_parted_again():
+def test_a_custom_sampler_is_not_split_again():
     n, world_size = 23, 3
     loaders = []
     for rank in range(world_size):
@@ -225,7 +226,7 @@ def test_a_sampler_of_the_users_own_is_not_parted_again():
 
 
 @pytest.mark.parametrize("name", ["distributed", "batches"])
-def test_a_state_under_a_sampler_of_the_users_own_serves_all_ranks_of_as_many(name):
+def test_a_state_with_a_custom_sampler_loads_on_the_same_number_of_ranks(name):
     data = torch.arange(32)
 
     def loaders(world_size: int, state: State | None = None) -> list[Loader]:
@@ -253,7 +254,8 @@ def test_a_state_under_a_sampler_of_the_users_own_serves_all_ranks_of_as_many(na
         " expected the same number now, not 1."
         " Start 2 processes, or start the epoch again with loader.set_epoch(0)."
     )
-    steps(taken)  # the next epoch
+    # Finish the epoch.
+    steps(taken)
     (alone,) = loaders(1, state_of(taken))
     assert alone.next_epoch == 2
     alone.set_epoch(0)
@@ -266,11 +268,12 @@ def test_a_state_under_a_sampler_of_the_users_own_serves_all_ranks_of_as_many(na
     [
         (RandomResizedCrop(8), 4),
         (PerSample(lambda image: image + torch.randint(0, 100, image.shape).to(torch.uint8)), 4),
-        (lambda images: images + torch.randint(0, 100, images.shape).to(torch.uint8), 2),  # seeded batch by batch
+        # This one is seeded once per batch.
+        (lambda images: images + torch.randint(0, 100, images.shape).to(torch.uint8), 2),
     ],
-    ids=["ours", "per sample", "at last"],
+    ids=["colabkit", "per sample", "at last"],
 )
-def test_ranks_under_a_sampler_of_the_users_own_draw_random_numbers_of_their_own(transform, size, as_data):
+def test_ranks_with_a_custom_sampler_draw_different_random_numbers(transform, size, as_data):
     images = torch.arange(32 * 32).view(1, 1, 32, 32).remainder(100).to(torch.uint8).repeat(16, 1, 1, 1)
 
     def made(rank: int, world_size: int, after: int = 0) -> list[bytes]:

@@ -1,7 +1,7 @@
-"""Every known way to lose one's place in an epoch, bit for bit, with random transforms on.
+"""Resumed epochs are bit-identical to uninterrupted ones, with random transforms and for every known failure.
 
-`TestAugmentedStream` holds more of them on every way to batches: the second resume in an epoch, the state at its end,
-the state that is used up, the early break, what was prefetched, streams that share nothing. Samplers are in
+`TestAugmentedStream` covers more failures on every pipeline: a second resume in an epoch, a state at its end, a state
+that is loaded twice, an early break, prefetched batches, and independent streams. Samplers are in
 test_loader_samplers.py, ranks in test_loader_ranks.py.
 """
 
@@ -44,7 +44,8 @@ from colabkit.sampler import Balanced
 from colabkit.storage.staging.api import stage, unstage
 
 N = 22
-BATCH = 4  # six batches an epoch, the last one of two samples
+# An epoch has six batches, the last one with two samples.
+BATCH = 4
 OTHER_BATCH = 3
 AUGMENT = Compose([RandomResizedCrop(6), RandomHorizontalFlip(), Cutout(3, p=0.7)])
 
@@ -71,7 +72,7 @@ def data(request: pytest.FixtureRequest) -> PackedDataset:
 
 
 def make(data: Any, threads: int = 2, batch_size: int = BATCH, state: Any = None, **options: Any) -> Loader:
-    """Return a new loader with random transforms, as a new process would make it, that goes on from a state."""
+    """Return a new loader with random transforms, as in a new process, which resumes from a state if given."""
     options = {"shuffle": True, "seed": 5, "transform": AUGMENT, **options}
     loader = Loader(data, batch_size, num_workers=threads, **options)
     if state is not None:
@@ -85,15 +86,16 @@ def samples(batch: Any) -> Samples:
 
 
 def take(loader: Loader, most: int | None = None) -> Samples:
-    """Return the samples of the next epoch, or of its first batches, after which it is broken off."""
+    """Return the samples of the next epoch, or of its first `most` batches."""
     taken = itertools.islice(loader, most) if most != 0 else ()
     return [sample for batch in taken for sample in samples(batch)]
 
 
-PLACES = {  # whole epochs, then batches of the next one
+# Full epochs, then batches of the next one.
+PLACES = {
     "fresh": (0, 0),
     "mid": (0, 2),
-    "end, not asked for more": (0, 6),
+    "end, not exhausted": (0, 6),
     "end": (1, 0),
     "end + 1": (1, 1),
 }
@@ -104,7 +106,7 @@ PLACES = {  # whole epochs, then batches of the next one
 @pytest.mark.parametrize("threads", sampled([1, 2, 4], 2))
 @pytest.mark.parametrize("place", sampled(PLACES, 3))
 def test_a_resumed_stream_equals_the_uninterrupted_one_bit_for_bit(data, place, threads, batch_size, again):
-    """With another number of threads after each resume than before, and with the epoch broken off each time."""
+    """The number of threads changes at each resume, and each interrupted epoch is abandoned."""
     epochs, batches = PLACES[place]
     reference = make(data)
     expected = [sample for _ in range(3) for sample in take(reference)]
@@ -120,7 +122,7 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_bit_for_bit(data, place, 
 
 
 def test_the_augmented_epochs_and_samples_differ(data):
-    """Else equal streams would tell nothing."""
+    """Otherwise equal streams would prove nothing."""
     loader = make(data)
     epochs = [take(loader) for _ in range(2)]
     assert len({image for epoch in epochs for image, _ in epoch}) == 2 * N
@@ -128,7 +130,9 @@ def test_the_augmented_epochs_and_samples_differ(data):
 
 TRANSFORMS = {
     "plain callable": lambda images: images.float() + torch.rand(images.shape),
-    "between ours": Compose([RandomCrop(7, padding=1), lambda images: images * torch.rand(1), RandomHorizontalFlip()]),
+    "between transforms of colabkit": Compose(
+        [RandomCrop(7, padding=1), lambda images: images * torch.rand(1), RandomHorizontalFlip()]
+    ),
     "per batch": Compose([AUGMENT, PerBatch(lambda images: images.float() / 255)]),
     "per sample": PerSample(lambda image: image[:, :6, :6].float() + np.random.rand() + torch.rand(1)),
     "normalised": Compose([AUGMENT, Normalize()]),
@@ -137,7 +141,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", sampled(TRANSFORMS, 2))
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_other_code_draws_comes_again_after_a_resume(raw, name, workers):
+def test_random_numbers_of_custom_code_are_the_same_after_a_resume(raw, name, workers):
     options = {"transform": TRANSFORMS[name], "threads": workers}
     torch.manual_seed(1)
     expected = take(make(raw, **options))
@@ -150,7 +154,7 @@ def test_what_other_code_draws_comes_again_after_a_resume(raw, name, workers):
         assert got == expected
 
 
-def test_mixed_images_and_labels_come_again_after_a_resume(raw):
+def test_mixed_images_and_labels_are_the_same_after_a_resume(raw):
     transform = Compose([AUGMENT, Normalize(), MixUp(3)])
 
     def mixed(loader: Loader, most: int | None = None) -> list[tuple[bytes, bytes]]:
@@ -179,7 +183,7 @@ def test_combined_data_sets_count_each_sample_once_and_raise_no_index_error(raw,
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_state_carries_the_permutation_and_the_seed_of_the_transforms_and_not_only_the_position(raw, name):
-    """Known failure: right position, wrong permutation, since epoch or seed are not in the state."""
+    """Known failure: right position, wrong permutation, because epoch or seed are missing in the state."""
     reference, loader = (make(raw, 0, transform=TRANSFORMS[name], seed=77) for _ in range(2))
     expected = [take(reference) for _ in range(3)]
     assert take(loader) == expected[0]
@@ -190,7 +194,7 @@ def test_a_state_carries_the_permutation_and_the_seed_of_the_transforms_and_not_
 
 
 def test_a_state_loaded_before_between_and_during_iterations_is_for_the_next_one(data):
-    """Known failure: a state that is accepted, while the run still starts at sample 0."""
+    """Known failure: a state is accepted, but the run still starts at sample 0."""
     first = make(data)
     expected = take(make(data))
     take(first, 3)
@@ -206,12 +210,13 @@ def test_a_state_loaded_before_between_and_during_iterations_is_for_the_next_one
     assert running_samples + [sample for batch in running for sample in samples(batch)] == expected
     assert take(loader) == expected[3 * BATCH :]
     loader.load_state_dict(state)
-    loader.set_epoch(0)  # as training loops do before each epoch
+    # Training loops call this before each epoch.
+    loader.set_epoch(0)
     assert take(loader) == expected[3 * BATCH :]
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_state_of_another_seed_loaded_during_an_iteration_leaves_it_as_it_is(raw, name):
+def test_a_state_with_another_seed_loaded_during_an_iteration_does_not_change_it(raw, name):
     options = {"transform": TRANSFORMS[name], "threads": 0}
     expected = take(make(raw, **options))
     loader = make(raw, **options)
@@ -223,7 +228,7 @@ def test_a_state_of_another_seed_loaded_during_an_iteration_leaves_it_as_it_is(r
 
 
 def test_a_checkpoint_of_torch_or_of_plain_json_holds_the_state(data):
-    """Known failure: the trainer never calls it; a state has to pass through whatever saves it."""
+    """Known failure: a trainer cannot save the state; it has to survive every serializer."""
     loader = make(data)
     got = take(loader, 2)
     buffer = io.BytesIO()
@@ -235,8 +240,8 @@ def test_a_checkpoint_of_torch_or_of_plain_json_holds_the_state(data):
     assert got + take(make(data, state=state)) == take(make(data))
 
 
-def test_no_buffer_of_a_block_shuffle_is_lost_or_given_twice(data):
-    """Known failure: shuffle buffer lost or duplicated; there is none, so every prefix and its rest are the epoch."""
+def test_no_block_of_a_block_shuffle_is_lost_or_repeated(data):
+    """Known failure: a shuffle buffer is lost or repeated. Every prefix and its rest form the epoch."""
     expected = take(make(data, shuffle="block"))
     assert len(set(expected)) == N
     for stop in range(1, 6):
@@ -245,8 +250,8 @@ def test_no_buffer_of_a_block_shuffle_is_lost_or_given_twice(data):
         assert got + take(make(data, 1, OTHER_BATCH, loader.state_dict(), shuffle="block")) == expected
 
 
-def test_loaders_at_work_at_the_same_time_share_no_state(data):
-    """Known failure: two processes share stale state; here four threads, which share more."""
+def test_loaders_that_run_at_the_same_time_share_no_state(data):
+    """Known failure: two processes share stale state. Four threads, tested here, share even more."""
     expected = take(make(data))
 
     def stop_and_go(stop: int) -> bool:
@@ -276,8 +281,8 @@ def test_a_state_at_every_step_costs_less_than_a_fifth_of_a_millisecond(raw, mil
     assert min(seconds) < 2e-4
 
 
-def test_a_state_taken_while_batches_are_made_ahead_counts_only_those_received(raw):
-    """Known failure: prefetched samples counted as seen. A whole epoch is made before its second batch is taken."""
+def test_a_state_taken_while_batches_are_built_ahead_counts_only_received_ones(raw):
+    """Known failure: prefetched samples count as received. A full epoch is built before its second batch is taken."""
     changed, made = threading.Condition(), 0
 
     class Counting(Cutout):
@@ -301,7 +306,7 @@ def test_a_state_taken_while_batches_are_made_ahead_counts_only_those_received(r
     assert loader.state_dict()["samples"] == 2 * BATCH
 
 
-def test_another_transform_batch_size_or_thread_count_is_no_reason_to_refuse(raw):
+def test_a_state_loads_with_another_transform_batch_size_or_thread_count(raw):
     loader = make(raw)
     take(loader, 2)
     other = Loader(raw, 7, num_workers=1, prefetch_batches=1, drop_last=True)
@@ -309,18 +314,18 @@ def test_another_transform_batch_size_or_thread_count_is_no_reason_to_refuse(raw
     assert sum(len(labels) for _, labels in other) == 14
 
 
-def test_an_epoch_of_files_goes_on_after_they_were_staged_anew(tmp_path):
-    """As in a new session of Colab, where all that is near is gone."""
-    tree, near = photos(tmp_path / "tree"), tmp_path / "near"
-    expected = take(make(FileDataset(stage(tree, near, progress=False).path)))
-    first = make(FileDataset(near))
+def test_an_epoch_of_files_resumes_after_they_were_staged_again(tmp_path):
+    """A new Colab session starts without the local copy."""
+    tree, local = photos(tmp_path / "tree"), tmp_path / "local"
+    expected = take(make(FileDataset(stage(tree, local, progress=False).path)))
+    first = make(FileDataset(local))
     got = take(first, 1)
-    unstage(near)
-    again = FileDataset(stage(tree, near, progress=False).path)
+    unstage(local)
+    again = FileDataset(stage(tree, local, progress=False).path)
     assert got + take(make(again, state=first.state_dict())) == expected
 
 
-def test_a_state_of_other_files_is_refused_with_a_next_step_for_files(tmp_path):
+def test_a_state_of_other_files_raises_an_error_with_advice_for_files(tmp_path):
     state = make(FileDataset(photos(tmp_path / "tree"))).state_dict()
     with pytest.raises(InvalidOption, match=r"another data set\. Use the same files, labels and splits"):
         make(FileDataset(photos(tmp_path / "others", 3)), state=state)
@@ -342,10 +347,10 @@ SPOILT_STATES = [
     ({"samples": "4"}, "'4'"),
     ({"world_size": "two"}, "two"),
 ]
-"""Changes of a state, and what the error says."""
+"""Changes of a state, with a part of the error message."""
 
 
-def test_a_state_of_something_else_or_spoilt_or_incomplete_is_refused_and_changes_nothing(raw):
+def test_an_invalid_or_incomplete_state_raises_an_error_and_changes_nothing(raw):
     state = make(raw).state_dict()
     spoilt = [({**state, **change}, message) for change, message in SPOILT_STATES]
     spoilt += [({name: state[name] for name in state if name != drop}, drop) for drop in state]
@@ -362,8 +367,8 @@ def test_a_state_of_something_else_or_spoilt_or_incomplete_is_refused_and_change
 
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8, np.intc])
-def test_whole_numbers_of_numpy_make_states_that_are_plain_json(number):
-    """Also a state that holds them, as one of before might, is taken."""
+def test_states_with_numpy_integers_are_json_serializable(number):
+    """States that contain NumPy integers, as earlier versions saved them, can be loaded."""
 
     def made(state: Any = None, **options: Any) -> Loader:
         loader = Loader(torch.arange(N), number(BATCH), rank=number(0), world_size=number(2), **options)
@@ -387,9 +392,9 @@ def test_whole_numbers_of_numpy_make_states_that_are_plain_json(number):
             assert got + [batch.tolist() for batch in resumed] == expected
 
 
-@pytest.mark.parametrize("what", sampled(["raw", "encoded", "kept", "block", "sharded", "samples", "one ahead"], 3))
+@pytest.mark.parametrize("what", sampled(["raw", "encoded", "cached", "block", "sharded", "samples", "one ahead"], 3))
 class TestAugmentedStream(LoaderContract):
-    """The contract, which holds most rows of the catalogue, with transforms on, on every way to batches."""
+    """The contract of streams, with transforms, on every pipeline."""
 
     @pytest.fixture(autouse=True)
     def _stream_of(self, raw, encoded, folder, what):
@@ -397,7 +402,7 @@ class TestAugmentedStream(LoaderContract):
         self.data: Any = raw
         if what == "encoded":
             self.data = encoded
-        elif what == "kept":
+        elif what == "cached":
             self.data = encoded
             self.options = {"size": 9, "keep": "disk"}
         elif what == "block":
@@ -424,6 +429,6 @@ class TestAugmentedStream(LoaderContract):
         return take(self.make())
 
     def assert_whole(self, got):
-        """Images of each epoch are cut anew; the labels are what can be told beforehand."""
+        """Compare only labels, because images are cropped differently in each epoch."""
         assert len(got) == len(set(got)) == N
         assert sorted(label for _, label in got) == sorted(self.data.labels.tolist())

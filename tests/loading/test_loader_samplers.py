@@ -1,4 +1,4 @@
-"""`Loader` in the order of a sampler: those of `colabkit.sampler`, of torch, of the user; and resumed with them."""
+"""`Loader` with samplers of `colabkit.sampler`, of torch and of users, and resuming with them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 class OfEvens:
-    """A sampler of the user's own, not torch's: told the epoch, it gives other even numbers first."""
+    """A custom sampler of even numbers, whose order depends on `set_epoch`."""
 
     def __init__(self, length: int = (N + 1) // 2) -> None:
         self.epoch = 0
@@ -70,7 +70,7 @@ class OfEvens:
 
 
 class Buckets:
-    """A batch sampler without a `batch_size`, whose batches differ in size, and hold more than `BATCH` as a rule."""
+    """A batch sampler without `batch_size`, whose batches differ in size and usually hold more than `BATCH`."""
 
     def __len__(self) -> int:
         return 5
@@ -80,7 +80,7 @@ class Buckets:
 
 
 class ByGlobals(torch.utils.data.Sampler[int]):
-    """A sampler that shuffles by a global generator, as many do."""
+    """A sampler that shuffles by a global generator, as many custom samplers do."""
 
     def __init__(self, permuted: Callable[[int], Any]) -> None:
         self.permuted = permuted
@@ -112,7 +112,7 @@ SINGLES: dict[str, Callable[[], Any]] = {
     "list": lambda: [3, 1, 1, 22, 0, 5, 5, 9, 2, 2, 3, 7, 11],
     "array": lambda: np.random.default_rng(1).permutation(N),
     "tensor": lambda: torch.randperm(N, generator=seeded(1)),
-    "own": OfEvens,
+    "custom": OfEvens,
     "by torch's global generator": lambda: ByGlobals(torch.randperm),
     "by NumPy's global generator": lambda: ByGlobals(np.random.permutation),
     "by Python's global generator": lambda: ByGlobals(lambda n: np.array(random.sample(range(n), n))),
@@ -131,7 +131,7 @@ ALL = {**ORDERS, **SINGLES, **LISTS}
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_an_order_of_colabkit_is_the_stream_of_samples(name):
+def test_an_order_of_colabkit_determines_the_stream_of_samples(name):
     order = ORDERS[name]()
     stream = loader(ORDERS[name]())
     for number in range(3):
@@ -140,7 +140,7 @@ def test_an_order_of_colabkit_is_the_stream_of_samples(name):
         assert len(taken) == len(stream) == -(-len(order) // BATCH)
 
 
-def test_balanced_batches_hold_the_classes_equally_often():
+def test_balanced_batches_hold_all_classes_equally_often():
     for batch in batches(loader(Balanced(LABELS, seed=1))):
         assert abs(int(LABELS[batch].sum()) * 2 - len(batch)) <= 1
 
@@ -161,7 +161,7 @@ def test_blocks_are_chosen_by_the_size_of_a_sample(tmp_path):
         assert policy == f"block {block}x64"
 
 
-@pytest.mark.parametrize("name", ["distributed", "sequential of torch", "list", "array", "tensor", "own"])
+@pytest.mark.parametrize("name", ["distributed", "sequential of torch", "list", "array", "tensor", "custom"])
 def test_batches_are_filled_from_a_sampler_of_single_samples(name):
     stream, reference = loader(SINGLES[name]()), SINGLES[name]()
     for number in range(2):
@@ -172,7 +172,7 @@ def test_batches_are_filled_from_a_sampler_of_single_samples(name):
         assert [len(batch) for batch in taken[:-1]] == [BATCH] * (len(stream) - 1)
 
 
-def test_random_samplers_of_torch_give_what_they_promise():
+def test_random_samplers_of_torch_keep_their_guarantees():
     for _ in range(2):
         assert sorted(flat(batches(loader(SINGLES["random"]())))) == list(range(N))
         assert sorted(flat(batches(loader(SINGLES["subset"]())))) == list(range(5, 19))
@@ -182,7 +182,7 @@ def test_random_samplers_of_torch_give_what_they_promise():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_len_is_what_comes_and_what_listeners_are_told(name, heard):
+def test_len_equals_the_number_of_batches_and_the_published_number(name, heard):
     stream = loader(ALL[name]())
     taken = batches(stream)
     assert len(stream) == len(taken) > 1
@@ -215,8 +215,8 @@ def test_with_drop_last_only_full_batches_come(name):
 
 
 @pytest.mark.parametrize("name", sampled(ALL, 12))
-def test_resume_at_every_batch_of_every_epoch_equals_the_uninterrupted_stream(name):
-    """With a new sampler made as the first one was, as a new process would."""
+def test_resuming_at_any_batch_of_any_epoch_equals_the_uninterrupted_stream(name):
+    """The resumed loader has a new sampler with the same arguments, as in a new process."""
     reference = loader(ALL[name](), seed=1)
     expected = [flat(batches(reference)) for _ in range(3)]
     for number, stop in itertools.product(range(2), range(1, len(reference) + 1)):
@@ -233,7 +233,7 @@ def test_resume_at_every_batch_of_every_epoch_equals_the_uninterrupted_stream(na
 
 
 @pytest.mark.parametrize("name", ["buckets", "misjudged"])
-def test_listeners_are_told_of_a_batch_at_least_while_the_end_is_not_known(name, heard):
+def test_at_least_one_remaining_batch_is_published_while_the_end_is_unknown(name, heard):
     samplers = {"buckets": Buckets, "misjudged": lambda: OfEvens(length=3)}
     stream = loader(samplers[name](), batch_size=2)
     got = batches(stream, 4 if name == "buckets" else 3)
@@ -247,7 +247,7 @@ def test_listeners_are_told_of_a_batch_at_least_while_the_end_is_not_known(name,
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("name", [*ORDERS, *SINGLES])
-def test_resume_with_another_batch_size_goes_on_at_the_same_sample_in_full_batches(name, drop_last):
+def test_resuming_with_another_batch_size_continues_at_the_same_sample(name, drop_last):
     expected = flat(batches(loader(ALL[name](), batch_size=1)))
     stream = loader(ALL[name](), batch_size=3)
     got = batches(stream, 1)
@@ -264,13 +264,13 @@ def test_resume_with_another_batch_size_goes_on_at_the_same_sample_in_full_batch
 
 
 @pytest.mark.parametrize("name", [name for name in SINGLES if "random" in name])
-def test_the_orders_of_torchs_samplers_depend_on_seeds_and_epochs_alone(name):
-    """On their generator's, the loader's, the epoch; not on what was drawn before, and nobody's generator moves."""
+def test_orders_of_torch_samplers_depend_only_on_seeds_and_epoch(name):
+    """They depend on the seeds of generator and loader and on the epoch, and no generator of the caller changes."""
     random.seed(1)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     sampler = SINGLES[name]()
-    own = None if sampler.generator is None else sampler.generator.get_state()
+    state = None if sampler.generator is None else sampler.generator.get_state()
     stream = loader(sampler)
     orders = [flat(batches(stream)) for _ in range(2)]
     assert orders[0] != orders[1]
@@ -281,14 +281,14 @@ def test_the_orders_of_torchs_samplers_depend_on_seeds_and_epochs_alone(name):
     assert flat(batches(again)) == orders[1]
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), before)
-    assert (sampler.generator is None) == (own is None)
-    assert own is None or torch.equal(sampler.generator.get_state(), own)
+    assert (sampler.generator is None) == (state is None)
+    assert state is None or torch.equal(sampler.generator.get_state(), state)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", [name for name in ALL if "global" in name])
-def test_orders_drawn_from_the_global_generators_depend_on_seed_and_epoch_alone(name, workers):
-    """Where threads make the batches, too; and the caller's generators are as they were."""
+def test_orders_drawn_from_the_global_generators_depend_only_on_seed_and_epoch(name, workers):
+    """This also holds if threads build the batches, and the caller's generators do not change."""
 
     def order(seed: int, epoch: int) -> list[int]:
         stream = loader(ALL[name](), seed=seed, num_workers=workers, prefetch_batches=workers or None)
@@ -316,7 +316,7 @@ def test_generators_of_other_seeds_give_other_orders():
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(N))
 
 
-def test_a_distributed_sampler_inside_a_batch_sampler_is_told_the_epoch():
+def test_a_distributed_sampler_inside_a_batch_sampler_receives_the_epoch():
     stream = loader(BatchSampler(DistributedSampler(range(N), 2, 0, seed=1), 3, drop_last=False))
     for number in range(3):
         reference = DistributedSampler(range(N), 2, 0, seed=1)
@@ -341,7 +341,7 @@ def test_a_distributed_sampler_inside_a_batch_sampler_is_told_the_epoch():
         ("distributed", lambda: DistributedSampler(range(N), 2, 1, seed=6)),
     ],
 )
-def test_a_state_of_another_sampler_is_refused_and_changes_nothing(taken, given):
+def test_a_state_of_another_sampler_raises_an_error_and_changes_nothing(taken, given):
     stream = loader(ALL[taken]())
     batches(stream, 2)
     other = loader(given())
@@ -351,7 +351,7 @@ def test_a_state_of_another_sampler_is_refused_and_changes_nothing(taken, given)
     assert other.state_dict() == before
 
 
-def test_the_shuffle_of_a_state_is_taken_over_by_a_loader_without_a_sampler():
+def test_a_loader_without_a_sampler_restores_the_shuffle_of_a_state():
     for shuffle, other in itertools.permutations((True, False, "block"), 2):
         stream = loader(shuffle=shuffle, seed=8)
         expected = flat(batches(loader(shuffle=shuffle, seed=8)))
@@ -383,27 +383,27 @@ def test_the_shuffle_of_a_state_is_taken_over_by_a_loader_without_a_sampler():
     ],
     ids=repr,
 )
-def test_a_sampler_that_gives_no_number_of_a_sample_is_one_line_that_says_what_it_gives(sampler, found):
+def test_a_sampler_that_yields_an_invalid_index_raises_an_error_with_that_value(sampler, found):
     with pytest.raises(InvalidOption) as caught:
         batches(loader(sampler, batch_size=2))
     expected = f"expected sample indices from 0 to {N - 1}. Correct the sampler."
     assert str(caught.value) == f"Cannot make a batch: the sampler yielded {found!r}; {expected}"
 
 
-def test_a_sampler_that_gives_lists_at_first_has_to_go_on_with_them():
+def test_a_sampler_whose_first_item_is_a_list_must_yield_only_lists():
     with pytest.raises(
         InvalidOption, match="the sampler yielded 3; expected a list of sample indices, like its first item"
     ):
         batches(loader([[0], 3], batch_size=2))
 
 
-def test_empty_lists_of_a_batch_sampler_are_passed_over():
+def test_empty_lists_of_a_batch_sampler_are_skipped():
     assert [len(batch) for batch in batches(loader([[0, 1], [], [2]], batch_size=2))] == [2, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fails_at", [0, 1, 9])
-def test_what_a_sampler_raises_is_the_cause_of_the_loaders_error_wherever_it_comes(fails_at, workers):
+def test_an_error_of_a_sampler_is_the_cause_of_the_error_of_the_loader(fails_at, workers):
     class Failing:
         is_asked_again = False
 
@@ -447,13 +447,13 @@ def test_a_sampler_with_a_wrong_length_still_ends_its_epochs(length):
         assert (state["epoch"], state["samples"]) == (0, 4 * stop)
 
 
-def test_a_sample_that_comes_again_in_an_epoch_gets_other_random_numbers():
+def test_a_repeated_sample_of_an_epoch_gets_other_random_numbers():
     images = torch.randint(0, 256, (2, 3, 9, 9), generator=seeded(1), dtype=torch.uint8)
     taken = torch.cat(list(Loader(images, 3, sampler=[1] * 12, transform=RandomResizedCrop(5))))
     assert len({image.numpy().tobytes() for image in taken}) == 12
 
 
-def test_what_a_sampler_takes_to_begin_is_waiting_for_the_first_batch():
+def test_the_start_of_a_sampler_counts_as_waiting_for_the_first_batch():
     class Slow:
         def __len__(self):
             return N
@@ -469,7 +469,7 @@ def test_what_a_sampler_takes_to_begin_is_waiting_for_the_first_batch():
     assert slow.meters.snapshot().first_s >= 0.05
 
 
-def test_samplers_that_do_not_fit_are_refused_when_the_loader_is_made():
+def test_invalid_samplers_raise_an_error_when_the_loader_is_created():
     made_for_others = [
         Shuffled(N + 1),
         Sequential(N - 1),

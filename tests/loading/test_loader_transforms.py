@@ -1,4 +1,4 @@
-"""Transforms in `Loader`: the same numbers with any workers, in any batch, after a resume; errors that name samples."""
+"""Transforms in `Loader` draw the same numbers with any workers and batches; their errors name the samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BATCH = 4
 
 
 class TurnedLabels(Transform):
-    """What a user may write: labels, and images with them, change with each sample's own random numbers."""
+    """A custom transform that changes images and labels by the random numbers of each sample."""
 
     changes_labels = True
 
@@ -78,7 +78,7 @@ OURS = {
 
 
 class Noise(nn.Module):
-    """Draws from torch's global generator, once for a batch."""
+    """A module that draws from torch's global generator once per batch."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.float() + torch.rand(images.shape)
@@ -97,7 +97,7 @@ def data(folder: Path) -> PackedDataset:
 
 @pytest.fixture(scope="module")
 def kinds(folder: Path, data: PackedDataset) -> dict[str, Any]:
-    """Return the same images and labels in every form that is rows."""
+    """Return the same images and labels in every form that is gathered as rows."""
     images, labels = data[:]
     shards = make_shards(folder / "s.h5", {"train": 9}, {"train": 1}, {"train": 16}, shape=(12, 10, 3))
     return {
@@ -121,16 +121,17 @@ def epochs(count: int, dataset: Any, batch_size: int = BATCH, **options: Any) ->
 
 
 def resumed_at(stop: int, dataset: Any, **options: Any) -> list[Any]:
-    """Return the batches of an epoch whose first ones come from one loader, the rest from another that resumes."""
+    """Return the batches of an epoch, the first ones from one loader, the others from a second one that resumes."""
     first = Loader(dataset, BATCH, shuffle=True, seed=SEED, **options)
     batches = [batch for _, batch in zip(range(stop), first, strict=False)]
-    second = Loader(dataset, BATCH, **{**options, "num_workers": 2})  # seed and shuffle are the state's
+    # Seed and shuffle come from the state.
+    second = Loader(dataset, BATCH, **{**options, "num_workers": 2})
     second.load_state_dict(first.state_dict())
     return batches + list(second)
 
 
 def expected_batches(dataset: Any, transform: Any, epoch: int, batch_size: int = BATCH) -> list[Any]:
-    """Return what `transform.apply` makes of the plain batches."""
+    """Apply a transform to the plain batches."""
     images, labels = everything(dataset)
     order = epoch_order(COUNT, SEED, epoch, 0, COUNT)
     found = []
@@ -146,7 +147,7 @@ def expected_batches(dataset: Any, transform: Any, epoch: int, batch_size: int =
 
 @pytest.mark.parametrize("kind", sampled(["pack", "view", "shards", "channels last", "channels first", "floats"], 3))
 @pytest.mark.parametrize("name", sampled(OURS, 5))
-def test_batches_are_what_apply_makes_of_the_plain_batch_bit_for_bit(kinds, kind, name):
+def test_batches_are_bit_identical_to_applying_the_transform_to_the_plain_batch(kinds, kind, name):
     dataset, transform = kinds[kind], OURS[name]
     expected = [batch for epoch in range(2) for batch in expected_batches(dataset, transform, epoch)]
     for num_workers in (0, 1, 2, 4):
@@ -154,7 +155,7 @@ def test_batches_are_what_apply_makes_of_the_plain_batch_bit_for_bit(kinds, kind
 
 
 @pytest.mark.parametrize("name", [name for name, transform in OURS.items() if not transform.whole_batch])
-def test_the_batch_size_changes_no_samples_parameters(data, name):
+def test_the_batch_size_does_not_change_the_parameters_of_a_sample(data, name):
     whole = [torch.cat(field) for field in zip(*epochs(2, data, transform=OURS[name]), strict=True)]
     for batch_size in (1, 3, COUNT, 100):
         found = zip(*epochs(2, data, batch_size, transform=OURS[name], num_workers=2), strict=True)
@@ -168,20 +169,20 @@ def test_a_resumed_epoch_gets_the_same_parameters(data, name):
         assert same(resumed_at(stop, data, transform=OURS[name], num_workers=1), whole)
 
 
-def test_epochs_and_seeds_have_parameters_of_their_own(data):
+def test_each_epoch_and_seed_has_its_own_parameters(data):
     first, second = Loader(data, COUNT, transform=OURS["crop"]), Loader(data, COUNT, transform=OURS["crop"], seed=1)
     found = [next(iter(loader))[0] for loader in (first, first, second)]
     assert not any(torch.equal(found[a], found[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
-def test_mixup_makes_labels_soft_and_other_transforms_leave_them(data):
+def test_mixup_changes_labels_and_other_transforms_do_not(data):
     for images, labels in epochs(1, data, transform=OURS["all"]):
         assert (labels.shape, labels.dtype) == ((len(images), 3), torch.float32)
         assert torch.allclose(labels.sum(1), torch.ones(len(images)))
     assert all(labels.dtype == torch.int64 for _, labels in epochs(1, data, transform=OURS["compose"]))
 
 
-def test_mixup_of_images_without_labels_or_of_other_classes_is_one_line(data):
+def test_mixup_without_labels_or_with_too_few_classes_raises_a_one_line_error(data):
     for dataset, transform in ((data[:][0], MixUp(3)), (data, MixUp(2))):
         with pytest.raises(InvalidOption, match="Cannot mix images") as caught:
             epochs(1, dataset, transform=transform)
@@ -192,7 +193,7 @@ WHOLE = {
     "function": lambda images: images.float() / 255,
     "module": nn.Sequential(Noise(), nn.AvgPool2d(2)),
     "drawing": noisy,
-    "foreign and ours": Compose([RandomCrop(6), Noise(), RandomHorizontalFlip()]),
+    "foreign and colabkit": Compose([RandomCrop(6), Noise(), RandomHorizontalFlip()]),
     "marked": PerBatch(lambda images: images.double() * 2),
 }
 
@@ -237,7 +238,7 @@ def test_transforms_inside_a_data_set_are_as_reproducible(tmp_path):
 
 
 @pytest.mark.full
-def test_kornias_modules_fit_as_functions_of_a_batch_and_of_a_sample(data):
+def test_modules_of_kornia_work_on_batches_and_on_samples(data):
     needs("kornia", importlib.util.find_spec("kornia") is not None)
     from kornia.augmentation import AugmentationSequential, RandomAffine, RandomHorizontalFlip
 
@@ -259,7 +260,7 @@ def test_kornias_modules_fit_as_functions_of_a_batch_and_of_a_sample(data):
     ids=[*WHOLE, *SINGLE, "foreign step", "all"],
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_loading_leaves_the_callers_generators_alone(data, transform, num_workers):
+def test_loading_does_not_change_the_generators_of_the_caller(data, transform, num_workers):
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -274,7 +275,7 @@ def test_loading_leaves_the_callers_generators_alone(data, transform, num_worker
 
 
 @pytest.mark.parametrize("transform", [None, noisy, PerSample(noisy)], ids=["none", "batch", "sample"])
-def test_what_the_caller_draws_meanwhile_changes_nothing(data, transform):
+def test_random_numbers_drawn_by_the_caller_change_nothing(data, transform):
     expected = epochs(1, data, transform=transform, num_workers=0)
     found = []
     for batch in Loader(data, BATCH, shuffle=True, seed=SEED, transform=transform, num_workers=0):
@@ -305,8 +306,8 @@ def test_a_function_of_a_batch_is_applied_to_the_first_field_of_any_data_set(mak
 
 
 @pytest.mark.parametrize("make", [lambda data: data, lambda data: torch.utils.data.ConcatDataset([data])])
-@pytest.mark.parametrize("steps", [[], [RandomCrop(6)]], ids=["alone", "after ours"])
-def test_the_seconds_of_a_function_of_a_batch_are_those_of_augmenting(data, make, steps):
+@pytest.mark.parametrize("steps", [[], [RandomCrop(6)]], ids=["alone", "after colabkit"])
+def test_the_seconds_of_a_function_of_a_batch_count_as_augmenting(data, make, steps):
     def slow(images: Tensor) -> Tensor:
         time.sleep(0.02)
         return images
@@ -319,7 +320,7 @@ def test_the_seconds_of_a_function_of_a_batch_are_those_of_augmenting(data, make
     assert part.handled_bytes > 0
 
 
-def test_our_transforms_work_on_the_batches_of_any_data_set_and_of_collate_fn(data):
+def test_transforms_of_colabkit_work_on_batches_of_any_data_set_and_of_collate_fn(data):
     dataset = torch.utils.data.ConcatDataset([data])
     for transform in (OURS["compose"], OURS["all"]):
         expected = expected_batches(data, transform, 0)
@@ -329,7 +330,7 @@ def test_our_transforms_work_on_the_batches_of_any_data_set_and_of_collate_fn(da
 
 
 class Made(torch.utils.data.Dataset):
-    """Twelve samples that a function makes."""
+    """A data set of twelve samples that a function creates."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
@@ -361,7 +362,7 @@ SEED = 6
 
 
 def fails_on(number: int) -> Callable[[Tensor], Tensor]:
-    """Return a function of batches that fails on the one with a sample whose value is its number."""
+    """Return a function that fails on a batch with this value."""
 
     def fails_on_it(batch: Tensor) -> Tensor:
         if number in batch.flatten().tolist():
@@ -410,7 +411,7 @@ def test_an_error_of_a_slice_of_a_batch_names_its_samples(num_workers):
 
 
 @pytest.mark.parametrize("mark", [PerBatch, lambda function: function])
-def test_an_error_of_a_batch_says_what_the_data_set_calls_its_first_sample(tmp_path, mark):
+def test_an_error_of_a_batch_names_its_first_sample_as_the_data_set_does(tmp_path, mark):
     tree = make_tree(tmp_path / "tree", 2, (12, 10))
     names = r"samples 0 \('.*/000\.\w+' of '.*tree'\), 1 of epoch 0 raised ValueError: planned"
     with pytest.raises(LoaderFailed, match=names):
@@ -419,7 +420,7 @@ def test_an_error_of_a_batch_says_what_the_data_set_calls_its_first_sample(tmp_p
         list(Loader(ImageFolder(tree, transform=v2.PILToTensor()), 1, transform=mark(fails), num_workers=0))
 
 
-def test_an_error_of_a_batch_of_a_sampler_of_the_users_own_says_its_position():
+def test_an_error_of_a_batch_of_a_custom_sampler_names_its_position():
     values = torch.arange(12).view(12, 1)
     loader = Loader(values, 5, sampler=torch.utils.data.SequentialSampler(values), transform=fails_on(7))
     with pytest.raises(
@@ -429,12 +430,12 @@ def test_an_error_of_a_batch_of_a_sampler_of_the_users_own_says_its_position():
 
 
 class Unnamed(Made):
-    """Holds what names of samples are looked up in, of another kind."""
+    """A data set whose attribute `samples` holds no paths."""
 
     samples = torch.arange(12)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sample_that_has_no_name_is_told_by_its_number(num_workers):
+def test_an_error_of_a_sample_without_a_name_has_its_index(num_workers):
     with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 0 raised ValueError: planned"):
         list(Loader(Unnamed(fails), 4, num_workers=num_workers))

@@ -1,4 +1,4 @@
-"""What every order of the sampler promises, whatever it mixes; and the block shuffle: few blocks at a time."""
+"""Guarantees of every order of `colabkit.sampler`; the block shuffle touches few blocks at a time."""
 
 from __future__ import annotations
 
@@ -62,22 +62,23 @@ def test_any_range_is_a_slice_of_any_range_around_it(order, data):
 
 
 @all_orders
-def test_an_order_depends_on_its_arguments_alone(order):
+def test_an_order_depends_only_on_its_arguments(order):
     stop = min(len(order), 2000)
     first = order.indices(1, 100, stop)
-    kept = first.copy()
-    first[:] = -1  # the result is the caller's own
+    before = first.copy()
+    # The caller may modify the result.
+    first[:] = -1
     np.random.seed(1)
     order.indices(2, 100, stop)
     copied = pickle.loads(pickle.dumps(order))
-    assert np.array_equal(order.indices(1, 100, stop), kept)
-    assert np.array_equal(copied.indices(np.int64(1), 100, stop), kept)
+    assert np.array_equal(order.indices(1, 100, stop), before)
+    assert np.array_equal(copied.indices(np.int64(1), 100, stop), before)
     assert copied.policy == order.policy
     assert copied.seed == order.seed
     assert repr(copied) == repr(order)
 
 
-def test_every_class_keeps_to_the_protocol_and_cannot_be_changed():
+def test_every_class_implements_the_protocol_and_is_immutable():
     for order in ORDERS.values():
         assert isinstance(order, Order)
         assert order.policy.split(" ")[0] in {"sequential", "shuffle", "block", "weighted", "balanced"}
@@ -97,13 +98,13 @@ def test_epochs_differ(name):
     assert (first == second).mean() < likely + 0.05
 
 
-def test_epochs_and_seeds_agree_no_more_than_by_chance():
+def test_epochs_and_seeds_agree_only_by_chance():
     labels = np.arange(3000) % 10
     for make in (lambda seed: Balanced(labels, seed=seed), lambda seed: Shuffled(3000, seed)):
         assert_unlike([make(seed).indices(epoch, 0, 3000) for seed in (0, 1, 2**33) for epoch in range(4)])
 
 
-def test_a_range_outside_is_refused():
+def test_a_range_outside_the_epoch_raises_an_error():
     for order in ORDERS.values():
         for start, stop in ((-1, 3), (0, len(order) + 1)):
             with pytest.raises(InvalidOption, match=f"Cannot order positions {start} to {stop}"):
@@ -126,8 +127,8 @@ GOLDEN = [
 ]
 
 
-def test_orders_never_change_between_versions():
-    """Checkpoints of earlier versions rely on these values: a change here breaks every resumed run."""
+def test_orders_do_not_change_between_versions():
+    """Checkpoints of earlier versions rely on these values, so a change breaks every resumed run."""
     for order, epoch, start, expected in GOLDEN:
         assert order.indices(epoch, start, start + len(expected)).tolist() == expected, order
 
@@ -141,14 +142,14 @@ POLICIES = [
 ]
 
 
-def test_policies_never_change_between_versions():
-    """Saved states hold them: a change here refuses every resumed run."""
+def test_policies_do_not_change_between_versions():
+    """Saved states contain the policies, so after a change no run could resume."""
     for order, policy in POLICIES:
         assert order.policy == policy
 
 
-def test_policies_tell_apart_what_gives_other_orders_and_nothing_else():
-    told = [
+def test_policies_differ_exactly_if_the_orders_differ():
+    orders = [
         Weighted([1, 0, 2]),
         Weighted([1, 0, 3]),
         Weighted([1, 0, 2], num_samples=4),
@@ -158,22 +159,22 @@ def test_policies_tell_apart_what_gives_other_orders_and_nothing_else():
         Balanced([1, 0, 0], num_samples=4),
         Balanced([1, 0, 1]),
     ]
-    assert len({order.policy for order in told}) == len(told)
+    assert len({order.policy for order in orders}) == len(orders)
     assert Weighted([1, 0, 2], seed=8).policy == Weighted(np.array([1, 0, 2], np.int8)).policy
     assert Balanced([0, 1, 1], seed=8).policy == Balanced(np.array([-5, 70, 70])).policy
 
 
-def test_shuffled_is_the_order_of_an_epoch():
+def test_shuffled_equals_epoch_order():
     assert np.array_equal(Shuffled(5000, 9).indices(4, 100, 4900), epoch_order(5000, 9, 4, 100, 4900))
 
 
-def test_sequential_is_as_stored_in_every_epoch():
+def test_sequential_is_the_stored_order_in_every_epoch():
     order = Sequential(10)
     assert order.seed == 0
     assert order.indices(3, 2, 9).tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
-def test_empty_sets_have_empty_orders():
+def test_empty_data_sets_have_empty_orders():
     for order in (Sequential(0), Shuffled(0), BlockShuffled(0)):
         assert len(order) == 0
         assert order.indices(0, 0, 0).tolist() == []
@@ -212,7 +213,7 @@ REFUSED = [
 ]
 
 
-def test_arguments_that_cannot_be_meant_are_refused():
+def test_invalid_arguments_raise_an_error():
     for make, found in REFUSED:
         with pytest.raises(InvalidOption, match=rf"^Cannot make a \w+ order: .*{re.escape(found)}"):
             make()
@@ -220,7 +221,7 @@ def test_arguments_that_cannot_be_meant_are_refused():
 
 @pytest.mark.parametrize("name", ["shuffled many", "many blocks"])
 @pytest.mark.parametrize("start", [0, 500_000_000])
-def test_a_billion_samples_take_the_memory_of_the_range(name, start):
+def test_a_billion_samples_need_only_the_memory_of_the_range(name, start):
     """512 of 10^9 positions: 4 KB of samples, their scratch arrays, and at most tables of some 4,000 entries."""
     order = ORDERS[name]
     tracemalloc.start()
@@ -233,14 +234,14 @@ def test_a_billion_samples_take_the_memory_of_the_range(name, start):
         again = tracemalloc.get_traced_memory()[1] - before
         tracemalloc.reset_peak()
         order.indices(8, start, start + 512)
-        anew = tracemalloc.get_traced_memory()[1] - before
+        peak_bytes = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
     assert again < 150_000
-    assert anew < 3_000_000
+    assert peak_bytes < 3_000_000
 
 
-def test_the_package_has_the_orders_and_nothing_else():
+def test_the_package_exports_only_the_orders():
     names = {"Balanced", "BlockShuffled", "Order", "Sequential", "Shuffled", "Weighted", "epoch_order"}
     assert set(sampler.__all__) == names
 
@@ -258,7 +259,7 @@ def test_every_sample_comes_exactly_once(n, block, window, seed, epoch):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3000), SMALL, SMALL, st.integers(0, 100))
 def test_reading_touches_a_window_of_blocks_at_a_time(n, block, window, epoch):
-    """Once a block of the next window is touched, no block of the last one is; a window has all of its blocks."""
+    """No block of a window is touched after the next window has begun, and a window contains all of its blocks."""
     order = whole(n, 1, epoch, block, window) // block
     firsts = np.full(-(-n // block), n)
     lasts = np.zeros_like(firsts)
@@ -272,7 +273,7 @@ def test_reading_touches_a_window_of_blocks_at_a_time(n, block, window, epoch):
 
 
 @pytest.mark.parametrize("n", [2**62, 2**62 - 1, 10**9 + 7])
-def test_huge_sets_are_ordered_in_the_time_of_the_range(n):
+def test_the_time_for_huge_data_sets_depends_only_on_the_range(n):
     order = BlockShuffled(n, 1, block_samples=100, window_blocks=50)
     for start in (0, n // 3, n - 20_000):
         samples = order.indices(2, start, start + 20_000)
@@ -283,7 +284,7 @@ def test_huge_sets_are_ordered_in_the_time_of_the_range(n):
 
 
 def test_every_block_is_equally_likely_in_every_window():
-    """The last block of 25 has 3 of 10 samples, and stands in every window as often as the others."""
+    """The last of 25 blocks has only 3 of 10 samples, and is in each window as often as the others."""
     counts = np.zeros((25, 25), np.int64)
     for epoch in range(1500):
         blocks = whole(243, 3, epoch, window=1) // 10
@@ -292,8 +293,8 @@ def test_every_block_is_equally_likely_in_every_window():
 
 
 @pytest.mark.parametrize(("block", "window"), [(10, 5), (4, 4), (30, 50)])
-def test_samples_of_a_window_are_equally_likely_at_every_place_of_it(block, window):
-    """Ranks of samples among those of their window over windows, epochs and seeds; of many, in 10 x 10 cells."""
+def test_samples_of_a_window_are_equally_likely_at_every_position_in_it(block, window):
+    """Count the ranks of samples within their windows, over windows, epochs and seeds; in 10 x 10 cells if many."""
     size = block * window
     cells = size if size % 10 else 10
     counts = np.zeros((cells, cells), np.int64)
@@ -304,8 +305,8 @@ def test_samples_of_a_window_are_equally_likely_at_every_place_of_it(block, wind
     assert_even(counts)
 
 
-def test_neighbours_in_a_window_are_no_neighbours_in_the_data():
-    """The step from one sample to the next in a single window, modulo n, takes each value but 0 equally often."""
+def test_neighbors_in_a_window_are_not_neighbors_in_the_data():
+    """The difference of consecutive samples in a single window, modulo n, takes each value except 0 equally often."""
     counts = np.zeros(500, np.int64)
     for number in range(100):
         np.add.at(counts, np.diff(whole(500, number, 1, block=50, window=10)) % 500, 1)
@@ -313,8 +314,8 @@ def test_neighbours_in_a_window_are_no_neighbours_in_the_data():
     assert_even(counts[1:])
 
 
-def test_windows_have_orders_of_their_own():
-    """Two windows of one epoch agree in the rank of a sample at one place on average, as random orders do."""
+def test_each_window_has_its_own_order():
+    """Two windows of an epoch agree in one rank on average, as random orders do."""
     order = whole(100_000, block=50, window=20).reshape(100, 1000)
     ranks = np.argsort(np.argsort(order, axis=1), axis=1)
     agreed = (ranks[1:] == ranks[:-1]).sum(axis=1)
@@ -325,12 +326,13 @@ def test_windows_have_orders_of_their_own():
 def test_blocks_of_epochs_and_seeds_differ():
     orders = [whole(3000, seed, epoch) for seed in (0, 1, 2**33) for epoch in range(4)]
     matches = [float((a == b).sum()) for i, a in enumerate(orders) for b in orders[:i]]
-    assert max(matches) <= 60  # a shared window of 40 samples that holds a shared block adds more than one place
+    # A shared window of 40 samples that holds a shared block adds more than one match.
+    assert max(matches) <= 60
     assert np.mean(matches) < 2
 
 
-def test_an_epoch_tells_nothing_about_the_next():
-    """How far each sample of a single window moves from one epoch to the next takes each value equally often."""
+def test_an_epoch_does_not_predict_the_next():
+    """The distance that a sample moves between two epochs takes each value equally often."""
     counts = np.zeros(600, np.int64)
     for epoch in range(60):
         places, later = (np.argsort(whole(600, 1, number, block=60, window=10)) for number in (epoch, epoch + 1))

@@ -1,4 +1,4 @@
-"""Orders that draw: every class once in each run, and samples as often as weights say, never at weight 0."""
+"""Balanced orders hold every class once per run; weighted orders draw samples in proportion to their weights."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_each_run_of_all_classes_holds_every_class_once(labels, num_samples, epo
         assert np.unique(run).size == run.size
 
 
-def test_every_class_comes_equally_often_whatever_its_size():
+def test_every_class_comes_equally_often_for_any_size():
     drawn = SKEWED[draws_of(SKEWED, range(3), num_samples=1000)]
     assert np.bincount(drawn).tolist() == [750] * 4
 
 
 @pytest.mark.parametrize("sizes", [[1, 6, 50, 900], [33, 32, 31], [1] * 80, [40, 1, 2000]])
-def test_a_sample_comes_again_only_after_all_others_of_its_class(sizes):
-    """Over epochs, too: each stretch of a class's draws that is one pass long holds each of its samples once."""
+def test_a_sample_repeats_only_after_all_others_of_its_class(sizes):
+    """This holds across epochs: each pass through a class contains each of its samples once."""
     labels = np.repeat(np.arange(len(sizes)), sizes)
     drawn = draws_of(labels, range(7), num_samples=len(sizes) * 300)
     for number, size in enumerate(sizes):
@@ -52,7 +52,7 @@ def test_a_sample_comes_again_only_after_all_others_of_its_class(sizes):
 
 
 @pytest.mark.parametrize("count", [5, 64, 65])
-def test_every_class_is_equally_likely_at_every_place_of_a_run(count):
+def test_every_class_is_equally_likely_at_every_position_of_a_run(count):
     runs = 40 * count
     drawn = Balanced(np.arange(count), num_samples=runs * count, seed=2).indices(1, 0, runs * count)
     counts = np.zeros((count, count), np.int64)
@@ -61,7 +61,7 @@ def test_every_class_is_equally_likely_at_every_place_of_a_run(count):
 
 
 @pytest.mark.parametrize("size", [4, 32, 33, 150])
-def test_every_sample_of_a_class_is_equally_likely_at_every_place_of_a_pass(size):
+def test_every_sample_of_a_class_is_equally_likely_at_every_position_of_a_pass(size):
     passes = 30 * size
     drawn = draws_of(np.zeros(size, np.int64), range(3), num_samples=passes * size).reshape(-1, size)
     counts = np.zeros((size, size), np.int64)
@@ -70,8 +70,8 @@ def test_every_sample_of_a_class_is_equally_likely_at_every_place_of_a_pass(size
 
 
 @pytest.mark.parametrize("size", [32, 33, 500])
-def test_neighbours_in_a_pass_are_no_neighbours_in_the_data(size):
-    """The step from one sample to the next, modulo the size of the class, takes each value but 0 equally often."""
+def test_neighbors_in_a_pass_are_not_neighbors_in_the_data(size):
+    """The difference of consecutive samples, modulo the class size, takes each value except 0 equally often."""
     drawn = draws_of(np.zeros(size, np.int64), range(1), num_samples=size * 200).reshape(-1, size)
     counts = np.bincount((np.diff(drawn, axis=1) % size).ravel(), minlength=size)
     assert counts[0] == 0
@@ -85,29 +85,29 @@ def test_all_orders_of_four_samples_are_equally_likely():
     assert_even(ranks[ranks > 0])
 
 
-def test_classes_do_not_move_together():
-    """Two classes of one size have the same place of a pass at the same sample as often as by chance."""
+def test_classes_are_shuffled_independently():
+    """Two classes of the same size have the same sample at a position of a pass only as often as by chance."""
     drawn = draws_of(np.arange(80) % 2, range(1), num_samples=80 * 300)
     places = [drawn[drawn % 2 == number] // 2 for number in (0, 1)]
     counts = np.bincount((places[0] - places[1]) % 40, minlength=40)
     assert_even(counts)
 
 
-def test_far_epochs_are_balanced_too():
+def test_late_epochs_are_balanced_too():
     for epoch in (2**62, 2**64 + 3):
         drawn = Balanced(SKEWED, num_samples=400).indices(epoch, 0, 400)
         assert np.bincount(SKEWED[drawn]).tolist() == [100] * 4
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2**40])
-def test_samples_come_as_often_as_their_weights_say(epoch):
+def test_samples_come_in_proportion_to_their_weights(epoch):
     order = Weighted(WEIGHTS, num_samples=100_000, seed=4)
     counts = np.bincount(order.indices(epoch, 0, 100_000), minlength=8)
     assert (counts[WEIGHTS == 0] == 0).all()
     assert_as_likely(counts[WEIGHTS > 0], WEIGHTS[WEIGHTS > 0])
 
 
-def test_pairs_of_neighbours_come_as_often_as_the_product_of_their_weights():
+def test_pairs_of_neighbors_come_in_proportion_to_the_product_of_their_weights():
     weights = np.array([1.0, 2, 3])
     draws = Weighted(weights, num_samples=90_001).indices(0, 0, 90_001)
     counts = np.bincount(draws[:-1] * 3 + draws[1:], minlength=9)
@@ -120,7 +120,7 @@ def test_pairs_of_neighbours_come_as_often_as_the_product_of_their_weights():
 
 
 @pytest.mark.parametrize("scale", [1, 1e-300, 1e300, 5e-324])
-def test_only_the_ratios_of_weights_count(scale):
+def test_only_the_ratios_of_weights_matter(scale):
     weights = np.array([0, 1.0, 0, 2, 0]) * scale
     draws = Weighted(weights, num_samples=30_000).indices(0, 0, 30_000)
     assert np.array_equal(draws, Weighted([0, 1, 0, 2, 0], num_samples=30_000).indices(0, 0, 30_000))
@@ -134,7 +134,7 @@ def test_samples_of_weight_0_at_the_ends_are_never_drawn():
 
 
 def test_a_draw_on_a_border_takes_the_sample_above_it(monkeypatch):
-    """Or a draw of exactly 0 would take a first sample of weight 0."""
+    """Otherwise a draw of exactly 0 would return a first sample of weight 0."""
     monkeypatch.setattr(resampling, "uniforms", lambda words: np.array([0, 0.25, 0.5, 1 - 2.0**-53]))
     assert Weighted([0, 1, 0, 1, 2, 0], num_samples=4).indices(0, 0, 4).tolist() == [1, 3, 4, 4]
 
@@ -151,7 +151,7 @@ def test_without_replacement_every_sample_above_0_comes_once():
         assert sorted(order.indices(epoch, 0, 5).tolist()) == [0, 2, 3, 5, 6]
 
 
-def test_without_replacement_pairs_are_as_likely_as_drawing_from_what_is_left():
+def test_without_replacement_pairs_are_as_likely_as_drawing_from_the_remaining_samples():
     weights = np.array([1.0, 2, 3, 6])
     counts = np.zeros((4, 4))
     for epoch in range(12_000):
@@ -168,8 +168,8 @@ def test_weights_too_small_to_divide_by_are_still_above_0():
     assert sorted(order.indices(0, 0, 3).tolist()) == [0, 2, 4]
 
 
-def test_the_logarithm_is_that_of_the_library_to_a_few_last_bits():
-    """It is made of operations that are exact to the last bit on every machine."""
+def test_the_logarithm_agrees_with_the_library_to_a_few_last_bits():
+    """It consists of operations that are exact to the last bit on every machine."""
     words = np.random.default_rng(0).integers(0, 2**64, 20_000, np.uint64)
     expected = -np.log((words >> np.uint64(11)) * 2.0**-53 + 2.0**-54)
     assert np.allclose(resampling._exponential(words), expected, rtol=2e-15, atol=0)
