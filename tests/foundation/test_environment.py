@@ -1,4 +1,4 @@
-"""Where this runs and what it has, from made-up machines: places, GPUs, disks, tmpfs, remote mounts."""
+"""Platforms and resources of simulated machines: GPUs, disks, tmpfs, remote mounts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_tmpfs_for_data_is_listed_and_those_of_the_system_are_not(tmp_path
 
 
 def record_touches(monkeypatch) -> list[str]:
-    """Return a list that gets each path that is asked of the file system."""
+    """Return a list of the paths that the file system is asked for."""
     touched: list[str] = []
 
     def recorded(real):

@@ -1,4 +1,4 @@
-"""CPUs and RAM read from made-up machines: quotas, limits and what the kernel can give back."""
+"""CPUs and RAM of simulated machines: quotas, limits and reclaimable memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ V1_MEMORY = f"{V2}/memory"
 
 
 def reader(files: dict[str, str]):
-    """Return a reader of made-up files; anything else is missing."""
+    """Return a reader of simulated files; all other files are missing."""
 
     def read(path: str) -> str:
         if path not in files:

@@ -1,4 +1,4 @@
-"""The only place that changes files: its operations, and the seam that counts them."""
+"""The module through which all files are changed: its operations, and the hook that counts them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SetHook = Callable[[Callable[[str, Path], None] | None], None]
 
 
 def operations(set_hook: SetHook) -> list[tuple[str, str]]:
-    """Return a list that fills with the operations from now on."""
+    """Return a list to which all later operations are added."""
     seen: list[tuple[str, str]] = []
     set_hook(lambda operation, path: seen.append((operation, path.name)))
     return seen

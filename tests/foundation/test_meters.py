@@ -1,4 +1,4 @@
-"""Meters add up, at any instant and from any thread."""
+"""Meters add up at any time and from any thread."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_part_reports_its_typical_worst_call_and_its_cpu_time():
 
 @pytest.mark.parametrize("is_same", [False, True])
 def test_a_pass_that_ends_during_another_count_is_counted_exactly_once(is_same):
-    """As the garbage collector ends one that was left, in the thread that counts and in the midst of it."""
+    """The garbage collector may end an abandoned pass in the thread that counts, in the middle of counting."""
     counts = LoaderMeters()
 
     class Left:

@@ -1,4 +1,4 @@
-"""Everybody who listens is told of everything, and one that fails never stops the work."""
+"""All listeners get all events, and a failing listener never stops the work."""
 
 from __future__ import annotations
 

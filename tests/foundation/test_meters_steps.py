@@ -1,4 +1,4 @@
-"""Where a step's time goes: the four parts add up to it, on the CPU by the host's clock, on a GPU by its stream."""
+"""Step time: its four parts add up, measured by the host's clock on the CPU and by the stream on a GPU."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_on_the_cpu_the_parts_are_exact():
     clock.stepped(9.5, 9.5, 13.5, 4)
     found = counts.snapshot()
     assert found.recent == (
-        StepTimes(1.0, 0.0, 4.0, 0.0, 8, is_first=True),  # nobody told what was the step
+        StepTimes(1.0, 0.0, 4.0, 0.0, 8, is_first=True),  # the end of the step was not marked
         StepTimes(0.5, 0.0, 2.0, 2.0, 8),
         StepTimes(0.0, 0.0, 2.0, 1.0, 4),
     )

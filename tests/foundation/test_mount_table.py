@@ -1,4 +1,4 @@
-"""The table of mounts, `drive:` in paths, and what errors of far mounts mean; no mount is touched for any of it."""
+"""The table of mounts, `drive:` paths, and errors of remote mounts, all without accessing a mount."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_causes_are_read_from_the_new_part_of_the_log(tmp_path):
     with log.open("a") as file:
         file.write("W QueryManager timed out after 60 s\n")
     assert log_causes(start, str(tmp_path)) == {"top folder"}
-    write_log(tmp_path, "QUOTA_EXCEEDED")  # begun anew, shorter than before
+    write_log(tmp_path, "QUOTA_EXCEEDED")  # a restarted log, shorter than before
     assert log_causes(start, str(tmp_path)) == {"quota"}
 
 

@@ -1,4 +1,4 @@
-"""Kept partials: they outlive their process, belong to one at a time, and are never mixed up."""
+"""Kept partials: they survive their process, belong to one process at a time, and are never confused."""
 
 from __future__ import annotations
 

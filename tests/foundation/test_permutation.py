@@ -143,7 +143,7 @@ def test_neighbors_in_an_order_are_independent_of_neighbors_in_the_data(n, way):
 
 @pytest.mark.parametrize("apart", [1, 2])
 def test_epochs_are_independent(apart, way):
-    """How far each sample of 1,500 moves from one epoch to a later one takes each value equally often."""
+    """The distances by which 1,500 samples move between two epochs are evenly distributed."""
     counts = np.zeros(1500, np.int64)
     for epoch in range(20):
         places = np.argsort(whole(1500, 1, epoch))

@@ -1,4 +1,4 @@
-"""Other programs: their output, their deadline, and that nothing waits for one that cannot end."""
+"""Child programs: output, timeout, and no waiting for programs that cannot be killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOREVER = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs; one that nobody has reaped yet does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""The progress bar: counts, silence where nobody watches, nothing left behind."""
+"""The progress bar: counts, no output in logs, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from colabkit.foundation.progress import Progress, ProgressBar, heartbeat, shown
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Put a terminal in the place of the error stream and return it."""
+    """Replace the error stream by a terminal and return it."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     return stream

@@ -1,4 +1,4 @@
-"""Reports: text in a terminal, a table in a notebook that no name can break out of, plain values for JSON."""
+"""Reports: text in a terminal, an escaped table in a notebook, plain values for JSON."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def assert_harmless(text: str) -> Page:
 
 @dataclass(frozen=True, repr=False)
 class Sample(Report):
-    """A report of everything a field may be."""
+    """A report with a field of every kind."""
 
     text: str
     path: Path
@@ -90,7 +90,7 @@ class Sample(Report):
 
 
 def sample(text: str = "hello") -> Sample:
-    """Return a report of everything."""
+    """Return a report with a field of every kind."""
     by_name = MappingProxyType({"a": (1, Path("x")), PurePosixPath("b"): [MemoryReport(3, 2, "leaf")]})
     return Sample(text, Path("/a/b"), (1, 2), by_name, MemoryReport(2, 1, "machine"))
 

@@ -1,4 +1,4 @@
-"""No name, path or error text of a report ever becomes HTML: every report there is, and packs, filled with markup."""
+"""No name, path or error text becomes HTML: all reports and packs, filled with markup."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OWN = (
 
 
 class Page(HTMLParser):
-    """Notes what a page is built of: its tags in order, each with its attributes' names."""
+    """Records the structure of a page: its tags in order, each with the names of its attributes."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
 
 def check_alike(page: str, plain: str) -> None:
-    """Check that a page with hostile names is built as the one with plain names."""
+    """Check that a page with hostile names has the same structure as the page with plain names."""
     built = Page(page).built
     assert built == Page(plain).built
     assert not [names for names in built if "script" in names or any(name.startswith("on") for name in names)]
@@ -79,7 +79,7 @@ def kinds() -> list[type[Report]]:
 
 
 def filled(hint: Any, name: str) -> Any:
-    """Return a value of a type, with `name` wherever a text can stand."""
+    """Return a value of a type that contains `name` in place of every text."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in (str, Any, object):
         return name
@@ -133,7 +133,7 @@ def test_a_pack_shows_hostile_classes_and_paths_as_text(name: str, tmp_path: Pat
 
 
 def packed(folder: Path, name: str) -> colabkit.Pack:
-    """Return a pack of two images in classes of which one has the name, as have the pack and its source."""
+    """Return a pack of two images; the name is that of a class, of the pack and of its source."""
     for place in (name, "b"):
         (folder / name / place).mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(folder / name / place / f"{name[:40]}.png")

@@ -1,4 +1,4 @@
-"""`Telemetry`: snapshots of this machine, whatever it is."""
+"""`Telemetry`: snapshots of this machine, on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, on drivers that tell little, lose cards, or are not there."""
+"""The GPUs that this process may use, with drivers that report little, lose GPUs, or are missing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot, gpu_reports
 
 
 def gpus(nvml: Any, visible: str | None = None, torch: Any = None) -> Gpus:
-    """Return GPUs of a process with that CUDA_VISIBLE_DEVICES, which has imported that torch."""
+    """Return the GPUs of a process with a value of CUDA_VISIBLE_DEVICES and an imported torch."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     return Gpus(nvml, environ, {} if torch is None else {"torch": torch})
 
 
 def uuids(nvml: Any, visible: str | None = None, torch: Any = None) -> list[str | None]:
-    """Return the UUIDs of the GPUs that are told."""
+    """Return the UUIDs of the listed GPUs."""
     return [gpu.uuid for gpu in gpus(nvml, visible, torch).snapshot()]
 
 
@@ -192,7 +192,7 @@ def test_only_gpus_that_this_process_may_use_are_listed_in_the_order_of_cuda():
 
 
 def sliced() -> FakeNvml:
-    """Return a machine with a whole card and one in three slices, of which the second place is free."""
+    """Return a machine with a whole GPU and a GPU in three slices, the second of which is unused."""
     unsupported = {"nvmlDeviceGetUtilizationRates": NOT_SUPPORTED, "nvmlDeviceGetSamples": NOT_SUPPORTED}
     unsupported |= dict.fromkeys(("nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons"), NOT_SUPPORTED)
     slices = [

@@ -1,4 +1,4 @@
-"""CPUs, RAM, storage, network and stalls of made-up machines: containers, sandboxes, and hosts that tell little."""
+"""CPUs, RAM, storage, network and stalls of simulated machines: containers, sandboxes, hosts that report little."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Times = namedtuple("Times", "user system children_user children_system")  # noqa
 
 
 def core(busy: float, idle: float) -> Core:
-    """Return the times of a core; guests are counted within the user's."""
+    """Return the times of a core; the user time includes guests."""
     return Core(busy, 0, 0, idle / 2, idle / 2, 0, 0, 0, busy / 2, 0)
 
 
 @dataclass(eq=False)
 class FakeProcess:
-    """A process as psutil shows it; `fails` is raised by all that is asked."""
+    """A process as psutil shows it; all methods raise `fails`."""
 
     cpu: tuple[float, float] = (0.0, 0.0)
     read: int = 0
@@ -66,7 +66,7 @@ class FakeProcess:
 
 
 class Machine:
-    """A machine whose figures a test sets, with a clock that stands still."""
+    """A machine whose values a test sets, with a stopped clock."""
 
     def __init__(self, files: dict[str, str] | None = None) -> None:
         self.files = {"/proc/meminfo": MEMINFO, **(files or {})}

@@ -1,4 +1,4 @@
-"""`Sampler`: a thread of its own, rings that stay small, a run that it never harms, and nothing left behind."""
+"""`Sampler`: a separate thread, bounded memory, harmless failures, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FakeTelemetry:
         self.closed += 1
 
     def sampler(self, **options: object) -> Sampler:
-        """Return a sampler whose clocks are those of this machine."""
+        """Return a sampler that uses the clocks of this machine."""
         options = {"period_s": 0.0, **options}
         return Sampler(self, clock=lambda: self.now, cpu_clock=lambda: self.cpu_s, **options)
 

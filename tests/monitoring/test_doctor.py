@@ -1,4 +1,4 @@
-"""The doctor: where the time of a typical step goes, a verdict that does not flicker, the advice that helps most."""
+"""The doctor: the parts of a typical step, a verdict that does not flicker, and the most useful advice."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STEPS = st.lists(st.builds(StepTimes, SECONDS, SECONDS, SECONDS, SECONDS, st.int
 
 
 def shared(wait: float, count: int = 100) -> list[StepTimes]:
-    """Return steps of 0.1 s that wait for this share of it."""
+    """Return steps of 0.1 s that wait for this share of the time."""
     return steps_of(wait=0.1 * wait, compute=0.1 * (1 - wait), count=count)
 
 
@@ -208,7 +208,7 @@ def test_too_few_steps_give_no_verdict_and_no_advice() -> None:
 
 
 def looks(doctor: Doctor, *shares: float) -> list[str]:
-    """Return the verdicts of looks at runs that wait for such shares."""
+    """Return the verdicts of looks at runs that wait for these shares of the time."""
     return [doctor.look(spent_of(shared(share)), GATHERED, [QUIET]).verdict for share in shares]
 
 
@@ -251,7 +251,7 @@ def test_the_verdict_stays_while_there_are_too_few_steps() -> None:
 
 
 def rules_that_give(monkeypatch: pytest.MonkeyPatch, *advice: Advice) -> None:
-    """Let rules be such as give this advice; those of a known name keep their rank, and what they silence."""
+    """Replace the rules by ones that give this advice; known names keep their rank and what they silence."""
     known = {rule.name: rule for rule in RULES}
 
     def rule(given: Advice) -> Rule:
@@ -270,7 +270,7 @@ def told(name: str, samples_per_s: float | None = None) -> Advice:
 
 
 def named(found: Diagnosis) -> list[str]:
-    """Return the rules whose advice is given, in order."""
+    """Return the names of the rules that give advice, in order."""
     return [advice.rule for advice in found.advice]
 
 

@@ -1,4 +1,4 @@
-"""Whatever is known and whatever is not: no rule fails, no advice is nonsense, and data is not blamed for nothing."""
+"""For any known and unknown values: no rule fails, all advice makes sense, and the verdict is justified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colabkit.monitoring.doctor.run_profile import GpuProfile, MachineProfile, R
 from colabkit.monitoring.doctor.verdict import judge
 
 EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-AGAINST = (  # no two of these may stand together
+AGAINST = (  # no two of these may be given together
     ({"Use fewer workers or smaller batches, or give back what is staged there"}, {"num_workers="}),
     ({"more workers will not help"}, {"Use 2 workers", "Use 4 workers", "Use 8 workers"}),
     ({"Use smaller batches"}, {"Use larger batches"}),
@@ -128,7 +128,7 @@ machines = st.builds(
 
 @st.composite
 def cases(draw: st.DrawFn) -> RunProfile:
-    """Draw a case: of what meters and telemetry counted, or one in which nothing fits together."""
+    """Draw a case: consistent values of meters and telemetry, or random inconsistent ones."""
     steps = draw(steps_of)
     spent = spent_of(
         steps, parts=tuple(draw(parts_of)), passes=draw(st.integers(0, 5)), retries=draw(st.integers(0, 3))
@@ -192,12 +192,12 @@ def test_every_diagnosis_can_be_displayed_and_serialized(case: RunProfile) -> No
 
 
 def markup(found: Diagnosis) -> str:
-    """Return the HTML of a diagnosis without the characters that XML does not know."""
+    """Return the HTML of a diagnosis without characters that are invalid in XML."""
     return "".join(char for char in found._repr_html_() if char.isprintable())
 
 
 def check_agreement(found: Diagnosis) -> None:
-    """Check that no piece of advice says the contrary of another."""
+    """Check that no two pieces of advice contradict each other."""
     texts: list[Any] = [f"{advice.found} {advice.action} {advice.call}" for advice in found.advice]
     for ones, others in AGAINST:
         for place, text in enumerate(texts):

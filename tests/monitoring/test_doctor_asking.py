@@ -1,4 +1,4 @@
-"""`diagnose()`: of a report, of a loader that was used, of any loader by itself; and nothing has moved afterwards."""
+"""`diagnose()` of a report, of a used loader, and of an unused loader, whose state does not change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class Slow(Dataset[Any]):
-    """Samples that wait on an event that never comes, for two milliseconds each."""
+    """Samples that take two milliseconds each."""
 
     def __init__(self, count: int = 400) -> None:
         self.count = count
@@ -68,7 +68,7 @@ def headspace_of(step_s: float) -> colabkit.HeadspaceReport:
 
 
 def check(found: Diagnosis) -> None:
-    """Check what holds for every diagnosis: it can be kept and shown, and its advice reads well."""
+    """Check that a diagnosis can be serialized and displayed, and that its advice is well-formed."""
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["verdict"] == found.verdict
     assert found._repr_html_()
     assert found.text_table()

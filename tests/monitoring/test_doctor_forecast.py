@@ -1,4 +1,4 @@
-"""How fast it would be if: within what is possible, and DS-Analyzer's minimum of what remains."""
+"""Predicted speeds: within possible limits, and the speed of the slowest remaining part."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ USUAL = Forecast(samples=64, step_s=0.1, held_s=0.02, cpu_s=0.004, wall_s=0.005,
 
 @st.composite
 def cases(draw: st.DrawFn) -> RunProfile:
-    """Draw a case as it may have been measured."""
+    """Draw a case that could have been measured."""
     facts = draw(st.sampled_from([GATHERED, DECODED, FOREIGN, ON_GPU]))
     host = draw(st.sampled_from([None, QUIET, FULL, with_gpu()]))
     if host is not None:
@@ -143,7 +143,7 @@ def test_workers_and_a_step_on_the_cpu_take_turns(are_threads: bool) -> None:
     assert computing.samples_per_s() == pytest.approx(64 / (0.1 + 0.64))
     on_four = replace(computing, cpus=4.0).samples_per_s()
     assert on_four == pytest.approx(64 / (0.1 + (0.64 if are_threads else 0.32)))  # Python has one lock
-    assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)  # as beside a GPU
+    assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)  # as with a GPU
 
 
 @pytest.mark.parametrize("facts", [FOREIGN, ON_GPU], ids=["cpu", "gpu"])

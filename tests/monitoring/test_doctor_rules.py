@@ -1,4 +1,4 @@
-"""The doctor's rules: each speaks up in its own case and in none of its neighbours, and never of what is not known."""
+"""The rules of the doctor: each gives advice in its own case, and in no similar case or without data."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ ALL = {rule.name: rule for rule in RULES}
 
 
 def given(name: str, changes: Given | None = None) -> Any:
-    """Return what a rule says of its own case, or of one that is changed."""
+    """Return the advice of a rule in its own case, or in a changed one."""
     return ALL[name](made(**{**TABLE[name][0], **(changes or {})}))
 
 

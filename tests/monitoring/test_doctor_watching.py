@@ -1,4 +1,4 @@
-"""`watch()`: any loader gives what it gave, and is timed and told of."""
+"""`watch()`: any loader yields the same batches, and its steps are timed and published."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stream(IterableDataset[int]):
 
 
 class Named:
-    """A loader of somebody else's: it has a name, and no length."""
+    """A third-party loader with a name and without a length."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -248,7 +248,7 @@ def test_samples_are_counted_by_the_last_field_of_a_batch() -> None:
 
 
 class Graphs:
-    """A batch of somebody else's that tells nothing in the usual words."""
+    """A third-party batch without the usual attributes."""
 
 
 def test_a_batch_of_unknown_type_counts_as_the_batch_size_of_its_loader() -> None:

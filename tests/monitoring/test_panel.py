@@ -1,4 +1,4 @@
-"""The panel beside loops and runs, painted by its own thread, and a run that it can never stop."""
+"""The panel during loops and runs: it is painted by one thread and never stops a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The panel in real kernels: with the newest packages, and with Colab's where an environment with these is given."""
+"""The panel in real kernels: with the newest packages, and with those of Colab if they are installed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SHOWN = ("display_data", "update_display_data", "comm_open", "comm_msg", "comm_c
 
 @dataclass
 class Sent:
-    """What a cell sent to the front end: kind, bytes, when."""
+    """A message of a cell to the front end: kind, bytes, time."""
 
     messages: list[tuple[str, int, float]] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Sent:
 
 
 class Client(NotebookClient):
-    """Runs a notebook and counts what each cell sends."""
+    """Runs a notebook and counts the messages of each cell."""
 
     sent: dict[int, Sent]
 

@@ -1,4 +1,4 @@
-"""The recorder: from events, the machine's figures and the doctor to the panel's state."""
+"""The recorder turns events, samples of the machine and diagnoses into the state of the panel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colabkit.monitoring.panel.recorder import RunRecorder, StepValues, TimeSeri
 
 
 class AskedDoctor:
-    """Keeps what it is asked."""
+    """Records its arguments."""
 
     def __init__(self) -> None:
         self.spent: list[MetersSnapshot] = []
@@ -259,7 +259,7 @@ def test_a_series_holds_the_newest_minute_and_a_bounded_summary_of_the_whole_run
 
 
 class OnDevice:
-    """A value that is on a GPU; reading it there would make the loop wait."""
+    """A value on a GPU; reading it directly would block the loop."""
 
     is_cuda = True
 

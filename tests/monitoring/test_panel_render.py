@@ -1,4 +1,4 @@
-"""The panel's picture: small, whole and safe HTML of one height, text of twelve lines, and nothing unknown as 0."""
+"""Frames of the panel: small, valid and safe HTML of constant height, twelve lines of text, no unknown shown as 0."""
 
 from __future__ import annotations
 

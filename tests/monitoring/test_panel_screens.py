@@ -1,4 +1,4 @@
-"""Screens: an output of a notebook, a widget that becomes one, a terminal."""
+"""Screens: an output of a notebook, a widget that is replaced by one, a terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FakeWidget(FakePart):
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], str, bool]]:
-    """Return a list that fills with what is displayed: the bundle, its display id, whether it is an update."""
+    """Return a list of later displays: the bundle, its display ID, and whether it is an update."""
     found: list[tuple[dict[str, Any], str, bool]] = []
 
     def display(bundle: dict[str, Any], *, raw: bool, display_id: str, update: bool) -> None:

@@ -1,4 +1,4 @@
-"""The demo goes the whole way and its figures come from its own run."""
+"""The demo runs the full pipeline, and its figures come from its own run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _no_image(folder: Path) -> Path:
 
 def _one_bad_file(folder: Path) -> Path:
     tree = make_tree(folder / "tree", 40)
-    broken = tree / "bees" / "021.png"  # not among the files whose sizes are looked at
+    broken = tree / "bees" / "021.png"  # not among the files whose sizes are read first
     broken.write_bytes(broken.read_bytes()[:60])
     return tree
 

@@ -1,4 +1,4 @@
-"""The launcher's plans: from settings to calls, and to the cell that makes the same calls."""
+"""The launcher's pipelines: from settings to calls, and to a cell that makes the same calls."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ LINE_ENDS = "\0\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 ONE_LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_ENDS), max_size=30)
 PATHS = ONE_LINE.map(
     lambda text: text.replace("://", ":/") if text.strip() else f"{text}a"
-)  # maps, so none is drawn anew
+)  # maps, so that no value is drawn again
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # where others work, too
@@ -197,7 +197,7 @@ CALLED = ("stage", "pack", "open_pack", "Loader", "small_network", "supervised_s
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, dict[str, object]]]]:
-    """Return a function that returns the public calls since it was called last, with all their arguments."""
+    """Return a function that returns the public calls since its last call, with all their arguments."""
     found: list[tuple[str, dict[str, object]]] = []
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +222,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, dict[
 
 
 def plain(value: Any) -> object:
-    """Return what two arguments are compared by."""
+    """Return a value by which two arguments are compared."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str | int | float | tuple | dict | None):

@@ -46,7 +46,7 @@ LIMIT_S = 120
 
 @dataclass
 class Kernel:
-    """A kernel and its client, with all that it published."""
+    """A kernel and its client, with all its messages."""
 
     manager: KernelManager
     client: BlockingKernelClient
@@ -76,7 +76,7 @@ class Kernel:
         return message
 
     def state(self) -> tuple[str, list[str], list[bool], list[str]]:
-        """Return what the panel says, what was staged, whether in the main thread, and the results."""
+        """Return the message, the staged path, whether it was in the main thread, and the results."""
         return tuple(json.loads(self.run(STATE)))
 
     def clicks(self, action: str, times: int = 1) -> list[str]:

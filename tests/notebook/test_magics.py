@@ -20,7 +20,7 @@ MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "dashboard", "colabki
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[InteractiveShell]:  # whose folder has to outlive it
+def shell(tmp_path: Path) -> Iterator[InteractiveShell]:  # its folder must outlive it
     with loaded_shell() as shell:
         yield shell
     assert not meters.is_heard()

@@ -1,4 +1,4 @@
-"""Whatever stands in a magic's line arrives as it is: no shell, no expansion; every error is one line."""
+"""The words of a magic's line arrive unchanged: no shell, no expansion; every error is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion of a magic's line: options, fixed values, variables and paths, as IPython asks for it."""
+"""Completion of a magic's line by IPython: options, fixed values, variables and paths."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def shell(
 
 
 def offered(shell: InteractiveShell, line: str) -> list[str]:
-    """Return the whole lines that come of completing a line."""
+    """Return the completed lines."""
     with provisionalcompleter():
         found = [*shell.Completer.completions(line, len(line))]
     return [line[: match.start] + match.text + line[match.end :] for match in found]
 
 
 def check(shell: InteractiveShell, line: str, expected: Iterable[str]) -> None:
-    """Check what comes of completing a line; IPython always adds what jedi finds."""
+    """Check the completions of a line; IPython always adds those of jedi."""
     found = offered(shell, line)
     assert set(expected) <= set(found)
     if not shell.Completer.use_jedi:

@@ -1,4 +1,4 @@
-"""`%%dashboard` beside one cell, `%dashboard` beside all that follow, and nothing where nothing is loaded."""
+"""`%%dashboard` shows the panel for one cell, `%dashboard` for all following cells that loop over a Loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`%%train`: a cell's body as the step, its namespace left whole, one line for each error, resumed bit for bit."""
+"""`%%train`: a cell's body as the step, its namespace restored, one-line errors, exact resume."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Do work in a fork of this process and return the signal that ended it, 0 if none did."""
+    """Run work in a fork of this process and return the signal that ended it, or 0."""
     pid = os.fork()
     if not pid:
         with contextlib.suppress(BaseException):

@@ -1,4 +1,4 @@
-"""Magic, command and function agree, because one table makes two of them and this file compares the third."""
+"""Magics, commands and functions have the same options: a table defines the first two, a test compares the third."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_names_order_and_defaults_match_the_functions() -> None:
 
 
 def defaults(function: Callable[..., object]) -> dict[str, object]:
-    """Return the defaults of a function's parameters, ... where there is none."""
+    """Return the defaults of a function's parameters; `...` means none."""
     parameters = inspect.signature(function).parameters.values()
     return {one.name: ... if one.default is inspect.Parameter.empty else one.default for one in parameters}
 
@@ -65,7 +65,7 @@ def test_offered_words_are_the_values_that_the_function_accepts() -> None:
 
 
 def literals(hint: object) -> set[object]:
-    """Return the values that a type lists, None apart."""
+    """Return the literal values of a type, without None."""
     if typing.get_origin(hint) is typing.Literal:
         return set(typing.get_args(hint))
     return {value for one in typing.get_args(hint) for value in literals(one)}
