@@ -83,10 +83,10 @@ class _Guard:
         self.status = response.status_code
         # urllib3 1 would take a broken connection for the end of the file.
         response.raw.enforce_content_length = True
-        asked = re.fullmatch(r"bytes=(\d+)-", response.request.headers.get("Range", ""))
-        if asked:
+        requested = re.fullmatch(r"bytes=(\d+)-", response.request.headers.get("Range", ""))
+        if requested:
             got = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", headers.get("Content-Range", ""))
-            if response.status_code != 206 or not got or got[1] != asked[1] or int(got[2]) != int(got[3]) - 1:
+            if response.status_code != 206 or not got or got[1] != requested[1] or int(got[2]) != int(got[3]) - 1:
                 raise RangeRefused
             if self.file["total"] != int(got[3]):
                 raise Changed

@@ -158,7 +158,7 @@ class BucketSource:
 
     def read(self, item: Item, start: int | None = None, end: int | None = None) -> bytes:
         """Return an object's bytes, or those from `start` to before `end`; raises the errors of `open`."""
-        with self._judged(f"read {item.path!r} of {self.name!r}"):
+        with self._translated_errors(f"read {item.path!r} of {self.name!r}"):
             return bytes(self._fs.cat_file(self._key(item.path), start=start, end=end))
 
     def stream(self, path: str, block_bytes: int) -> Iterator[bytes]:
@@ -186,7 +186,7 @@ class BucketSource:
 
     def _ask(self, call: Callable[[], T], tries: int = 2) -> T:
         """Return the result of a call to the file system; raises `TimedOut` if all attempts stall."""
-        with self._judged(self._act):
+        with self._translated_errors(self._act):
             return answer_of(call, self.can_hang, self._stalled_s or _LISTING_S, tries)
 
     def _found(self) -> dict[str, Mapping[str, Any]]:
@@ -220,7 +220,7 @@ class BucketSource:
         return FetchFailed(cannot(self._act, found, "", "Check the address, then try again"))
 
     @contextmanager
-    def _judged(self, act: str) -> Iterator[None]:
+    def _translated_errors(self, act: str) -> Iterator[None]:
         """Translate file system errors, whose texts may contain secrets; transient ones become `OSError`."""
         try:
             yield
@@ -303,7 +303,7 @@ def _file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
         known = import_optional("fsspec.registry", act, purpose).known_implementations
         if package:
             found = f"the package {package} is not installed, which is needed {purpose}"
-            raise MissingPackage(cannot(act, found, "", install)) from None
+            raise MissingPackage(cannot(act, found, "", f"Run pip install {package}")) from None
         reason = address.scrubbed(known.get(protocol, {}).get("err", str(error))).rstrip(".")
         missing = f"a package is not installed ({reason})"
         raise MissingPackage(cannot(act, missing, "", "Install this package with pip")) from None

@@ -41,7 +41,7 @@ def is_database(environment: Any, transaction: Any, key: bytes) -> bool:
     return True
 
 
-def say_line(record: dict[str, Any]) -> None:
+def print_line(record: dict[str, Any]) -> None:
     """Print a record as a JSON line."""
     sys.stdout.write(f"{json.dumps(record)}\n")
     sys.stdout.flush()
@@ -57,8 +57,8 @@ def walk(path: str) -> None:
     count, entries = 0, environment.stat()["entries"]
     batch: dict[str, list[Any]] = {"keys": [], "heads": [], "offsets": [], "sizes": [], "databases": []}
 
-    def say(is_last: bool) -> None:
-        say_line({**batch, "is_last": is_last})
+    def print_batch(is_last: bool) -> None:
+        print_line({**batch, "is_last": is_last})
         for values in batch.values():
             values.clear()
 
@@ -80,14 +80,14 @@ def walk(path: str) -> None:
             batch["offsets"].append(address - start)
             batch["sizes"].append(size)
             if len(batch["keys"]) == _BATCH:
-                say(is_last=False)
+                print_batch(is_last=False)
     if count != entries:
         raise lmdb.Error(f"it lists {count} of {entries} keys")
-    say(is_last=True)
+    print_batch(is_last=True)
 
 
 if __name__ == "__main__":
     try:
         walk(sys.argv[1])
     except Exception as error:
-        say_line({"error": str(error)})
+        print_line({"error": str(error)})

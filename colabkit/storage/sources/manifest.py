@@ -84,12 +84,12 @@ class ManifestSource:
             found = f"it is {kind_of(table)}" if self._file is None else f"its name ends in {self._file.suffix!r}"
             expected = f"a pandas DataFrame, a list of paths, or a file of {', '.join(TABLE_SUFFIXES)}"
             raise InvalidOption(cannot(self._act, found, expected, "Read it with pandas, and pass the DataFrame"))
-        far = mounts()
-        self._is_far = self._file is not None and can_hang(os.path.abspath(self._file), far)
+        mounted = mounts()
+        self._is_file_remote = self._file is not None and can_hang(os.path.abspath(self._file), mounted)
         with translated(self._act):
-            self._table = answer_of(lambda: self._parsed(table), self._is_far)
+            self._table = answer_of(lambda: self._parsed(table), self._is_file_remote)
         folders = {os.path.dirname(path) for path in self._table.paths}
-        self.can_hang = self._is_far or any(can_hang(folder, far) for folder in folders)
+        self.can_hang = self._is_file_remote or any(can_hang(folder, mounted) for folder in folders)
 
     @property
     def root(self) -> str:
@@ -152,7 +152,7 @@ class ManifestSource:
         if self._file is None or not _is_below(path := os.path.abspath(self._file), table.root):
             return ()
         with translated(self._act):
-            stats = answer_of(lambda: os.stat(path), self._is_far)
+            stats = answer_of(lambda: os.stat(path), self._is_file_remote)
         return (Item(_inner(path, table.root), stats.st_size, stats.st_mtime_ns),)
 
     def _parsed(self, given: Any) -> _Table:
@@ -168,8 +168,8 @@ class ManifestSource:
         if not len(cells):
             raise BadSource(cannot(self._act, "the table has no rows", "at least one", "Check the table"))
         folder = os.path.abspath(self._file.parent) if self._file else os.getcwd()
-        far = mounts()
-        named = [self._user_path(row, cell, far) for row, cell in enumerate(cells, 1)]
+        mounted = mounts()
+        named = [self._user_path(row, cell, mounted) for row, cell in enumerate(cells, 1)]
         paths = tuple(os.path.abspath(os.path.join(folder, path)) for path in named)
         is_own = self._file is not None or not any(map(os.path.isabs, named))
         shared = os.path.commonpath([os.path.dirname(path) for path in dict.fromkeys(paths)])

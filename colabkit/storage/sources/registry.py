@@ -213,10 +213,11 @@ def _open_list(given: Sequence[Any]) -> Source | None:
         return None
     act = f"read {texts[0]!r}"
     paths = [user_path(text, act) for text in texts]
-    far = mounts()
+    table = mounts()
     with translated(act):
-        is_far = any(can_hang(folder, far) for folder in {os.path.dirname(os.path.abspath(path)) for path in paths})
-        files = answer_of(lambda: [file for path in paths for file in _expanded(act, path)], is_far)
+        folders = {os.path.dirname(os.path.abspath(path)) for path in paths}
+        is_remote = any(can_hang(folder, table) for folder in folders)
+        files = answer_of(lambda: [file for path in paths for file in _expanded(act, path)], is_remote)
         return kind(texts[0] if len(texts) == 1 else f"{texts[0]} and {len(texts) - 1} more", files)
 
 

@@ -51,7 +51,7 @@ class TarStream:
         self._limit = inflation_limit(archive_bytes) if method else archive_bytes
         self._file: Any = self._buffered
         if method:
-            with self._judged():
+            with self._translated_errors():
                 self._file = _inflated(name, self._buffered, method)
 
     def read(self, size: int) -> bytes:
@@ -89,7 +89,7 @@ class TarStream:
         self._buffered.close()
 
     def _step(self, size: int) -> bytes:
-        with self._judged():
+        with self._translated_errors():
             piece = cast(bytes, self._file.read(min(size, _STEP_BYTES)))
         still_moving()
         self.position += len(piece)
@@ -103,7 +103,7 @@ class TarStream:
         raise broken_archive(self.name, "it ends too early")
 
     @contextmanager
-    def _judged(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """Translate the various exceptions of decompressors into `BadArchive`."""
         try:
             yield

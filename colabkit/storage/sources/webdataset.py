@@ -102,7 +102,7 @@ def is_webdataset(path: Path) -> bool:
     try:
         with path.open("rb", buffering=0) as file, closing(_plain_stream(path, file, os.stat(path).st_size)) as stream:
             files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)
-            parts = [_parted(one.name) for one in islice(files, _LOOKED_AT)]
+            parts = [_split_name(one.name) for one in islice(files, _LOOKED_AT)]
     except BadArchive:
         # Opening it as an ordinary tar reports the error.
         return False
@@ -130,18 +130,18 @@ def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, 
     found.skipped += [(f"{shard}/{path}", reason) for path, reason in directory.listing.skipped]
     samples: list[tuple[str, list[_Part]]] = []
     for item in sorted(directory.listing.items, key=lambda item: directory.handles[item.path]):
-        parted = _parted(item.path)
-        if parted is None:
+        name_parts = _split_name(item.path)
+        if name_parts is None:
             found.skipped.append((f"{shard}/{item.path}", "not named like a member of a sample"))
             continue
-        key, extension = parted
+        key, extension = name_parts
         if not samples or samples[-1][0] != key:
             samples.append((key, []))
         samples[-1][1].append(_Part(extension, _kind(extension), directory.handles[item.path], item.size))
     return samples
 
 
-def _parted(name: str) -> tuple[str, str] | None:
+def _split_name(name: str) -> tuple[str, str] | None:
     """Return the key and the extension in a member's name; None if it belongs to no sample."""
     match = None if _META.search(name) else _MEMBER.fullmatch(name)
     return (match[1], match[2].lower()) if match else None

@@ -216,7 +216,7 @@ def _open(source: AnySource, *, extract: bool) -> Source:
 
 def _plan_of_address(run: StagingRun) -> StagePlan:
     """Return the plan for an address, without fetching it."""
-    target = choose(run.places, 0, is_asked=len(run.places) == 1)
+    target = choose(run.places, 0, is_requested=len(run.places) == 1)
     why = "as requested" if target.name == "path" else "the size is known after the download"
     return StagePlan(run.name, "address", None, 0, 0, 0, 0, 0, target.name, why, target.path, ())
 

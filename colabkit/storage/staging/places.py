@@ -233,18 +233,18 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
     return [Target("path", user_path(to, act).absolute(), key, "as requested")]
 
 
-def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
+def choose(places: list[Target], needed: int, is_requested: bool) -> Target:
     """Choose a place for a local copy of `needed` bytes among the candidates, with the reason."""
     size, room, spare = format_bytes(needed), format_bytes(tmpfs_room()), format_bytes(_spare_ram())
     shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
     own = next((place for place in places if place.mounted_at is not None), None)
-    if shared is not None and (shared.fits(needed) or (is_asked and not (own and own.fits(needed)))):
-        why = "as requested" if is_asked else f"{size} fit in the {room} of tmpfs that training can spare"
+    if shared is not None and (shared.fits(needed) or (is_requested and not (own and own.fits(needed)))):
+        why = "as requested" if is_requested else f"{size} fit in the {room} of tmpfs that training can spare"
         return replace(shared, why=why)
     if own is not None and (own.fits(needed) or len(places) == 1):
         fitting = f"{size} fit in the {spare} of RAM that training can spare, but not in {str(TMPFS)!r}"
         return replace(own, why=f"{fitting}, so a separate tmpfs is mounted")
-    why = "as requested" if is_asked else f"{size} do not fit in the {room} of tmpfs that training can spare"
+    why = "as requested" if is_requested else f"{size} do not fit in the {room} of tmpfs that training can spare"
     return replace(places[-1], why=why)
 
 

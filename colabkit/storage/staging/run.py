@@ -71,7 +71,7 @@ class StagingRun:
         act: verb and object for messages.
         name: name of the source.
         places: possible places of the local copy, from `candidates`.
-        is_asked: whether the user chose the target.
+        is_requested: whether the user chose the target.
         threads: number of concurrent reads, or `"auto"`.
         verify: `"size"` or `"full"`.
         refresh: whether to look for changes even if a local copy exists.
@@ -85,7 +85,7 @@ class StagingRun:
     act: str
     name: str
     places: list[Target]
-    is_asked: bool
+    is_requested: bool
     threads: Threads
     verify: Literal["size", "full"]
     refresh: bool
@@ -167,9 +167,9 @@ class StagingRun:
         try:
             target.prepare(self.act, plan.peak_bytes)
         except NotEnoughSpace:
-            if self.is_asked:
+            if self.is_requested:
                 raise
-            target = choose(self.places[-1:], plan.peak_bytes, is_asked=True)
+            target = choose(self.places[-1:], plan.peak_bytes, is_requested=True)
             target.check_room(self.act, plan.peak_bytes, plan.cache_bytes)
         return target
 
@@ -227,11 +227,11 @@ class StagingRun:
             if not files:
                 staged_bytes = room = source.archive_bytes * (_INFLATION if source.is_sequential else 1)
             room += read_bytes if source.can_hang else 0
-        if prior.place and (prior.sealed or self.is_asked or prior.place.fits(room)):
+        if prior.place and (prior.sealed or self.is_requested or prior.place.fits(room)):
             why = "the copy to refresh is there" if prior.sealed else "the data of an interrupted run is there"
             target = replace(prior.place, why=why)
         else:
-            target = choose(self.places, room, self.is_asked)
+            target = choose(self.places, room, self.is_requested)
         plan = StagePlan(
             source=self.name,
             kind=_kind_of(source),
