@@ -161,9 +161,9 @@ def sample_archive(name: str) -> Path:
     """Return the archive of a dataset that is included in the package, such as `sample_archive("digits")`."""
     path = _SAMPLES / f"{name}.zip"
     if not path.is_file():
-        known = ", ".join(repr(f"samples:{file.stem}") for file in sorted(_SAMPLES.glob("*.zip")))
+        known = " or ".join(repr(f"samples:{file.stem}") for file in sorted(_SAMPLES.glob("*.zip")))
         act = f"read {f'samples:{name}'!r}"
-        raise SourceMissing(cannot(act, "colabkit does not include this dataset", f"one of {known}", "Check the name"))
+        raise SourceMissing(cannot(act, "colabkit does not include this dataset", known, "Check the name"))
     return path
 
 
