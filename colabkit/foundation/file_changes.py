@@ -54,7 +54,8 @@ def translated(act: str) -> Iterator[None]:
     except OSError as error:
         if known := trouble(error):
             kind = NotEnoughSpace if error.errno == errno.ENOSPC else FileFailed
-            raise kind(cannot(act, known[0], "", known[1])) from error
+            cause, advice = known
+            raise kind(cannot(act, cause, "", advice)) from error
         name = f" ({os.fspath(error.filename)!r})" if isinstance(error.filename, str | os.PathLike) else ""
         reason = f"{error.strerror or error}{name}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -136,8 +136,8 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not text or not isinstance(text, str) or "\0" in text:
-        found, expected = f"{shown(path)} is not a valid path", "a non-empty str or os.PathLike"
-        raise InvalidOption(cannot(act, found, expected, "Pass the path as a str"))
+        invalid = f"{shown(path)} is not a valid path"
+        raise InvalidOption(cannot(act, invalid, "a non-empty str or os.PathLike", "Pass the path as a str"))
     if not text.startswith(_SHORT_NAME):
         try:
             return Path(path).expanduser()

@@ -19,7 +19,7 @@ from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import colabkit
-from colabkit.foundation import InvalidOption, OneLineError, SourceMissing, cannot, kind_of, omit, option
+from colabkit.foundation import Code, InvalidOption, OneLineError, SourceMissing, Text, cannot, kind_of, omit, option
 from colabkit.notebook.lines import line_parser, split_line
 from colabkit.notebook.options import arguments_of, given_in, look_up_in
 from colabkit.notebook.verbs import CELLS, LOADING
@@ -142,9 +142,9 @@ def _checked(loss: Any) -> Any:
         return loss
     shape = f" of shape {list(loss.shape)}" if hasattr(loss, "shape") else ""
     found = f"the cell sets loss to {kind_of(loss)}{shape}"
-    next_step = "Use another name for this variable"
-    if hasattr(loss, "mean"):
-        next_step = f"Assign its mean to loss, or {next_step[0].lower()}{next_step[1:]}"
+    has_mean = hasattr(loss, "mean")
+    other = "Use another name for this variable"
+    next_step = "Assign its mean to loss, or use another name for this variable" if has_mean else other
     raise InvalidOption(cannot("train", found, "a single number or a dict of numbers", next_step))
 
 
@@ -219,7 +219,8 @@ def _unnamed_state(body: CellCode, namespace: Mapping[str, Any]) -> InvalidOptio
     """Return the error for `--save-to` without `--state`, naming the variables of the body that have a state."""
     used = sorted(body.names() & namespace.keys())
     have = [name for name in used if hasattr(type(namespace[name]), "load_state_dict")]
-    next_step = f"Add --state {' '.join(have)}" if have else "Add, for example, --state model optimizer"
+    example = option("state", {name: Code(name) for name in have or ("model", "optimizer")})
+    next_step: Text = ("Add ", example) if have else ("For example, add ", example)
     found = (option("save_to"), " is given without ", option("state"))
     return InvalidOption(cannot("train", found, "the names of the variables to save", next_step))
 

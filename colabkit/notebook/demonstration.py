@@ -200,9 +200,11 @@ def demo(
         drive = SlowSource(_as_files(source, folder / "drive", progress), latency)
         labelled = label_samples(drive.list(), source.name)
         if labelled.kind != "class":
-            found = "the images have no labels" if labelled.kind == "none" else f"the labels are {labelled.kind} labels"
-            next_step = "Use images in one folder per class"
-            raise BadSource(cannot(f"train on {source.name!r}", found, "one class per image", next_step))
+            kind = f"the labels are of kind {labelled.kind!r}"
+            if labelled.kind == "none":
+                kind = "the images have no labels"
+            advice = "Use images in one folder per class"
+            raise BadSource(cannot(f"train on {source.name!r}", kind, "one class per image", advice))
         if "train" not in labelled.splits:
             found = f"there are only the splits {', '.join(labelled.splits)}"
             next_step = "Rename one of the folders to 'train'"
@@ -216,7 +218,7 @@ def demo(
         say(f"     {naive_rate:,.0f} images/s, {format_share(naive_share)} of the time waiting for data")
 
         say("2/4  Staging: copying all files concurrently to local storage")
-        staged = stage(drive, folder / "near", progress=progress)
+        staged = stage(drive, folder / "local", progress=progress)
         say(f"     {staged}")
 
         say("3/4  Packing: storing all images in one sealed HDF5 file")

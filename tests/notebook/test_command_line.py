@@ -33,10 +33,10 @@ def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_output_is_only_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stage", "samples:digits", "--to", str(tmp_path / "near"), "--json"]) == 0
+    assert main(["stage", "samples:digits", "--to", str(tmp_path / "local"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["files"] == 1797
-    assert report["path"] == str(tmp_path / "near")
+    assert report["path"] == str(tmp_path / "local")
 
 
 def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from colabkit.storage.sources.folder import FolderSource
 def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     """Return a launcher with small numbers and a private folder for local copies."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLABKIT_NEAR", str(tmp_path / "near"))
+    monkeypatch.setenv("COLABKIT_NEAR", str(tmp_path / "local"))
     panel = Launcher(ipywidgets)
     fill(panel, to="disk", epochs=1, batch_size=8)
     yield panel
@@ -57,7 +57,7 @@ def test_images_without_classes_are_rejected_before_they_are_copied_under_the_na
     assert pointed(panel) == ["labels"]
     assert panel.view.options_switch.value
     assert panel.results == {}
-    assert not any(path.is_file() for path in Path("near").rglob("*"))
+    assert not any(path.is_file() for path in Path("local").rglob("*"))
     fill(panel, labels="none")
     assert click(panel, "pack").startswith("Done")
     assert pointed(panel) == []

@@ -434,8 +434,8 @@ def _torch_memory(cuda: Any, number: int) -> tuple[int | None, int | None]:
     if cuda is not None:
         with contextlib.suppress(Exception):
             # A custom allocator, another torch version, or fewer devices than cards.
-            told = cuda.memory_stats_as_nested_dict(number)
-            reserved = told["reserved_bytes"]["all"]
+            stats = cuda.memory_stats_as_nested_dict(number)
+            reserved = stats["reserved_bytes"]["all"]
             if reserved["peak"]:
-                return int(told["allocated_bytes"]["all"]["current"]), int(reserved["current"])
+                return int(stats["allocated_bytes"]["all"]["current"]), int(reserved["current"])
     return None, None

@@ -280,8 +280,8 @@ def _tmpfs_bytes(read: Reader, limited_by: str) -> int | None:
         if limited_by == "machine":
             lines = (line.split() for line in read("/proc/meminfo").splitlines())
             return next((int(words[1]) * 1024 for words in lines if words and words[0] == "Shmem:"), None)
-        told = _numbers(read(f"{limited_by}/memory.stat"))
-        shared = told.get("total_shmem", told.get("shmem"))
+        fields = _numbers(read(f"{limited_by}/memory.stat"))
+        shared = fields.get("total_shmem", fields.get("shmem"))
         return None if shared is None else int(shared)
     return None
 

@@ -86,8 +86,8 @@ def diagnose(
     check_type(act, "headspace", headspace, kinds, "a HeadspaceReport or None", measure)
     subject: Any = meters.latest() if of is None else of
     if subject is None:
-        found = "no training and no loop over a Loader has run in this process"
-        raise InvalidOption(cannot(act, found, "", "Train first, or name a TrainReport or a loader"))
+        nothing = "no training and no loop over a Loader has run in this process"
+        raise InvalidOption(cannot(act, nothing, "", "Train first, or name a TrainReport or a loader"))
     if isinstance(subject, meters.LoaderMeters):
         return _of_meters(subject, headspace)
     if isinstance(subject, TrainReport):

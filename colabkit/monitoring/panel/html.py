@@ -106,15 +106,15 @@ def _curve(state: PanelState, curve: content.Curve) -> str:
 def _gauge(gauge: content.Gauge) -> str:
     share = gauge.share or 0.0
     color = plotting.VERMILLION if share > _ALMOST_FULL else plotting.GREY
-    name, said = gauge.name, f"{gauge.name} n/a" if gauge.share is None else f"{gauge.name} {100 * share:.0f}% full"
+    name, label = gauge.name, f"{gauge.name} n/a" if gauge.share is None else f"{gauge.name} {100 * share:.0f}% full"
     hatched = ""
     if gauge.apart:
         name += f", ▨ {gauge.apart_text}"
-        said += f", {100 * gauge.apart:.0f}% by tmpfs"
+        label += f", {100 * gauge.apart:.0f}% by tmpfs"
         place = f"margin-left:{100 * (share - gauge.apart):.1f}%;width:{100 * gauge.apart:.1f}%;height:6px"
         hatch = f"repeating-linear-gradient(135deg,{PALE} 0 1px,#0000 1px 4px)"
         hatched = f"<div style='{place};background:{hatch}'></div>"
-    bar = _bar(6, said, share, color, ";margin-top:3px", hatched)
+    bar = _bar(6, label, share, color, ";margin-top:3px", hatched)
     return _cell(name, escape(gauge.text), bar, gauge.name in ("RAM", "tmpfs"))
 
 
@@ -135,10 +135,10 @@ def _cell(name: str, text: str, picture: str, is_wide: bool) -> str:
     return f"<div{place}><small style='{_FAINT}'>{escape(name)}</small><br/>{text}{picture}</div>"
 
 
-def _bar(height_px: int, said: str, share: float, color: str, style: str, inside: str = "") -> str:
+def _bar(height_px: int, label: str, share: float, color: str, style: str, inside: str = "") -> str:
     filled = f"linear-gradient(90deg,{color} {100 * share:.1f}%,{_TRACK} 0)"
     shape = f"height:{height_px}px;border-radius:3px;background:{filled}{style}"
-    return f"<div role='img' aria-label='{escape(said)}' style='{shape}'>{inside}</div>"
+    return f"<div role='img' aria-label='{escape(label)}' style='{shape}'>{inside}</div>"
 
 
 def _lines(height_px: int) -> str:

@@ -296,7 +296,7 @@ def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
 def _check_kind(source: str, kind: str) -> None:
     """Raise `InvalidOption` unless there is one class per image, as the small network needs."""
     if kind != "class":
-        found = "the images have no labels" if kind == "none" else f"the labels are {kind} labels"
+        found = "the images have no labels" if kind == "none" else f"the labels are of kind {kind!r}"
         next_step = ("Check ", option("labels"), ", or train with a custom loss in code")
         raise InvalidOption(cannot(f"train a small network on {source!r}", found, "one class per image", next_step))
 

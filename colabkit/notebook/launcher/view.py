@@ -36,7 +36,7 @@ class View:
 
     Args:
         widgets: The package ipywidgets.
-        near: Choices for the destination of local copies, from `places`.
+        destinations: Choices for the destination of local copies, from `places`.
         clicked: Called with the action of a clicked button.
         code: Returns the code for the settings, or a comment with the error in them.
         kept: CSS class of the elements that are hidden while the panel is alive.
@@ -53,7 +53,7 @@ class View:
     def __init__(
         self,
         widgets: Any,
-        near: list[tuple[str, str]],
+        destinations: list[tuple[str, str]],
         clicked: Callable[[Action], None],
         code: Callable[[Settings], str],
         kept: str,
@@ -64,7 +64,7 @@ class View:
         self._is_error = False
         self._said = self._noted = ""
         self.reports: list[Report] = []
-        self.fields = self._form(near)
+        self.fields = self._form(destinations)
         self._rows = [self._buttons() for _ in range(2)]
         self._turn = 0
         self.buttons = self._rows[0]
@@ -120,12 +120,12 @@ class View:
         self.buttons = self._rows[self._turn]
         self._lines[self._turn].layout.display = None
 
-    def offer(self, near: list[tuple[str, str]]) -> None:
+    def offer(self, destinations: list[tuple[str, str]]) -> None:
         """Update the choices for the destination of local copies, and keep the selected one."""
         choice = self.fields["to"]
         chosen = choice.value
-        if list(choice.options) != near:
-            choice.options = near
+        if list(choice.options) != destinations:
+            choice.options = destinations
             choice.value = chosen
 
     def say(self, text: str, *, is_error: bool = False) -> None:
@@ -201,7 +201,7 @@ class View:
         root.add_class(html.ROOT)
         return root
 
-    def _form(self, near: list[tuple[str, str]]) -> dict[str, Any]:
+    def _form(self, destinations: list[tuple[str, str]]) -> dict[str, Any]:
         widgets, default = self._widgets, Settings()
         encodings = [("auto", "auto"), ("raw: pixels", "raw"), ("source: the original file bytes", "source")]
         bad = [("raise an error", "raise"), ("skip the file", "skip"), ("store a black image", "blank")]
@@ -232,7 +232,7 @@ class View:
                 )
                 for name, px in {"batch_size": _LABEL_PX, "epochs": _SHORT_LABEL_PX}.items()
             },
-            "to": self._field(widgets.RadioButtons, "to", options=near, value=default.to),
+            "to": self._field(widgets.RadioButtons, "to", options=destinations, value=default.to),
         }
 
     def _field(self, kind: Any, name: str, width: str = "auto", label_px: int = _LABEL_PX, **traits: Any) -> Any:
