@@ -18,7 +18,6 @@ from colabkit.foundation import (
     check_size,
     check_whole_number,
     format_things,
-    kind_of,
     meters,
     shown,
 )
@@ -191,7 +190,8 @@ class Loader:
         if self._columns is None:
             self.dataset = as_samples(act, self.dataset)
             given = {"fields": fields is not None, "as_dict": as_dict, "size": size is not None}
-            why = why or (f"{kind_of(self.dataset)} loads samples one by one", "load a pack, image files or arrays")
+            reason = f"the data set ({type(self.dataset).__name__}) loads samples one by one"
+            why = why or (reason, "load a pack, image files or arrays")
             check_beside(act, {**given, "on_bad": on_bad != "raise"}, why)
             self._count = len(self.dataset)
             self._pipeline = process_pipeline(options, self.dataset)

@@ -294,7 +294,7 @@ def test_fields_of_a_pack_are_chosen_by_name(everything):
 
 @pytest.mark.parametrize("fields", [["nothing"], [], "X", ["X", "X"], ["X", "y"], ["X", 1], 3])
 def test_unknown_fields_raise_an_error_with_the_existing_names(everything, fields):
-    with pytest.raises(InvalidOption, match="some of X, Y, Z, caption, raw, age, code"):
+    with pytest.raises(InvalidOption, match="names from 'X', 'Y', 'Z', 'caption', 'raw', 'age', 'code', each once"):
         Loader(everything, 4, fields=fields)
 
 

@@ -68,7 +68,7 @@ def drive(tree: Path, tmp_path: Path) -> Callable[..., FuseMount]:
 
 
 def decoded(loader: Loader) -> int:
-    """Return the number of images decoded so remote."""
+    """Return the number of images decoded so far."""
     return next(part.samples for part in loader.meters.snapshot().parts if part.name == "decode")
 
 

@@ -235,7 +235,7 @@ def test_options_for_rows_raise_an_error_for_samples_loaded_one_by_one():
     for options in ({"fields": ["X"]}, {"as_dict": True}, {"size": 8}, {"on_bad": "skip"}):
         name = next(iter(options))
         for reason, more in (
-            ("a Squares loads", {}),
+            (r"the data set \(Squares\) loads", {}),
             ("collate_fn= takes", {"collate_fn": default_collate}),
             ("PerSample transforms", {"transform": PerSample(torch.neg)}),
             ("torchvision transforms", {"transform": v2.RandomHorizontalFlip()}),

@@ -228,7 +228,7 @@ def _length(act: str, arrays: Mapping[str, Any]) -> int:
 def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> dict[str, Column]:
     is_list = isinstance(fields, Sequence) and not isinstance(fields, str) and len(fields) > 0
     if not is_list or sorted(name for name in columns if name in fields) != sorted(fields, key=str):
-        expected = f"a list of some of {', '.join(columns)}, each once"
+        expected = f"a list of field names from {', '.join(map(repr, columns))}, each once"
         example = ("For example, use ", option("fields", [next(iter(columns))]))
         raise InvalidOption(cannot(act, option("fields", fields), expected, example))
     return {name: column for name, column in columns.items() if name in fields}
