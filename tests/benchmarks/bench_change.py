@@ -63,9 +63,9 @@ def main() -> None:
 def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of each round, before and after: the median of several turns after a warm-up."""
     checkouts = {"before": os.path.abspath(before), "after": str(CHECKOUT)}
-    near = os.path.join(folder, "near")
+    local = os.path.join(folder, "near")
     commands = {which: [sys.executable, __file__, path, "--child", name, folder] for which, path in checkouts.items()}
-    environments = {which: {"PYTHONPATH": path, "COLABKIT_NEAR": near} for which, path in checkouts.items()}
+    environments = {which: {"PYTHONPATH": path, "COLABKIT_NEAR": local} for which, path in checkouts.items()}
     figures: dict[str, list[float]] = {"before": [], "after": []}
     for number in range(rounds):
         order = ("before", "after")[:: -1 if number % 2 else 1]

@@ -139,7 +139,7 @@ def needed(traces: list[Any], runs: list[dict[str, Any]]) -> list[tuple[str, str
     offs = [abs(off) for found in runs if (off := off_by(found)) is not None]
     sums = [abs(sum(shares.values()) - 1) for found in runs for shares in found["shares"]]
     counted = [abs(share - 1) for found in runs for share in found["counted"]]
-    rounds = [said == found["right"] for found in runs for said in found["verdicts"]]
+    rounds = [output == found["right"] for found in runs for output in found["verdicts"]]
     return [
         verdict("scenarios", float(len(traces) + len(runs)), 40, "{:.0f}", at_most=False),
         verdict("share of right verdicts", right / (len(traces) + len(runs)), 0.95, "{:.3f}", at_most=False),

@@ -328,17 +328,17 @@ def kept(bench: StagingBench, target: Path, name: str) -> tuple[set[str], int]:
     for folder in target.parent.glob(".colabkit-*kept.partial"):
         blocks = len((folder / "journal").read_text().splitlines()) if (folder / "journal").exists() else 0
         for path in (folder / "data").rglob("*"):
-            far = bench.root / "small" / path.relative_to(folder / "data")
-            if path.is_file() and far.is_file() and path.stat().st_size == far.stat().st_size:
+            remote = bench.root / "small" / path.relative_to(folder / "data")
+            if path.is_file() and remote.is_file() and path.stat().st_size == remote.stat().st_size:
                 files.add(f"/small/{path.relative_to(folder / 'data')}")
     return files, blocks
 
 
-def same(far: Path, near: Path) -> None:
+def same(remote: Path, near: Path) -> None:
     """Compare all bytes."""
-    pairs = [(far, near / far.name)]
-    if far.is_dir():
-        pairs = [(path, near / path.relative_to(far)) for path in far.rglob("*") if path.is_file()]
+    pairs = [(remote, near / remote.name)]
+    if remote.is_dir():
+        pairs = [(path, near / path.relative_to(remote)) for path in remote.rglob("*") if path.is_file()]
         assert sum(path.is_file() and path.name != STAGE_SEAL for path in near.rglob("*")) == len(pairs)
     for one, other in pairs:
         assert one.read_bytes() == other.read_bytes(), other

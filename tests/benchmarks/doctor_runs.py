@@ -268,7 +268,7 @@ def in_python(work: int) -> int:
     return total
 
 
-def far(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
+def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
     """Return a function that makes a loader of the folder behind a slow drive."""
 
     def made(folder: Path) -> Any:
@@ -295,11 +295,11 @@ def unmount() -> None:
 def busy_processes(folder: Path, count: int = 2) -> Iterator[None]:
     """Let other processes compute that are not children of this one."""
     busy = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!;"
-    told = subprocess.run(["sh", "-c", busy * count], stdout=subprocess.PIPE, text=True, check=True)
+    started = subprocess.run(["sh", "-c", busy * count], stdout=subprocess.PIPE, text=True, check=True)
     try:
         yield
     finally:
-        for pid in told.stdout.split():
+        for pid in started.stdout.split():
             os.kill(int(pid), signal.SIGKILL)
 
 
@@ -323,7 +323,7 @@ def file_loader(folder: Path, batch: int = 16, count: int = 2400) -> Any:
     return colabkit.Loader(colabkit.FileDataset(photos(folder, count)), batch, shuffle=True, transform=crop)
 
 
-def kept_files(folder: Path, batch: int = 32, count: int = 320) -> Any:
+def cached_files(folder: Path, batch: int = 32, count: int = 320) -> Any:
     """Return a Loader of image files that caches decoded images."""
     return colabkit.Loader(colabkit.FileDataset(photos(folder, count)), batch, shuffle=True, size=SIDE)
 
@@ -379,27 +379,27 @@ def logging() -> None:
 
 COPY_NEAR = ("far_files", "throttled")
 RUNS: Sequence[Run] = (
-    Run("files on a slow drive", "data", COPY_NEAR, far(file_loader, open_s=0.1, at_once=8), file_loader),
-    Run("files on a slow drive, a longer step", "data", COPY_NEAR, far(file_loader, open_s=0.15, at_once=8),
+    Run("files on a slow drive", "data", COPY_NEAR, slow(file_loader, open_s=0.1, at_once=8), file_loader),
+    Run("files on a slow drive, a longer step", "data", COPY_NEAR, slow(file_loader, open_s=0.15, at_once=8),
         file_loader, width=24),
-    Run("files on a drive with low bandwidth", "data", COPY_NEAR, far(file_loader, bandwidth=3e6), file_loader),
-    Run("files on a slow drive, the step elsewhere", "data", COPY_NEAR, far(file_loader, open_s=0.1, at_once=8),
+    Run("files on a drive with low bandwidth", "data", COPY_NEAR, slow(file_loader, bandwidth=3e6), file_loader),
+    Run("files on a slow drive, the step elsewhere", "data", COPY_NEAR, slow(file_loader, open_s=0.1, at_once=8),
         file_loader, elsewhere_s=0.004),
-    Run("files on a drive with low bandwidth, the step elsewhere", "data", COPY_NEAR, far(file_loader, bandwidth=3e6),
+    Run("files on a drive with low bandwidth, the step elsewhere", "data", COPY_NEAR, slow(file_loader, bandwidth=3e6),
         file_loader, elsewhere_s=0.004),
-    Run("torch's DataLoader of a slow drive", "data", COPY_NEAR, far(lambda f: torch_files(f, 2), open_s=0.03),
+    Run("torch's DataLoader of a slow drive", "data", COPY_NEAR, slow(lambda f: torch_files(f, 2), open_s=0.03),
         lambda f: torch_files(f, 2)),
     Run("torch's DataLoader of a slow drive, the step elsewhere", "data", COPY_NEAR,
-        far(lambda f: torch_files(f, 2), open_s=0.03), lambda f: torch_files(f, 2), elsewhere_s=0.004),
+        slow(lambda f: torch_files(f, 2), open_s=0.03), lambda f: torch_files(f, 2), elsewhere_s=0.004),
     Run("samples from a slow drive in processes", "data", COPY_NEAR,
-        far(lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), open_s=0.03),
+        slow(lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), open_s=0.03),
         lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True)),
     Run("samples from a slow drive in processes, the step elsewhere", "data", COPY_NEAR,
-        far(lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), open_s=0.03),
+        slow(lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), open_s=0.03),
         lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), elsewhere_s=0.004),
-    Run("a pack on a slow drive", "data", COPY_NEAR, far(large_rows, bandwidth=12e6, direct_io=False), large_rows),
+    Run("a pack on a slow drive", "data", COPY_NEAR, slow(large_rows, bandwidth=12e6, direct_io=False), large_rows),
     Run("a pack on a slow drive, the step elsewhere", "data", COPY_NEAR,
-        far(large_rows, bandwidth=12e6, direct_io=False), large_rows, elsewhere_s=0.004),
+        slow(large_rows, bandwidth=12e6, direct_io=False), large_rows, elsewhere_s=0.004),
     Run("decoding, a light step", "data", ("slow_decoding",), crops, raw(32)),
     Run("decoding, a longer step", "data", ("slow_decoding",), crops, raw(32), width=24),
     Run("decoding by one worker", "data", ("slow_decoding",), lambda f: crops(f, num_workers=1), raw(32)),
@@ -435,7 +435,7 @@ RUNS: Sequence[Run] = (
     Run("clean: tensors", "compute", (), arrays(64), width=24),
     Run("clean: a raw pack", "compute", (), raw(64), width=24),
     Run("clean: torch's DataLoader of tensors", "compute", (), tensors(64), width=32),
-    Run("clean: files decoded once", "compute", (), kept_files, width=32),
+    Run("clean: files decoded once", "compute", (), cached_files, width=32),
 )  # fmt: skip
 
 

@@ -113,8 +113,8 @@ def span(whole: bytes, chance: random.Random) -> tuple[int, int]:
 
 def zero_tail(whole: bytes, chance: random.Random) -> bytes:
     """Zero the end of a file but keep its length, as after a crash of the machine."""
-    kept = chance.randrange(len(whole))
-    return whole[:kept] + bytes(len(whole) - kept)
+    saved = chance.randrange(len(whole))
+    return whole[:saved] + bytes(len(whole) - saved)
 
 
 def block(change: Callable[[bytes, int, int, random.Random], bytes]) -> Mutation:

@@ -340,9 +340,9 @@ class StreamContract:
         stream = self.make()
         self.first(stream, 1)
         state = stream.state_dict()
-        kept = pickle.dumps(state)
+        saved = pickle.dumps(state)
         self.epoch(stream)
-        assert pickle.dumps(state) == kept
+        assert pickle.dumps(state) == saved
         assert stream.state_dict() != state
 
     def test_states_are_small_and_saving_them_changes_nothing(self):

@@ -16,9 +16,9 @@ def sampled(values: Iterable[Any], count: int) -> Sequence[Any]:
         count: number that run without `--full`; 1 means only the first.
     """
     listed = list(values)
-    kept = {0} if count == 1 else {round(number * (len(listed) - 1) / (count - 1)) for number in range(count)}
+    saved = {0} if count == 1 else {round(number * (len(listed) - 1) / (count - 1)) for number in range(count)}
     return [
-        value if number in kept else pytest.param(*_arguments(value), marks=pytest.mark.full)
+        value if number in saved else pytest.param(*_arguments(value), marks=pytest.mark.full)
         for number, value in enumerate(listed)
     ]
 

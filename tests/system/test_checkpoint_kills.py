@@ -71,26 +71,26 @@ def test_a_kill_while_the_only_checkpoint_is_replaced_keeps_the_old_or_the_new_o
 def test_a_kill_at_any_operation_of_publishing_keeps_valid_local_and_remote_checkpoints(
     tmp_path, near_storage, monkeypatch, killed_at
 ):
-    far = pretend_far(monkeypatch, tmp_path / "far")
-    save(far, 10, 20)
-    near = near_of(near_storage)
-    for folder, name in ((near, "near"), (far, "remote")):
+    remote = pretend_far(monkeypatch, tmp_path / "far")
+    save(remote, 10, 20)
+    local = near_of(near_storage)
+    for folder, name in ((local, "near"), (remote, "remote")):
         shutil.copytree(folder, tmp_path / name)
     seen = set()
-    for number in kills(killed_at, partial(with_far, save, far, 30)):
-        step, passed_over = found(far)
+    for number in kills(killed_at, partial(with_far, save, remote, 30)):
+        step, passed_over = found(remote)
         assert passed_over == []
         # Another machine has only the published checkpoints.
         with pytest.MonkeyPatch.context() as elsewhere:
             elsewhere.setenv("COLABKIT_NEAR", str(tmp_path / "elsewhere"))
-            published, passed_over = found(far)
+            published, passed_over = found(remote)
             assert passed_over == []
         seen.add((step, published))
         if number % 2:
-            save(far, 40)
-            assert found(far) == (40, [])
-            assert len(steps_at(near)) == len(steps_at(far)) == 2
-        for folder, name in ((near, "near"), (far, "remote"), (tmp_path / "elsewhere", "")):
+            save(remote, 40)
+            assert found(remote) == (40, [])
+            assert len(steps_at(local)) == len(steps_at(remote)) == 2
+        for folder, name in ((local, "near"), (remote, "remote"), (tmp_path / "elsewhere", "")):
             shutil.rmtree(folder, ignore_errors=True)
             if name:
                 shutil.copytree(tmp_path / name, folder)
@@ -100,15 +100,15 @@ def test_a_kill_at_any_operation_of_publishing_keeps_valid_local_and_remote_chec
 def test_a_kill_while_a_remote_checkpoint_is_fetched_lets_it_be_fetched_again(
     tmp_path, near_storage, monkeypatch, killed_at
 ):
-    far = pretend_far(monkeypatch, tmp_path / "far")
-    save(far, 10, 20)
-    near = near_of(near_storage)
-    shutil.rmtree(near)
-    for _ in kills(killed_at, partial(with_far, found, far)):
-        assert found(far) == (20, [])
-        assert steps_at(near) == [20]
-        assert steps_at(far) == [10, 20]
-        shutil.rmtree(near)
+    remote = pretend_far(monkeypatch, tmp_path / "far")
+    save(remote, 10, 20)
+    local = near_of(near_storage)
+    shutil.rmtree(local)
+    for _ in kills(killed_at, partial(with_far, found, remote)):
+        assert found(remote) == (20, [])
+        assert steps_at(local) == [20]
+        assert steps_at(remote) == [10, 20]
+        shutil.rmtree(local)
 
 
 def every_full_disk(
@@ -151,31 +151,31 @@ def test_a_disk_that_fills_up_during_a_save_keeps_the_older_checkpoints(tmp_path
 def test_a_disk_that_fills_up_during_publishing_does_not_stop_training(
     tmp_path, near_storage, monkeypatch, file_hook, lasting
 ):
-    far = pretend_far(monkeypatch, tmp_path / "far")
-    save(far, 10, 20)
-    near = near_of(near_storage)
-    for folder, name in ((near, "near"), (far, "remote")):
+    remote = pretend_far(monkeypatch, tmp_path / "far")
+    save(remote, 10, 20)
+    local = near_of(near_storage)
+    for folder, name in ((local, "near"), (remote, "remote")):
         shutil.copytree(folder, tmp_path / name)
     failures = 0
-    with CheckpointFolder(far) as checkpoints:
+    with CheckpointFolder(remote) as checkpoints:
 
         def work() -> None:
             checkpoints.save(30, content(30), wait=True)
             checkpoints.finish()
 
         def far_only(hook: Callable[[str, Path], None] | None) -> None:
-            file_hook(hook and (lambda operation, path: hook(operation, path) if far in path.parents else None))
+            file_hook(hook and (lambda operation, path: hook(operation, path) if remote in path.parents else None))
 
         for error in every_full_disk(work, far_only, lasting):
             assert error is None
-            assert found(far) == (30, [])
-            assert leftovers(far) == []
+            assert found(remote) == (30, [])
+            assert leftovers(remote) == []
             failures += 1
             assert all(
                 "Cannot publish" in reason and "The checkpoint remains at" in reason
                 for _, reason in checkpoints.failures
             )
-            for folder, name in ((near, "near"), (far, "remote")):
+            for folder, name in ((local, "near"), (remote, "remote")):
                 restored(folder, tmp_path / name)
             checkpoints._remote_sealed = []
         assert failures >= 8

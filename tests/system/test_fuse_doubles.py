@@ -152,10 +152,10 @@ def test_without_faults_bytes_names_and_times_equal_those_of_the_root(mounted: M
 
 def test_the_kernel_caches_attributes_and_contents_only_if_allowed(mounted: Mounted, root: Path) -> None:
     plan = {"faults": [{"on": "stat", "path": "/birds/00.txt", "do": "error", "first": 2}]}
-    for options, kept in (({}, "EIO"), ({"attr_s": 60.0}, 7)):
+    for options, saved in (({}, "EIO"), ({"attr_s": 60.0}, 7)):
         point = mounted(plan=plan, **options).point
         outcome((point / "birds/00.txt").stat)
-        assert outcome(lambda at=point: (at / "birds/00.txt").stat().st_size) == kept
+        assert outcome(lambda at=point: (at / "birds/00.txt").stat().st_size) == saved
     for direct_io in (True, False):
         mount = mounted(attr_s=60.0, direct_io=direct_io)
         file = os.open(mount.point / "big.bin", os.O_RDONLY)
@@ -315,11 +315,11 @@ def test_the_command_line_mounts_until_it_is_unmounted_or_interrupted(tmp_path: 
             subprocess.run(["fusermount3", "-u", str(point)], check=True, timeout=DEADLINE_S)
         else:
             drive.send_signal(signal.SIGINT)
-        said, _ = drive.communicate(timeout=DEADLINE_S)
+        output, _ = drive.communicate(timeout=DEADLINE_S)
         assert drive.returncode == 0
         assert mounted_at(point) == []
-        assert said.count("\n") == 1
-        assert all(part in said for part in ("40 ms an open", "16 requests", "50 MB/s", "1 planned fault"))
+        assert output.count("\n") == 1
+        assert all(part in output for part in ("40 ms per open", "16 requests", "50 MB/s", "1 planned fault"))
     finally:
         drive.kill()
         drive.communicate()
@@ -387,8 +387,8 @@ def test_reads_and_listings_fail_with_the_given_errno_and_a_killed_mount_remains
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_locks_work_or_fail_as_requested(mounted: Mounted, locks: bool) -> None:
-    said = in_child(LOCK, mounted(locks=locks).point / "birds/01.txt")
-    assert said == "locked" if locks else f"Errno {errno.ENOLCK}" in said
+    output = in_child(LOCK, mounted(locks=locks).point / "birds/01.txt")
+    assert output == "locked" if locks else f"Errno {errno.ENOLCK}" in output
 
 
 @pytest.mark.parametrize("mode", ["full", "writes", "off"])

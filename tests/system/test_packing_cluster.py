@@ -88,10 +88,10 @@ def test_an_error_cancels_the_tasks_and_the_next_call_resumes(tmp_path, image_tr
     assert not (tmp_path / "p.h5").exists()
     (image_tree / "cats" / "003.png").write_bytes(good)
     os.utime(image_tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
-    kept = kept_shards(tmp_path)
-    assert kept
+    saved = kept_shards(tmp_path)
+    assert saved
     packed(image_tree, tmp_path / "p.h5", client.get_executor(), encoding="raw")
-    assert {name: identity(tmp_path / name) for name in kept} == kept
+    assert {name: identity(tmp_path / name) for name in saved} == saved
     whole = packed(image_tree, tmp_path / "whole.h5", None, encoding="raw", shard_bytes=None)
     assert_same(tmp_path / "p.h5", whole.path)
     assert leftovers(tmp_path) == []

@@ -138,15 +138,15 @@ def test_prepare_succeeds_after_a_kill_at_any_operation(
     drive.mkdir()
     monkeypatch.setenv("COLABKIT_DRIVE", str(drive))
     shutil.rmtree(image_tree / "bees")
-    kept = ready(image_tree).report.saved_path.read_bytes()
+    saved = ready(image_tree).report.saved_path.read_bytes()
     for number in itertools.count(1):
         forget_local(near_storage)
         if not is_saved:
             shutil.rmtree(drive / "colabkit")
         is_killed = killed_at(number, partial(prepare, image_tree, progress=False))
         prepared = ready(image_tree)
-        assert prepared.path.read_bytes() == kept, f"after a kill at operation {number}"
-        assert prepared.report.saved_path.read_bytes() == kept
+        assert prepared.path.read_bytes() == saved, f"after a kill at operation {number}"
+        assert prepared.report.saved_path.read_bytes() == saved
         ready(image_tree, refresh=True)
         assert leftovers(near_storage) + leftovers(drive) == []
         if not is_killed:

@@ -220,7 +220,7 @@ class _Sticky(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "said"),
+    ("error", "kind", "message"),
     [
         (ZeroDivisionError("no"), ZeroDivisionError, "no"),
         (KeyError("a"), KeyError, "'a'"),
@@ -234,14 +234,14 @@ class _Sticky(Exception):
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
 )
-def test_an_error_of_a_worker_is_raised_unchanged_if_possible(tmp_path, tree, monkeypatch, error, kind, said):
+def test_an_error_of_a_worker_is_raised_unchanged_if_possible(tmp_path, tree, monkeypatch, error, kind, message):
     fork(monkeypatch)
 
     def fail() -> None:
         raise error
 
     at_range(monkeypatch, 10, fail)
-    with pytest.raises(kind, match=said) as caught:
+    with pytest.raises(kind, match=message) as caught:
         pack(tree, tmp_path / "p.h5", progress=False)
     cause = caught.value.__cause__ or caught.value
     assert isinstance(cause, BadSource) or "in fail" in str(cause) + "".join(getattr(cause, "__notes__", []))

@@ -114,10 +114,10 @@ def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers
 @pytest.mark.full
 def test_functions_of_a_notebook_run_in_processes_of_one_group(tmp_path):
     def work(folder: Path, factor: int) -> list[int]:
-        told = torch.tensor([distributed.get_rank() + 1])
-        distributed.all_reduce(told)
+        total = torch.tensor([distributed.get_rank() + 1])
+        distributed.all_reduce(total)
         (folder / f"{distributed.get_rank()}").write_text(str(os.getpid()))
-        return [distributed.get_world_size(), factor * int(told)]
+        return [distributed.get_world_size(), factor * int(total)]
 
     assert colabkit.notebook_launch(work, 2, tmp_path, 10) == [2, 30]
     pids = {int(path.read_text()) for path in tmp_path.iterdir()}

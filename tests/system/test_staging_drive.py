@@ -187,8 +187,8 @@ def test_local_data_survives_a_drive_that_dies_and_a_new_mount_resumes(root, dri
         with pytest.raises(ColabkitError):
             copy(mount.point / "data", threads=1)
         death.join()
-    (kept,) = kept_partials(near_storage)
-    there = {f"/data/{path}" for path, *_ in read_journal(kept / "journal")[0]}
+    (saved,) = kept_partials(near_storage)
+    there = {f"/data/{path}" for path, *_ in read_journal(saved / "journal")[0]}
     assert there
     with drive() as mount:
         report = copy(mount.point / "data", threads=1)

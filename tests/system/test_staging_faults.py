@@ -46,20 +46,20 @@ def source(tmp_path):
     return make
 
 
-def copy(source: Path, near: Path, kind: str, threads: int = 1, refresh: bool = False) -> Path:
+def copy(source: Path, local: Path, kind: str, threads: int = 1, refresh: bool = False) -> Path:
     """Stage a source of some kind and return the folder of the copy."""
     options = {"threads": threads, "refresh": refresh, "extract": kind != "kept archive"}
-    report = stage(source, near, progress=False, **options)
+    report = stage(source, local, progress=False, **options)
     return report.path.parent if kind == "kept archive" else report.path
 
 
-def content(near: Path) -> dict[str, bytes] | None:
+def content(local: Path) -> dict[str, bytes] | None:
     """Return the bytes of a local copy's files; None if nothing is at its path."""
-    if not os.path.lexists(near):
+    if not os.path.lexists(local):
         return None
-    files = [path for path in near.rglob("*") if path.is_file()]
-    assert near / STAGE_SEAL in files, "unsealed, but at its final path"
-    return {path.relative_to(near).as_posix(): path.read_bytes() for path in files if path.name != STAGE_SEAL}
+    files = [path for path in local.rglob("*") if path.is_file()]
+    assert local / STAGE_SEAL in files, "unsealed, but at its final path"
+    return {path.relative_to(local).as_posix(): path.read_bytes() for path in files if path.name != STAGE_SEAL}
 
 
 def whole(source: Path, kind: str) -> dict[str, bytes]:
@@ -69,7 +69,7 @@ def whole(source: Path, kind: str) -> dict[str, bytes]:
 
 def inside_kept(folder: Path) -> list[str]:
     """Return the partial folders that are kept for the next run, with their entries."""
-    return [str(path) for kept in kept_partials(folder) for path in (kept, *kept.rglob("*"))]
+    return [str(path) for saved in kept_partials(folder) for path in (saved, *saved.rglob("*"))]
 
 
 @pytest.mark.parametrize("threads", sampled([1, 3], 1))
@@ -77,38 +77,38 @@ def inside_kept(folder: Path) -> list[str]:
 def test_a_disk_that_fills_up_at_any_operation_leaves_nothing_and_the_next_run_succeeds(
     source, tmp_path, file_hook, kind, threads
 ):
-    far, near = source(kind), tmp_path / "new" / "near"
-    stage_it = partial(copy, far, near, kind, threads)
+    remote, local = source(kind), tmp_path / "new" / "near"
+    stage_it = partial(copy, remote, local, kind, threads)
     for number, strike in struck_runs(file_hook, full, stage_it, NotEnoughSpace):
-        assert content(near) in (None, whole(far, kind)), f"at operation {number}"
+        assert content(local) in (None, whole(remote, kind)), f"at operation {number}"
         assert leftovers(tmp_path) == [] or strike.operation in ("rename", "remove"), f"at operation {number}"
         assert reader_threads() == []
-        assert content(stage_it()) == whole(far, kind)
+        assert content(stage_it()) == whole(remote, kind)
         assert leftovers(tmp_path) == [], f"not reclaimed after operation {number}"
-        unstage(near)
+        unstage(local)
         (tmp_path / "new").rmdir()
     assert number >= {"folder": 15, "archive": 18, "kept archive": 7}[kind]
-    assert content(near) == whole(far, kind)
+    assert content(local) == whole(remote, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fills_up_at_any_operation_of_a_refresh_leaves_the_old_or_the_new_copy(
     source, tmp_path, file_hook, kind
 ):
-    far, near = source(kind), tmp_path / "near"
-    copy(far, near, kind)
+    remote, local = source(kind), tmp_path / "near"
+    copy(remote, local, kind)
 
     def refresh() -> None:
         # Change the source.
-        os.utime(far / "5.txt" if kind == "folder" else far)
-        copy(far, near, kind, refresh=True)
+        os.utime(remote / "5.txt" if kind == "folder" else remote)
+        copy(remote, local, kind, refresh=True)
 
     for number, strike in struck_runs(file_hook, full, refresh, NotEnoughSpace):
-        assert content(near) == whole(far, kind), f"at operation {number}"
+        assert content(local) == whole(remote, kind), f"at operation {number}"
         assert leftovers(tmp_path) == [] or strike.operation in ("rename", "remove"), f"at operation {number}"
-    assert content(near) == whole(far, kind)
+    assert content(local) == whole(remote, kind)
     # The next run removes leftovers that could not be removed before.
-    copy(far, near, kind)
+    copy(remote, local, kind)
     assert leftovers(tmp_path) == []
 
 
@@ -116,39 +116,39 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_refresh_leaves_the_old_or_th
 def test_after_a_kill_at_any_operation_the_copy_is_absent_or_complete_and_the_next_run_completes_it(
     source, tmp_path, killed_at, kind
 ):
-    far, near = source(kind), tmp_path / "near"
+    remote, local = source(kind), tmp_path / "near"
     left_something = False
-    for number in killed_runs(killed_at, partial(copy, far, near, kind)):
-        assert content(near) in (None, whole(far, kind)), f"at operation {number}"
+    for number in killed_runs(killed_at, partial(copy, remote, local, kind)):
+        assert content(local) in (None, whole(remote, kind)), f"at operation {number}"
         left_something |= bool(leftovers(tmp_path))
-        assert content(copy(far, near, kind)) == whole(far, kind)
+        assert content(copy(remote, local, kind)) == whole(remote, kind)
         assert leftovers(tmp_path) == [], f"not reclaimed after operation {number}"
-        unstage(near)
+        unstage(local)
     assert number >= {"folder": 15, "archive": 18, "kept archive": 7}[kind]
     assert left_something
 
 
 def test_after_a_kill_at_any_operation_of_a_refresh_the_copy_is_absent_old_or_new(source, tmp_path, killed_at):
-    far, near = source("folder"), tmp_path / "near"
-    copy(far, near, "folder")
+    remote, local = source("folder"), tmp_path / "near"
+    copy(remote, local, "folder")
     # Change the source.
-    os.utime(far / "5.txt", ns=(0, 0))
-    for number in killed_runs(killed_at, partial(copy, far, near, "folder", refresh=True)):
-        assert content(near) in (None, FILES), f"at operation {number}"
-        copy(far, near, "folder", refresh=True)
+    os.utime(remote / "5.txt", ns=(0, 0))
+    for number in killed_runs(killed_at, partial(copy, remote, local, "folder", refresh=True)):
+        assert content(local) in (None, FILES), f"at operation {number}"
+        copy(remote, local, "folder", refresh=True)
         assert leftovers(tmp_path) == []
-        os.utime(far / "5.txt", ns=(number, number))
+        os.utime(remote / "5.txt", ns=(number, number))
     assert number >= 15
 
 
 def test_after_a_kill_at_any_operation_of_unstage_the_copy_is_absent_or_complete(source, tmp_path, killed_at):
-    far, near = source("folder"), tmp_path / "near"
-    copy(far, near, "folder")
-    for _ in killed_runs(killed_at, partial(unstage, near)):
-        assert content(near) in (None, FILES)
-        assert content(copy(far, near, "folder")) == FILES
-    assert content(near) is None
-    assert content(copy(far, near, "folder")) == FILES
+    remote, local = source("folder"), tmp_path / "near"
+    copy(remote, local, "folder")
+    for _ in killed_runs(killed_at, partial(unstage, local)):
+        assert content(local) in (None, FILES)
+        assert content(copy(remote, local, "folder")) == FILES
+    assert content(local) is None
+    assert content(copy(remote, local, "folder")) == FILES
     assert leftovers(tmp_path) == []
 
 
@@ -157,19 +157,19 @@ def test_after_a_kill_at_any_operation_of_unstage_the_copy_is_absent_or_complete
 def test_an_interrupt_at_any_operation_leaves_no_thread_and_the_next_run_resumes(
     source, tmp_path, file_hook, kind, threads
 ):
-    far, near = source(kind), tmp_path / "near"
-    stage_it = partial(copy, far, near, kind, threads)
+    remote, local = source(kind), tmp_path / "near"
+    stage_it = partial(copy, remote, local, kind, threads)
     for number, strike in struck_runs(file_hook, interrupt, stage_it, KeyboardInterrupt, step=2):
-        assert content(near) in (None, whole(far, kind)), f"at operation {number}"
+        assert content(local) in (None, whole(remote, kind)), f"at operation {number}"
         assert set(leftovers(tmp_path)) <= set(inside_kept(tmp_path)) or strike.operation in ("rename", "remove")
         assert reader_threads() == []
-        assert content(stage_it()) == whole(far, kind)
+        assert content(stage_it()) == whole(remote, kind)
         assert leftovers(tmp_path) == [], f"not resumed after operation {number}"
-        unstage(near)
+        unstage(local)
 
 
 def test_other_errors_of_the_file_system_are_typed_and_leave_nothing(source, tmp_path, file_hook):
-    far, near = source("folder"), tmp_path / "near"
+    remote, local = source("folder"), tmp_path / "near"
 
     def refuse() -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -177,23 +177,25 @@ def test_other_errors_of_the_file_system_are_typed_and_leave_nothing(source, tmp
     for number in (1, 4, 9):
         file_hook(Strike(number, refuse))
         with pytest.raises(ColabkitError, match=r"Cannot stage .*Read-only file system"):
-            copy(far, near, "folder")
-        assert content(near) is None
+            copy(remote, local, "folder")
+        assert content(local) is None
     file_hook(None)
-    assert content(copy(far, near, "folder")) == FILES
+    assert content(copy(remote, local, "folder")) == FILES
     assert leftovers(tmp_path) == []
 
 
 def test_failed_runs_do_not_change_the_source(source, tmp_path, file_hook):
-    far = source("archive").parent
-    before = [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([far, *far.rglob("*")])]
+    remote = source("archive").parent
+    before = [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([remote, *remote.rglob("*")])]
     for number in range(1, 17, 3):
         for name in ("tree", "tree.zip"):
             file_hook(Strike(number, full))
             with pytest.raises(NotEnoughSpace):
-                stage(far / name, tmp_path / "near", progress=False)
+                stage(remote / name, tmp_path / "near", progress=False)
             file_hook(None)
-    assert [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([far, *far.rglob("*")])] == before
+    assert [
+        (path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([remote, *remote.rglob("*")])
+    ] == before
 
 
 def test_the_next_process_resumes_the_work_of_a_killed_one(source, tmp_path):
@@ -203,24 +205,24 @@ def test_the_next_process_resumes_the_work_of_a_killed_one(source, tmp_path):
         "    if operation == 'create' and path.name == '3.png': os.kill(os.getpid(), signal.SIGKILL)\n"
         "file_changes.hook = hook; stage(sys.argv[1], sys.argv[2], threads=1, progress=False)"
     )
-    far = source("folder")
-    died = subprocess.run([sys.executable, "-c", code, far, tmp_path / "near"], check=False)
+    remote = source("folder")
+    died = subprocess.run([sys.executable, "-c", code, remote, tmp_path / "near"], check=False)
     assert died.returncode == -signal.SIGKILL
-    assert stage(far, tmp_path / "near", threads=1, progress=False).resumed_bytes
+    assert stage(remote, tmp_path / "near", threads=1, progress=False).resumed_bytes
     assert content(tmp_path / "near") == FILES
 
 
 @pytest.mark.full
 def test_eight_processes_that_stage_one_source_all_succeed_and_copy_it_once(tmp_path):
-    far = make_tree(tmp_path / "far", 100)
+    remote = make_tree(tmp_path / "far", 100)
     code = (
         "import sys, colabkit; sys.stdin.readline(); r = colabkit.stage(sys.argv[1], sys.argv[2], progress=False);"
         "print(r.reused)"
     )
-    words = [sys.executable, "-c", code, far, tmp_path / "near"]
+    words = [sys.executable, "-c", code, remote, tmp_path / "near"]
     children = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    said = [child.communicate("go\n", timeout=120)[0].strip() for child in children]
+    output = [child.communicate("go\n", timeout=120)[0].strip() for child in children]
     assert [child.returncode for child in children] == [0] * 8
-    assert said.count("False") == 1
-    assert data_of(tmp_path / "near") == data_of(far)
+    assert output.count("False") == 1
+    assert data_of(tmp_path / "near") == data_of(remote)
     assert leftovers(tmp_path) == []

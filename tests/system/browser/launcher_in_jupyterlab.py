@@ -136,7 +136,9 @@ def look_at_launcher(page: Page, address: str, folder: Path, pictures: Path) -> 
     button(page, "Stage").click()
     wait_until(page, lambda: is_over(page), 30)
     wrong = said(page)
-    results.append(check("launcher: a wrong path is told inside", wrong, "Cannot read 'no/such/<b>place</b>'" in wrong))
+    results.append(
+        check("launcher: an error about a wrong path is shown", wrong, "Cannot read 'no/such/<b>place</b>'" in wrong)
+    )
     picture(page, pictures / "launcher-error.png")
 
     fill(page, "Source", "two classes")
@@ -150,7 +152,7 @@ def look_at_launcher(page: Page, address: str, folder: Path, pictures: Path) -> 
     do(page, "notebook:interrupt-kernel")
     wait_until(page, lambda: is_over(page))
     stopped = said(page)
-    results.append(check("launcher: an interrupt is told", stopped, stopped.startswith("Stopped")))
+    results.append(check("launcher: an interrupt is reported", stopped, stopped.startswith("Stopped")))
     picture(page, pictures / "launcher-stopped.png")
 
     button(page, "Stage and train").click()
@@ -182,7 +184,7 @@ def look_at_launcher(page: Page, address: str, folder: Path, pictures: Path) -> 
     kinds = [sorted(output.get("data", {})) for output in nbformat.read(path, as_version=4).cells[-1].outputs]
     results.append(check("launcher: saved", kinds, kinds == [[VIEW, "text/plain"], ["text/html", "text/plain"]]))
     hidden = page.locator(".jp-OutputArea-output").last.inner_text()
-    results.append(check("launcher: what is saved is hidden now", hidden, hidden == ""))
+    results.append(check("launcher: the saved panel is hidden", hidden, hidden == ""))
     results += look_around(page, pictures)
     do(page, "notebook:shutdown-kernel")
     return results
