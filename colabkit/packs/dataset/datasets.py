@@ -334,7 +334,7 @@ class FileDataset(LabelledDataset):
     `size=` it caches decoded images, so later epochs read nothing. For repeated training, use `pack()` instead.
 
     Args:
-        source: a folder, a zip archive, a table of paths (DataFrame, CSV, list) or a bucket; see `open_source`.
+        source: a folder, a zip archive, a table of paths (DataFrame, CSV, list), or a folder in a bucket.
         split: the split to read: `train`, `dev` or `test`.
         labels: as in `pack()`: `"auto"`, a column, several columns, a function of the path, or None.
         splits: as in `pack()`: a column, shares, a function of the path, or None for the source's own splits.
