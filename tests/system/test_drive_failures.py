@@ -148,7 +148,7 @@ def test_shortcuts_and_shared_drives_are_read(colab, report_row):
     assert staged.files == 7
     assert (staged.path / "one.png").read_bytes() == (target / "ants" / "000.png").read_bytes()
     assert staged.skipped == (
-        ("birds/ants/loop", "shortcut to a folder that it lies in, or nested too deep"),
+        ("birds/ants/loop", "shortcut to a folder that contains it, or nested too deeply"),
         ("gone.png", "shortcut to nothing"),
         ("local", "link"),
     )
