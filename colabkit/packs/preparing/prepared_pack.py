@@ -25,8 +25,8 @@ class PrepareReport(Report):
         saved_s: seconds to stage the saved pack, in this call or an earlier one on this machine; None if unknown.
         packed_s: seconds to pack the source, in this call or an earlier one on this machine; None if unknown.
         saved_path: path of the saved pack; None if there is none.
-        unsaved: why there is no saved pack; empty if there is one.
-        unused: why an existing saved pack was not used; empty if it was used or there was none.
+        unsaved: why there is no saved pack; empty if there is one. The report and `to_dict()` show it as plain text.
+        unused: why an existing saved pack was not used; empty if it was used or there was none. Shown like `unsaved`.
         pack_bytes: size of the pack in bytes.
     """
 
