@@ -149,7 +149,7 @@ def test_shortcuts_and_shared_drives_are_read(colab, report_row):
     assert (staged.path / "one.png").read_bytes() == (target / "ants" / "000.png").read_bytes()
     assert staged.skipped == (
         ("birds/ants/loop", "shortcut to a folder that contains it, or nested too deeply"),
-        ("gone.png", "shortcut to nothing"),
+        ("gone.png", "shortcut to a missing file or folder"),
         ("local", "link"),
     )
     assert colabkit.stage("drive:Shareddrives/Team/fish", to="disk").files == 3
