@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, PartSnapshot, StepTimes
+from colabkit.monitoring.doctor import data_rules, machine_rules
 from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
 from colabkit.monitoring.doctor.machine_rules import pageable_copies
 from colabkit.monitoring.doctor.rules import RULES
@@ -20,10 +22,10 @@ from colabkit.monitoring.doctor.verdict import judge
 
 EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 AGAINST = (  # no two of these may be given together
-    ({"Use fewer workers or smaller batches, or give back what is staged there"}, {"num_workers="}),
+    ({"Use fewer workers or smaller batches, or remove data that is staged there"}, {"num_workers="}),
     ({"more workers will not help"}, {"Use 2 workers", "Use 4 workers", "Use 8 workers"}),
     ({"Use smaller batches"}, {"Use larger batches"}),
-    ({"Give staged data back, since at the limit"}, {"to='tmpfs'"}),
+    ({"Remove staged data, since"}, {"to='tmpfs'"}),
 )
 
 share = st.one_of(st.none(), st.sampled_from([0.0, 0.3, 0.65, 0.9, 0.99, 1.0]), st.floats(0, 1))
@@ -194,6 +196,13 @@ def test_every_diagnosis_can_be_displayed_and_serialized(case: RunProfile) -> No
 def markup(found: Diagnosis) -> str:
     """Return the HTML of a diagnosis without characters that are invalid in XML."""
     return "".join(char for char in found._repr_html_() if char.isprintable())
+
+
+def test_the_contradictions_use_the_words_of_the_rules() -> None:
+    source = inspect.getsource(data_rules) + inspect.getsource(machine_rules)
+    for ones, _ in AGAINST:
+        for one in ones:
+            assert one.removesuffix(", since") in source, one
 
 
 def check_agreement(found: Diagnosis) -> None:
