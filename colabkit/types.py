@@ -2,6 +2,9 @@
 
 Most are created only by colabkit: the parts of reports, and what `dashboard()`, `open_launcher()`, `supervised_step()`
 and `watch()` return. You can implement three of them yourself: `Source`, `Stateful` and `MapDataset` are protocols.
+
+`Text` is a text that may contain references to options and calls, which the report renders as Python, magics or command
+lines; `to_dict()` of the report returns it as plain text.
 """
 
 from colabkit.foundation import (
@@ -13,6 +16,7 @@ from colabkit.foundation import (
     MemoryReport,
     MetersSnapshot,
     StepDone,
+    Text,
 )
 from colabkit.monitoring import Dashboard, Shares, WatchedLoader
 from colabkit.notebook import Launcher
@@ -45,6 +49,7 @@ __all__ = [
     "Stateful",
     "StepDone",
     "SupervisedStep",
+    "Text",
     "Validation",
     "WatchedLoader",
 ]
