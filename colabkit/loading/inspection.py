@@ -1,4 +1,4 @@
-"""Inspect data sets, loaders and batches, including those of other packages: names, paths, sample counts and sizes."""
+"""Inspect datasets, loaders and batches, including those of other packages: names, paths, sample counts and sizes."""
 
 from __future__ import annotations
 
@@ -106,16 +106,16 @@ def is_far(path: str | None) -> bool | None:
 
 
 def path_of(dataset: Any) -> str | None:
-    """Return the path of a data set's samples, including torchvision data sets and views; None if unknown."""
+    """Return the path of a dataset's samples, including torchvision datasets and views; None if unknown."""
     try:
         return _path_of(dataset)
-    # Properties of custom data sets may raise anything.
+    # Properties of custom datasets may raise anything.
     except Exception:
         return None
 
 
 def files_of(dataset: Any) -> str | None:
-    """Return the folder of a data set that lists its files, such as torchvision's `ImageFolder`; None for others."""
+    """Return the folder of a dataset that lists its files, such as torchvision's `ImageFolder`; None for others."""
     try:
         inner = getattr(dataset, "dataset", None)
         if inner is not None:
@@ -129,10 +129,10 @@ def files_of(dataset: Any) -> str | None:
 
 
 def name_of(dataset: Any, index: int) -> str:
-    """Return the name or the path of a sample; empty if the data set has no names."""
+    """Return the name or the path of a sample; empty if the dataset has no names."""
     try:
         return _name_of(dataset, index)
-    # Custom data sets may raise anything, and the name is needed while another error is reported.
+    # Custom datasets may raise anything, and the name is needed while another error is reported.
     except Exception:
         return ""
 
@@ -155,7 +155,7 @@ def _path_of(dataset: Any) -> str | None:
         return str(dataset.info.path)
     if isinstance(dataset, FileDataset):
         return dataset.source.name
-    # torch's Subset holds the data set that it is a view of.
+    # torch's Subset holds the dataset that it is a view of.
     inner = getattr(dataset, "dataset", None)
     if inner is not None and inner is not dataset:
         return _path_of(inner)
@@ -167,7 +167,7 @@ def _path_of(dataset: Any) -> str | None:
 
 
 def _first_file(dataset: Any) -> str | None:
-    """Return the path of a data set's first sample, if it has a list of them."""
+    """Return the path of a dataset's first sample, if it has a list of them."""
     for name in ("samples", "imgs"):
         found = getattr(dataset, name, None)
         if isinstance(found, list) and found:

@@ -56,10 +56,10 @@ _SETTLED_EVERY = 64
 
 
 class Loader:
-    """Load batches of a data set in the background, in a resumable order.
+    """Load batches of a dataset in the background, in a resumable order.
 
-    The data set is a split of a pack or a view of one, files (`FileDataset`), tensors or arrays (one, or a tuple or
-    dict of them), or any map-style torch data set. A batch holds the data set's fields in order, usually
+    The dataset is a split of a pack or a view of one, files (`FileDataset`), tensors or arrays (one, or a tuple or
+    dict of them), or any map-style torch dataset. A batch holds the dataset's fields in order, usually
     `images, labels`. If there is only one field, the batch is that tensor.
 
     - Images of a pack or of files are `uint8 [B, C, H, W]` in channels-last memory format, or the result of
@@ -71,14 +71,14 @@ class Loader:
       as gathering them; use `verify()` for that.
     - Under `torch.distributed` every process gets its share of each global batch. Each sample occurs once per epoch,
       and all processes get the same number of batches. A custom sampler must shard samples across ranks itself.
-    - These run in worker processes: map-style data sets, subclasses with their own `__getitem__`, `collate_fn`,
+    - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
       torchvision transforms and `augment.PerSample`. On the CPU, transforms of `colabkit.augment`, including
       `PerBatch`, run in worker threads. Any other callable runs in your thread when you request the batch; the global
       random generators are seeded by the batch's position, so it draws the same numbers after a resume. On a GPU all
       transforms of batches run there, in the caller's stream.
 
     Args:
-        dataset: data set to load.
+        dataset: dataset to load.
         batch_size: samples per batch, in each process.
         shuffle: whether to shuffle the samples in every epoch. `"block"` shuffles within a window of blocks, for packs
             larger than RAM.
@@ -96,7 +96,7 @@ class Loader:
             with a transform of `colabkit.augment`, which draws random numbers for every sample.
         fields: names of the fields that batches hold, in this order; None for all. Packs and files name their samples
             `X` and their labels `Y`; the arrays of a tuple are `0`, `1` and so on. The transform applies to the first
-            field of the data set.
+            field of the dataset.
         as_dict: whether batches are dicts keyed by field name, as in `batch["X"]`.
         size: size in pixels of decoded image files: one side, or height and width. They are resized and cropped as in
             `pack()`. Images decoded to one size are cached, so later epochs skip decoding. For samples that are stored
@@ -109,19 +109,19 @@ class Loader:
             your thread when you request a batch, except for copies to a GPU.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
         persistent_workers: whether to keep worker processes between epochs, which saves about 0.1 s per epoch. They do
-            not see later changes of the data set. Threads do not need it.
+            not see later changes of the dataset. Threads do not need it.
         rank: rank of this process; None asks `torch.distributed`.
         world_size: number of processes; None asks `torch.distributed`.
 
     Raises:
         InvalidOption: if an argument is invalid.
         BadImage: during iteration, if an image cannot be decoded, or if no image of an epoch can.
-        LoaderFailed: during iteration, if the data set, a transform or `collate_fn` fails; its cause is the error.
+        LoaderFailed: during iteration, if the dataset, a transform or `collate_fn` fails; its cause is the error.
 
     Attributes:
         meters: counts and seconds of each stage, and the time that you waited for batches.
         tier: where samples live, and why. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (the kernel or the loader reads
-            them ahead) or `"source"` (each epoch decodes them or calls the data set again). `tier.reason` names the
+            them ahead) or `"source"` (each epoch decodes them or calls the dataset again). `tier.reason` names the
             deciding sizes, and `tier.rows` is the number of cached decoded samples.
         bad_samples: names of image files that could not be decoded, with the reasons.
 
@@ -190,7 +190,7 @@ class Loader:
         if self._columns is None:
             self.dataset = as_samples(act, self.dataset)
             given = {"fields": fields is not None, "as_dict": as_dict, "size": size is not None}
-            reason = f"the data set ({type(self.dataset).__name__}) loads samples one by one"
+            reason = f"the dataset ({type(self.dataset).__name__}) loads samples one by one"
             why = why or (reason, "load a pack, image files or arrays")
             check_beside(act, {**given, "on_bad": on_bad != "raise"}, why)
             self._count = len(self.dataset)

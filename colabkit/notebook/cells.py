@@ -169,7 +169,7 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
         if flags:
             taken = f"{name!r} is a Loader, to which {', '.join(flags)} cannot be applied"
             raise InvalidOption(
-                cannot("train", taken, "", f"Omit {', '.join(flags)}, or pass the data set of the Loader")
+                cannot("train", taken, "", f"Omit {', '.join(flags)}, or pass the dataset of the Loader")
             )
         return found
     if isinstance(found, colabkit.PackReport):

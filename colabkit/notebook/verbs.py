@@ -402,7 +402,7 @@ CELLS = (
         "train",
         "run the cell once for each batch, with x, y, batch, step and epoch in scope; it may set loss",
         (
-            Option("pack", "path of a pack, or a variable with a pack, a data set or a Loader", kind="data"),
+            Option("pack", "path of a pack, or a variable with a pack, a dataset or a Loader", kind="data"),
             *LOADING,
             *(replace(option, help=_HERE.get(option.name, option.help)) for option in TRAINING),
         ),

@@ -45,7 +45,7 @@ BUILTINS = {
     "TrainingDiverged": FloatingPointError,
 }
 OTHERWISE_WORDED = {
-    # The decoders and the samples of a data set do not know the file's name: the caller adds it to the reason.
+    # The decoders and the samples of a dataset do not know the file's name: the caller adds it to the reason.
     *((path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()),
     ("dataset_samples.py", "BadImage"),
     # It repeats the message of another error.

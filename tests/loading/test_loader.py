@@ -1,4 +1,4 @@
-"""`Loader` yields the rows of the data set in batches that stay valid, resumes at any sample, and leaves no thread."""
+"""`Loader` yields the rows of the dataset in batches that stay valid, resumes at any sample, and leaves no thread."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_the_requested_number_of_batches_is_built_ahead_and_never_more(folder, p
 
 @pytest.mark.parametrize("what", [iter([1, 2, 3]), 5, "data.h5", None, {1, 2}])
 def test_a_data_set_without_length_or_indexing_raises_an_error(what):
-    with pytest.raises(InvalidOption, match="a data set with __getitem__ and __len__, or arrays"):
+    with pytest.raises(InvalidOption, match="a dataset with __getitem__ and __len__, or arrays"):
         Loader(what, 1)
 
 

@@ -158,8 +158,8 @@ def test_fields_chooses_arrays_and_as_dict_names_them():
     [
         (lambda: (IMAGES, LABELS[:-1]), "array 0 has 23 rows, array 1 has 22 rows; expected the same number"),
         (lambda: {"x": IMAGES[:5], "y": LABELS}, "array x has 5 rows, array y has 23 rows"),
-        (lambda: (IMAGES, [1, 2]), "item 1 of the data set is a list"),
-        (lambda: {"x": IMAGES, "y": "text"}, "item 'y' of the data set is a str"),
+        (lambda: (IMAGES, [1, 2]), "item 1 of the dataset is a list"),
+        (lambda: {"x": IMAGES, "y": "text"}, "item 'y' of the dataset is a str"),
         (lambda: (), "a tuple without arrays"),
         (dict, "a dict without arrays"),
         (lambda: np.array(3), "dense tensor"),
@@ -185,7 +185,7 @@ def test_a_state_of_other_arrays_raises_an_error_and_one_of_equal_arrays_loads()
     state = loader.state_dict()
     Loader((torch.from_numpy(IMAGES.copy()), LABELS.copy()), 4, shuffle=True).load_state_dict(state)
     for other in ((IMAGES[:-1], LABELS[:-1]), (255 - IMAGES, LABELS), (IMAGES.astype("<f4"), LABELS)):
-        with pytest.raises(InvalidOption, match="another data set"):
+        with pytest.raises(InvalidOption, match="another dataset"):
             Loader(other, 4, shuffle=True).load_state_dict(state)
 
 
@@ -220,7 +220,7 @@ def test_a_state_of_arrays_depends_only_on_their_content(kind):
     for one, other in itertools.product(WAYS, repeat=2):
         stream(made(IMAGES.copy(), LABELS.copy()), one).load_state_dict(states[other])
         for data in (made(255 - IMAGES, LABELS), made(IMAGES[:-2], LABELS[:-2])):
-            with pytest.raises(InvalidOption, match=r"another data set\. Pass the same arrays"):
+            with pytest.raises(InvalidOption, match=r"another dataset\. Pass the same arrays"):
                 stream(data, one).load_state_dict(states[other])
 
 

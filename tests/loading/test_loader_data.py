@@ -55,7 +55,7 @@ def test_views_and_shards_come_in_their_order(view, sharded):
 def test_a_state_of_another_view_or_pack_raises_an_error(view, tmp_path):
     state = Loader(view, 4).state_dict()
     for other in (view.subset(range(5)), open_pack(make_pack(tmp_path / "p.h5", seed=12, train=len(view)))["train"]):
-        with pytest.raises(InvalidOption, match="another data set"):
+        with pytest.raises(InvalidOption, match="another dataset"):
             Loader(other, 4).load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""`Loader` over data sets that load sample by sample in worker processes: any map-style one, any `collate_fn`."""
+"""`Loader` over datasets that load sample by sample in worker processes: any map-style one, any `collate_fn`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Point(NamedTuple):
 
 
 class Squares(Dataset):
-    """A data set whose sample i is `make(i)`."""
+    """A dataset whose sample i is `make(i)`."""
 
     def __init__(
         self, count: int = 23, make: Callable[[int], Any] = lambda i: (torch.tensor([i, i * i]), i % 3)
@@ -235,7 +235,7 @@ def test_options_for_rows_raise_an_error_for_samples_loaded_one_by_one():
     for options in ({"fields": ["X"]}, {"as_dict": True}, {"size": 8}, {"on_bad": "skip"}):
         name = next(iter(options))
         for reason, more in (
-            (r"the data set \(Squares\) loads", {}),
+            (r"the dataset \(Squares\) loads", {}),
             ("collate_fn= takes", {"collate_fn": default_collate}),
             ("PerSample transforms", {"transform": PerSample(torch.neg)}),
             ("torchvision transforms", {"transform": v2.RandomHorizontalFlip()}),

@@ -169,7 +169,7 @@ def test_mixed_images_and_labels_are_the_same_after_a_resume(raw):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_combined_data_sets_count_each_sample_once_and_raise_no_index_error(raw, workers):
-    """Known failure: combined data sets, IndexError or samples counted twice."""
+    """Known failure: combined datasets, IndexError or samples counted twice."""
     parts = [TensorDataset(torch.arange(start, stop)) for start, stop in ((0, 9), (9, 10), (10, 23))]
     options = {"transform": None, "collate_fn": lambda some: torch.stack([sample for (sample,) in some])}
     numbers = [int(sample) for batch in make(ConcatDataset(parts), workers, **options) for sample in batch]
@@ -327,14 +327,14 @@ def test_an_epoch_of_files_resumes_after_they_were_staged_again(tmp_path):
 
 def test_a_state_of_other_files_raises_an_error_with_advice_for_files(tmp_path):
     state = make(FileDataset(photos(tmp_path / "tree"))).state_dict()
-    with pytest.raises(InvalidOption, match=r"another data set\. Use the same files, labels and splits"):
+    with pytest.raises(InvalidOption, match=r"another dataset\. Use the same files, labels and splits"):
         make(FileDataset(photos(tmp_path / "others", 3)), state=state)
 
 
 SPOILT_STATES = [
     ({"version": 1}, "version 1"),
     ({"version": None}, "version None"),
-    ({"fingerprint": "other"}, "another data set"),
+    ({"fingerprint": "other"}, "another dataset"),
     ({"order": "weighted 0123"}, "order 'weighted 0123'"),
     ({"order": "sampler RandomSampler"}, "order 'sampler RandomSampler'"),
     *(({"order": order}, "order") for order in ("block x", "block 0x0", 3)),

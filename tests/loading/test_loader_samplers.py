@@ -485,7 +485,7 @@ def test_invalid_samplers_raise_an_error_when_the_loader_is_created():
         (Sequential(N), {"shuffle": True}, "shuffle=True is used with a sampler"),
         (Sequential(N), {"shuffle": "block"}, "shuffle='block' is used with a sampler"),
         (None, {"shuffle": "blocks"}, "True, False or 'block'"),
-        *((order, {}, f"the sampler is for {order.n} samples, but the data set has {N}") for order in made_for_others),
+        *((order, {}, f"the sampler is for {order.n} samples, but the dataset has {N}") for order in made_for_others),
     ]:
         with pytest.raises(InvalidOption, match=f"Cannot make a Loader: .*{message}"):
             loader(sampler, **options)

@@ -330,7 +330,7 @@ def test_transforms_of_colabkit_work_on_batches_of_any_data_set_and_of_collate_f
 
 
 class Made(torch.utils.data.Dataset):
-    """A data set of twelve samples that a function creates."""
+    """A dataset of twelve samples that a function creates."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
@@ -430,7 +430,7 @@ def test_an_error_of_a_batch_of_a_custom_sampler_names_its_position():
 
 
 class Unnamed(Made):
-    """A data set whose attribute `samples` holds no paths."""
+    """A dataset whose attribute `samples` holds no paths."""
 
     samples = torch.arange(12)
 

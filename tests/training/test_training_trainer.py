@@ -135,7 +135,7 @@ def test_checkpoints_of_another_data_set_are_refused(tmp_path, data):
     other = open_pack(make_pack(tmp_path / "other.h5", seed=12, train=22))["train"]
     setup = SmallTraining(other)
     before = setup.weights()
-    with pytest.raises(InvalidOption, match="another data set"):
+    with pytest.raises(InvalidOption, match="another dataset"):
         setup.train(2, save_to=tmp_path / "run")
     assert same(setup.weights(), before)
 

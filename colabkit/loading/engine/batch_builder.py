@@ -120,7 +120,7 @@ class BatchBuilder:
 
     Attributes:
         options: options of the loader.
-        columns: columns of the data set.
+        columns: columns of the dataset.
         stages: stages of the transform; the builder applies those of worker threads.
         images: options for decoding, if samples are image files.
         depth: how much is built ahead.
@@ -298,7 +298,7 @@ class InlineGather:
     alternate stay in the processor's cache: the user holds one while the other is filled.
 
     Args:
-        columns: columns of the data set, without image files.
+        columns: columns of the dataset, without image files.
         batch_size: samples per batch.
         counts: meters of the loader, for `gather` and `read`.
     """

@@ -33,14 +33,14 @@ Column: TypeAlias = RowGather | ImageDataset | ColumnReader
 
 @dataclass(frozen=True)
 class DatasetColumns:
-    """The columns of a data set.
+    """The columns of a dataset.
 
     Attributes:
         by_name: columns by name; transforms apply to the first one.
         structure: structure of batches: a single value, a tuple or a dict.
         labels: name of the column with the labels; None if there is none.
         count: number of samples.
-        description: description of the data set for the loader's `repr`.
+        description: description of the dataset for the loader's `repr`.
         is_on_disk: whether rows are in mapped files, not in memory.
         order: names of the columns in the order of batches; None for the order of `by_name`.
         name_of: returns the name of a sample for messages; None if samples have no names.
@@ -87,12 +87,12 @@ class DatasetColumns:
 
 
 def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool) -> DatasetColumns | None:
-    """Return the columns of a data set; None for one that can only be loaded sample by sample.
+    """Return the columns of a dataset; None for one that can only be loaded sample by sample.
 
     Args:
         act: verb and object of error messages.
         dataset: a `PackedDataset`, a `FileDataset`, a tensor, an array, a tuple or dict of them, or a `TensorDataset`;
-            any other data set gives None.
+            any other dataset gives None.
         fields: names of the columns to keep; None for all.
         as_dict: whether batches are dicts.
 
@@ -125,9 +125,9 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
 
 
 def fingerprint_of(act: str, dataset: Any) -> str:
-    """Return a text that identifies a data set.
+    """Return a text that identifies a dataset.
 
-    It is computed from some samples of arrays, or from type and length of other data sets. It does not depend on
+    It is computed from some samples of arrays, or from type and length of other datasets. It does not depend on
     whether samples are loaded in rows or one by one.
     """
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
@@ -151,14 +151,14 @@ def check_channels(act: str, columns: DatasetColumns) -> None:
 
 
 def unwrap_subset(act: str, dataset: Any) -> Any:
-    """Replace torch's `Subset` of a packed split or of files by a view of it; return other data sets unchanged.
+    """Replace torch's `Subset` of a packed split or of files by a view of it; return other datasets unchanged.
 
     Raises:
         InvalidOption: if it is a whole pack.
     """
     if isinstance(dataset, Pack):
         next_step = f"Pass pack[{next(iter(dataset), 'train')!r}]"
-        raise InvalidOption(cannot(act, "the data set is a whole pack", "one of its splits", next_step))
+        raise InvalidOption(cannot(act, "the dataset is a whole pack", "one of its splits", next_step))
     if _gives_samples_of(dataset, torch.utils.data.Subset):
         whole = unwrap_subset(act, dataset.dataset)
         if _gives_samples_of(whole, PackedDataset, FileDataset):
@@ -167,10 +167,10 @@ def unwrap_subset(act: str, dataset: Any) -> Any:
 
 
 def as_samples(act: str, dataset: Any) -> Any:
-    """Return a map-style data set unchanged, or make one from a tuple or dict of arrays.
+    """Return a map-style dataset unchanged, or make one from a tuple or dict of arrays.
 
     Raises:
-        InvalidOption: if arrays differ in length, or the argument is not a data set.
+        InvalidOption: if arrays differ in length, or the argument is not a dataset.
     """
     found = _arrays(act, dataset) if isinstance(dataset, tuple | list | Mapping) else None
     if found is None:
@@ -183,15 +183,15 @@ def as_samples(act: str, dataset: Any) -> Any:
                 "Pass colabkit.FileDataset(path) for a folder of images, "
                 "or colabkit.open_pack(path)['train'] for a pack"
             )
-        expected = "a data set with __getitem__ and __len__, or arrays"
-        raise InvalidOption(cannot(act, f"the data set is {kind_of(dataset)}", expected, next_step))
+        expected = "a dataset with __getitem__ and __len__, or arrays"
+        raise InvalidOption(cannot(act, f"the dataset is {kind_of(dataset)}", expected, next_step))
     arrays, structure = found
     _length(act, arrays)
     return StackDataset(**arrays) if structure == "dict" else StackDataset(*arrays.values())
 
 
 def _gives_samples_of(dataset: Any, *kinds: type[Any]) -> bool:
-    """Return whether a data set is an instance of one of these classes that does not override indexing."""
+    """Return whether a dataset is an instance of one of these classes that does not override indexing."""
     methods = ("__getitem__", "__getitems__")
     return any(
         isinstance(dataset, kind)
@@ -235,7 +235,7 @@ def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> d
 
 
 def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
-    """Return arrays by name and the structure of batches; None for other data sets."""
+    """Return arrays by name and the structure of batches; None for other datasets."""
     if _gives_samples_of(dataset, torch.utils.data.TensorDataset):
         return {str(number): tensor for number, tensor in enumerate(dataset.tensors)}, "tuple"
     if isinstance(dataset, Tensor | np.ndarray):
@@ -248,7 +248,7 @@ def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
         raise InvalidOption(
             cannot(
                 act,
-                f"the data set is a list of {len(dataset)} arrays, which may be fields or samples",
+                f"the dataset is a list of {len(dataset)} arrays, which may be fields or samples",
                 "a tuple of fields or one array of samples",
                 "Pass a tuple such as (images, labels), or stack the arrays if they are samples",
             )
@@ -256,13 +256,13 @@ def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
     else:
         return None
     if not named:
-        empty = f"the data set is {kind_of(dataset)} without arrays"
-        raise InvalidOption(cannot(act, empty, "at least one array or tensor", "Pass arrays, or a data set"))
+        empty = f"the dataset is {kind_of(dataset)} without arrays"
+        raise InvalidOption(cannot(act, empty, "at least one array or tensor", "Pass arrays, or a dataset"))
     for name, value in named.items():
         if not isinstance(value, Tensor | np.ndarray):
             item = name if structure == "tuple" else repr(name)
-            found = f"item {item} of the data set is {kind_of(value)}"
-            next_step = "Convert it with numpy.asarray, or pass a data set"
+            found = f"item {item} of the dataset is {kind_of(value)}"
+            next_step = "Convert it with numpy.asarray, or pass a dataset"
             raise InvalidOption(cannot(act, found, "an array or a tensor", next_step))
     return named, "dict" if structure == "dict" else "tuple"
 
@@ -318,7 +318,7 @@ def _row_gather(act: str, name: str, value: Any) -> RowGather:
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
-    """Return a digest of shapes, dtypes and some rows, to distinguish data sets."""
+    """Return a digest of shapes, dtypes and some rows, to distinguish datasets."""
     digest = hashlib.sha256()
     for name, array in arrays.items():
         shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")

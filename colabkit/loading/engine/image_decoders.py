@@ -68,7 +68,7 @@ class _DecodingWork:
     augment_s: float = 0.0
 
     def index(self, place: int) -> int:
-        """Return the index of a sample in the data set."""
+        """Return the index of a sample in the dataset."""
         return self.group.plan.indices.item(self.start + place)
 
     def position(self, place: int) -> int:
@@ -81,7 +81,7 @@ class ImageOptions:
     """The options for decoding image files, the same in every epoch.
 
     Attributes:
-        dataset: data set that reads the files.
+        dataset: dataset that reads the files.
         files: number of channels, and size of blank images.
         row_shape: shape of every decoded image, `[H, W, C]`; None if images keep their sizes until they are cropped.
         is_resized: whether images are resized to the row shape; if not, an image of another size is bad.
@@ -294,7 +294,7 @@ def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pix
 def row_shape_of(
     dataset: ImageDataset, files: ImageFiles, count: int, size: tuple[int, int] | None, bad: BadSamples
 ) -> tuple[int, int, int] | None:
-    """Return the shape of decoded images: from `size`, else from the first valid image; None for an empty data set.
+    """Return the shape of decoded images: from `size`, else from the first valid image; None for an empty dataset.
 
     Raises:
         BadImage: with the name of a bad sample before the first valid one, if `on_bad` is `"raise"`.

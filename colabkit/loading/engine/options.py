@@ -137,7 +137,7 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
         return
     count, world = len(order), share.world_size
     if not count:
-        raise InvalidOption(cannot(act, "there are no samples", "at least one", "Check the data set and the sampler"))
+        raise InvalidOption(cannot(act, "there are no samples", "at least one", "Check the dataset and the sampler"))
     if count < world:
         too_few = f"there are only {format_things(count, 'sample')} for {world} processes"
         raise InvalidOption(cannot(act, too_few, "at least one sample per process", "Use fewer processes"))
@@ -166,8 +166,8 @@ def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes:
             next_step = "For example, use sampler=colabkit.sampler.Balanced(labels)"
             raise InvalidOption(cannot(act, f"sampler={shown(sampler)}", expected, next_step))
         if isinstance(sampler, Order) and sampler.n != n:
-            found = f"the sampler is for {format_things(sampler.n, 'sample')}, but the data set has {n}"
-            raise InvalidOption(cannot(act, found, "", "Create the sampler for this data set"))
+            found = f"the sampler is for {format_things(sampler.n, 'sample')}, but the dataset has {n}"
+            raise InvalidOption(cannot(act, found, "", "Create the sampler for this dataset"))
         if not isinstance(sampler, Order) and not len(sampler):
             raise InvalidOption(cannot(act, "the sampler is empty", "at least one sample index", "Check the sampler"))
         return sampler

@@ -48,7 +48,7 @@ class BatchPipeline:
         tier: place where the samples live.
         engine: engine that builds the batches.
         stages: stages of the transform.
-        columns: columns of the data set; None if samples are loaded one by one.
+        columns: columns of the dataset; None if samples are loaded one by one.
         row_bytes: size of a sample; None if sizes differ.
         images: options for decoding image files; None if samples need no decoding.
     """
@@ -123,7 +123,7 @@ def _packed_from(dataset: Any) -> str | None:
 
 
 def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
-    """Return the pipeline of a map-style data set, whose samples are loaded one by one in worker processes."""
+    """Return the pipeline of a map-style dataset, whose samples are loaded one by one in worker processes."""
     nothing = Room(None, 0, 0)
     tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
     if not options.workers:
@@ -138,8 +138,8 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
 
     Args:
         options: options of the loader.
-        columns: columns of the data set.
-        dataset: the data set.
+        columns: columns of the dataset.
+        dataset: the dataset.
         processes: number of processes that share the free space.
 
     Raises:

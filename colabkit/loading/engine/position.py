@@ -146,9 +146,9 @@ class LoaderPosition:
                 if kind == "files"
                 else "Pass the same arrays as when the state was saved"
                 if kind == "arrays"
-                else "Open the same pack or data set as when the state was saved"
+                else "Open the same pack or dataset as when the state was saved"
             )
-            raise InvalidOption(cannot(act, "the state belongs to another data set", "", next_step))
+            raise InvalidOption(cannot(act, "the state belongs to another dataset", "", next_step))
         names = ("order_seed", "seed", "epoch", "samples", "world_size")
         numbers = [state[name] for name in names]
         are_whole = all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers)
@@ -167,7 +167,7 @@ class LoaderPosition:
         self.next = self.received = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
 
     def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
-        """Return the order of a state: the current one, or a new one if it needs only the data set's size."""
+        """Return the order of a state: the current one, or a new one if it needs only the dataset's size."""
         if policy == self.policy and seed == self._order_seed:
             return self.order
         if isinstance(self.order, Sequential | Shuffled | BlockShuffled):

@@ -134,7 +134,7 @@ class WorkerBatch:
 
 
 class _KeyedDataset(Dataset[Any]):
-    """A map-style data set that makes a batch from a list of keys, each of which seeds its own sample."""
+    """A map-style dataset that makes a batch from a list of keys, each of which seeds its own sample."""
 
     def __init__(self, dataset: Any, sample_transform: Callable[[Any], Any] | None, collate: Any) -> None:
         self._dataset = dataset
@@ -173,7 +173,7 @@ class _KeyedDataset(Dataset[Any]):
                 samples.append(sample)
             next_step, index = f"Run collate_fn on a list of samples such as dataset[{index}] to see the error", -1
             if self._collate is default_collate:
-                next_step = "Make all samples the same shape in the data set's transform, or pass collate_fn="
+                next_step = "Make all samples the same shape in the dataset's transform, or pass collate_fn="
             batch = self._collate(samples)
         except ColabkitError as error:
             return WorkerBatch(None, len(keys), 0.0, error)

@@ -190,7 +190,7 @@ class FileReadAhead:
     """Read the files of upcoming samples in a background thread, which adapts the number of concurrent requests.
 
     Args:
-        files: the data set.
+        files: the dataset.
         is_cached: returns whether a sample is cached, so it need not be read.
         counts: meters of the loader, for `read`: the total seconds of all requests.
     """

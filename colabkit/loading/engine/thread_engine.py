@@ -299,7 +299,7 @@ class ThreadEngine:
 
     Attributes:
         options: options of the loader.
-        columns: columns of the data set.
+        columns: columns of the dataset.
         stages: stages of the transform.
         images: options for decoding, if samples are image files.
         depth: how much is built ahead.

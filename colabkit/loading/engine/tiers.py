@@ -41,7 +41,7 @@ class Tier:
     """The place where the samples live.
 
     Attributes:
-        name: `"gpu"`, `"ram"` or `"disk"`; `"source"` if each epoch decodes samples or calls the data set again.
+        name: `"gpu"`, `"ram"` or `"disk"`; `"source"` if each epoch decodes samples or calls the dataset again.
         reason: the sizes that decided, as text.
         rows: number of decoded samples that are cached; 0 if nothing is decoded or cached.
     """

@@ -65,7 +65,7 @@ def reporting_errors(describe: Callable[[], str], next_step: str = _RUN_TRANSFOR
 
 def reporting_loading_errors() -> AbstractContextManager[None]:
     """Raise `LoaderFailed` for errors of user code that `reporting_errors` inside the block does not attribute."""
-    next_step = "Check the sampler, the transform and one sample of the data set"
+    next_step = "Check the sampler, the transform and one sample of the dataset"
     return reporting_errors(lambda: "loading samples", next_step)
 
 
@@ -89,7 +89,7 @@ def describe_samples(epoch: int, indices: Sequence[int], name_of: Callable[[int]
     Args:
         epoch: number of the epoch.
         indices: sample indices, at least one.
-        name_of: returns the name of a sample, empty if it has none; None if the data set has no names.
+        name_of: returns the name of a sample, empty if it has none; None if the dataset has no names.
     """
     first, *others = indices[:_SHOWN]
     name = name_of(first) if name_of is not None else ""
@@ -155,7 +155,7 @@ class SamplerPlanner:
         yields_batches: whether it yields lists.
         seed: seed of the loader. If the sampler draws from its own generator, as torch's do, or from the global ones
             before its first item, its order depends on this seed and the epoch.
-        n: number of samples in the data set.
+        n: number of samples in the dataset.
         batch_size: samples per batch, if the sampler yields single samples.
         drop_last: whether to drop a last batch that is not full.
         share: rank of this process, so that each rank draws different random numbers.

@@ -44,7 +44,7 @@ class Order(Protocol):
 
     @property
     def n(self) -> int:
-        """Number of samples in the data set."""
+        """Number of samples in the dataset."""
 
     @property
     def policy(self) -> str:
@@ -88,7 +88,7 @@ class Sequential(PureOrder):
     """Keep the stored order: position i holds sample i in every epoch.
 
     Args:
-        n: number of samples in the data set.
+        n: number of samples in the dataset.
 
     Raises:
         InvalidOption: if n is not a whole number of 0 or more.
@@ -128,7 +128,7 @@ class Shuffled(PureOrder):
     """Shuffle all samples, in a different order for each epoch, given by `epoch_order`.
 
     Args:
-        n: number of samples in the data set.
+        n: number of samples in the dataset.
         seed: seed of the order, a whole number of 0 or more.
 
     Raises:
@@ -170,7 +170,7 @@ class BlockShuffled(PureOrder):
     memory depend only on the length of the requested range, plus a table of at most 65,536 blocks.
 
     Args:
-        n: number of samples in the data set.
+        n: number of samples in the dataset.
         seed: seed of the order, a whole number of 0 or more.
         block_samples: consecutive samples that are read together. 64 images of 224 x 224 x 3 bytes are 10 MB, enough
             for disks and networks to read at full speed.

@@ -85,7 +85,7 @@ class Balanced(PureOrder):
 
     @property
     def n(self) -> int:
-        """Samples in the data set."""
+        """Samples in the dataset."""
         return int(self._members.size)
 
     def __repr__(self) -> str:
@@ -183,7 +183,7 @@ class Weighted(PureOrder):
 
     @property
     def n(self) -> int:
-        """Samples in the data set."""
+        """Samples in the dataset."""
         return int(self.weights.size)
 
     def __repr__(self) -> str:

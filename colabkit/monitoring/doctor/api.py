@@ -147,7 +147,7 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis
                     if time.monotonic() > until and given + passes > _WARM_UP:
                         break
             if not given and not passes:
-                next_step = "Check that its data set is not empty"
+                next_step = "Check that its dataset is not empty"
                 raise InvalidOption(cannot("diagnose the loader", "it yields no batches", "", next_step))
             if not given or time.monotonic() > until:
                 break
