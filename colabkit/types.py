@@ -2,9 +2,6 @@
 
 Most are created only by colabkit: the parts of reports, and what `dashboard()`, `open_launcher()`, `supervised_step()`
 and `watch()` return. You can implement three of them yourself: `Source`, `Stateful` and `MapDataset` are protocols.
-
-`Text` is a text that may contain references to options and calls, which the report renders as Python, magics or command
-lines; `to_dict()` of the report returns it as plain text.
 """
 
 from colabkit.foundation import (
@@ -16,7 +13,6 @@ from colabkit.foundation import (
     MemoryReport,
     MetersSnapshot,
     StepDone,
-    Text,
 )
 from colabkit.monitoring import Dashboard, Shares, WatchedLoader
 from colabkit.notebook import Launcher
@@ -49,7 +45,6 @@ __all__ = [
     "Stateful",
     "StepDone",
     "SupervisedStep",
-    "Text",
     "Validation",
     "WatchedLoader",
 ]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, ClassVar
 
-from colabkit.foundation.messages import PYTHON, Words, has_references
+from colabkit.foundation.messages import PYTHON, Words
 
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
 # In characters. Shorter cells, such as a number with its unit, are not wrapped; longer ones, such as paths, are.
@@ -119,8 +119,6 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if has_references(value):
-        return PYTHON.render(tuple(value) if isinstance(value, list) else value)
     if dataclasses.is_dataclass(value):
         return _fields(value)
     if isinstance(value, Mapping):

@@ -229,7 +229,7 @@ def test_refresh_packs_changes_deep_in_the_source_and_replaces_the_saved_pack(im
 
 def test_save_to_none_saves_nothing_and_a_later_call_saves_the_local_pack(image_tree, drive):
     report = ready(image_tree, save_to=None).report
-    assert (report.way, report.to_dict()["unsaved"]) == ("packed", "save_to=None")
+    assert (report.way, report.unsaved, report.to_dict()["unsaved"]) == ("packed", "save_to=None", "save_to=None")
     assert "\nNot saved: save_to=None" in repr(report)
     assert list(drive.iterdir()) == []
     assert ready(image_tree).report.saved_path is not None
@@ -242,7 +242,7 @@ def test_without_drive_the_report_explains_why_the_pack_is_not_saved(image_tree,
     report = ready(image_tree).report
     assert report.way == "packed"
     assert "\nNot saved: Cannot save packs in 'drive:colabkit': Google Drive is not mounted" in repr(report)
-    assert "colabkit.mount()" in report.to_dict()["unsaved"]
+    assert "colabkit.mount()" in report.unsaved
     assert "Or use save_to=None to save nothing." in repr(report)
     monkeypatch.setenv("COLABKIT_DRIVE", str(drive))
     assert ready(image_tree).report.saved_path is not None, "not saved although Drive is mounted"
@@ -325,7 +325,7 @@ def test_a_damaged_saved_pack_is_replaced(image_tree, near_storage, damage):
     forget_local(near_storage)
     again = ready(image_tree).report
     assert again.way == "packed"
-    assert "the pack is damaged" in again.to_dict()["unused"]
+    assert "the pack is damaged" in again.unused
     assert "\nSaved pack not used: Cannot use " in repr(again)
     forget_local(near_storage)
     assert ready(image_tree).report.way == "saved"
@@ -343,7 +343,7 @@ def test_a_full_or_read_only_drive_is_reported_and_the_next_call_saves_the_pack(
     file_hook(refuse)
     report = ready(image_tree).report
     assert report.way == "packed"
-    assert os.strerror(number) in report.to_dict()["unsaved"]
+    assert os.strerror(number) in report.unsaved
     assert "\nNot saved: Cannot publish " in repr(report)
     file_hook(None)
     again = ready(image_tree).report

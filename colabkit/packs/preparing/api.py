@@ -41,7 +41,7 @@ from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.verification import verify
-from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport
+from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, with_reasons
 from colabkit.storage import (
     STALLED_S,
     PathTable,
@@ -341,11 +341,9 @@ class _Preparation:
             local_s=self.local_s,
             **{name: float(one) if isinstance(one, int | float) else None for name, one in seconds.items()},
             saved_path=self.saved_path(info.path) if is_saved else None,
-            unsaved="" if is_saved else self.unsaved,
-            unused=self.unused,
             pack_bytes=info.path.stat().st_size,
         )
-        return PreparedPack(info, report)
+        return PreparedPack(info, with_reasons(report, "" if is_saved else self.unsaved, self.unused))
 
 
 def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from colabkit.foundation import Report, Text, format_bytes, format_seconds
+from colabkit.foundation import PYTHON, Report, Text, format_bytes, format_seconds
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.dataset.samples import open_sealed
 from colabkit.packs.format.layout import PackInfo
@@ -25,8 +25,6 @@ class PrepareReport(Report):
         saved_s: seconds to stage the saved pack, in this call or an earlier one on this machine; None if unknown.
         packed_s: seconds to pack the source, in this call or an earlier one on this machine; None if unknown.
         saved_path: path of the saved pack; None if there is none.
-        unsaved: why there is no saved pack; empty if there is one. The report and `to_dict()` show it as plain text.
-        unused: why an existing saved pack was not used; empty if it was used or there was none. Shown like `unsaved`.
         pack_bytes: size of the pack in bytes.
     """
 
@@ -36,9 +34,24 @@ class PrepareReport(Report):
     saved_s: float | None
     packed_s: float | None
     saved_path: Path | None
-    unsaved: Text
-    unused: Text
     pack_bytes: int
+    _unsaved: ClassVar[Text] = ""
+    _unused: ClassVar[Text] = ""
+
+    @property
+    def unsaved(self) -> str:
+        """Why there is no saved pack; empty if there is one."""
+        return self._words.render(self._unsaved)
+
+    @property
+    def unused(self) -> str:
+        """Why an existing saved pack was not used; empty if it was used or there was none."""
+        return self._words.render(self._unused)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dictionary of JSON-serializable values."""
+        reasons = {"unsaved": PYTHON.render(self._unsaved), "unused": PYTHON.render(self._unused)}
+        return {**super().to_dict(), **reasons}
 
     def _summary(self) -> str:
         local, saved = f"{str(self.path)!r}, {format_bytes(self.pack_bytes)}", f"{str(self.saved_path)!r}"
@@ -46,8 +59,8 @@ class PrepareReport(Report):
             lines = [f"Staged the saved pack {saved} to {local}"]
         else:
             lines = [f"{'Used the local pack' if self.way == 'local' else 'Packed the source to'} {local}"]
-            lines += [f"Saved at {saved}" if self.saved_path else f"Not saved: {self._words.render(self.unsaved)}"]
-        lines += [f"Saved pack not used: {self._words.render(self.unused)}"] if self.unused else []
+            lines += [f"Saved at {saved}" if self.saved_path else f"Not saved: {self.unsaved}"]
+        lines += [f"Saved pack not used: {self.unused}"] if self.unused else []
         known = [f"{name} {format_seconds(taken)}" for name, taken in self._seconds.items() if taken is not None]
         return "\n".join([*lines, f"Times: {', '.join(known)}"])
 
@@ -56,9 +69,9 @@ class PrepareReport(Report):
         if self.saved_path:
             rows.append(("saved at", str(self.saved_path)))
         else:
-            rows.append(("not saved", self._words.render(self.unsaved)))
+            rows.append(("not saved", self.unsaved))
         if self.unused:
-            rows.append(("saved pack not used", self._words.render(self.unused)))
+            rows.append(("saved pack not used", self.unused))
         seconds = self._seconds.items()
         return [*rows, *((name, "unknown time" if taken is None else format_seconds(taken)) for name, taken in seconds)]
 
@@ -66,6 +79,13 @@ class PrepareReport(Report):
     def _seconds(self) -> dict[str, float | None]:
         """Seconds of each way, by its name for users."""
         return {"local pack": self.local_s, "saved pack": self.saved_s, "packing the source": self.packed_s}
+
+
+def with_reasons(report: PrepareReport, unsaved: Text, unused: Text) -> PrepareReport:
+    """Set the reasons of a report, which front ends show in their words, and return the report."""
+    object.__setattr__(report, "_unsaved", unsaved)
+    object.__setattr__(report, "_unused", unused)
+    return report
 
 
 class PreparedPack(Pack):
