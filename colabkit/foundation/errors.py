@@ -13,7 +13,7 @@ class OneLineError(BaseException):
     """An error that IPython shows as one line, in the words of the front end that the caller uses.
 
     Attributes:
-        words: The words of the caller's front end, Python by default.
+        words: the words of the caller's front end, Python by default.
     """
 
     words: Words = PYTHON

@@ -26,9 +26,9 @@ class OptionRef:
     """A reference to an option.
 
     Attributes:
-        name: Name of the parameter in Python.
-        value: Its value; `...` names the option only.
-        is_omitted: Whether the text asks to omit it.
+        name: name of the parameter in Python.
+        value: its value; `...` names the option only.
+        is_omitted: whether the text asks to omit it.
     """
 
     name: str
@@ -41,9 +41,9 @@ class CallRef:
     """A reference to a call of a public function.
 
     Attributes:
-        name: Name of the function in `colabkit`.
-        arguments: Positional arguments.
-        options: Keyword arguments.
+        name: name of the function in `colabkit`.
+        arguments: positional arguments.
+        options: keyword arguments.
     """
 
     name: str
@@ -121,10 +121,10 @@ class Message:
     """The message of an error; `str()` shows it in Python's words.
 
     Attributes:
-        action: What was attempted: a verb and its object, such as `"stage 'birds'"`.
-        found: What was found instead of what was expected, with numbers and units.
-        expected: What was expected; empty if `found` implies it.
-        next_step: What to do next, one sentence without the final period.
+        action: what was attempted: a verb and its object, such as `"stage 'birds'"`.
+        found: what was found instead of what was expected, with numbers and units.
+        expected: what was expected; empty if `found` implies it.
+        next_step: what to do next, one sentence without the final period.
     """
 
     action: Text

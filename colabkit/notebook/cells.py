@@ -236,11 +236,11 @@ class CellCode:
 
     Args:
         shell: IPython shell in whose namespace it runs.
-        cell: Text below the magic's line.
-        is_shown: Whether to display its last expression, as in any cell.
+        cell: text below the magic's line.
+        is_shown: whether to display its last expression, as in any cell.
 
     Raises:
-        InvalidOption: If it is not valid Python; the message quotes the line.
+        InvalidOption: if it is not valid Python; the message quotes the line.
     """
 
     def __init__(self, shell: InteractiveShell, cell: str, *, is_shown: bool = False) -> None:

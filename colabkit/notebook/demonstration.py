@@ -68,20 +68,20 @@ class DemoReport(Report):
     """The measurements of `demo()`.
 
     Attributes:
-        source: Source of the images.
-        samples: Number of images in all splits.
-        classes: Number of classes.
-        sample_shape: Height, width and channels of the images in the pack.
-        latency_s: Simulated seconds for opening a file on the slow drive.
-        naive_images_per_s: Images per second when training straight from the files.
-        naive_wait_share: Fraction of that time spent waiting for data, in [0, 1].
-        packed_images_per_s: Images per second when training from the pack.
-        packed_wait_share: Fraction of that time spent waiting for data, in [0, 1].
-        part_s: Seconds of staging, packing and training, and of the loader's parts, which work in the background.
-        epochs: Number of epochs trained from the pack.
-        accuracy: Fraction of correctly classified images in a held-out split, in [0, 1].
-        accuracy_on: Name of that split: `"test"` if it exists, otherwise `"dev"`.
-        kept: Folder of the local copy, pack and checkpoints, or None if they were removed.
+        source: source of the images.
+        samples: number of images in all splits.
+        classes: number of classes.
+        sample_shape: height, width and channels of the images in the pack.
+        latency_s: simulated seconds for opening a file on the slow drive.
+        naive_images_per_s: images per second when training straight from the files.
+        naive_wait_share: fraction of that time spent waiting for data, in [0, 1].
+        packed_images_per_s: images per second when training from the pack.
+        packed_wait_share: fraction of that time spent waiting for data, in [0, 1].
+        part_s: seconds of staging, packing and training, and of the loader's parts, which work in the background.
+        epochs: number of epochs trained from the pack.
+        accuracy: fraction of correctly classified images in a held-out split, in [0, 1].
+        accuracy_on: name of that split: `"test"` if it exists, otherwise `"dev"`.
+        kept: folder of the local copy, pack and checkpoints, or None if they were removed.
     """
 
     source: str
@@ -163,21 +163,21 @@ def demo(
     """Train a small network on images of a simulated slow drive, first straight from the files, then from a pack.
 
     Args:
-        data: Folder or archive with one folder of images per class, with or without train and test folders. None uses
+        data: folder or archive with one folder of images per class, with or without train and test folders. None uses
             the UCI handwritten digits included in the package.
-        epochs: Number of epochs to train from the pack.
-        size: Height and width to resize images to. None keeps small images of one size, and resizes others to 64x64.
-        latency: Seconds that the slow drive takes to open a file.
-        keep: Empty or new folder in which to keep the local copy, the pack and the checkpoints; None removes them.
-        progress: Print what is being done, and show the live panel.
+        epochs: number of epochs to train from the pack.
+        size: height and width to resize images to. None keeps small images of one size, and resizes others to 64x64.
+        latency: seconds that the slow drive takes to open a file.
+        keep: empty or new folder in which to keep the local copy, the pack and the checkpoints; None removes them.
+        progress: print what is being done, and show the live panel.
 
     Returns:
         The throughput, the time spent waiting for data, and the accuracy.
 
     Raises:
-        SourceMissing, BadSource, BadArchive, BadImage: If the data does not exist, has no classes, or is damaged.
-        TargetExists: If `keep` is not empty.
-        NotEnoughSpace: If the local copy or the pack does not fit.
+        SourceMissing, BadSource, BadArchive, BadImage: if the data does not exist, has no classes, or is damaged.
+        TargetExists: if `keep` is not empty.
+        NotEnoughSpace: if the local copy or the pack does not fit.
 
     Example:
         >>> import colabkit

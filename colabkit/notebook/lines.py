@@ -54,7 +54,7 @@ def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
     """Split a magic's line into words, with shell quoting; `{name}` and `$name` become the variable's `DataWord`.
 
     Raises:
-        InvalidOption: If a quote is not closed, or the variable has no such attribute.
+        InvalidOption: if a quote is not closed, or the variable has no such attribute.
     """
     return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
 
@@ -153,9 +153,9 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
 
     Args:
         shell: IPython shell whose variables are offered.
-        magic: Name of the magic with its percent signs.
-        rest: Text between the magic and the cursor.
-        symbol: End of that text, which the completion replaces; IPython splits words at more characters than spaces.
+        magic: name of the magic with its percent signs.
+        rest: text between the magic and the cursor.
+        symbol: end of that text, which the completion replaces; IPython splits words at more characters than spaces.
     """
     words, begun = split_typed_line(rest)
     verb: Verb | None

@@ -45,7 +45,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     Loading twice has no effect. Magics of the same name from other extensions are not replaced.
 
     Args:
-        shell: The running IPython shell.
+        shell: the running IPython shell.
 
     Example:
         >>> import colabkit
@@ -85,7 +85,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     """Remove the magics, the live panel and the launcher; IPython calls this for `%unload_ext colabkit`.
 
     Args:
-        shell: The running IPython shell.
+        shell: the running IPython shell.
 
     Example:
         >>> import colabkit
@@ -229,7 +229,7 @@ class CellPanels:
     """Runs each cell inside `dashboard()`, whose panel appears once there is something to show.
 
     Args:
-        shell: The IPython shell that runs the cells.
+        shell: the IPython shell that runs the cells.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:

@@ -57,9 +57,9 @@ def parser_of(
     """Return the parser of a verb's options.
 
     Args:
-        verb: The verb.
-        prog: Name in usage lines, such as `"%stage"` or `"colabkit stage"`.
-        make: Function that creates an empty parser.
+        verb: the verb.
+        prog: name in usage lines, such as `"%stage"` or `"colabkit stage"`.
+        make: function that creates an empty parser.
     """
     about = f"{verb.help[:1].upper()}{verb.help[1:]}."
     parser = make(prog=prog, description=about, epilog=verb.more or None, allow_abbrev=False)
@@ -100,9 +100,9 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
     """Return the keyword arguments for the verb's function.
 
     Args:
-        verb: The verb.
-        parsed: Result of its parser.
-        look_up: Function that returns the object for the text and the kind (`object` or `subject`) of an option.
+        verb: the verb.
+        parsed: result of its parser.
+        look_up: function that returns the object for the text and the kind (`object` or `subject`) of an option.
     """
     values = {option.name: getattr(parsed, option.name) for option in verb.options}
     for option in verb.options:
@@ -125,12 +125,12 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
     """Return a variable by name.
 
     Args:
-        namespace: Variables by name.
-        name: Name of the variable.
+        namespace: variables by name.
+        name: name of the variable.
         kind: `object`, or `subject` for something that the doctor can diagnose.
 
     Raises:
-        InvalidOption: If there is no such variable; the message suggests similar names, or loaders.
+        InvalidOption: if there is no such variable; the message suggests similar names, or loaders.
     """
     if name in namespace:
         return namespace[name]
@@ -212,8 +212,8 @@ class LineWords(Words):
     What a line cannot contain, such as a function or an option of another verb, stays Python.
 
     Args:
-        verb: The verb that was run.
-        prefix: Prefix of a verb in a line, `"%"` or `"colabkit "`.
+        verb: the verb that was run.
+        prefix: prefix of a verb in a line, `"%"` or `"colabkit "`.
     """
 
     def __init__(self, verb: Verb, prefix: str) -> None:

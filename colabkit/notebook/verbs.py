@@ -17,14 +17,14 @@ class Option:
     """An argument of a verb.
 
     Attributes:
-        name: Name of the function's parameter.
-        help: One line for `--help` and `?`.
-        default: Default of the function; an option without one is required.
+        name: name of the function's parameter.
+        help: one line for `--help` and `?`.
+        default: default of the function; an option without one is required.
         kind: `text`, `path`, `number`, `amount`, `bytes`, `seconds`, `flag` (also `--no-...`), `switch`, `threads`,
             `steps`, `size`, `folder`, `labels`, `splits`, `fields`, `object`, `objects`, `data` (a path or a variable)
             or `subject` (a variable, or the path of a saved report).
-        is_positional: Whether it is positional although it has a default; required options always are.
-        words: Special values, which completion offers.
+        is_positional: whether it is positional although it has a default; required options always are.
+        words: special values, which completion offers.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Verb:
     """A magic and a command.
 
     Attributes:
-        name: Name of both.
-        help: One-line description.
-        options: Its options, positional ones first.
-        is_magic: Whether it is also a magic.
-        function: Name of the public function, if it differs from `name`.
-        more: Help text below the options.
+        name: name of both.
+        help: one-line description.
+        options: its options, positional ones first.
+        is_magic: whether it is also a magic.
+        function: name of the public function, if it differs from `name`.
+        more: help text below the options.
     """
 
     name: str

@@ -40,12 +40,12 @@ class HeadspaceReport(Report):
     """The speed of a step on cached batches.
 
     Attributes:
-        samples_per_s: Samples per second of the median step: the training throughput with an infinitely fast loader.
-        step_s: Median duration of a step in seconds.
-        steps: Number of timed steps.
-        batch_size: Samples per step.
-        batches: Number of cached batches.
-        loading_samples_per_s: Samples per second of the loader alone, measured while it loaded these batches.
+        samples_per_s: samples per second of the median step: the training throughput with an infinitely fast loader.
+        step_s: median duration of a step in seconds.
+        steps: number of timed steps.
+        batch_size: samples per step.
+        batches: number of cached batches.
+        loading_samples_per_s: samples per second of the loader alone, measured while it loaded these batches.
     """
 
     samples_per_s: float
@@ -84,19 +84,19 @@ def headspace(
     the report to `diagnose(..., headspace=)`.
 
     Args:
-        step: Step function, as for `train()`.
-        loader: Loader of the batches to cache: the next ones of a `Loader`; the first ones of a `DataLoader` or of any
+        step: step function, as for `train()`.
+        loader: loader of the batches to cache: the next ones of a `Loader`; the first ones of a `DataLoader` or of any
             other object that can be iterated repeatedly.
-        state: Objects that the step changes, by name, so that they can be restored. None means the model and optimizer
+        state: objects that the step changes, by name, so that they can be restored. None means the model and optimizer
             of `supervised_step`.
-        batches: Number of batches to cache.
-        seconds: How long to measure, in seconds or as text such as `"5s"`.
+        batches: number of batches to cache.
+        seconds: how long to measure, in seconds or as text such as `"5s"`.
 
     Returns:
         The speed of the step alone and of the loader alone.
 
     Raises:
-        InvalidOption: If a custom step comes without `state`, accumulated gradients are pending, or the loader is
+        InvalidOption: if a custom step comes without `state`, accumulated gradients are pending, or the loader is
             empty or can be iterated only once.
 
     Example:

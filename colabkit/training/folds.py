@@ -32,13 +32,13 @@ class KFoldReport(Report):
     """Results of a cross-validation.
 
     Attributes:
-        folds: Return value of `run` for each fold: the report of `train()`, or a dict of numbers.
-        values: Final numbers of each fold. A validation number whose name training also uses gets a prefix, as in
+        folds: return value of `run` for each fold: the report of `train()`, or a dict of numbers.
+        values: final numbers of each fold. A validation number whose name training also uses gets a prefix, as in
             `val_loss`.
-        mean: Mean of each number over the folds that have it.
-        spread: Sample standard deviation of each number over these folds; 0 for a single fold, NaN if a value is not
+        mean: mean of each number over the folds that have it.
+        spread: sample standard deviation of each number over these folds; 0 for a single fold, NaN if a value is not
             finite.
-        stopped: Why training stopped early in the next fold, such as `"deadline"`; None if all folds are complete.
+        stopped: why training stopped early in the next fold, such as `"deadline"`; None if all folds are complete.
     """
 
     folds: tuple[TrainReport | Mapping[str, float], ...]
@@ -82,19 +82,19 @@ def k_fold(
     is copied.
 
     Args:
-        run: Function of the training view, the held-out view and the fold number, from 0. It returns the report of
+        run: function of the training view, the held-out view and the fold number, from 0. It returns the report of
             `train()`, or a dict of numbers.
         dataset: A split of a pack.
-        folds: Number of folds, at least 2.
-        stratify: Keep the proportions of the labels equal in all folds.
-        groups: Groups of samples that must not be split across folds, as in `PackedDataset.fold`.
-        seed: Seed of the assignment of samples to folds.
+        folds: number of folds, at least 2.
+        stratify: keep the proportions of the labels equal in all folds.
+        groups: groups of samples that must not be split across folds, as in `PackedDataset.fold`.
+        seed: seed of the assignment of samples to folds.
 
     Returns:
         The numbers of each fold, with their mean and standard deviation.
 
     Raises:
-        InvalidOption: If there are fewer samples or groups than folds, `run` is not a function, or it returns
+        InvalidOption: if there are fewer samples or groups than folds, `run` is not a function, or it returns
             something else.
 
     Example:

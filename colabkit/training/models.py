@@ -127,7 +127,7 @@ class Precision:
 
     Attributes:
         name: `"bf16"` or `"fp16"` for mixed precision, False for the dtype of the weights.
-        reason: Why this precision was chosen.
+        reason: why this precision was chosen.
     """
 
     name: Literal["bf16", "fp16", False]
@@ -146,9 +146,9 @@ def precision_on(device: torch.device, amp: Amp, weights: torch.dtype = torch.fl
     `torch.cuda.is_bf16_supported()`, which is also true where bfloat16 is emulated and slow.
 
     Args:
-        device: Device of the model.
-        amp: The requested precision.
-        weights: Dtype of the model's weights.
+        device: device of the model.
+        amp: the requested precision.
+        weights: dtype of the model's weights.
     """
     if amp != "auto":
         return Precision(amp, "as requested")
@@ -264,15 +264,15 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
     8x8, so the network is fast but sees little detail of large images.
 
     Args:
-        classes: Number of scores that the network outputs.
-        shape: Height, width and channels of the images, such as `PackReport.sample_shape`.
-        seed: Seed of the weights. Torch's global generators are not changed.
+        classes: number of scores that the network outputs.
+        shape: height, width and channels of the images, such as `PackReport.sample_shape`.
+        seed: seed of the weights. Torch's global generators are not changed.
 
     Returns:
         A network that takes float images `[B, C, H, W]` and returns scores `[B, classes]`.
 
     Raises:
-        InvalidOption: If `classes` is less than 1, or `shape` is not that of an image.
+        InvalidOption: if `classes` is less than 1, or `shape` is not that of an image.
 
     Example:
         >>> import colabkit, torch

@@ -65,8 +65,8 @@ class Ranks:
     They communicate over a CPU process group (Gloo), so that no process waits for its GPU.
 
     Attributes:
-        rank: Rank of this process.
-        count: Number of processes.
+        rank: rank of this process.
+        count: number of processes.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Ranks:
         """Run `work` in all ranks and return its result; if it fails in one rank, it raises in all.
 
         Raises:
-            LaunchFailed: If it failed in another rank only.
+            LaunchFailed: if it failed in another rank only.
         """
         if self.count == 1:
             return work()
@@ -139,10 +139,10 @@ class Ranks:
         """Return the maximum of each request over all ranks; zeros at steps without communication.
 
         Args:
-            step: Number of the step, equal in all ranks.
-            step_s: Duration of a step in seconds; the shorter it is, the more steps lie between two exchanges.
-            requests: Requests of this rank, integers from 0.
-            at_once: Communicate at this step in any case; equal in all ranks.
+            step: number of the step, equal in all ranks.
+            step_s: duration of a step in seconds; the shorter it is, the more steps lie between two exchanges.
+            requests: requests of this rank, integers from 0.
+            at_once: communicate at this step in any case; equal in all ranks.
         """
         if self.count == 1:
             return requests
@@ -167,17 +167,17 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
     Create the model inside it.
 
     Args:
-        function: Function that each process runs. `cloudpickle` must be able to pickle it, its arguments and its
+        function: function that each process runs. `cloudpickle` must be able to pickle it, its arguments and its
             result.
-        processes: Number of processes; None for one per GPU, or two without GPUs.
-        arguments: Arguments of the function.
+        processes: number of processes; None for one per GPU, or two without GPUs.
+        arguments: arguments of the function.
 
     Returns:
         The return value of the function in rank 0.
 
     Raises:
-        InvalidOption: If there are fewer GPUs than processes, or the function cannot be pickled.
-        LaunchFailed: If a process failed. It describes the first failure and has its traceback as a note.
+        InvalidOption: if there are fewer GPUs than processes, or the function cannot be pickled.
+        LaunchFailed: if a process failed. It describes the first failure and has its traceback as a note.
 
     Example:
         >>> import colabkit
@@ -377,10 +377,10 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
     """Run the function of `notebook_launch()` in one of its processes, and send back its result or its error.
 
     Args:
-        payload: File descriptor of the pickled function and arguments.
-        answer: File descriptor of the pipe for the answer.
-        has_gpus: Whether each process has a GPU.
-        parent: Process id of the launching process; this process is killed when it dies.
+        payload: file descriptor of the pickled function and arguments.
+        answer: file descriptor of the pipe for the answer.
+        has_gpus: whether each process has a GPU.
+        parent: process id of the launching process; this process is killed when it dies.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -20,16 +20,16 @@ class EpochRecord:
     """One epoch of training.
 
     Attributes:
-        epoch: Number of the epoch, from 0.
-        steps: Number of step calls.
-        samples: Samples trained on, in all processes together.
-        seconds: Duration in seconds, without validation.
-        wait_s: Seconds spent waiting for data.
-        values: Mean over samples of each value that the step returned.
-        validation: Values of the last validation in the epoch.
-        copy_s: Seconds spent waiting for copies to the device that did not overlap with computation.
-        compute_s: Seconds spent in the step.
-        other_s: Seconds of other work on the host.
+        epoch: number of the epoch, from 0.
+        steps: number of step calls.
+        samples: samples trained on, in all processes together.
+        seconds: duration in seconds, without validation.
+        wait_s: seconds spent waiting for data.
+        values: mean over samples of each value that the step returned.
+        validation: values of the last validation in the epoch.
+        copy_s: seconds spent waiting for copies to the device that did not overlap with computation.
+        compute_s: seconds spent in the step.
+        other_s: seconds of other work on the host.
     """
 
     epoch: int
@@ -62,8 +62,8 @@ class EpochProgress:
     """Progress of the current epoch; fields as in `EpochRecord`, but `samples` counts this process only.
 
     Attributes:
-        loader_epoch: Number of the epoch in the loader, which may have been used before.
-        is_validation_due: Whether a validation comes before the next step.
+        loader_epoch: number of the epoch in the loader, which may have been used before.
+        is_validation_due: whether a validation comes before the next step.
     """
 
     epoch: int
@@ -99,7 +99,7 @@ def values_of(result: object) -> Values:
     """Return the values that a step returned, by name.
 
     Raises:
-        InvalidOption: If the result is not a loss, a dict of numbers, or None.
+        InvalidOption: if the result is not a loss, a dict of numbers, or None.
     """
     if result is None:
         return {}
@@ -112,7 +112,7 @@ def numbers_of(result: object) -> dict[str, float]:
     """Return the result of `validate` as a dict of floats.
 
     Raises:
-        InvalidOption: If the result is not a dict of numbers.
+        InvalidOption: if the result is not a dict of numbers.
     """
     values = _checked(result, "validate", "a dict of numbers")
     return {name: float(cast(Any, value)) for name, value in values.items()}
@@ -179,8 +179,8 @@ class ValueCurve:
     """Means of each value over bins of steps. Bins double in width so that there are never more than 1,000.
 
     Attributes:
-        width: Steps per bin.
-        bins: For each name, the sum and count of each bin, by bin number.
+        width: steps per bin.
+        bins: for each name, the sum and count of each bin, by bin number.
     """
 
     def __init__(self, width: int = 1, bins: Mapping[str, Mapping[int, tuple[float, int]]] | None = None) -> None:
@@ -228,9 +228,9 @@ class ValueRecorder:
     """Keeps the values of steps on their device until `read()` adds them to the means and the curve.
 
     Args:
-        curve: Curve of the run.
-        means: Means of the epoch so far.
-        must_be_finite: Whether a NaN or infinity is an error. Numbers on the CPU are checked at once; those on another
+        curve: curve of the run.
+        means: means of the epoch so far.
+        must_be_finite: whether a NaN or infinity is an error. Numbers on the CPU are checked at once; those on another
             device when they are read, since each check would wait for the device.
     """
 
@@ -245,7 +245,7 @@ class ValueRecorder:
         """Record the values that a step on `samples` samples returned.
 
         Raises:
-            TrainingDiverged: If `must_be_finite` is set and a CPU value is not finite.
+            TrainingDiverged: if `must_be_finite` is set and a CPU value is not finite.
         """
         if self._must_be_finite:
             for name, value in values.items():

@@ -54,28 +54,28 @@ class TrainReport(Report):
     """The report of a `train()` call.
 
     Attributes:
-        epochs: One record per complete epoch, including epochs trained before a resume.
-        trained: Number of epochs that this call completed.
-        steps: Total number of steps, including those before a resume.
-        seconds: Duration of this call in seconds.
-        samples_per_s: Training throughput of this call in samples per second, over all processes and without
+        epochs: one record per complete epoch, including epochs trained before a resume.
+        trained: number of epochs that this call completed.
+        steps: total number of steps, including those before a resume.
+        seconds: duration of this call in seconds.
+        samples_per_s: training throughput of this call in samples per second, over all processes and without
             validation; 0 if no training was left to do.
-        wait_share: Fraction of the training time spent waiting for data, in [0, 1].
-        parts: Busy seconds of each part of the loader in this call.
-        curve: For each value that the step returned, up to 1,000 pairs: a step, and the mean since the previous pair.
-        validations: Values of each validation, with its step.
-        stopped: Why training stopped early: `"Ctrl-C"`, `"SIGTERM"`, `"SIGHUP"` or `"deadline"`; None if it did not.
-        checkpoint: The newest checkpoint, or None without `save_to`.
-        best: The checkpoint with the best value of `monitor`, or None if it was never measured.
-        best_value: The best value of `monitor`.
-        resumed_from: The checkpoint that this call resumed from, or None.
-        passed_over: Names of damaged checkpoints that were skipped, with the reason.
-        not_kept: Settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
-        failed_saves: Steps of checkpoints that could not be written or published, with the reason.
-        spent: Counters of the loader in this call, and how the time of its steps was spent.
-        facts: Configuration of the loader.
-        hosts: Snapshots of the machine during this call, evenly thinned; empty if it was not monitored.
-        precision: The precision of a supervised step, such as `"bf16"`; None for a custom step.
+        wait_share: fraction of the training time spent waiting for data, in [0, 1].
+        parts: busy seconds of each part of the loader in this call.
+        curve: for each value that the step returned, up to 1,000 pairs: a step, and the mean since the previous pair.
+        validations: values of each validation, with its step.
+        stopped: why training stopped early: `"Ctrl-C"`, `"SIGTERM"`, `"SIGHUP"` or `"deadline"`; None if it did not.
+        checkpoint: the newest checkpoint, or None without `save_to`.
+        best: the checkpoint with the best value of `monitor`, or None if it was never measured.
+        best_value: the best value of `monitor`.
+        resumed_from: the checkpoint that this call resumed from, or None.
+        passed_over: names of damaged checkpoints that were skipped, with the reason.
+        not_kept: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
+        failed_saves: steps of checkpoints that could not be written or published, with the reason.
+        spent: counters of the loader in this call, and how the time of its steps was spent.
+        facts: configuration of the loader.
+        hosts: snapshots of the machine during this call, evenly thinned; empty if it was not monitored.
+        precision: the precision of a supervised step, such as `"bf16"`; None for a custom step.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -109,17 +109,17 @@ class TrainReport(Report):
         """Plot how step time was spent, throughput, machine utilization, and the values over the steps.
 
         Args:
-            path: File to save the figure to, such as `"run.png"` or `"run.pdf"`; may start with `drive:`.
+            path: file to save the figure to, such as `"run.png"` or `"run.pdf"`; may start with `drive:`.
 
         Returns:
             The matplotlib figure.
 
         Raises:
-            MissingPackage: If matplotlib is not installed.
-            InvalidOption: If nothing has been trained, or the file extension is not an image format.
-            FileFailed: If the file cannot be written.
-            NotEnoughSpace: If the disk is full.
-            NotMounted: If `path` is on Drive and Drive is not mounted.
+            MissingPackage: if matplotlib is not installed.
+            InvalidOption: if nothing has been trained, or the file extension is not an image format.
+            FileFailed: if the file cannot be written.
+            NotEnoughSpace: if the disk is full.
+            NotMounted: if `path` is on Drive and Drive is not mounted.
         """
         from colabkit.foundation import plotting
         from colabkit.training.plot import plot_run
@@ -152,12 +152,12 @@ class TrainReport(Report):
         not have, become null. An existing file is replaced atomically.
 
         Args:
-            path: File to write; may start with `drive:`.
+            path: file to write; may start with `drive:`.
 
         Raises:
-            FileFailed: If the file cannot be written.
-            NotEnoughSpace: If the disk is full.
-            NotMounted: If `path` is on Drive and Drive is not mounted.
+            FileFailed: if the file cannot be written.
+            NotEnoughSpace: if the disk is full.
+            NotMounted: if `path` is on Drive and Drive is not mounted.
         """
         act = "save the report"
         target = user_path(path, act).absolute()
@@ -223,7 +223,7 @@ class TrainingInterrupted(OneLineError, KeyboardInterrupt):
     """Ctrl-C stopped the training at the end of a step.
 
     Attributes:
-        report: The `TrainReport` of the training until then.
+        report: the `TrainReport` of the training until then.
     """
 
     def __init__(self, report: TrainReport) -> None:
@@ -280,12 +280,12 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
     """Read the measurements from a file that `TrainReport.save()` wrote.
 
     Args:
-        path: File to read; may start with `drive:`.
+        path: file to read; may start with `drive:`.
 
     Raises:
-        SourceMissing: If the file does not exist.
-        FileFailed: If the file cannot be read.
-        BadSource: If the file is not a saved report.
+        SourceMissing: if the file does not exist.
+        FileFailed: if the file cannot be read.
+        BadSource: if the file is not a saved report.
     """
     found = user_path(path, "read the report")
     try:
@@ -336,7 +336,7 @@ def _record(kind: type[_Record], values: dict[str, Any], **converted: Any) -> _R
     """Return a record built from plain `values` and those that are already `converted`.
 
     Raises:
-        TypeError: If a plain value does not have the type of its field.
+        TypeError: if a plain value does not have the type of its field.
     """
     # mypy believes that classes are not hashable.
     hints = _hints_of(kind)  # type: ignore[arg-type]

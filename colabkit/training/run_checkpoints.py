@@ -23,17 +23,17 @@ class RunCheckpoints:
     """Saves the complete state of a run, and restores it.
 
     Args:
-        folder: Path of the checkpoint folder, or None to save nothing.
-        checkpoints: The opened checkpoint folder in rank 0, which reads and writes for all ranks; None in the others.
-        state: Objects to save, by name.
-        step: The step; saved too if it has a state.
-        loader: Loader whose position is saved.
-        processes: The ranks of the training.
+        folder: path of the checkpoint folder, or None to save nothing.
+        checkpoints: the opened checkpoint folder in rank 0, which reads and writes for all ranks; None in the others.
+        state: objects to save, by name.
+        step: the step; saved too if it has a state.
+        loader: loader whose position is saved.
+        processes: the ranks of the training.
 
     Attributes:
-        resumed_from: The checkpoint that was loaded.
-        passed_over: Names of newer checkpoints that were skipped because they are damaged, with the reason.
-        not_kept: Settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
+        resumed_from: the checkpoint that was loaded.
+        passed_over: names of newer checkpoints that were skipped because they are damaged, with the reason.
+        not_kept: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class RunCheckpoints:
         """Restore the newest readable checkpoint and return the saved state of the run, or None without a checkpoint.
 
         Raises:
-            TargetExists: If there are checkpoints and `resume` is False.
-            InvalidOption: If the checkpoint is of different data or a different state.
-            Corrupt: If all checkpoints are damaged.
+            TargetExists: if there are checkpoints and `resume` is False.
+            InvalidOption: if the checkpoint is of different data or a different state.
+            Corrupt: if all checkpoints are damaged.
         """
         found: LoadedCheckpoint | None = None
         trouble: BaseException | None = None
@@ -166,15 +166,15 @@ class RunCheckpoints:
         """Start saving the state after a step; all processes must call this together.
 
         Args:
-            step: Number of the step.
-            position: State of the loader after the step.
-            run: State of the run itself.
-            score: Value that ranks the checkpoint, or None.
-            random: State of the random generators; None for their current state.
-            wait: Wait until the checkpoint is written.
+            step: number of the step.
+            position: state of the loader after the step.
+            run: state of the run itself.
+            score: value that ranks the checkpoint, or None.
+            random: state of the random generators; None for their current state.
+            wait: wait until the checkpoint is written.
 
         Raises:
-            NotEnoughSpace, FileFailed, TimedOut, InvalidOption: With `wait`, if it cannot be written.
+            NotEnoughSpace, FileFailed, TimedOut, InvalidOption: with `wait`, if it cannot be written.
         """
         if self.folder is None:
             return
@@ -202,7 +202,7 @@ class RunCheckpoints:
         """Wait until all checkpoints are written and published.
 
         Raises:
-            NotEnoughSpace, FileFailed, TimedOut: If the last one could not be written.
+            NotEnoughSpace, FileFailed, TimedOut: if the last one could not be written.
         """
         finish = (lambda: None) if self.checkpoints is None else self.checkpoints.finish
         self._processes.together("end the training", finish)

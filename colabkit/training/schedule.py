@@ -38,7 +38,7 @@ def moment(act: str, name: str, value: Moment) -> float:
     """Return the `time.monotonic()` value of a `datetime`, or of a duration from now.
 
     Raises:
-        InvalidOption: If `value` is neither, is in the past, or is outside the range of the clock.
+        InvalidOption: if `value` is neither, is in the past, or is outside the range of the clock.
     """
     if not isinstance(value, datetime):
         return time.monotonic() + check_duration(act, name, value)
@@ -85,20 +85,20 @@ class Validator:
     """Runs validations and tracks the best state so far.
 
     Args:
-        function: Returns a dict of numbers, given the number of earlier validations; None to judge states by the
+        function: returns a dict of numbers, given the number of earlier validations; None to judge states by the
             values of the step.
-        every: Steps between two validations, or None for one at the end of each epoch.
-        monitor: Name of the number to judge by; None for the loss.
-        mode: Whether the lowest or the highest value is best.
-        ranks: The ranks of the training; the values of rank 0 are used.
+        every: steps between two validations, or None for one at the end of each epoch.
+        monitor: name of the number to judge by; None for the loss.
+        mode: whether the lowest or the highest value is best.
+        ranks: the ranks of the training; the values of rank 0 are used.
 
     Attributes:
-        rule: Mode and name of the monitored number; only scores with the same rule are comparable.
-        can_validate: Whether there is a validation function.
-        is_by_epoch: Whether states are judged at the end of epochs.
-        best: The best value so far, or None.
-        score: The value of the current state, or None if it was not judged.
-        is_best: Whether the current state is the best so far and not saved yet.
+        rule: mode and name of the monitored number; only scores with the same rule are comparable.
+        can_validate: whether there is a validation function.
+        is_by_epoch: whether states are judged at the end of epochs.
+        best: the best value so far, or None.
+        score: the value of the current state, or None if it was not judged.
+        is_best: whether the current state is the best so far and not saved yet.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Validator:
         """Run validation `number`, from 0, in all processes, and return the values of rank 0.
 
         Raises:
-            InvalidOption: If these are not a dict of numbers.
-            LaunchFailed: If validation failed in another process.
+            InvalidOption: if these are not a dict of numbers.
+            LaunchFailed: if validation failed in another process.
         """
 
         def numbers() -> dict[str, float]:
@@ -147,7 +147,7 @@ class Validator:
         """Judge the current state by its values.
 
         Raises:
-            InvalidOption: If `monitor` was given and is not among the values.
+            InvalidOption: if `monitor` was given and is not among the values.
         """
         mode, monitor = self.rule
         # Reports show validation values with the prefix "val_", so accept such names too.
@@ -179,12 +179,12 @@ class StopRequests:
 
     Args:
         deadline: A `time.monotonic()` value, or None.
-        waits_for_others: Whether other processes train too. Waits are then not interrupted, since all processes must
+        waits_for_others: whether other processes train too. Waits are then not interrupted, since all processes must
             agree to stop first.
-        saves: Whether a final checkpoint follows, for the message.
+        saves: whether a final checkpoint follows, for the message.
 
     Attributes:
-        reserve_s: Seconds before the deadline at which training must stop.
+        reserve_s: seconds before the deadline at which training must stop.
     """
 
     def __init__(self, deadline: float | None, waits_for_others: bool, saves: bool) -> None:

@@ -60,24 +60,24 @@ def supervised_step(
     `DistributedDataParallel` if it is not wrapped yet.
 
     Args:
-        model: Model that takes images. It must be on its training device before the first step.
-        optimizer: Optimizer of the model's parameters.
-        loss: Function of the model's output (in float32) and the labels that returns a tensor with one number.
-        scheduler: Learning rate scheduler, stepped after each optimizer update, or None.
-        amp: Mixed precision: `"bf16"`, `"fp16"` with gradient scaling, or False. `"auto"` uses bf16 on CUDA GPUs of
+        model: model that takes images. It must be on its training device before the first step.
+        optimizer: optimizer of the model's parameters.
+        loss: function of the model's output (in float32) and the labels that returns a tensor with one number.
+        scheduler: learning rate scheduler, stepped after each optimizer update, or None.
+        amp: mixed precision: `"bf16"`, `"fp16"` with gradient scaling, or False. `"auto"` uses bf16 on CUDA GPUs of
             compute capability 8.0 or higher, fp16 on those of 7.0 or higher, and no mixed precision elsewhere.
-        channels_last: Whether to keep images and convolution weights in channels-last memory format. None does so on a
+        channels_last: whether to keep images and convolution weights in channels-last memory format. None does so on a
             CUDA GPU; on a CPU, it leaves both unchanged, except that images become contiguous for models that fail
             with channels-last images.
-        accumulate: Number of batches whose gradients are averaged for one update.
-        clip: Maximum norm of all gradients together, or None for no clipping.
-        compile: Whether to compile the model with `torch.compile`; a string is its mode, such as `"reduce-overhead"`.
+        accumulate: number of batches whose gradients are averaged for one update.
+        clip: maximum norm of all gradients together, or None for no clipping.
+        compile: whether to compile the model with `torch.compile`; a string is its mode, such as `"reduce-overhead"`.
 
     Returns:
         A callable that trains on one batch and returns a dict of tensors on the device.
 
     Raises:
-        InvalidOption: If an argument is invalid, or contradicts another one.
+        InvalidOption: if an argument is invalid, or contradicts another one.
 
     Example:
         >>> import colabkit, torch
@@ -101,8 +101,8 @@ class SupervisedStep:
     evaluation mode, such as frozen ones, stay so while the model itself is in training mode.
 
     Attributes:
-        parts: The model and the optimizer, by these names; checkpoints hold them by default.
-        updates: Number of optimizer updates so far.
+        parts: the model and the optimizer, by these names; checkpoints hold them by default.
+        updates: number of optimizer updates so far.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class SupervisedStep:
         """Train on a batch and return its loss, and its accuracy if defined, as tensors on the device.
 
         Raises:
-            InvalidOption: If the batch does not consist of images and labels, is on another device than the model, or
+            InvalidOption: if the batch does not consist of images and labels, is on another device than the model, or
                 the loss is not a single number.
-            MissingPackage: If `torch.compile` finds no C++ compiler.
+            MissingPackage: if `torch.compile` finds no C++ compiler.
         """
         images, labels = self._taken(batch)
         if not self._model.training:
@@ -183,7 +183,7 @@ class SupervisedStep:
         Under `torch.distributed`, call this in every process, each with its own batches; all get the same result.
 
         Raises:
-            InvalidOption: As for a step, or if there are no batches.
+            InvalidOption: as for a step, or if there are no batches.
         """
         self._settle()
         modes = [(module, module.training) for module in self._model.modules()]
@@ -233,7 +233,7 @@ class SupervisedStep:
         """Restore a state. Accumulated gradients are dropped, since they belong to other weights.
 
         Raises:
-            InvalidOption: If the state has a scheduler and this step has none, or vice versa, or their classes differ.
+            InvalidOption: if the state has a scheduler and this step has none, or vice versa, or their classes differ.
         """
         if (state_dict["scheduler"] is None) != (self._scheduler is None):
             found = "the state has a scheduler, but the step has none"
@@ -406,7 +406,7 @@ def _pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     """Return the images and labels of a batch.
 
     Raises:
-        InvalidOption: If it is neither a pair of tensors nor a dict with `"X"` and `"Y"` or of two tensors.
+        InvalidOption: if it is neither a pair of tensors nor a dict with `"X"` and `"Y"` or of two tensors.
     """
     images = labels = None
     if isinstance(batch, tuple | list):

@@ -60,7 +60,7 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
     """Return the objects to save, by name: `state` if given, otherwise the model and optimizer of a supervised step.
 
     Raises:
-        InvalidOption: If `state` is invalid, or `is_saved` and a custom step comes without `state`.
+        InvalidOption: if `state` is invalid, or `is_saved` and a custom step comes without `state`.
     """
     if state is None:
         if is_saved and not isinstance(step, Stateful):
@@ -136,43 +136,43 @@ def train(
     are used.
 
     Args:
-        step: Function that takes a batch and returns a loss, a dict of numbers, or None. A step with `state_dict` and
+        step: function that takes a batch and returns a loss, a dict of numbers, or None. A step with `state_dict` and
             `load_state_dict` is saved too. A step that accumulates gradients must have an attribute `is_whole`, true
             while no gradients are pending (checkpoints are only taken then), and a method `flush()` that applies
             pending ones, called at the end of an epoch.
         loader: `Loader` that supplies the batches.
-        epochs: Total number of epochs, including those of earlier calls.
-        state: Objects to save, by name, such as `{"model": model, "optimizer": optimizer}`. None saves the model and
+        epochs: total number of epochs, including those of earlier calls.
+        state: objects to save, by name, such as `{"model": model, "optimizer": optimizer}`. None saves the model and
             optimizer of `supervised_step`.
-        save_to: Folder for the checkpoints; it may be on Drive.
-        save_every: Steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
-        keep_last: How many of the newest checkpoints to keep, besides the best one.
-        resume: Resume from the newest checkpoint. If False, `save_to` must not contain checkpoints.
-        validate: Function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
+        save_to: folder for the checkpoints; it may be on Drive.
+        save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
+        keep_last: how many of the newest checkpoints to keep, besides the best one.
+        resume: resume from the newest checkpoint. If False, `save_to` must not contain checkpoints.
+        validate: function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
             evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on.
-        validate_every: Steps between two validations, or `"epoch"`.
-        monitor: Name of the number that selects the best checkpoint, taken from `validate` if given, otherwise from
+        validate_every: steps between two validations, or `"epoch"`.
+        monitor: name of the number that selects the best checkpoint, taken from `validate` if given, otherwise from
             the step. None uses the loss, if there is one.
-        mode: Whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best.
-        deadline: When the runtime ends: a duration from now, such as `"11h 30min"`, or a `datetime`. Training stops
+        mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best.
+        deadline: when the runtime ends: a duration from now, such as `"11h 30min"`, or a `datetime`. Training stops
             early enough to save a final checkpoint by then.
-        on_nonfinite: Whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
+        on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
             (`"continue"`). Numbers on a GPU are checked when they are read, not after each step.
-        timeout: How long one checkpoint operation may wait for the file system of `save_to`, in seconds or as text
+        timeout: how long one checkpoint operation may wait for the file system of `save_to`, in seconds or as text
             such as `"5min"`, plus one second for each 10 MB. After that, the checkpoint counts as failed. None means
             two minutes.
-        on_step: Function called with a record of each step after that step.
+        on_step: function called with a record of each step after that step.
 
     Returns:
         A `TrainReport` with the records of all epochs, the curves, the checkpoints and the timings.
 
     Raises:
-        TrainingInterrupted: After Ctrl-C and the final checkpoint, if any. It is a `KeyboardInterrupt` and holds the
+        TrainingInterrupted: after Ctrl-C and the final checkpoint, if any. It is a `KeyboardInterrupt` and holds the
             report.
-        InvalidOption: If an argument is invalid, or the checkpoints are of different data or a different `state`.
-        TargetExists: If `resume` is False and `save_to` contains checkpoints.
-        Corrupt: If all checkpoints are damaged.
-        NotEnoughSpace, FileFailed, TimedOut: If the first or the last checkpoint cannot be written.
+        InvalidOption: if an argument is invalid, or the checkpoints are of different data or a different `state`.
+        TargetExists: if `resume` is False and `save_to` contains checkpoints.
+        Corrupt: if all checkpoints are damaged.
+        NotEnoughSpace, FileFailed, TimedOut: if the first or the last checkpoint cannot be written.
 
     Example:
         >>> import colabkit, torch

@@ -60,8 +60,8 @@ def open_launcher() -> Launcher:
         The panel. `close()` removes it, and `results` holds the reports of the last run.
 
     Raises:
-        NoNotebook: If this is not a notebook.
-        MissingPackage: If ipywidgets is not installed.
+        NoNotebook: if this is not a notebook.
+        MissingPackage: if ipywidgets is not installed.
 
     Example:
         >>> import colabkit
@@ -97,13 +97,13 @@ class Launcher:
     notebook, it is all that can be read.
 
     Args:
-        widgets: The package ipywidgets.
+        widgets: the package ipywidgets.
 
     Attributes:
-        view: The widgets.
-        results: Reports of the last run, by the variable names of the shown code: `mounted`, `probed`, `staged`,
+        view: the widgets.
+        results: reports of the last run, by the variable names of the shown code: `mounted`, `probed`, `staged`,
             `packed` and `report`.
-        is_open: Whether the panel is open.
+        is_open: whether the panel is open.
     """
 
     def __init__(self, widgets: Any) -> None:

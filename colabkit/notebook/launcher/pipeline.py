@@ -56,10 +56,10 @@ class PipelineCall:
     """One public call.
 
     Attributes:
-        name: Variable for its report.
-        verb: The verb to call.
-        arguments: Arguments by name, without defaults.
-        doing: Description of the call for the panel, such as `"Staging"`.
+        name: variable for its report.
+        verb: the verb to call.
+        arguments: arguments by name, without defaults.
+        doing: description of the call for the panel, such as `"Staging"`.
     """
 
     name: str
@@ -91,10 +91,10 @@ class Pipeline:
     """The action of a button.
 
     Attributes:
-        source: The source that the user entered, without secrets.
-        calls: The calls, in order.
-        training: Settings of the training that follows, or None.
-        secret: The complete source if it is an address that may contain a secret, otherwise empty.
+        source: the source that the user entered, without secrets.
+        calls: the calls, in order.
+        training: settings of the training that follows, or None.
+        secret: the complete source if it is an address that may contain a secret, otherwise empty.
     """
 
     source: str
@@ -107,12 +107,12 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
     """Return the pipeline of a button, without running it.
 
     Args:
-        settings: Values of the form.
-        action: The button.
-        needs_mount: Whether `drive:` needs a mount; False if another folder replaces it.
+        settings: values of the form.
+        action: the button.
+        needs_mount: whether `drive:` needs a mount; False if another folder replaces it.
 
     Raises:
-        InvalidOption: If a value is invalid.
+        InvalidOption: if a value is invalid.
     """
     act = f"{action} the source" if action != "train" else "train on the source"
     source = _checked(act, "source", settings.source)
@@ -248,10 +248,10 @@ def run_pipeline(
     """Make the calls of a pipeline. Errors and `KeyboardInterrupt` are not caught.
 
     Args:
-        pipeline: The pipeline to run.
-        screen: Screen for the live panel of the training.
-        begin: Called before each call with its description.
-        done: Called after each call with its variable name and its report.
+        pipeline: the pipeline to run.
+        screen: screen for the live panel of the training.
+        begin: called before each call with its description.
+        done: called after each call with its variable name and its report.
     """
     results: dict[str, Any] = {}
     for call in pipeline.calls:

@@ -51,17 +51,17 @@ class Settings:
     """The values of the form's fields; text fields are not parsed yet.
 
     Attributes:
-        source: Path or address of the data.
-        to: Destination of the local copy.
-        size: Height and width to resize images to; empty to keep their size.
-        encoding: Encoding of the pack.
-        labels: Source of the labels.
-        splits: Shares of the splits, or a column; empty to use the source's folders.
-        channels: Channels of the images, `"3"` or `"1"`.
-        on_bad: How to handle files that cannot be decoded.
-        batch_size: Samples per batch.
-        epochs: Total number of epochs.
-        work: Folder for packs and checkpoints.
+        source: path or address of the data.
+        to: destination of the local copy.
+        size: height and width to resize images to; empty to keep their size.
+        encoding: encoding of the pack.
+        labels: source of the labels.
+        splits: shares of the splits, or a column; empty to use the source's folders.
+        channels: channels of the images, `"3"` or `"1"`.
+        on_bad: how to handle files that cannot be decoded.
+        batch_size: samples per batch.
+        epochs: total number of epochs.
+        work: folder for packs and checkpoints.
     """
 
     source: str = "samples:digits"
@@ -81,8 +81,8 @@ def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
     """Return the choices for the destination of a local copy, as pairs of label and value for `stage(to=)`.
 
     Args:
-        found: Report of `runtime()`.
-        local_folder: Folder of local copies on disk.
+        found: report of `runtime()`.
+        local_folder: folder of local copies on disk.
     """
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
     return [
@@ -106,7 +106,7 @@ class FieldWords(LineWords):
     """The words of the launcher: the labels of its fields, such as `Labels: none`, and magics for everything else.
 
     Args:
-        action: Name of the pressed button.
+        action: name of the pressed button.
     """
 
     def __init__(self, action: str) -> None:

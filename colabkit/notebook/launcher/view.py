@@ -35,19 +35,19 @@ class View:
     click.
 
     Args:
-        widgets: The package ipywidgets.
-        destinations: Choices for the destination of local copies, from `places`.
-        clicked: Called with the action of a clicked button.
-        code: Returns the code for the settings, or a comment with the error in them.
+        widgets: the package ipywidgets.
+        destinations: choices for the destination of local copies, from `places`.
+        clicked: called with the action of a clicked button.
+        code: returns the code for the settings, or a comment with the error in them.
         kept: CSS class of the elements that are hidden while the panel is alive.
 
     Attributes:
-        root: The widget that contains all others.
-        fields: The form's widgets, by the names of `Settings`.
-        buttons: The row of buttons that is visible now, by action.
-        options_switch: Toggles the pack options.
-        code_switch: Toggles the code.
-        reports: The reports shown.
+        root: the widget that contains all others.
+        fields: the form's widgets, by the names of `Settings`.
+        buttons: the row of buttons that is visible now, by action.
+        options_switch: toggles the pack options.
+        code_switch: toggles the code.
+        reports: the reports shown.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ def open_address(url: str, headers: dict[str, str], authorization: str | None, d
     Args:
         url: the address, without userinfo.
         headers: headers that are also sent to redirect targets.
-        authorization: Authorization header for this host only, or None.
+        authorization: authorization header for this host only, or None.
         deadline: the deadline for the response and for reading its body.
 
     Raises:

@@ -60,10 +60,10 @@ class SaveJob:
     """A checkpoint to write.
 
     Attributes:
-        is_awaited: Whether the caller waits for it.
-        is_raised: Whether its failure is raised to the caller.
-        limit_s: Seconds that the file system may take for one operation.
-        is_given_up: Whether one operation took longer and the failure is already recorded.
+        is_awaited: whether the caller waits for it.
+        is_raised: whether its failure is raised to the caller.
+        limit_s: seconds that the file system may take for one operation.
+        is_given_up: whether one operation took longer and the failure is already recorded.
     """
 
     step: int
@@ -107,8 +107,8 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
     memory-mapped, so that content that cannot be loaded fails now, not on resuming.
 
     Raises:
-        InvalidOption: If `content` holds objects that cannot be loaded with `weights_only=True`.
-        WriteAborted: If the checkpoint is no longer needed.
+        InvalidOption: if `content` holds objects that cannot be loaded with `weights_only=True`.
+        WriteAborted: if the checkpoint is no longer needed.
     """
     fd = file_changes.create(path)
     try:
@@ -145,9 +145,9 @@ class _CheckpointSink:
     """The file object for `torch.save`: buffers small writes; hashes and writes large blocks in another thread.
 
     Attributes:
-        size: Bytes written so far.
-        error: The error of a write, kept here because torch replaces errors of the file object by its own.
-        was_opened: Exit stack that is closed at the first write.
+        size: bytes written so far.
+        error: the error of a write, kept here because torch replaces errors of the file object by its own.
+        was_opened: exit stack that is closed at the first write.
     """
 
     def __init__(self, fd: int, path: Path, job: SaveJob) -> None:
@@ -244,10 +244,10 @@ class LoadedCheckpoint:
     """A loaded checkpoint.
 
     Attributes:
-        path: Path of its file.
-        step: Step after which it was taken.
-        content: The saved content, with all tensors on the CPU.
-        passed_over: Newer checkpoints that were skipped because they are damaged, with the reason.
+        path: path of its file.
+        step: step after which it was taken.
+        content: the saved content, with all tensors on the CPU.
+        passed_over: newer checkpoints that were skipped because they are damaged, with the reason.
     """
 
     path: Path
@@ -260,7 +260,7 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
     """Return the content of a checkpoint, without executing code from it.
 
     Raises:
-        DamagedCheckpoint: If it does not match its seal, or is not a checkpoint of colabkit.
+        DamagedCheckpoint: if it does not match its seal, or is not a checkpoint of colabkit.
     """
     sealed.check()
     try:
@@ -293,8 +293,8 @@ class RemoteFolder:
         """Run `work` on the mount and return its result; see `SlowMount.call`.
 
         Raises:
-            TimedOut: If the mount does not answer.
-            NotMounted: If the mount is gone, so that the path would be on the local disk.
+            TimedOut: if the mount does not answer.
+            NotMounted: if the mount is gone, so that the path would be on the local disk.
         """
         if not can_hang(str(self.folder), mounts()):
             found = f"the mount of {str(self.folder)!r} is gone"
@@ -340,7 +340,7 @@ class RemoteFolder:
         """Copy a checkpoint of this folder to the local folder `local`, and return the copy.
 
         Raises:
-            DamagedCheckpoint: If it does not match its seal.
+            DamagedCheckpoint: if it does not match its seal.
         """
 
         def fill(path: Path, moved: MoveCallback) -> tuple[int, str]:

@@ -70,15 +70,15 @@ class CheckpointFolder:
     system answers. Until then, nothing else can be saved.
 
     Args:
-        save_to: Path of the folder; created when needed.
-        keep_last: How many of the newest checkpoints to keep.
-        mode: Whether the lowest or the highest score is best.
-        monitor: Name of the score; scores with another name are not compared.
-        timeout_s: Seconds that one operation may take, plus one for each 10 MB of a checkpoint. None means 120.
+        save_to: path of the folder; created when needed.
+        keep_last: how many of the newest checkpoints to keep.
+        mode: whether the lowest or the highest score is best.
+        monitor: name of the score; scores with another name are not compared.
+        timeout_s: seconds that one operation may take, plus one for each 10 MB of a checkpoint. None means 120.
 
     Attributes:
-        local_folder: Folder where checkpoints are written first; `save_to` itself if it is local.
-        save_s: Seconds that the slowest checkpoint took from `save()` until it was in place; 0 before the first.
+        local_folder: folder where checkpoints are written first; `save_to` itself if it is local.
+        save_s: seconds that the slowest checkpoint took from `save()` until it was in place; 0 before the first.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class CheckpointFolder:
         """Return the step of the newest sealed checkpoint, without checking for damage, or None.
 
         Raises:
-            TimedOut, FileFailed: If the mount of `save_to` does not answer, or a folder cannot be read.
+            TimedOut, FileFailed: if the mount of `save_to` does not answer, or a folder cannot be read.
         """
         act = f"look for checkpoints in {str(self.folder)!r}"
         with file_changes.translated(act):
@@ -164,9 +164,9 @@ class CheckpointFolder:
         are loaded with `weights_only=True`, so no code in them is executed. The random generators are not changed.
 
         Raises:
-            Corrupt: If all checkpoints are damaged.
-            TimedOut: If the mount of `save_to` does not answer.
-            NotEnoughSpace, FileFailed: If a remote one cannot be copied, or a folder cannot be read.
+            Corrupt: if all checkpoints are damaged.
+            TimedOut: if the mount of `save_to` does not answer.
+            NotEnoughSpace, FileFailed: if a remote one cannot be copied, or a folder cannot be read.
         """
         act = f"resume from {str(self.folder)!r}"
         with file_changes.translated(act):
@@ -202,14 +202,14 @@ class CheckpointFolder:
         enough memory for a copy. Loaded tensors are on the CPU and detached. `failures` lists failed saves.
 
         Args:
-            step: Step after which the checkpoint is taken.
-            content: Nested dicts, lists and tuples of tensors, numbers and text.
-            score: Value that ranks the checkpoint.
-            wait: Return when the checkpoint is sealed locally, and raise if that fails.
+            step: step after which the checkpoint is taken.
+            content: nested dicts, lists and tuples of tensors, numbers and text.
+            score: value that ranks the checkpoint.
+            wait: return when the checkpoint is sealed locally, and raise if that fails.
 
         Raises:
-            InvalidOption: If `content` holds objects that cannot be loaded with `weights_only=True`.
-            NotEnoughSpace, FileFailed, TimedOut: With `wait`, if it cannot be written; older checkpoints stay.
+            InvalidOption: if `content` holds objects that cannot be loaded with `weights_only=True`.
+            NotEnoughSpace, FileFailed, TimedOut: with `wait`, if it cannot be written; older checkpoints stay.
         """
         act = f"save the checkpoint of step {step}"
         started = time.monotonic()
@@ -408,7 +408,7 @@ class CheckpointFolder:
         Failed publications do not raise; `failures` lists them with the path of the local file.
 
         Raises:
-            NotEnoughSpace, FileFailed, TimedOut: If the last checkpoint could not be written.
+            NotEnoughSpace, FileFailed, TimedOut: if the last checkpoint could not be written.
         """
         with self._changed:
             self._await_writer("finish saving checkpoints")

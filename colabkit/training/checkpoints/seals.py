@@ -40,14 +40,14 @@ class SealedCheckpoint:
     """A checkpoint that has a seal.
 
     Attributes:
-        seal: Path of the seal.
-        path: Path of the file with the content.
-        step: Step after which it was taken.
-        size: Size of the file in bytes, according to the seal.
+        seal: path of the seal.
+        path: path of the file with the content.
+        step: step after which it was taken.
+        size: size of the file in bytes, according to the seal.
         digest: SHA-256 of the file in hex, according to the seal.
-        score: Value that ranks the checkpoint, or None.
-        judge: Mode and name of the score, such as `"min loss"`; only scores of the same judge are comparable.
-        trouble: Why the seal could not be read; empty if it could.
+        score: value that ranks the checkpoint, or None.
+        judge: mode and name of the score, such as `"min loss"`; only scores of the same judge are comparable.
+        trouble: why the seal could not be read; empty if it could.
     """
 
     seal: Path
@@ -168,12 +168,12 @@ def put(
     Also removes unsealed files of killed runs from the folder.
 
     Args:
-        folder: Folder; created if missing.
-        step: Step after which the checkpoint was taken.
-        rated: Its score, or None, and the judge, which starts with `"min"` or `"max"`.
-        size: Approximate size in bytes.
-        fill: Function that writes the file at a path and returns its size in bytes and its SHA-256.
-        act: Verb and object for messages.
+        folder: folder; created if missing.
+        step: step after which the checkpoint was taken.
+        rated: its score, or None, and the judge, which starts with `"min"` or `"max"`.
+        size: approximate size in bytes.
+        fill: function that writes the file at a path and returns its size in bytes and its SHA-256.
+        act: verb and object for messages.
     """
     names = _names(folder)
     sealed = _of_names(folder, names)

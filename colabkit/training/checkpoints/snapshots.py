@@ -32,9 +32,9 @@ class ContentCopy:
     """The content of a checkpoint to write.
 
     Attributes:
-        content: New containers; their tensors are CPU copies if `is_apart`, otherwise the original ones.
-        size: Size of the tensors in bytes.
-        is_apart: Whether the tensors are copies, so that training cannot change them.
+        content: new containers; their tensors are CPU copies if `is_apart`, otherwise the original ones.
+        size: size of the tensors in bytes.
+        is_apart: whether the tensors are copies, so that training cannot change them.
     """
 
     content: dict[str, Any]
@@ -99,7 +99,7 @@ class ContentCopier:
         """Return a copy of the content, or the original tensors if there is not enough memory.
 
         Raises:
-            InvalidOption: If it holds objects that cannot be loaded with `weights_only=True`.
+            InvalidOption: if it holds objects that cannot be loaded with `weights_only=True`.
         """
         # Tensors are identified by their ids, so keep references to them.
         content = dict(content)
@@ -281,7 +281,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     """Restore the random generators, and those of CUDA devices as far as this machine has them.
 
     Args:
-        state: Result of `random_state()`.
+        state: result of `random_state()`.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
