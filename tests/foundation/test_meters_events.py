@@ -23,10 +23,10 @@ def test_every_listener_gets_every_event_in_order():
     heard: list[tuple[str, object]] = []
     subscribe(lambda event: heard.append(("one", event)))
     subscribe(lambda event: heard.append(("two", event)))
-    told = [EVENT, meters.RunEnded(None)]
-    for event in told:
+    events = [EVENT, meters.RunEnded(None)]
+    for event in events:
         publish(event)
-    assert heard == [(name, event) for event in told for name in ("one", "two")]
+    assert heard == [(name, event) for event in events for name in ("one", "two")]
 
 
 def test_an_unsubscribed_listener_gets_no_events_and_may_unsubscribe_twice():

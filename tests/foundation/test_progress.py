@@ -126,45 +126,45 @@ def test_a_bar_shows_the_time_without_progress(monkeypatch):
 
 
 def test_a_custom_display_gets_the_progress_instead_of_tqdm(monkeypatch):
-    shown, told = terminal(monkeypatch), []
+    shown, reported = terminal(monkeypatch), []
     monkeypatch.setattr(progress, "_REDRAWN_S", -1.0)
-    with shown_by(told.append), ProgressBar("stage", 4 << 20, "B", files=20) as bar:
+    with shown_by(reported.append), ProgressBar("stage", 4 << 20, "B", files=20) as bar:
         bar.retried(1)
         bar.advance(1 << 20, files=5)
         bar.advance(1 << 20, files=5)
     assert shown.getvalue() == ""
-    assert [one and (one.action, one.done, one.total, one.unit, one.note) for one in told] == [
+    assert [one and (one.action, one.done, one.total, one.unit, one.note) for one in reported] == [
         ("stage", 0, 4 << 20, "B", ""),
         ("stage", 1 << 20, 4 << 20, "B", "5/20 files, 1 retry"),
         ("stage", 2 << 20, 4 << 20, "B", "10/20 files, 1 retry"),
         None,
     ]
-    assert all(one.seconds >= 0 for one in told if one)
+    assert all(one.seconds >= 0 for one in reported if one)
     with ProgressBar("stage", 2, " files") as bar:
         bar._bar.refresh()
     assert "stage" in shown.getvalue()
 
 
 def test_a_custom_display_is_updated_only_a_few_times_per_second(monkeypatch):
-    now, told = [100.0], []
+    now, reported = [100.0], []
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with shown_by(told.append), ProgressBar("pack", None, " samples") as bar:
+    with shown_by(reported.append), ProgressBar("pack", None, " samples") as bar:
         for _ in range(1000):
             now[0] += 0.001
             bar.advance(1)
-        assert 4 <= len(told) <= 6
+        assert 4 <= len(reported) <= 6
         now[0] += 10.0
         bar.wait()
-    assert told[-2] == Progress("pack", 1000, None, " samples", "no progress for 10.0 s", pytest.approx(11.0))
+    assert reported[-2] == Progress("pack", 1000, None, " samples", "no progress for 10.0 s", pytest.approx(11.0))
 
 
 def test_disabled_bars_and_heartbeats_work_with_a_custom_display(monkeypatch):
-    told = []
-    with shown_by(told.append):
+    reported = []
+    with shown_by(reported.append):
         with ProgressBar("stage", 2, " files", enabled=False) as bar:
             bar.advance(1)
-        assert told == []
+        assert reported == []
         with heartbeat("probe", 8.0) as tick:
             tick(2.5)
-    assert told[0] == Progress("probe", 0, 8, " s", "", pytest.approx(0, abs=1))
-    assert told[-1] is None
+    assert reported[0] == Progress("probe", 0, 8, " s", "", pytest.approx(0, abs=1))
+    assert reported[-1] is None

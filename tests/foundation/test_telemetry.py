@@ -62,8 +62,8 @@ def test_importing_telemetry_imports_no_torch_and_starts_no_thread():
     code = (
         "import sys, threading, colabkit.foundation.telemetry; print('torch' in sys.modules, threading.active_count())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout == "False 1\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == "False 1\n"
 
 
 def test_the_cpu_time_of_a_child_process_counts_as_own(tmp_path):

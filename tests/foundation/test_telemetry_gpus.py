@@ -111,9 +111,9 @@ def test_memory_reported_by_old_bindings_includes_the_drivers_share():
 
 
 def test_reasons_for_lowered_clocks_are_read_from_new_and_old_drivers():
-    told = {0: (), 0x1: (), 0x4: ("power",), 0x80: ("power",), 0x20: ("heat",), 0x44: ("power", "heat")}
+    reasons_of = {0: (), 0x1: (), 0x4: ("power",), 0x80: ("power",), 0x20: ("heat",), 0x44: ("power", "heat")}
     for absent in ((), ("nvmlDeviceGetCurrentClocksEventReasons",)):
-        for reasons, expected in told.items():
+        for reasons, expected in reasons_of.items():
             nvml = FakeNvml(Chip("GPU-a", reasons=reasons), absent=absent)
             assert gpus(nvml).snapshot()[0].slowed_by == expected
 

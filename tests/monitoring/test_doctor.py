@@ -160,8 +160,8 @@ def test_a_transform_after_worker_processes_is_compared_with_the_work_of_each_wo
 def test_transforms_on_the_gpu_are_not_advised_if_they_already_run_there() -> None:
     parts = (part("gather", 1e-5), part("augment", 0.003))
     for facts, is_told in ((GATHERED, True), (ON_GPU, False)):
-        told = judge(made(wait=0.2, facts=facts, parts=parts, host=with_gpu()))
-        assert any(advice.rule == "slow_transform" for advice in told.advice) is is_told
+        diagnosis = judge(made(wait=0.2, facts=facts, parts=parts, host=with_gpu()))
+        assert any(advice.rule == "slow_transform" for advice in diagnosis.advice) is is_told
 
 
 def test_the_first_pass_does_not_count_if_later_passes_have_enough_steps() -> None:
@@ -264,7 +264,7 @@ def rules_that_give(monkeypatch: pytest.MonkeyPatch, *advice: Advice) -> None:
     monkeypatch.setattr(verdict_module, "RULES", tuple(map(rule, advice)))
 
 
-def told(name: str, samples_per_s: float | None = None) -> Advice:
+def advised(name: str, samples_per_s: float | None = None) -> Advice:
     """Return advice of a rule."""
     return Advice(f"{name} was found", f"Do {name}", samples_per_s=samples_per_s, rule=name)
 
@@ -277,12 +277,12 @@ def named(found: Diagnosis) -> list[str]:
 def test_the_best_three_pieces_of_advice_that_gain_three_percent_are_given_best_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gains = [told(f"rule {gain}", 640.0 * gain) for gain in (2, 5, 3, 4)]
-    rules_that_give(monkeypatch, told("about nothing"), *gains)
+    gains = [advised(f"rule {gain}", 640.0 * gain) for gain in (2, 5, 3, 4)]
+    rules_that_give(monkeypatch, advised("about nothing"), *gains)
     assert named(judge(made())) == ["rule 5", "rule 4", "rule 3"]
-    rules_that_give(monkeypatch, told("little", 640 * 1.02), told("more", 640 * 1.04))
+    rules_that_give(monkeypatch, advised("little", 640 * 1.02), advised("more", 640 * 1.04))
     assert named(judge(made())) == ["more"]
-    rules_that_give(monkeypatch, told("a", 9e9), told("slowed_gpu"), told("full_ram"), told("lost_gpu"))
+    rules_that_give(monkeypatch, advised("a", 9e9), advised("slowed_gpu"), advised("full_ram"), advised("lost_gpu"))
     assert named(judge(made())) == ["full_ram", "lost_gpu", "a"], "first what may end the run"
 
 
@@ -290,15 +290,15 @@ def test_contradicting_advice_is_not_given(monkeypatch: pytest.MonkeyPatch) -> N
     assert {name for rule in RULES for name in rule.silences} <= {rule.name for rule in RULES}
     for rule in RULES:
         for other in rule.silences:
-            rules_that_give(monkeypatch, told(other, 9e9), told(rule.name))
+            rules_that_give(monkeypatch, advised(other, 9e9), advised(rule.name))
             assert named(judge(made())) == [rule.name]
-            rules_that_give(monkeypatch, told(other, 9e9))
+            rules_that_give(monkeypatch, advised(other, 9e9))
             assert named(judge(made())) == [other]
 
 
 def test_two_rules_with_the_same_call_give_only_the_better_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = (replace(told(name, speed), call="colabkit.stage('x')") for name, speed in (("a", 1e3), ("b", 2e3)))
-    rules_that_give(monkeypatch, one, other, told("c"), told("d"))
+    one, other = (replace(advised(name, speed), call="colabkit.stage('x')") for name, speed in (("a", 1e3), ("b", 2e3)))
+    rules_that_give(monkeypatch, one, other, advised("c"), advised("d"))
     assert named(judge(made())) == ["b", "c", "d"]
 
 
@@ -331,7 +331,7 @@ def test_the_source_of_a_pack_is_packed_again_not_the_pack() -> None:
 
 
 def test_saved_seconds_are_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules_that_give(monkeypatch, told("twice", 1280.0))
+    rules_that_give(monkeypatch, advised("twice", 1280.0))
     (advice,) = judge(made(facts=replace(GATHERED, samples=6400))).advice
     assert advice.saved_s == pytest.approx(5.0)
     (advice,) = judge(made(facts=replace(GATHERED, samples=None))).advice
@@ -352,7 +352,9 @@ def test_only_a_run_limited_by_compute_needs_no_fix() -> None:
 
 
 def test_the_text_contains_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules_that_give(monkeypatch, replace(told("one", 640.0), call="colabkit.stage('x')", check="look"), told("two"))
+    rules_that_give(
+        monkeypatch, replace(advised("one", 640.0), call="colabkit.stage('x')", check="look"), advised("two")
+    )
     found = judge(made(wait=0.1, facts=replace(GATHERED, samples=6400)))
     assert repr(found).splitlines() == [
         "Training waits for data 50% of the time; 320 images/s in a typical step, "

@@ -148,13 +148,13 @@ def test_a_file_that_is_not_a_saved_report_is_a_one_line_error(tmp_path: Path) -
     with pytest.raises(SourceMissing, match=r"^Cannot read .*none\.json"):
         diagnose(tmp_path / "none.json")
     good = train(lambda batch: 0.5, loader()).save(tmp_path / "run.json")
-    told = json.loads(good.read_text())
+    record = json.loads(good.read_text())
     wrong = [
-        {**told, "spent": {"batches": 1}},
-        {**told, "facts": {**told["facts"], "workers": "two"}},
-        {**told, "facts": {**told["facts"], "kind": "none"}},
-        {**told, "spent": {**told["spent"], "recent": [["a", 0, 0, 0, 4]]}},
-        {**told, "spent": {**told["spent"], "wait_s": None}},
+        {**record, "spent": {"batches": 1}},
+        {**record, "facts": {**record["facts"], "workers": "two"}},
+        {**record, "facts": {**record["facts"], "kind": "none"}},
+        {**record, "spent": {**record["spent"], "recent": [["a", 0, 0, 0, 4]]}},
+        {**record, "spent": {**record["spent"], "wait_s": None}},
     ]
     for text in ("", "[]", "{}", "nonsense \0", '{"spent": null}', "[" * 100_000, *map(json.dumps, wrong)):
         good.write_text(text)

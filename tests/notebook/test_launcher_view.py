@@ -1,4 +1,4 @@
-"""The launcher driven by clicks without a browser: what it does, tells and leaves behind.
+"""The launcher driven by clicks without a browser: what it does, shows and leaves behind.
 
 `test_launcher_kernels.py` drives it in a kernel with ipywidgets 7.7.1 as well.
 """

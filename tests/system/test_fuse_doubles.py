@@ -328,7 +328,7 @@ def test_the_command_line_mounts_until_it_is_unmounted_or_interrupted(tmp_path: 
 
 @pytest.mark.parametrize("fstype", ["fuse.drive", "fuse.google-drive-ocamlfuse"])
 def test_a_mount_has_the_requested_type_until_the_block_ends(tmp_path: Path, root: Path, fstype: str) -> None:
-    with FuseMount(tmp_path / "far side", root, fstype) as mount:
+    with FuseMount(tmp_path / "remote", root, fstype) as mount:
         assert mounted_at(mount.point) == [fstype]
         pid = mount.pid
     assert mounted_at(mount.point) == []
