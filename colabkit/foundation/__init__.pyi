@@ -62,6 +62,7 @@ from .messages import Text as Text
 from .messages import Words as Words
 from .messages import call as call
 from .messages import cannot as cannot
+from .messages import in_python as in_python
 from .messages import omit as omit
 from .messages import option as option
 from .messages import shown as shown

@@ -51,7 +51,18 @@ class CallRef:
     options: Mapping[str, Any]
 
 
-Text: TypeAlias = "str | OptionRef | CallRef | Message | tuple[Text, ...]"
+@dataclass(frozen=True, slots=True)
+class PythonOnly:
+    """A part of a text that only Python's words show, because other front ends cannot do what it says.
+
+    Attributes:
+        text: The part, with its separators, such as `", or pass a function"`.
+    """
+
+    text: Text
+
+
+Text: TypeAlias = "str | OptionRef | CallRef | PythonOnly | Message | tuple[Text, ...]"
 """Text with references in it; the parts of a tuple are joined without spaces."""
 
 
@@ -68,6 +79,11 @@ def omit(name: str) -> OptionRef:
 def call(name: str, *arguments: Any, **options: Any) -> CallRef:
     """Refer to a call of `colabkit.name()`; an argument `...` stands for any."""
     return CallRef(name, arguments, options)
+
+
+def in_python(text: Text) -> PythonOnly:
+    """Return a part of a text that only Python's words show, with its separators."""
+    return PythonOnly(text)
 
 
 def shown(value: object) -> str:
@@ -96,6 +112,10 @@ class Words:
         arguments += [f"{name}={_argument(value)}" for name, value in call.options.items()]
         return f"colabkit.{call.name}({', '.join(arguments)})"
 
+    def python_only(self, text: Text) -> str:
+        """Return a text about what only Python can do; other front ends return an empty text."""
+        return self.render(text)
+
     def render(self, text: Text) -> str:
         """Return a text with its references in these words."""
         if isinstance(text, str):
@@ -104,6 +124,8 @@ class Words:
             return "".join(map(self.render, text))
         if isinstance(text, CallRef):
             return self.call(text)
+        if isinstance(text, PythonOnly):
+            return self.python_only(text.text)
         if isinstance(text, Message):
             return text.render(self)
         return self.omit(text.name) if text.is_omitted else self.option(text.name, text.value)
@@ -158,12 +180,14 @@ def has_references(value: object) -> bool:
     """Return whether a value is a reference, or a text of several parts with at least one."""
     if isinstance(value, tuple):
         return any(map(has_references, value))
-    return isinstance(value, OptionRef | CallRef | Message)
+    return isinstance(value, OptionRef | CallRef | PythonOnly | Message)
 
 
 def _replaced(text: Text, old: str, new: str) -> Text:
     if isinstance(text, tuple):
         return tuple(_replaced(part, old, new) for part in text)
+    if isinstance(text, PythonOnly):
+        return PythonOnly(_replaced(text.text, old, new))
     if isinstance(text, Message):
         return text.replaced(old, new)
     return text.replace(old, new) if isinstance(text, str) else text
@@ -178,6 +202,8 @@ def _starts_with_omitted(text: Text) -> bool:
 def _options_in(text: Text) -> Iterator[str]:
     if isinstance(text, OptionRef):
         yield text.name
+    elif isinstance(text, PythonOnly):
+        yield from _options_in(text.text)
     elif isinstance(text, Message):
         yield from text.options
     elif isinstance(text, tuple):

@@ -112,7 +112,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     if (ending := target.suffix[1:].lower()) not in formats:
         found = f"{target.suffix!r} is not an image format" if ending else "its name has no extension"
         expected = f"one of the extensions {', '.join(formats)}"
-        raise InvalidOption(cannot(act, found, expected, "For example, use the name run.png"))
+        raise InvalidOption(cannot(act, found, expected, "For example, save it as run.png"))
     drawn = encode_figure(figure, ending)
     with translated(act), Partial(target) as partial:
         write_file(partial.path, drawn, durable=True)

@@ -179,7 +179,7 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
     if isinstance(found, colabkit.Pack):
         found = found[loading["split"]]
     elif "split" in given:
-        other = (option("split"), f" is given, and {name!r} is {kind_of(found)}")
+        other = (option("split"), f" is given, but {name!r} is {kind_of(found)}")
         raise InvalidOption(cannot("train", other, "a pack", omit("split")))
     return colabkit.Loader(
         found,

@@ -208,7 +208,7 @@ def demo(
         if "train" not in labelled.splits:
             found = f"there are only the splits {', '.join(labelled.splits)}"
             next_step = "Rename one of the folders to 'train'"
-            raise BadSource(cannot(f"train on {source.name!r}", found, "a folder 'train'", next_step))
+            raise BadSource(cannot(f"train on {source.name!r}", found, "a folder named 'train'", next_step))
         shape = sides or _shape(drive.source, labelled)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         batch_size = 32 if sum(map(len, labelled.splits.values())) < 10_000 else 128
@@ -288,7 +288,7 @@ def _image_shape(source: Source, item: Item) -> tuple[int, int]:
             height, width, _ = decode_image(file.read()).shape
         except BadImage as error:
             act = f"read {item.path!r} of {source.name!r}"
-            raise BadImage(cannot(act, error.message or str(error), "", "Remove or repair this file")) from error
+            raise BadImage(cannot(act, error.message or str(error), "", "Repair or remove this file")) from error
     return height, width
 
 
@@ -355,7 +355,7 @@ def _checked(
     if lowest < 0:
         path = samples[-1 - lowest][0].path
         act = f"train on {path!r} of {drive.name!r}"
-        raise BadImage(cannot(act, "the file cannot be decoded as an image", "", "Remove or repair this file"))
+        raise BadImage(cannot(act, "the file cannot be decoded as an image", "", "Repair or remove this file"))
     return batch
 
 

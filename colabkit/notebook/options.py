@@ -16,7 +16,7 @@ from functools import partial
 from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
-from colabkit.foundation import CallRef, Code, InvalidOption, Report, Words, cannot, parse_bytes
+from colabkit.foundation import CallRef, Code, InvalidOption, Report, Text, Words, cannot, parse_bytes
 from colabkit.notebook.verbs import VERBS, Option, Verb
 
 _MOST_NAMED = 3
@@ -202,10 +202,6 @@ _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
 """The parser of each kind of option, and a description of valid text."""
 
 
-_FUNCTION_KINDS = ("labels", "splits", "fields")
-"""Kinds of options that also accept a function in Python; messages then name them without a value."""
-
-
 class LineWords(Words):
     """The words of a line in a notebook or a terminal: `--refresh` and `%mount`, or `colabkit mount`.
 
@@ -231,6 +227,10 @@ class LineWords(Words):
         option = self._options.get(name)
         return f"omit {(option and (option.flag or option.name)) or super().option(name, ...)}"
 
+    def python_only(self, text: Text) -> str:
+        """Return an empty text."""
+        return ""
+
     def call(self, call: CallRef) -> str:
         """Return the line that is equivalent to a call."""
         verb = self._verbs.get(call.name)
@@ -250,7 +250,7 @@ def speak(found: Any, verb: Verb, words: LineWords) -> None:
 def _option_text(option: Option, value: Any) -> str:
     """Return an option and a value as the words of a line; empty if a line cannot contain them."""
     if value is ...:
-        return "" if option.kind in _FUNCTION_KINDS else option.flag or option.name
+        return option.flag or option.name
     if option.kind == "objects":
         # A dict of names and variables in Python, only the names of the variables in a line.
         return " ".join([option.flag, *value]) if isinstance(value, Mapping) else ""

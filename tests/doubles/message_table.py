@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from colabkit.foundation import Code, Message, Text, call, cannot, omit, option
+from colabkit.foundation import Code, Message, Text, call, cannot, in_python, omit, option
 from colabkit.notebook.launcher.settings import FieldWords
 from colabkit.notebook.options import LineWords
 from colabkit.notebook.verbs import VERBS
@@ -103,6 +103,8 @@ class SourceReader:
         elif isinstance(node, ast.Name) and (values := self._values_at(node, scope)):
             for one in values:
                 yield from self._texts(one, {**scope, node.id: []}, depth + 1)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "in_python":
+            yield from map(in_python, self._texts(node.args[0], scope, depth))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _REFERENCES:
             yield _reference(node)
         else:

@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 
 from colabkit import errors
 from colabkit.errors import ColabkitError, InvalidOption
-from colabkit.foundation import PYTHON, CallRef, Code, Message, Report, Text, Words, call, cannot, omit, option
+from colabkit.foundation import (
+    PYTHON,
+    CallRef,
+    Code,
+    Message,
+    Report,
+    Text,
+    Words,
+    call,
+    cannot,
+    in_python,
+    omit,
+    option,
+)
 from colabkit.foundation.messages import has_references, shown
 
 KINDS = [getattr(errors, name) for name in errors.__all__]
@@ -55,6 +68,7 @@ def test_a_message_has_four_parts_of_which_the_third_may_be_empty() -> None:
         (call("stage", ..., refresh=True), "colabkit.stage(..., refresh=True)", "STAGE"),
         (call("pack", "a'b", Code("out"), size=(8, 9)), 'colabkit.pack("a\'b", out, size=(8, 9))', "PACK"),
         (("Run ", call("mount"), (", or ", (omit("to"), "."))), "Run colabkit.mount(), or omit to=.", None),
+        (("Rename it", in_python((" or use ", option("labels")))), "Rename it or use labels=", None),
         ((), "", ""),
     ],
 )

@@ -165,12 +165,12 @@ def test_fields_chooses_arrays_and_as_dict_names_them():
         (lambda: np.array(3), "dense tensor"),
         (lambda: torch.tensor(3.0), "dense tensor"),
         (lambda: torch.eye(5).to_sparse(), "sparse"),
-        (lambda: np.array(["a", "b"]), "<U1; expected a dtype that torch supports"),
-        (lambda: np.array([None, 1]), "object; expected a dtype that torch supports"),
+        (lambda: np.array(["a", "b"]), "<U1; expected a dtype that PyTorch supports"),
+        (lambda: np.array([None, 1]), "object; expected a dtype that PyTorch supports"),
         (lambda: np.empty((0, 3)), "there are no samples; expected at least one"),
         (lambda: torch.empty(0), "there are no samples; expected at least one"),
-        (lambda: np.zeros(4, [("a", "i4")]), "a dtype that torch supports"),
-        (lambda: np.zeros(4, "M8[s]"), "a dtype that torch supports"),
+        (lambda: np.zeros(4, [("a", "i4")]), "a dtype that PyTorch supports"),
+        (lambda: np.zeros(4, "M8[s]"), "a dtype that PyTorch supports"),
     ],
 )
 def test_arrays_that_cannot_be_loaded_raise_a_one_line_error(dataset: Callable[[], Any], message):

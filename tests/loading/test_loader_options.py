@@ -152,7 +152,7 @@ def test_the_error_names_all_unsupported_arguments_and_no_others(files):
 def test_keep_gpu_for_batches_on_the_cpu_raises_an_error_with_or_without_a_gpu(pack, files, monkeypatch):
     for dataset in (pack["train"], IMAGES, files):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        assert "keep='gpu', but torch finds no usable GPU" in refused(dataset, keep="gpu")
+        assert "keep='gpu', but PyTorch finds no usable GPU" in refused(dataset, keep="gpu")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         message = refused(dataset, keep="gpu")
         assert "keep='gpu', but the batches are on the CPU" in message

@@ -251,7 +251,7 @@ def test_a_state_with_a_custom_sampler_loads_on_the_same_number_of_ranks(name):
         loaders(1, state)
     assert str(caught.value) == (
         "Cannot resume the Loader: 2 processes saved this state of a custom sampler inside an epoch;"
-        " expected the same number now, not 1."
+        " expected as many processes now, not 1."
         " Start 2 processes, or start the epoch again with loader.set_epoch(0)."
     )
     # Finish the epoch.

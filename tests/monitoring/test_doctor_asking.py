@@ -233,7 +233,7 @@ def test_a_saved_report_accepts_a_headspace(data: PackedDataset, tmp_path: Path)
 def test_an_invalid_headspace_or_one_without_steps_is_a_one_line_error() -> None:
     for headspace, message in (
         (0.5, r"headspace is a float; expected a HeadspaceReport or None\. Use headspace=colabkit\.headspace\("),
-        (headspace_of(0.01), r"headspace= is given, and the loader has not been used .*, or omit headspace=\."),
+        (headspace_of(0.01), r"headspace= is given, but the loader has not been used .*, or omit headspace=\."),
     ):
         with pytest.raises(errors.InvalidOption, match=f"^Cannot diagnose: {message}"):
             diagnose(DataLoader(Slow(8), 4), headspace=headspace)

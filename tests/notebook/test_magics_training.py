@@ -219,7 +219,7 @@ def test_an_invalid_line_is_a_one_line_error(shell: InteractiveShell, capsys: py
     for line, error, said in (
         ("nowhere.h5", SourceMissing, "nowhere.h5"),
         ("dta", InvalidOption, "or use data."),
-        ("data --split dev", InvalidOption, "--split is given, and 'data' is a tuple; expected a pack. Omit --split."),
+        ("data --split dev", InvalidOption, "--split is given, but 'data' is a tuple; expected a pack. Omit --split."),
         ("data --batch-size big", InvalidOption, "'big' is not a whole number"),
         ("data --on tpu", InvalidOption, "tpu"),
         ("data --transform nothing", InvalidOption, "Cannot use 'nothing'"),

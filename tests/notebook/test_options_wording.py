@@ -15,7 +15,7 @@ from magic_shells import loaded_shell, shown_by
 import colabkit
 from colabkit import errors
 from colabkit.errors import ColabkitError
-from colabkit.foundation import Code, Text, call, cannot, omit, option
+from colabkit.foundation import Code, Text, call, cannot, in_python, omit, option
 from colabkit.notebook.command_line import main
 from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, FieldWords
 from colabkit.notebook.lines import split_line
@@ -105,6 +105,8 @@ def test_a_field_accepts_every_value_that_it_is_advised() -> None:
         ("pack", ("increase ", option("max_bad")), "increase --max-bad"),
         ("pack", omit("size"), "omit --size"),
         ("mount", omit("path"), "omit path"),
+        ("pack", (option("labels"), " and ", option("splits")), "--labels and --splits"),
+        ("pack", ("Rename it", in_python((", or use ", option("labels", Code("function"))))), "Rename it"),
         ("pack", (option("size", ...), " and ", option("out")), "--size and out"),
     ],
 )
@@ -120,7 +122,6 @@ def test_an_option_of_the_verb_is_written_as_in_its_line(verb: str, text: Text, 
         ((option("keep", "gpu"), " and ", option("num_workers", 0)), "keep='gpu' and num_workers=0"),
         (omit("num_workers"), "omit num_workers="),
         # The option also accepts a function, which a line does not.
-        ((option("labels"), " and ", option("splits")), "labels= and splits="),
         (option("labels", Code("path.parent.name")), "labels=path.parent.name"),
         (option("executor", Code("Client()")), "executor=Client()"),
         # A line has no such value.

@@ -279,7 +279,7 @@ def test_trust_is_not_suggested_for_datasets_other_than_numbers(tmp_path, truste
     with h5py.File(tmp_path / "p.h5", "w") as file:
         HOSTILE["objects"](file, tmp_path)
     with pytest.raises(
-        BadSource, match=r"the dtype object; expected an array of numbers\. Name another dataset with x= or y=\.$"
+        BadSource, match=r"has dtype object; expected an array of numbers\. Name another dataset with x= or y=\.$"
     ):
         open_pack(tmp_path / "p.h5", x="e/images", trusted=trusted)
 

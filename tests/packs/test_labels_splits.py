@@ -271,9 +271,9 @@ def test_folds_depend_only_on_the_seed():
         ({"k": 1}, "k=1; expected a whole number of 2 or more"),
         ({"k": 2.0}, "k=2.0"),
         ({"seed": -1}, "seed=-1"),
-        ({"strata": [0, 1]}, r"strata has the shape \(2,\); expected one value for each of 6 samples"),
-        ({"strata": np.zeros((6, 2))}, r"strata has the shape \(6, 2\)"),
-        ({"groups": [0] * 5}, r"groups has the shape \(5,\)"),
+        ({"strata": [0, 1]}, r"strata has shape \(2,\); expected one value for each of 6 samples"),
+        ({"strata": np.zeros((6, 2))}, r"strata has shape \(6, 2\)"),
+        ({"groups": [0] * 5}, r"groups has shape \(5,\)"),
         ({"groups": [0] * 6}, "only 1 group; expected at least one for each fold"),
         (
             {"groups": np.array([0, "a", None, 1, 2, 3], object)},

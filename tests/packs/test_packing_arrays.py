@@ -247,8 +247,8 @@ WRONG = {
     ),
     "objects": ({"X": np.array([{}, []], object)}, InvalidOption, "'X' contains Python objects, such as a dict"),
     "ragged lists": ({"X": [[1], [1, 2]]}, InvalidOption, "'X' is a list that cannot be converted"),
-    "dates": ({"X": np.array(["2024-01-01"], "M8[D]")}, InvalidOption, r"'X' has the dtype datetime64\[D\]"),
-    "long doubles": ({"X": np.zeros(3, np.longdouble)}, InvalidOption, "'X' has the dtype"),
+    "dates": ({"X": np.array(["2024-01-01"], "M8[D]")}, InvalidOption, r"'X' has dtype datetime64\[D\]"),
+    "long doubles": ({"X": np.zeros(3, np.longdouble)}, InvalidOption, "'X' has dtype"),
     "bfloat16": ({"X": torch.zeros(3).bfloat16()}, InvalidOption, "'X' is a Tensor that cannot be converted"),
     "text of two dimensions": (
         {"X": IMAGES[:2], "Z": np.array([["a", "b"]] * 2)},

@@ -288,7 +288,7 @@ def test_npy_arrays_without_numbers_are_errors(tmp_path):
         source = arrays(tmp_path / "tree", [value] * 2)
         assert_refused(
             BadSource,
-            r"Cannot pack .* the first array has the dtype .*; expected a numeric dtype",
+            r"Cannot pack .* the first array has dtype .*; expected a numeric dtype",
             source,
             tmp_path / "p.h5",
         )

@@ -56,7 +56,7 @@ class Normalize(Transform):
             for number, value in enumerate(values):
                 check_number("normalize", f"{name}[{number}]", value, above=above, example=0.5)
         if not 0 < len(mean) == len(std):
-            found = f"mean has {format_things(len(mean), 'value')}, and std has {len(std)}"
+            found = f"mean has {format_things(len(mean), 'value')}, but std has {len(std)}"
             next_step = "Pass one mean and one standard deviation per channel"
             raise InvalidOption(cannot("normalize", found, "the same number, at least 1", next_step))
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -228,7 +228,7 @@ class MixUp(Transform):
                         "mix images",
                         f"the labels range from {low} to {high}",
                         f"class numbers from 0 to {self.classes - 1}",
-                        "Correct the labels, or pass MixUp the right number of classes",
+                        "Correct the labels, or pass the right number of classes to MixUp",
                     )
                 )
         one_hot: Tensor = (labels[:, None] == torch.arange(self.classes, device=labels.device)).float()

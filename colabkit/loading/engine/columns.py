@@ -289,7 +289,7 @@ def _row_gather(act: str, name: str, value: Any) -> RowGather:
                 cannot(
                     act,
                     f"array {name!r} has dtype {value.dtype}",
-                    "a dtype that torch supports",
+                    "a dtype that PyTorch supports",
                     "Convert the array first, for example with array.astype('float32')",
                 )
             ) from error

@@ -45,7 +45,7 @@ class BadSamples:
             crop = "Pass size=, or a transform that crops to one size"
             raise BadImage(cannot(f"decode {name}", str(error), "images of one size", crop)) from error
         if self.on_bad == "raise":
-            repair = "Remove or repair the file, or use on_bad='skip'"
+            repair = "Repair or remove the file, or use on_bad='skip'"
             raise BadImage(cannot(f"decode {name}", str(error), "a readable image", repair)) from error
         if name not in self.reasons and len(self.reasons) < _MOST_LISTED:
             self.reasons[name] = str(error)

@@ -77,7 +77,7 @@ class LoaderOptions:
         if self.keep == "gpu" and not self.is_on_gpu:
             if not torch.cuda.device_count():
                 runtime = "Choose a GPU runtime and pass device='cuda', or omit keep="
-                raise InvalidOption(cannot(act, "keep='gpu', but torch finds no usable GPU", "", runtime))
+                raise InvalidOption(cannot(act, "keep='gpu', but PyTorch finds no usable GPU", "", runtime))
             found = "keep='gpu', but the batches are on the CPU"
             raise InvalidOption(cannot(act, found, "batches on a GPU", "Pass device='cuda' as well"))
         self.bad = BadSamples(self.on_bad)
@@ -162,7 +162,7 @@ def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes:
             both = f"shuffle={shuffle!r} is used with a sampler"
             raise InvalidOption(cannot(act, both, "", "Omit shuffle=, because the sampler determines the order"))
         if not isinstance(sampler, Iterable | Order) or not isinstance(sampler, Sized):
-            expected = "an order of colabkit.sampler, or an iterable of sample indices with a length"
+            expected = "an order from colabkit.sampler, or an iterable of sample indices with a length"
             next_step = "For example, use sampler=colabkit.sampler.Balanced(labels)"
             raise InvalidOption(cannot(act, f"sampler={shown(sampler)}", expected, next_step))
         if isinstance(sampler, Order) and sampler.n != n:
@@ -213,7 +213,7 @@ def usable_device(act: str, device: Any) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         gpus = format_things(torch.cuda.device_count(), "usable GPU")
         next_step = "Use device='cuda'" if torch.cuda.device_count() else "Choose a GPU runtime, or use device='cpu'"
-        raise InvalidOption(cannot(act, f"device={str(device)!r}, but torch finds {gpus}", "", next_step))
+        raise InvalidOption(cannot(act, f"device={str(device)!r}, but PyTorch finds {gpus}", "", next_step))
     if chosen.type not in ("cpu", "cuda"):
         move = "Use device='cpu', and move the batches with batch.to(...)"
         raise InvalidOption(cannot(act, f"device={str(device)!r}", "'cpu' or 'cuda'", move))

@@ -14,7 +14,7 @@ from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 
 _VERSION = 3
-_RESTART = "Call loader.set_epoch() to start the epoch again"
+_RESTART = "Call loader.set_epoch(epoch) to start that epoch again"
 _BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
 
 
@@ -161,7 +161,7 @@ class LoaderPosition:
             saved_by = format_things(processes, "process")
             found = f"{saved_by} saved this state of a custom sampler inside an epoch"
             restart = f"Start {saved_by}, or start the epoch again with loader.set_epoch({epoch})"
-            raise InvalidOption(cannot(act, found, f"the same number now, not {world_size}", restart))
+            raise InvalidOption(cannot(act, found, f"as many processes now, not {world_size}", restart))
         self._set_order(order)
         self.seed = seed
         self.next = self.received = (epoch + 1, 0) if is_end(samples) else (epoch, samples)

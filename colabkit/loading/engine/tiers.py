@@ -148,7 +148,7 @@ def _of_rows(act: str, keep: Keep, shown: str, needed: int, ram: int, is_on_disk
     if not is_on_disk:
         if keep == "disk":
             found = "keep='disk', but arrays are already in memory"
-            next_step = ("Omit keep=, or write the arrays to a file with ", call("pack", ...))
+            next_step = ("Omit keep=, or write the arrays to a file with ", call("pack"))
             raise InvalidOption(cannot(act, found, "a pack or image files", next_step))
         return Tier("ram", f"{shown}, already in memory")
     if keep == "disk":

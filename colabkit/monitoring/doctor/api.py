@@ -87,7 +87,7 @@ def diagnose(
     subject: Any = meters.latest() if of is None else of
     if subject is None:
         nothing = "no training and no loop over a Loader has run in this process"
-        raise InvalidOption(cannot(act, nothing, "", "Train first, or name a TrainReport or a loader"))
+        raise InvalidOption(cannot(act, nothing, "", "Train first, or pass a TrainReport or a loader"))
     if isinstance(subject, meters.LoaderMeters):
         return _of_meters(subject, headspace)
     if isinstance(subject, TrainReport):
@@ -96,13 +96,15 @@ def diagnose(
         return judge(_profile(*read_run(of), headspace))
     if not isinstance(subject, Loader | WatchedLoader) and not may_be_loader(subject):
         found, expected = f"the argument is {kind_of(subject)}", "a TrainReport or an iterable of batches"
-        raise InvalidOption(cannot(act, found, expected, "Name a TrainReport, or a loader such as torch's DataLoader"))
+        raise InvalidOption(
+            cannot(act, found, expected, "Pass a TrainReport, or a loader such as PyTorch's DataLoader")
+        )
     loader = subject if isinstance(subject, Loader) else watch(subject)
     if loader.meters.snapshot().steps:
         return _of_meters(loader.meters, headspace)
     if headspace is not None:
-        next_step = ("Name the loader that the training used, or ", omit("headspace"))
-        unused = (option("headspace"), " is given, and the loader has not been used for training")
+        next_step = ("Pass the loader that the training used, or ", omit("headspace"))
+        unused = (option("headspace"), " is given, but the loader has not been used for training")
         raise InvalidOption(cannot(act, unused, "", next_step))
     return _by_itself(loader if isinstance(loader, Loader) else WatchedLoader(loader.watched), seconds)
 
@@ -199,7 +201,7 @@ def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
     if not may_be_loader(loader):
         found = f"the argument is {kind_of(loader)}"
         raise InvalidOption(
-            cannot("watch", found, "an iterable of batches", "Pass a loader such as torch's DataLoader")
+            cannot("watch", found, "an iterable of batches", "Pass a loader such as PyTorch's DataLoader")
         )
     return WatchedLoader(loader)
 

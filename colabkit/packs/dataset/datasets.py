@@ -154,7 +154,7 @@ class PackedDataset(LabelledDataset):
         """
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
-            found = "it is a view" if self._numbers is not None else "its samples are in shards, or must be decoded"
+            found = "the dataset is a view" if self._numbers is not None else "samples are in shards or must be decoded"
             next_step = "Index the dataset, for example dataset[:100]"
             raise InvalidOption(cannot("return all rows as one tensor", found, "one file of raw samples", next_step))
         return _map_tensor(maps[0])
@@ -246,8 +246,8 @@ class PackedDataset(LabelledDataset):
             InvalidOption: if the shares do not add up to 1, or a view would be empty.
         """
         if not isinstance(shares, Mapping | Sequence) or isinstance(shares, str) or not shares:
-            next_step = "For example, use data.split((0.8, 0.2))"
-            raise InvalidOption(cannot("split", f"shares={shares!r:.80}", "a share for each part", next_step))
+            example = "For example, use data.split((0.8, 0.2))"
+            raise InvalidOption(cannot("split the dataset", f"shares={shares!r:.80}", "a share for each part", example))
         named = shares if isinstance(shares, Mapping) else {str(place): share for place, share in enumerate(shares)}
         # This first call also validates the shares, which the strata depend on.
         dealt = split_shares(None, len(self), named, seed)
@@ -323,7 +323,7 @@ class PackedDataset(LabelledDataset):
             return self.labels.numpy()
         if name not in self._opened.samples.names:
             expected = f"one of {', '.join(self.fields)}"
-            raise InvalidOption(cannot(act, f"there is no field {name!r}", expected, "Use one of these or an array"))
+            raise InvalidOption(cannot(act, f"there is no field {name!r}", expected, "Use one of these, or an array"))
         return np.asarray(self._opened.samples.column(name, self._rows_of(np.arange(len(self)))))
 
 
@@ -402,8 +402,8 @@ class FileDataset(LabelledDataset):
         place = self._place(index)
         try:
             pixels = decode_image(self.encoded(place), self._channels)
-        except BadImage as error:
-            raise BadImage(cannot(f"decode {self.name_of(place)}", str(error), "", "Repair or remove it")) from error
+        except BadImage as bad:
+            raise BadImage(cannot(f"decode {self.name_of(place)}", str(bad), "", "Repair or remove this file")) from bad
         image = convert_pixels(pixels)
         return image if self.labels is None else (image, self._label(place))
 

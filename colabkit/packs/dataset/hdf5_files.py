@@ -138,7 +138,7 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
         for split, labels_of in label_sets.items():
             if labels_of.shape[0] != samples[split].shape[0]:
                 counts = (samples[split].shape[0], "sample"), (labels_of.shape[0], "label")
-                unequal = f"{split} has {' and '.join(format_things(*one) for one in counts)}"
+                unequal = f"the split {split!r} has {' and '.join(format_things(*one) for one in counts)}"
                 other_y = ("Name the labels of these samples with ", option("y"))
                 raise BadSource(cannot(act, unequal, "as many labels as samples", other_y))
         stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in label_sets.items()}

@@ -101,7 +101,7 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     shape = tuple(map(int, dataset.shape))
     varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
     if not shape or not (_is_plain(dtype) or h5py.check_string_dtype(dtype) is not None or varies):
-        wrong = f"{name!r} has the dtype {dtype}" if shape else f"{name!r} is a single value"
+        wrong = f"{name!r} has dtype {dtype}" if shape else f"{name!r} is a single value"
         raise BadSource(cannot(act, wrong, "an array of numbers", _NAME_OTHER))
     declared = math.prod(shape) * dtype.itemsize
     dangers = {
@@ -115,14 +115,14 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
         raise _refused_error(act, name, reasons[0])
     if missing := [number for number in strange if not h5py.h5z.filter_avail(number)]:
         found = f"{name!r} is stored with filter {missing[0]}, which is not installed"
-        raise BadSource(cannot(act, found, "", "Run pip install hdf5plugin, and import hdf5plugin first"))
+        raise BadSource(cannot(act, found, "", "Run pip install hdf5plugin, then import hdf5plugin and try again"))
     chunk_rows = int(properties.get_chunk()[0]) if layout == h5py.h5d.CHUNKED else 1
     offset = None
     is_here = h5py.h5f.get_name(dataset) == h5py.h5f.get_name(file.id)
     if layout == h5py.h5d.CONTIGUOUS and is_here and not external:
         offset = dataset.get_offset()
         if offset is not None and offset + declared > length:
-            raise BadSource(cannot(act, f"{name!r} ends after the end of the file", "a complete file", _COPY))
+            raise BadSource(cannot(act, f"{name!r} extends beyond the end of the file", "a complete file", _COPY))
         is_as_numpy = dtype.kind != "O" and dataset.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
         offset = offset if is_as_numpy else None
     return Hdf5Dataset(name, shape, dtype, None if offset is None else int(offset), chunk_rows, varies)
@@ -158,7 +158,7 @@ def _find_dataset(act: str, file: h5py.File, name: str, trusted: bool) -> Any:
 def _refused_error(act: str, name: str, found: str) -> BadSource:
     trust = option("trusted", True)
     next_step = ("Name another dataset, or pass ", trust, " if you trust the origin of the file")
-    return BadSource(cannot(act, f"{name!r} is {found}", "numbers in this file", next_step))
+    return BadSource(cannot(act, f"{name!r} is {found}", "numbers stored in this file", next_step))
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:

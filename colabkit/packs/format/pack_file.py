@@ -232,7 +232,7 @@ def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotS
     if head.startswith(_NAME):
         version = head[len(_NAME) :][:8].partition(b"\n")[0].decode("ascii", "replace")
         other = f"it has pack format {version}"
-        return NotSealed(cannot(act, other, f"format {_FORMAT_VERSION}", "Update colabkit, or pack again"))
+        return NotSealed(cannot(act, other, f"format {_FORMAT_VERSION}", "Update colabkit, or pack it again"))
     if hdf5_start(fd, length) is None:
         found = f"it is not an HDF5 file (it starts with {head[:8]!r})" if head else "the file is empty"
         return BadSource(cannot(act, found, "a pack", "Check the path, or pack or stage it again"))
@@ -279,5 +279,5 @@ def _data_set(path: Path, file: h5py.File, name: str) -> DataSet:
         raise corrupt(path, f"{name!r} is not a contiguous array of numbers")
     found = DataSet(name, tuple(map(int, dataset.shape)), dtype.str, int(dataset.get_offset() or 0))
     if found.offset + found.size_bytes > path.stat().st_size:
-        raise corrupt(path, f"{name!r} ends after the end of the file")
+        raise corrupt(path, f"{name!r} extends beyond the end of the file")
     return found

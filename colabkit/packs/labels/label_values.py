@@ -165,7 +165,7 @@ def infer_columns(
             row = next(row for row, cell in enumerate(column.cells) if type(cell) not in (bool, int, float))
             other = f"the column {name!r} contains {column.named(row)}"
             convert = "Use a single column, or convert its values to numbers"
-            raise BadSource(cannot(act, other, "numbers or bools in all of several columns", convert))
+            raise BadSource(cannot(act, other, "numbers or bools in every column", convert))
         has_floats |= float in column.kinds
         is_binary &= float not in column.kinds and set(column.cells) <= {0, 1}
         found.append(np.array(column.cells, np.uint8) if is_binary else column.targets())
@@ -229,7 +229,9 @@ def _infer_lists(column: _LabelCells) -> LabelValues:
     is_ordered = column.kinds.isdisjoint({set, frozenset})
     if not kinds:
         nothing = (column.what, " contains only empty lists")
-        raise BadSource(cannot(column.act, nothing, "at least one label", ("Choose others with ", option("labels"))))
+        raise BadSource(
+            cannot(column.act, nothing, "at least one label", ("Choose other values with ", option("labels")))
+        )
     if kinds == {float} and is_ordered:
         if len(lengths) > 1:
             unequal = (column.what, f" contains lists of {min(lengths)} to {max(lengths)} floats")

@@ -23,6 +23,7 @@ from colabkit.foundation import (
     cannot,
     check_whole_number,
     format_things,
+    in_python,
     omit,
     option,
 )
@@ -46,6 +47,9 @@ LABEL_COLUMNS = (
 _SPLIT_COLUMN = "split"
 _IMAGES = frozenset({"bmp", "gif", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"})
 _ARRAY = "npy"
+_FUNCTION = in_python(", a function of the path")
+_BY_FUNCTION = in_python(", use a function of the path")
+_OR_FUNCTION = in_python(", or use a function of the path")
 _LAYOUT = "one folder of images for each class, such as 'cats/1.jpg'"
 
 
@@ -149,7 +153,7 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
         found = f"no column ({', '.join(names)}) has a common label name, and no folders name the classes"
         expected = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
         by_column: Text = ("Name a column, for example ", option("labels", names[0]))
-        next_step = (by_column, ", use a function of the path, or pass ", option("labels", None))
+        next_step = (by_column, _BY_FUNCTION, ", or pass ", option("labels", None))
         raise BadSource(cannot(act, found, expected, next_step))
     return meaning
 
@@ -168,7 +172,7 @@ def _infer_labels(act: str, columns: Mapping[str, Sequence[Any]], labels: Labels
     if callable(labels):
         what = ("the result of ", option("labels", Code("function")))
         return infer_cells(act, what, [labels(item.path) for item in items], items)
-    expected = "a column, a list of columns, a function of the path, 'auto' or None"
+    expected = ("a column, a list of columns", _FUNCTION, ", 'auto' or None")
     next_step = ("For example, use ", option("labels", "label"))
     raise InvalidOption(cannot(act, option("labels", labels), expected, next_step))
 
@@ -177,8 +181,8 @@ def _column(act: str, columns: Mapping[str, Sequence[Any]], name: str) -> Sequen
     if name not in columns:
         if not columns:
             found = f"there is no column {name!r}, because the source has only files"
-            raise InvalidOption(cannot(act, found, "a table", "Use folders, or a function of the path"))
-        next_step = "Name one of these, or use a function of the path"
+            raise InvalidOption(cannot(act, found, "a table", ("Sort the files into folders", _OR_FUNCTION)))
+        next_step = ("Name one of these", _OR_FUNCTION)
         raise InvalidOption(cannot(act, f"there is no column {name!r}", f"one of {', '.join(columns)}", next_step))
     return columns[name]
 
@@ -208,7 +212,7 @@ def _split_samples(
         names = {split_named(cell) for cell in cells}
         if None not in names and names != {SPLITS[0]}:
             found = f"the source already has the splits {', '.join(split for split in SPLITS if split in names)}"
-            next_step = (omit("splits"), ", or use a function of the path")
+            next_step = (omit("splits"), _OR_FUNCTION)
             raise InvalidOption(cannot(act, found, "samples that are not split yet", next_step))
         return split_shares(strata_of(meaning.kind, meaning.values, shares), len(items), shares, seed)
     split = {split: np.flatnonzero(places == place) for place, split in enumerate(SPLITS)}
@@ -222,7 +226,10 @@ def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[It
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         names = f"{', '.join(unknown[:5])}{more}, first for {items[splits.index(None)].path!r}"
-        next_step = ("Rename them, or pass a function of the path: ", option("splits", Code("function")))
+        next_step = (
+            "Rename them",
+            in_python((", or pass a function of the path: ", option("splits", Code("function")))),
+        )
         raise BadSource(cannot(act, (what, f" contains {names}"), "train, dev, val or test", next_step))
     return np.fromiter((SPLITS.index(split) for split in splits if split), np.int64, len(splits))
 
@@ -251,7 +258,7 @@ class _FolderTree:
         other = min(top for top in depths if top not in named)
         found = f"the folder {other!r} next to {min(named)!r} is not a split"
         functions = (option("labels", Code("function")), " and ", option("splits", Code("function")))
-        next_step = ("Rename the folder, or pass functions of the path: ", functions)
+        next_step = ("Rename the folder", in_python((", or pass functions of the path: ", functions)))
         raise BadSource(cannot(act, found, f"folders named {', '.join(SPLITS)} or similar", next_step))
 
     def splits(self) -> Indices:
@@ -266,7 +273,7 @@ class _FolderTree:
             BadSource: if a sample is in no class folder, or if names lack extensions and are therefore not file names.
         """
         named = {folder: self._class_of(folder) for folder in self._folders}
-        next_step = ("Sort the files into folders, use a function of the path, or pass ", option("labels", None))
+        next_step = ("Sort the files into folders", _BY_FUNCTION, ", or pass ", option("labels", None))
         if outside := [rows[0] for folder, rows in self._folders.items() if not named[folder]]:
             found = f"{self._items[min(outside)].path!r} is not in a class folder"
             raise BadSource(cannot(act, found, _LAYOUT, next_step))

@@ -220,7 +220,7 @@ def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int
     if array.shape != (n,):
         expected = f"one value for each of {format_things(n, 'sample')}"
         next_step = "Pass as many values as samples"
-        raise InvalidOption(cannot(act, f"{name} has the shape {array.shape}", expected, next_step))
+        raise InvalidOption(cannot(act, f"{name} has shape {array.shape}", expected, next_step))
     try:
         codes = np.unique(array, return_inverse=True)[1]
     except TypeError as error:

@@ -69,7 +69,7 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
         return _text_column(act, name, rows)
     if not is_storable(rows.dtype):
-        dtype = f"{name!r} has the dtype {rows.dtype}"
+        dtype = f"{name!r} has dtype {rows.dtype}"
         next_step = "Convert it, for example to float32"
         raise InvalidOption(cannot(act, dtype, "a numeric dtype that PyTorch supports, or text", next_step))
     return rows

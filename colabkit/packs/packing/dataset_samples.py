@@ -132,7 +132,7 @@ class DatasetSampleMaker(MemorySampleMaker):
                 break
             except UnstorableValue as error:
                 unstorable = f"in {self.path(number)}, {error}"
-                raise BadSource(cannot(act, unstorable, "", "Convert it in the dataset")) from error
+                raise BadSource(cannot(act, unstorable, "", "Convert the value in the dataset")) from error
             except BadImage as error:
                 if number == tries - 1:
                     found = f"{self.path(number)} is bad ({error})"
@@ -257,10 +257,8 @@ class DatasetSampleMaker(MemorySampleMaker):
         if self._label not in ("auto", None):
             label = self._label
             if label not in sample:
-                found, keys = (
-                    f"the samples have no key {label!r}",
-                    f"one of {', '.join(map(repr, sample)) or 'no keys'}",
-                )
+                found = f"the samples have no key {label!r}"
+                keys = f"one of {', '.join(map(repr, sample))}" if sample else "samples with this key"
                 raise InvalidOption(cannot(self._act, found, keys, ("Use one of these keys for ", option("labels"))))
         x = None
         if not within:

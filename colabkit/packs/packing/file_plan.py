@@ -132,7 +132,7 @@ class FileCollection:
                 raise InvalidOption(cannot(options.act, found, "", omit(given.name)))
             shape, dtype = self._probe(1)[0][0]
             if not is_storable(dtype):
-                has = f"the first array has the dtype {dtype}"
+                has = f"the first array has dtype {dtype}"
                 next_step = "Convert the arrays, for example to float32"
                 raise BadSource(cannot(options.act, has, "a numeric dtype that PyTorch supports", next_step))
             return "raw", shape, dtype.str, ""
@@ -195,7 +195,7 @@ class FileCollection:
             item, reason = bad[0]
             found = f"no file could be decoded among {format_things(len(bad), 'file')}, first {item.path!r} ({reason})"
             more: Text = "" if len(bad) == len(self._items) else (", or increase ", option("max_bad"))
-            raise BadImage(cannot(options.act, found, "at least one good file", ("Check the source", more)))
+            raise BadImage(cannot(options.act, found, "at least one readable file", ("Check the source", more)))
         return kinds, decode_s / len(kinds)
 
     def _further_fields(self) -> tuple[list[tuple[SampleField, Callable[[str], Any]]], tuple[FieldTable, ...]]:

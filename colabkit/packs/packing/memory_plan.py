@@ -216,7 +216,7 @@ def _number_splits(
         return {split: np.arange(end - counts[split], end) for split, end in zip(counts, ends, strict=True)}
     if not isinstance(options.splits, Mapping):
         next_step = ("For example, use ", option("splits", {"train": 0.8, "test": 0.2}))
-        raise InvalidOption(cannot(act, option("splits", options.splits), "shares for each split, or None", next_step))
+        raise InvalidOption(cannot(act, option("splits", options.splits), "a share for each split", next_step))
     if list(counts) != ["train"]:
         both = (option("splits"), f" is given, but the source already has the splits {', '.join(map(repr, counts))}")
         raise InvalidOption(cannot(act, both, "", omit("splits")))

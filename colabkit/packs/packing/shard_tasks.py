@@ -154,7 +154,7 @@ def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
                 define = "Define functions and classes at the top level of a module that workers can import"
                 raise InvalidOption(cannot(act, unsent, "", define)) from error
         found = f"the executor failed ({_in_one_line(error)})"
-        next_step = "Run it again with a new executor, which reuses the complete shards"
+        next_step = "Run it again with a new executor; complete shards are reused"
         raise PackingFailed(cannot(act, found, "", next_step)) from error
 
 
