@@ -88,8 +88,12 @@ def in_python(text: Text) -> PythonOnly:
 
 def shown(value: object) -> str:
     """Return the `repr` of a value for a message, as one line of at most 80 characters."""
+    return f"{' '.join(_repr(value).split()):.{_LONGEST}}"
+
+
+def _repr(value: object) -> str:
     try:
-        return f"{' '.join(repr(value).split()):.{_LONGEST}}"
+        return repr(value)
     except ValueError:
         # Python does not convert integers of thousands of digits to text.
         return f"{type(value).__name__} of thousands of digits"
@@ -132,7 +136,8 @@ class Words:
 
 
 def _argument(value: Any) -> str:
-    return "..." if value is ... else shown(value)
+    # An argument is never cut, so that the call can be copied and run.
+    return "..." if value is ... else _repr(value)
 
 
 PYTHON = Words()

@@ -76,7 +76,8 @@ def address_of(source: str) -> Address:
     """
     if not isinstance(source, str) or not source.strip():
         found = "the address is empty" if isinstance(source, str) else f"the address is {kind_of(source)}"
-        raise InvalidOption(cannot("fetch the source", found, _EXPECTED, "Pass the address as a string"))
+        next_step = "Pass the address of the source" if isinstance(source, str) else "Pass the address as a string"
+        raise InvalidOption(cannot("fetch the source", found, _EXPECTED, next_step))
     text = source.strip()
     if text.partition("/")[0] in _DRIVE_HOSTS:
         text = f"https://{text}"

@@ -215,7 +215,7 @@ class _Publication:
                     crc = crcs[item] if self.is_full else None
                     check_written(self.act, item.path, path, item.size, crc, moved)
                 if self.source.list().items != self.items:
-                    next_step = "Run it again when no program writes to it"
+                    next_step = "Try again when no program writes to it"
                     raise SourceChanged(cannot(self.act, "it changed while it was copied", "", next_step))
                 moved()
                 is_replaced = os.path.lexists(final)
@@ -320,7 +320,7 @@ class SlowMount:
             finally:
                 ended.set()
 
-        next_step = ("Mount it again, for Drive with ", call("mount", force=True), ", then run this again")
+        next_step = ("If it is on Drive, run ", call("mount", force=True), ", otherwise mount it again; then try again")
         self._abandoned = [event for event in self._abandoned if not event.is_set()]
         if len(self._abandoned) >= _MOST_ABANDONED:
             found = f"{self.name!r} has not responded to {format_things(len(self._abandoned), 'earlier operation')}"
@@ -367,7 +367,7 @@ def check_written(act: str, name: str, path: Path, size: int, crc: int | None, m
     moved()
     copied = path.stat().st_size
     if copied != size:
-        raise Corrupt(cannot(act, f"the copy of {name!r} has {copied} bytes", f"{size} bytes", "Run it again"))
+        raise Corrupt(cannot(act, f"the copy of {name!r} has {copied} bytes", f"{size} bytes", "Try again"))
     if crc is None:
         return
     seen = read = 0
@@ -377,7 +377,7 @@ def check_written(act: str, name: str, path: Path, size: int, crc: int | None, m
         read += len(block)
     if (seen, read) != (crc, size):
         found = f"the bytes of {name!r} that were read back differ from those written"
-        raise Corrupt(cannot(act, found, "", "Run it again, or mount Drive again first"))
+        raise Corrupt(cannot(act, found, "", "Try again; if the file is on Drive, mount Drive again first"))
 
 
 def _blocks_of_medium(path: Path, size: int) -> Iterator[bytes]:

@@ -218,7 +218,7 @@ def _pickled(act: str, function: Callable[..., Any], arguments: tuple[Any, ...])
             variables = inspect.getclosurevars(function)
             used = {**variables.globals, **variables.nonlocals}
         used |= {f"argument {number}": value for number, value in enumerate(arguments, 1)}
-        culprit = next((f"{name!r}, {kind_of(value)}," for name, value in used.items() if not _is_picklable(value)), "")
+        culprit = next((f"{name!r} ({kind_of(value)})" for name, value in used.items() if not _is_picklable(value)), "")
         found = f"the function uses {culprit or 'an object'} that cannot be pickled ({error})"
         raise InvalidOption(cannot(act, found, "", "Create it inside the function")) from error
 

@@ -424,7 +424,7 @@ def _pair_of(batch: Any) -> tuple[Tensor, Tensor]:
         found += f" of {', '.join(type(one).__name__ for one in batch)}" if batch else " without elements"
     elif isinstance(batch, Mapping):
         found += f" of {', '.join(map(repr, batch))}" if batch else " without elements"
-    next_step = "Train with a function of the batch that calls this step with (images, labels)"
+    next_step = "Train with a custom step that calls this one with (images, labels)"
     raise InvalidOption(cannot(_TAKE, found, "two tensors, images and labels", next_step))
 
 

@@ -66,7 +66,7 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
         if is_saved and not isinstance(step, Stateful):
             found = ("step is custom, and ", option("state"), " is missing")
             objects = option("state", {"model": Code("model"), "optimizer": Code("optimizer")})
-            next_step = ("For example, use ", objects, ", or ", option("state", Code("{}")), " if it changes nothing")
+            next_step = ("For example, use ", objects, "; in Python, pass an empty dict if it changes nothing")
             raise InvalidOption(cannot(act, found, "the objects that the step changes", next_step))
         return dict(step.parts) if isinstance(step, SupervisedStep) else {}
     example = option("state", {"model": Code("model")})
@@ -92,7 +92,7 @@ def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], 
         raise InvalidOption(cannot(_ACT, same, "a separate Loader", "Create a Loader of held-out samples"))
     if not isinstance(step, SupervisedStep):
         found = "validate is a Loader, which only a supervised_step can evaluate, and step is custom"
-        expected, next_step = "a function that returns a dict of numbers", "Evaluate the model in a function"
+        expected, next_step = "a function that returns a dict of numbers", "Pass a function that evaluates the model"
         raise InvalidOption(cannot(_ACT, found, expected, next_step))
 
     def evaluated(number: int) -> dict[str, float]:

@@ -67,6 +67,7 @@ def test_a_message_has_four_parts_of_which_the_third_may_be_empty() -> None:
         (call("mount", force=True), "colabkit.mount(force=True)", "MOUNT"),
         (call("stage", ..., refresh=True), "colabkit.stage(..., refresh=True)", "STAGE"),
         (call("pack", "a'b", Code("out"), size=(8, 9)), 'colabkit.pack("a\'b", out, size=(8, 9))', "PACK"),
+        (call("stage", "/a  b" * 30), f"colabkit.stage('{'/a  b' * 30}')", "STAGE"),
         (("Run ", call("mount"), (", or ", (omit("to"), "."))), "Run colabkit.mount(), or omit to=.", None),
         (("Rename it", in_python((" or use ", option("labels")))), "Rename it or use labels=", None),
         ((), "", ""),

@@ -269,7 +269,7 @@ def test_certificates_are_checked_and_https_never_redirects_to_http(tmp_path, mo
     with served(CONTENT) as plain, served(CONTENT, servers.serve, servers.redirect(plain.url)) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         url = server.url.replace("http://", "https://")
-        with pytest.raises(FetchFailed, match="its certificate is not trusted"):
+        with pytest.raises(FetchFailed, match="the server's certificate is not trusted"):
             fetch(url, tmp_path, progress=False)
         authority.cert_pem.write_to_path(tmp_path / "ca.pem")
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))

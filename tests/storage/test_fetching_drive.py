@@ -70,7 +70,7 @@ SYMPTOMS = {
     ("page", "cause", "remedy"),
     [
         ("quota", "too many people have downloaded it", r"Copy it to your own Drive, run colabkit\.mount\(\)"),
-        ("private", "does not share it with everyone", 'share it with "Anyone with the link"'),
+        ("private", "it is not shared publicly", 'share it with "Anyone with the link"'),
         ("missing", "has no file with this ID", "Check the link"),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_fetched_is_refused_with_the_cause(drive, tmp_pa
 
     refused("has no folder with this ID")
     drive.folders[drive_id("birds")] = DriveFolder("Birds", [])
-    refused("the folder has no files")
+    refused("the folder has no shared files")
     plant(drive)
     inner = drive.folders[drive_id("inner")]
     inside, inner.inside = inner.inside, [("same.txt", drive_id("two")), ("same.txt", drive_id("three"))]
@@ -155,5 +155,5 @@ def test_each_page_of_a_slow_listing_counts_as_progress(drive, tmp_path):
 
 
 def test_a_digest_of_a_folder_is_refused(tmp_path):
-    with pytest.raises(InvalidOption, match="the source is a folder, which has no digest="):
+    with pytest.raises(InvalidOption, match="the source is a folder, which has no digest"):
         get(tmp_path, digest=f"md5:{'0' * 32}")

@@ -323,7 +323,7 @@ def test_a_digest_of_a_folder_is_refused(tmp_path, remote, monkeypatch):
     get("faulty://tree/a", tmp_path)
     faults(monkeypatch, lambda path, offset: pytest.fail("read although the digest is refused"))
     for url in ("faulty://tree/a/b", "faulty://tree/a"):
-        with pytest.raises(InvalidOption, match="the source is a folder, which has no digest="):
+        with pytest.raises(InvalidOption, match="the source is a folder, which has no digest"):
             get(url, tmp_path, digest=digest)
     assert leftovers(tmp_path) == []
 

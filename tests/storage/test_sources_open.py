@@ -149,7 +149,7 @@ def test_a_remote_address_is_refused_without_showing_secrets():
         "drive.google.com/file/d/1abcdefghijklmnopqrstuvwxyz012345/view",
         "https://drive.google.com/drive/folders/1abcdefghijklmnopqrstuvwxyz012345",
     ):
-        with pytest.raises(BadSource, match=r"Run colabkit\.stage\(\) with it") as caught:
+        with pytest.raises(BadSource, match=r"Run colabkit\.stage\(\) on it") as caught:
             open_source(address)
         assert "hunter2" not in str(caught.value)
 

@@ -152,7 +152,7 @@ def test_a_target_inside_the_source_is_refused_also_through_links(image_tree):
     (image_tree.parent / "way").symlink_to(image_tree)
     before = state_of(image_tree)
     for inside in (".", "local", "ants/local", "ants/../local", "../way/local"):
-        with pytest.raises(BadSource, match="lies inside the source"):
+        with pytest.raises(BadSource, match="is inside the source"):
             copy(image_tree, image_tree / inside)
     assert state_of(image_tree) == before
 
@@ -262,7 +262,7 @@ def test_an_archive_modified_while_it_is_staged_ends_the_run(image_tree, archive
     for change in ("grow", "shrink", "touch"):
         zipped(image_tree, archive)
         file_hook(lambda at, path, change=change: rewrite(archive, change) if at == "write" else None)
-        with pytest.raises((SourceChanged, BadArchive), match=r"Repeat the call|Try again|Download or create it again"):
+        with pytest.raises((SourceChanged, BadArchive), match=r"Try again|Download or create it again"):
             copy(archive, extract=extract)
         file_hook(None)
         assert list(near_storage.iterdir()) == kept_partials(near_storage)

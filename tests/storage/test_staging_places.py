@@ -96,7 +96,7 @@ def test_unstage_refuses_data_that_stage_did_not_create(image_tree, tmp_path):
     for path in (image_tree, image_tree / "ants" / "000.png", forged, forged / "ants"):
         with pytest.raises(
             NotSealed,
-            match=r"it is not a local copy, so it stays unchanged; expected a path returned by colabkit\.stage\(\)",
+            match=r"it is not a local copy, so it stays unchanged\. Pass the path returned by colabkit\.stage\(\)",
         ):
             unstage(path)
     assert (state_of(image_tree), state_of(forged)) == before

@@ -162,7 +162,7 @@ def test_ocamlfuse_waits_for_uploads_before_clearing(ocamlfuse, monkeypatch):
 @pytest.mark.full
 def test_ocamlfuse_keeps_its_cache_if_uploads_do_not_finish_in_time(ocamlfuse):
     ocamlfuse.queue("ToUpload", "Uploading")
-    with pytest.raises(TimedOut, match="2 files not uploaded"):
+    with pytest.raises(TimedOut, match="the upload of 2 files did not finish"):
         colabkit.clear_cache(ocamlfuse.point, timeout=0.5)
     assert len(ocamlfuse.calls()) == 1
     assert mounted_at(ocamlfuse.point) == ["fuse.google-drive-ocamlfuse"]
@@ -175,7 +175,7 @@ def test_uploads_found_only_after_unmounting_are_kept_and_counted(tmp_path):
     mounted.environ["OCAMLFUSE_UNSENT"] = "2"
     with mounted:
         (mounted.cache / "remote_id_1").write_bytes(b"unsent")
-        with pytest.raises(UnsentWrites, match="2 files not uploaded"):
+        with pytest.raises(UnsentWrites, match="the cache holds unsent writes to 2 files"):
             colabkit.clear_cache(mounted.point)
         assert [call for call in mounted.calls() if "-cc" in call] == []
         assert mounted_at(mounted.point) == ["fuse.google-drive-ocamlfuse"]
@@ -228,7 +228,7 @@ def test_flush_and_unmount_wait_for_uploads_of_ocamlfuse(ocamlfuse):
     assert "in memory are unknown" in repr(colabkit.flush(ocamlfuse.point))
     ocamlfuse.queue("ToUpload")
     for call in (colabkit.flush, colabkit.unmount):
-        with pytest.raises(TimedOut, match="1 file not uploaded"):
+        with pytest.raises(TimedOut, match="the upload of 1 file did not finish"):
             call(ocamlfuse.point, timeout=0.5)
     ocamlfuse.queue()
     (pid,) = ocamlfuse.pids()
@@ -299,7 +299,7 @@ def test_writes_that_rclone_does_not_send_in_time_are_counted(tmp_path, remote):
     with remote(rc=True, options=["--vfs-write-back", "1h"]):
         (point / "written.txt").write_text("written")
         assert colabkit.clear_cache(point, dry_run=True).unsent == 1
-        with pytest.raises(TimedOut, match="1 file not uploaded"):
+        with pytest.raises(TimedOut, match="the upload of 1 file did not finish"):
             colabkit.unmount(point, timeout=0.5)
         assert mounted_at(point) == ["fuse.rclone"]
 

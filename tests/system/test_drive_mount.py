@@ -157,7 +157,7 @@ FAILURES: list[tuple[dict[str, Any], str, str]] = [
     ({"mount": "fails", "log": "E QueryManager timed out\n"}, "top folder", "timeout=600"),
     ({"mount": "fails", "log": "E QUOTA_EXCEEDED\n"}, "quota", "one archive"),
     ({"mount": "fails"}, "unknown", "Disconnect and delete runtime"),
-    ({"mount": "pexpect"}, "timeout", "no answer from the consent dialog"),
+    ({"mount": "pexpect"}, "timeout", "neither the consent dialog nor DriveFS answered"),
     ({"mount": "nothing"}, "unknown", "mounted nothing"),
 ]
 

@@ -213,9 +213,9 @@ def test_objects_that_cannot_be_copied_to_another_process_are_named():
     def work() -> None:
         lock.acquire()
 
-    with pytest.raises(InvalidOption, match=r"the function uses 'lock', a lock, that cannot be pickled.*inside"):
+    with pytest.raises(InvalidOption, match=r"the function uses 'lock' \(a lock\) that cannot be pickled.*inside"):
         colabkit.notebook_launch(work, 2)
-    with pytest.raises(InvalidOption, match=r"the function uses 'argument 1', a generator"):
+    with pytest.raises(InvalidOption, match=r"the function uses 'argument 1' \(a generator\)"):
         colabkit.notebook_launch(print, 2, (number for number in range(3)))
 
 

@@ -64,7 +64,7 @@ _TIMEOUT_S = 120.0
 # Time limit for DriveFS and its mount to disappear after it reports its end.
 _END_S = 15.0
 _ANYWHERE: Text = (
-    "Mount it with 'rclone mount REMOTE: FOLDER --vfs-cache-mode full --rc', after which drive: works, "
+    "Mount it with 'rclone mount REMOTE: FOLDER --vfs-cache-mode full --rc', so that paths such as drive:birds work, "
     "or download a share link with ",
     call("fetch"),
 )
@@ -83,7 +83,7 @@ def check_can_mount(place: Place, act: str = "mount Drive") -> None:
         raise with_cause("place", _not_here(place, act))
     if threading.current_thread() is not threading.main_thread():
         failure = MountFailed(
-            cannot(act, "it was called in a background thread", "the kernel's main thread", "Call it in a cell")
+            cannot(act, "the call is in a background thread", "a call in the kernel's main thread", "Run it in a cell")
         )
         raise with_cause("thread", failure)
 
@@ -245,7 +245,7 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tupl
                 (
                     "Run ",
                     call("mount", timeout=max(600, round(2 * timeout))),
-                    ", since each attempt lists more of them, then move items to folders and empty the Trash",
+                    ", since each attempt lists more items; then move items to folders and empty the Trash",
                 ),
             )
         )
@@ -257,7 +257,7 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tupl
         return "timeout", MountFailed(
             cannot(
                 "mount Drive",
-                f"no answer from the consent dialog or from DriveFS within {format_seconds(timeout)}",
+                f"neither the consent dialog nor DriveFS answered within {format_seconds(timeout)}",
                 "",
                 ("Look for a dialog in the browser and run ", call("mount", timeout=max(300, round(2 * timeout)))),
             )
@@ -394,7 +394,7 @@ class DriveFs(DriveMount):
                 raise
             loss = self.drop(timeout)
         if not wait_until(lambda: not list(daemons("drive")), _END_S):
-            found = "Drive is unmounted, but DriveFS is still running and writes to its cache"
+            found = "Drive is unmounted, but DriveFS is still running and writing to its cache"
             raise TimedOut(cannot(act, found, "", ("Run ", call("mount"), " and try again")))
         with file_changes.translated(act):
             for path in self.cached():

@@ -234,7 +234,7 @@ class DriveMount(ABC):
         with heartbeat("upload", timeout, progress) as tick:
             if wait_until(lambda: self.unsent() == 0, timeout, tick):
                 return
-        found = f"{counted_files(self.unsent())} not uploaded after {timeout:g} s"
+        found = f"the upload of {counted_files(self.unsent())} did not finish within {timeout:g} s"
         raise TimedOut(cannot(act, found, "", ("Allow more time with ", option("timeout"))))
 
 
@@ -301,7 +301,7 @@ def check_not_inside(found: Mount, act: str) -> None:
                 act,
                 f"the working folder {here!r} is on this mount",
                 "",
-                "Change to another folder first, for example by %cd /content",
+                "Change to another folder first (in a notebook, %cd /content)",
             )
         )
         raise with_cause("in use", failure)

@@ -139,7 +139,7 @@ class Ocamlfuse(DriveMount):
                 raise UnsentWrites(
                     cannot(
                         act,
-                        f"{counted_files(unsent)} not uploaded, which would be lost",
+                        f"the cache holds unsent writes to {counted_files(unsent)}",
                         "",
                         ("Try again, or discard them with ", option("force", True)),
                     )

@@ -187,7 +187,7 @@ class _Child:
         reason = self.job.address.scrubbed(text)
         text = " ".join(text.split()).lower()
         if failed == "missing" and result["kind"] == "gdown":
-            found = "the package gdown is not installed, which is needed to read Drive links"
+            found = "the package gdown, which is needed to read Drive links, is not installed"
             return MissingPackage(cannot(self.job.act, found, "", "Run pip install gdown"))
         if failed == "old":
             version = f"gdown {printable(result['version'])[:20]} is installed"
@@ -214,7 +214,7 @@ class _Child:
             return FetchFailed(cannot(self.job.act, missing, "", check))
         if any(sign in text for sign in _PRIVATE):
             share = ('In Drive, share it with "Anyone with the link", or run ', call("mount"), " and read it there")
-            return FetchFailed(cannot(self.job.act, "Drive does not share it with everyone", "", share))
+            return FetchFailed(cannot(self.job.act, "it is not shared publicly", "", share))
         if "incomplete" in text:
             return TryFailed("the connection ended too early", _AGAIN)
         browse = "Open the link in a browser to see Drive's message"
@@ -261,7 +261,7 @@ def _whole_folder(job: FetchJob, kept: partials.KeptPartial, result: dict[str, A
         raise TryFailed("the folder changed during the download", UNCHANGED, starts_over=True)
     if not files:
         share = 'In Drive, add files to it, and share it with "Anyone with the link"'
-        raise FetchFailed(cannot(job.act, "the folder has no files, or none that are shared", "", share))
+        raise FetchFailed(cannot(job.act, "the folder has no shared files", "", share))
     for path in files:
         sync_file(path)
     return FetchResult(made[0], safe_name(made[0].name) or "folder", f"gdown {result['version']}", "", len(files), {})

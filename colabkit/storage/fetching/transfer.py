@@ -334,5 +334,5 @@ class FetchJob:
 
     def _check_no_digest(self) -> None:
         if self.expected is not None:
-            found = ("the source is a folder, which has no ", option("digest"))
+            found = "the source is a folder, which has no digest"
             raise InvalidOption(cannot(self.act, found, "a single file", omit("digest")))

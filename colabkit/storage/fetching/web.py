@@ -271,7 +271,7 @@ class _WebDownload:
         if isinstance(cause, TimeoutError):
             return TryFailed("too little data arrived", _AGAIN, hung=True)
         if isinstance(cause, ssl.SSLCertVerificationError):
-            found = f"its certificate is not trusted ({cause.verify_message})"
+            found = f"the server's certificate is not trusted ({cause.verify_message})"
             next_step = "Check the address and the clock of this machine"
             raise FetchFailed(cannot(self.job.act, found, "", next_step)) from None
         if isinstance(cause, socket.gaierror):

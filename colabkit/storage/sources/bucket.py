@@ -302,7 +302,7 @@ def _file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
     except ImportError as error:
         known = import_optional("fsspec.registry", act, purpose).known_implementations
         if package:
-            found = f"the package {package} is not installed, which is needed {purpose}"
+            found = f"the package {package}, which is needed {purpose}, is not installed"
             raise MissingPackage(cannot(act, found, "", f"Run pip install {package}")) from None
         reason = address.scrubbed(known.get(protocol, {}).get("err", str(error))).rstrip(".")
         missing = f"a package is not installed ({reason})"

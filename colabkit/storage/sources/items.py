@@ -47,7 +47,7 @@ MOST_MEMBERS = 10_000_000
 _INFLATION = 200
 _INFLATION_SLACK_BYTES = 1 << 30
 
-_LIST_AGAIN = "Repeat the call, or create the FileDataset again, to list the source again"
+_LIST_AGAIN = "Try again, or create a new FileDataset, to list the source again"
 
 # Matches a path without empty parts and without parts that start with a dot.
 _PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")
@@ -307,7 +307,7 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
     skipped: list[tuple[str, str]] = []
     for number, member in enumerate(members):
         if number == MOST_MEMBERS:
-            limit = f"at most {MOST_MEMBERS:,} members"
+            limit = f"at most {MOST_MEMBERS:,}"
             raise BadArchive(cannot(act, "it has too many members", limit, "Extract it yourself if you trust it"))
         path = _inner_path(act, member)
         if member.is_folder:

@@ -97,7 +97,7 @@ class _Values:
     def list_all(self, found: Indexing) -> None:
         """Let a child process list all keys and the locations of their values."""
         if importlib.util.find_spec("lmdb") is None:
-            missing = "the package lmdb is not installed, which is needed to read LMDB"
+            missing = "the package lmdb, which is needed to read LMDB, is not installed"
             raise MissingPackage(cannot(found.act, missing, "", "Run pip install lmdb"))
         heard = time.monotonic()
         is_whole = False
@@ -155,7 +155,7 @@ class _Values:
         rows = range(len(self.keys))
         if (row := next(filter(self.is_pickle, rows), None)) is not None:
             pickled = f"the value of {self.keys[row]!r:.80} is a pickle, which is never loaded since it can run code"
-            next_step = "Write the bytes of the images or arrays as values"
+            next_step = "Create the database again with these bytes as values"
             raise BadSource(cannot(act, pickled, "bytes of images or arrays", next_step))
         return rows
 

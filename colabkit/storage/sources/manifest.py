@@ -83,7 +83,12 @@ class ManifestSource:
         if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):
             found = f"it is {kind_of(table)}" if self._file is None else f"its name ends in {self._file.suffix!r}"
             expected = f"a pandas DataFrame, a list of paths, or a file of {', '.join(TABLE_SUFFIXES)}"
-            raise InvalidOption(cannot(self._act, found, expected, "Read it with pandas, and pass the DataFrame"))
+            next_step = (
+                "Pass a DataFrame or a list of paths"
+                if self._file is None
+                else "Convert it to CSV, or read it with pandas and pass the DataFrame"
+            )
+            raise InvalidOption(cannot(self._act, found, expected, next_step))
         mounted = mounts()
         self._is_file_remote = self._file is not None and can_hang(os.path.abspath(self._file), mounted)
         with translated(self._act):
@@ -135,7 +140,7 @@ class ManifestSource:
         if missing := [path for path, stats in found.items() if stats is None]:
             count = sum(found[path] is None for path in table.paths)
             rows = format_things(len(table.paths), "row")
-            lost = f"missing files in {count} of {rows}, first {missing[0]!r}"
+            lost = f"files are missing for {count} of {rows}, first {missing[0]!r}"
             next_step = ("Check the paths, or run ", call("mount"), " if the files are on Drive")
             raise SourceMissing(cannot(self._act, lost, "", next_step))
         items = []
@@ -197,7 +202,7 @@ class ManifestSource:
         if at is None and len(names) == 1:
             at = 0
         if at is None:
-            found, expected = f"it has the columns {', '.join(names)}", f"one named {', '.join(_PATH_COLUMNS)}"
+            found, expected = f"it has the columns {', '.join(names)}", f"one of the columns {', '.join(_PATH_COLUMNS)}"
             raise BadSource(cannot(self._act, found, expected, "Rename the column that holds the paths"))
         others = [number for number in range(len(names)) if number != at]
         if twice := next((one for one, other in pairwise(sorted(names[n] for n in others)) if one == other), None):

@@ -127,7 +127,7 @@ def _open_address(text: str) -> Source:
     address = address_of(text)
     if address.kind == FSSPEC:
         return BucketSource(text)
-    stage = ("Run ", call("stage"), " with it, and use the path that this returns")
+    stage = ("Run ", call("stage"), " on it, and use the path that it returns")
     raise BadSource(cannot(f"read {address.shown!r}", "it is a remote address", "a local path", stage))
 
 
@@ -153,8 +153,8 @@ def check_outside(act: str, source: Source, target: Path) -> None:
     # Resolve paths by the mount table, without accessing a mount that may hang.
     table = mounts()
     if Path(resolved(os.path.abspath(target), table)).is_relative_to(resolved(os.path.abspath(source.name), table)):
-        found = f"the target {str(target)!r} lies inside the source"
-        raise BadSource(cannot(act, found, "a target outside the source", "Choose another target"))
+        found = f"the target {str(target)!r} is inside the source"
+        raise BadSource(cannot(act, found, "", "Choose another target"))
 
 
 def sample_archive(name: str) -> Path:
@@ -271,10 +271,10 @@ def _expanded(act: str, path: Path) -> list[Path]:
     files = list(dict.fromkeys(_matches(act, path)))
     if missing := [file for file in files if not file.is_file()]:
         shards = format_things(len(files), "shard")
-        found = f"missing files for {len(missing)} of {shards}, first {str(missing[0])!r}"
+        found = f"files are missing for {len(missing)} of {shards}, first {str(missing[0])!r}"
         raise SourceMissing(cannot(act, found, "", "Check the path, or stage the missing shards"))
     if not files:
-        raise SourceMissing(cannot(act, "no file matches this pattern", "at least one shard", "Check the path"))
+        raise SourceMissing(cannot(act, "no file matches this pattern", "at least one shard", "Check the pattern"))
     return files
 
 

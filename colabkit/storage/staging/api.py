@@ -155,7 +155,7 @@ def unstage(
             return UnstageReport(given[0][0], sum(size for _, size in given))
         if is_local and os.path.lexists(name):
             found = "it is not a local copy, so it stays unchanged"
-            raise NotSealed(cannot(act, found, ("a path returned by ", call("stage")), _PASS_PATH))
+            raise NotSealed(cannot(act, found, "", _PASS_PATH))
     raise SourceMissing(cannot(act, "it has no local copy", "", _PASS_PATH))
 
 

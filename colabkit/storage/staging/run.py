@@ -370,7 +370,7 @@ class StagingRun:
                 manifest: list[tuple[Item, Crcs]] = [(item, copy.crcs[item.path]) for item in items]
         if not source.can_hang and origin is not None and origin_of(source.path) != origin:
             found = "the archive was modified during the extraction"
-            raise SourceChanged(cannot(self.act, found, "", "Try again when nothing writes to the archive"))
+            raise SourceChanged(cannot(self.act, found, "", "Try again when no program writes to the archive"))
         return listing, manifest, origin
 
     def _place(self, block: Block) -> None:

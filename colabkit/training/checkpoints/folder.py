@@ -191,7 +191,7 @@ class CheckpointFolder:
             return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(passed_over))
         if passed_over:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
-            next_step = "Choose another folder to start a new training"
+            next_step = "Choose another folder to start a new run"
             raise Corrupt(cannot(act, f"all checkpoints are damaged ({reasons})", "", next_step))
         return None
 
