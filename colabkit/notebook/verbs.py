@@ -242,7 +242,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "unstage",
-        "remove a local copy, or the data of an interrupted stage, and free its space",
+        "remove a local copy, or the data of an interrupted run, and free its space",
         (Option("path", "the path of the copy, or the source that was staged", kind="path"),),
     ),
     Verb(
@@ -300,7 +300,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "verify",
-        "check every byte of a pack or a local copy against its digests",
+        "check every byte of a pack or a local copy against its checksums",
         (Option("path", "path of the pack or the local copy", kind="path"), _PROGRESS),
     ),
     Verb(
@@ -325,7 +325,7 @@ VERBS: tuple[Verb, ...] = (
             Option("loader", "as for train, or any other loader", kind="object"),
             Option("state", "objects that the step changes; by default those of supervised_step", None, "objects"),
             Option("batches", "number of batches to cache", 4, "number"),
-            Option("seconds", "how long to measure", 3.0, "seconds"),
+            Option("seconds", "how long to measure, in seconds", 3.0, "seconds"),
         ),
     ),
     Verb(

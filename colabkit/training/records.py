@@ -51,7 +51,12 @@ class EpochRecord:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The values of a validation and the step it followed, counted from 1 over all epochs."""
+    """The result of one validation.
+
+    Attributes:
+        step: number of the step that it followed, from 1 over all epochs.
+        values: the numbers from `validate`, by name.
+    """
 
     step: int
     values: Mapping[str, float]

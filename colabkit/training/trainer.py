@@ -173,6 +173,9 @@ def train(
         TargetExists: if `resume` is False and `save_to` contains checkpoints.
         Corrupt: if all checkpoints are damaged.
         NotEnoughSpace, FileFailed, TimedOut: if the first or the last checkpoint cannot be written.
+        NotMounted: if `save_to` is on Drive and Drive is not mounted.
+        TrainingDiverged: if the step returns NaN or infinity and `on_nonfinite` is `"raise"`.
+        BadImage, LoaderFailed: as in `Loader`.
 
     Example:
         >>> import colabkit, torch

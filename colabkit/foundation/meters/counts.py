@@ -184,8 +184,17 @@ class _PartCounts:
 class LoaderMeters:
     """Running totals of one loader. Any thread may update parts and take snapshots.
 
-    `spent` holds the step times, `facts` the facts about the loader, and `clock` the clock of the newest pass, to which
-    `train()` reports the duration of each step.
+    Attributes:
+        batches: number of batches that the user received.
+        samples: number of samples in them.
+        passes: number of passes over the loader that have begun.
+        ready: number of batches that were ready when requested.
+        queued: number of batch groups in the ready queue, summed over all requests.
+        queue_room: capacity of the ready queue in groups, summed over all requests.
+        retries: number of retried reads of a remote source.
+        spent: the step times.
+        facts: facts about the loader; None if unknown.
+        clock: clock of the newest pass, to which `train()` reports the duration of each step.
     """
 
     batches: int = 0

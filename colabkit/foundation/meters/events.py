@@ -57,9 +57,13 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step has finished: its number in the run and in this epoch, both from 1.
+    """A training step has finished.
 
-    `values` are the return values of the step, still on the device: `float(value)` reads one.
+    Attributes:
+        epoch: number of the epoch, from 0.
+        step: number of the step in the run, from 1.
+        step_in_epoch: number of the step in this epoch, from 1.
+        values: return values of the step by name, still on the device; `float(value)` reads one.
     """
 
     epoch: int

@@ -122,6 +122,11 @@ class Pack(Mapping[str, PackedDataset]):
         self.splits: Mapping[str, int] = {split: info.count(split) for split in info.splits}
 
     def __getitem__(self, split: str) -> PackedDataset:
+        """Return the dataset of a split.
+
+        Raises:
+            MissingSplit: if the pack has no such split.
+        """
         # Accept other names of a split, such as "val" for "dev".
         split = SPLIT_FOLDERS.get(split, split)
         if split not in self.splits:
@@ -133,9 +138,11 @@ class Pack(Mapping[str, PackedDataset]):
         return self._opened[split]
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the splits."""
         return iter(self.splits)
 
     def __len__(self) -> int:
+        """Return the number of splits."""
         return len(self.splits)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -280,8 +280,8 @@ def clear_cache(
 ) -> CacheReport:
     """Clear the local cache of the Drive mount, to see new files and to free disk space.
 
-    DriveFS sends its writes and ends, its cache is removed, and Drive is mounted again. google-drive-ocamlfuse uploads,
-    is unmounted, cleared with `-cc` and mounted again. rclone only forgets its directory listings.
+    DriveFS uploads its writes and exits, its cache is removed, and Drive is mounted again. google-drive-ocamlfuse
+    uploads, is unmounted, cleared with `-cc` and mounted again. rclone only forgets its directory listings.
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.

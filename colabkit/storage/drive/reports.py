@@ -73,7 +73,14 @@ class _WritesReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class UnmountReport(_WritesReport):
-    """The report of `unmount()`; `sent` is the known state of the writes."""
+    """The report of `unmount()`.
+
+    Attributes:
+        mountpoint: folder where Drive was mounted.
+        kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
+        sent: the known state of the writes, as text.
+        seconds: duration of the call.
+    """
 
     seconds: float
 
@@ -83,7 +90,15 @@ class UnmountReport(_WritesReport):
 
 @dataclass(frozen=True, repr=False)
 class FlushReport(_WritesReport):
-    """The report of `flush()`; `sent` is the known state of the writes, which may not have reached Drive's servers."""
+    """The report of `flush()`.
+
+    Attributes:
+        mountpoint: folder where Drive is mounted.
+        kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
+        sent: the known state of the writes, as text; they may not have reached Drive's servers yet.
+        remounted: whether Drive was mounted again.
+        seconds: duration of the call.
+    """
 
     remounted: bool
     seconds: float

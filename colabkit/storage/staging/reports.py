@@ -144,7 +144,12 @@ class StageReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class UnstageReport(Report):
-    """The report of `unstage()`: the removed path and the bytes freed."""
+    """The report of `unstage()`.
+
+    Attributes:
+        path: the removed path.
+        freed_bytes: disk space or RAM that was freed, in bytes.
+    """
 
     path: Path
     freed_bytes: int
@@ -158,7 +163,15 @@ class UnstageReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class StageVerifyReport(Report):
-    """The report of `verify()` for a local copy; `damaged` lists missing files and files with changed bytes."""
+    """The report of `verify()` for a local copy.
+
+    Attributes:
+        path: path of the local copy.
+        files: number of files checked.
+        checked_bytes: number of bytes checked.
+        damaged: paths of missing files and of files with changed bytes.
+        seconds: duration of the check.
+    """
 
     path: Path
     files: int
