@@ -65,7 +65,6 @@ class LabelledDataset(Dataset[Any]):
     _count: int
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._count
 
     def _place(self, index: Any) -> int:
@@ -205,7 +204,6 @@ class PackedDataset(LabelledDataset):
         return f"{self.split_name}[{row}] of {str(self.info.path)!r}"
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one sample for an integer, or a batch for a slice or an array of integers or bools."""
         if not isinstance(index, slice | Sequence) and getattr(index, "ndim", 0) == 0:
             return self._sample(index)
         chosen = resolve_indices(index, len(self))
@@ -401,7 +399,6 @@ class FileDataset(LabelledDataset):
         self.fingerprint = f"files/{hashlib.sha256(about + stored).hexdigest()[:32]}"
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample: its decoded image, `uint8 [C, H, W]`, and its label if there are labels."""
         place = self._place(index)
         try:
             pixels = decode_image(self.encoded(place), self._channels)
