@@ -177,7 +177,7 @@ def test_more_bad_files_than_max_bad_are_an_error_with_their_number(tmp_path, tr
         (tmp_path / "p.h5").unlink()
     names += spoil(tree, 1 + allowed)
     with pytest.raises(
-        BadImage, match=rf"Cannot pack '.*tree': at least {allowed + 1} bad file.* first '{names[0]}'"
+        BadImage, match=rf"Cannot pack '.*tree': there are at least {allowed + 1} bad file.* first '{names[0]}'"
     ) as caught:
         pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=max_bad, threads=1, progress=False, **options)
     assert ("at least 1 bad file, " in str(caught.value)) == (allowed == 0)
