@@ -9,6 +9,7 @@ from .decode.images import decode_image as decode_image
 from .decode.images import decode_region as decode_region
 from .decode.images import image_size as image_size
 from .decode.images import row_decoder as row_decoder
+from .decode.pixels import FACTORS as FACTORS
 from .decode.pixels import OtherSize as OtherSize
 from .format.layout import LABELS as LABELS
 from .format.layout import SAMPLES as SAMPLES

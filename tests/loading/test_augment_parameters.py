@@ -85,6 +85,15 @@ def test_boxes_do_not_change_between_versions():
     assert list(got.rows()) == [(1, 12, 254, 224, False), (8, 11, 164, 217, False), (124, 91, 132, 112, False)]
 
 
+def test_large_boxes_start_at_a_pixel_of_the_image_scaled_while_decoding():
+    for height, width in ((1211, 1403), (517, 300), (96, 1000)):
+        for top, left, rows, columns in boxes(RandomResizedCrop((48, 40)), (height, width), 500).tolist():
+            factor = next((each for each in (8, 4, 2) if rows >= each * 48 and columns >= each * 40), 1)
+            assert top % factor == left % factor == 0
+            assert 0 <= top <= height - rows
+            assert 0 <= left <= width - columns
+
+
 def test_an_extreme_image_gives_the_largest_central_box_of_an_allowed_ratio():
     assert (boxes(RandomResizedCrop(8, scale=(1, 1)), (10, 1000), 50) == [0, 493, 10, 13]).all()
     assert (boxes(RandomResizedCrop(8, scale=(1, 1)), (1000, 10), 50) == [493, 0, 13, 10]).all()

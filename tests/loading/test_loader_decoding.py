@@ -145,6 +145,21 @@ def test_a_transform_gives_the_same_result_as_on_whole_batches(sized, encoding, 
             assert (found - expected).abs().max() <= 1.01 * AGREEMENT / 255 / 0.25
 
 
+def test_large_crops_of_jpegs_differ_little_from_those_of_the_decoded_images(tmp_path):
+    for index in range(8):
+        Image.fromarray(photo(331 + 7 * index, 447 - 9 * index, index)).save(tmp_path / f"{index}.jpg", quality=95)
+    transform = Compose([RandomResizedCrop(40, scale=(0.3, 1.0)), RandomHorizontalFlip()])
+    loader = Loader(FileDataset(tmp_path, labels=None), 8, transform=transform, seed=7)
+    for number in range(5):
+        (images,) = loader
+        for index, image in enumerate(images):
+            pixels = torch.from_numpy(decode_image((tmp_path / f"{index}.jpg").read_bytes())).permute(2, 0, 1)[None]
+            expected = transform.apply(pixels, None, Draws(7, number, np.array([index])))[0][0]
+            difference = (expected.int() - image.int()).abs().float()
+            assert difference.mean() < 1
+            assert difference.max() <= 8
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_sample_is_cropped_identically_by_any_number_of_threads_and_in_any_batch(sized, workers):
     transform = Compose([RandomResizedCrop(16), RandomHorizontalFlip()])

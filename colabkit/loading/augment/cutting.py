@@ -6,6 +6,7 @@ input slowly, so it gets a contiguous crop. It writes into the given memory, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -75,12 +76,13 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def cut(
-    pixels: Pixels, top: int, left: int, height: int, width: int, mirrored: bool, out: Pixels, fill: int = 0
+    pixels: Pixels, top: int, left: int, height: float, width: float, mirrored: bool, out: Pixels, fill: int = 0
 ) -> None:
     """Fill `out` with a box of an image, resized to the size of `out` and optionally mirrored.
 
     Resizing is bilinear with antialiasing, byte-identical to `torch.nn.functional.interpolate(antialias=True)`. This
-    function is thread-safe. The box may extend beyond the image, where it gets the value `fill`.
+    function is thread-safe. The box may extend beyond the image, where it gets the value `fill`. Its height and width
+    may be fractions of a pixel if it lies inside the image.
 
     Args:
         pixels: `uint8 [H, W, C]`, contiguous within each row; may be read-only.
@@ -90,6 +92,10 @@ def cut(
         fill: pixel value outside the image.
     """
     resized = (height, width) != out.shape[:2]
+    scales: tuple[float, float] | tuple[()] = ()
+    if height % 1 or width % 1:
+        scales = out.shape[0] / height, out.shape[1] / width
+    height, width = math.ceil(height), math.ceil(width)
     rows, columns = pixels.shape[:2]
     if top >= 0 and left >= 0 and top + height <= rows and left + width <= columns:
         box = pixels[top : top + height, left : left + width]
@@ -100,12 +106,15 @@ def cut(
         if first_row < last_row and first_column < last_column:
             inner = box[first_row - top : last_row - top, first_column - left : last_column - left]
             inner[...] = pixels[first_row:last_row, first_column:last_column]
-    if mirrored:
+    if mirrored and not scales:
         box = _mirrored(box)
     if resized:
         # Copy the box: the kernel is slow on strided pixels, and torch warns about read-only memory.
-        image = torch.from_numpy(box if mirrored else box.copy()).permute(2, 0, 1)[None]
-        _resample(image, out.shape[:2], False, out=torch.from_numpy(out).permute(2, 0, 1)[None])
+        image = torch.from_numpy(box if mirrored and not scales else box.copy()).permute(2, 0, 1)[None]
+        _resample(image, out.shape[:2], False, *scales, out=torch.from_numpy(out).permute(2, 0, 1)[None])
+        if mirrored and scales:
+            # The kernel aligns a box of a fractional width at the left, so it is mirrored afterwards.
+            out[...] = _mirrored(out)
     else:
         out[...] = box
 

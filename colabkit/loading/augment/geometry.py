@@ -23,6 +23,7 @@ from colabkit.foundation import (
 )
 from colabkit.loading.augment.cutting import Boxes, Sizes, crop_batch, crop_rows, cut, resize_batch
 from colabkit.loading.augment.transform import Draws, Transform, check_images
+from colabkit.packs import FACTORS
 
 
 class Geometry(Transform):
@@ -91,7 +92,9 @@ class RandomResizedCrop(Geometry):
     """Crop a box of random area and aspect ratio from each image and resize it: the usual crop for training.
 
     The algorithm is torchvision's. It tries 10 boxes whose area and log aspect ratio are uniform, and places the first
-    one that fits at a uniform position. If none fits, it takes the largest central box with an allowed aspect ratio.
+    one that fits at a uniform position. If none fits, it takes the largest central box with an allowed aspect ratio. A
+    box of at least twice the result's size starts at a multiple of 2, 4 or 8 pixels, so that JPEGs can be scaled while
+    they are decoded without displacing it.
 
     Args:
         size: height and width of the result in pixels; one number means both.
@@ -142,6 +145,13 @@ class RandomResizedCrop(Geometry):
             height[failed], width[failed] = self._central(rows[failed, 0], columns[failed, 0])
             top[failed] = (rows[failed, 0] - height[failed]) // 2
             left[failed] = (columns[failed, 0] - width[failed]) // 2
+        is_snapped = np.zeros(len(sizes), np.bool_)
+        # A JPEG can be divided while it is decoded if the corner of its box lies on a pixel of the result.
+        for factor in FACTORS:
+            is_large = (height >= factor * self.size[0]) & (width >= factor * self.size[1]) & ~is_snapped
+            top = np.where(is_large, _snapped(top, rows[:, 0] - height, factor), top)
+            left = np.where(is_large, _snapped(left, columns[:, 0] - width, factor), left)
+            is_snapped |= is_large
         return Boxes(top, left, height, width, np.zeros(len(sizes), np.bool_))
 
     def _central(self, rows: Sizes, columns: Sizes) -> tuple[Sizes, Sizes]:
@@ -152,6 +162,12 @@ class RandomResizedCrop(Geometry):
 
     def __repr__(self) -> str:
         return f"RandomResizedCrop({self.size}, scale={self.scale}, ratio={self.ratio})"
+
+
+def _snapped(corner: Sizes, room: Sizes, factor: int) -> Sizes:
+    """Return the nearest multiples of `factor` that are at most `room`."""
+    nearest: Sizes = np.minimum(np.rint(corner / factor).astype(np.int64), room // factor) * factor
+    return nearest
 
 
 class RandomCrop(Geometry):

@@ -272,9 +272,11 @@ class CropDecoder(ImageDecoder):
         out, channels, began = work.out[place], self.options.files.channels, time.perf_counter()
         top, left, height, width = region
         is_inside = top >= 0 and left >= 0 and top + height <= size[0] and left + width <= size[1]
-        box = (top, left, height, width)
-        found = decode_region(data, channels, box, out.shape[:2], size) if is_inside else None
-        pixels, box = found or (decode_image(data, channels), box)
+        box: tuple[int, int, float, float] = (top, left, height, width)
+        if is_inside and (found := decode_region(data, channels, (top, left, height, width), out.shape[:2], size)):
+            pixels, box = found
+        else:
+            pixels = decode_image(data, channels)
         decoded = time.perf_counter()
         cut(pixels, *box, is_mirrored, out, int(self.geometry.fill))
         work.decode_s += decoded - began
