@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,7 +20,6 @@ from colabkit.foundation import (
     check_whole_number,
     format_things,
     meters,
-    shown,
 )
 from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, fields_of, map_tensors
@@ -34,6 +34,7 @@ from colabkit.loading.engine.options import (
     order_of,
     sample_argument,
     share_of,
+    transform_name,
     usable_device,
 )
 from colabkit.loading.engine.pipeline import column_pipeline, process_pipeline
@@ -42,6 +43,7 @@ from colabkit.loading.engine.tiers import Tier
 from colabkit.loading.engine.user_code import (
     SamplerPlanner,
     check_collated,
+    check_process,
     describe_samples,
     reporting_errors,
     restored_generators,
@@ -203,7 +205,7 @@ class Loader:
         check_drop_last(act, drop_last, self._yields_batches)
         self._position = LoaderPosition(order, self.seed, fingerprint_of(act, whole))
         self._check_counts(act, share)
-        self.meters.facts = self._pipeline.facts(self.dataset, self._count, transform and _name_of(transform))
+        self.meters.facts = self._pipeline.facts(self.dataset, self._count, transform and transform_name(transform))
 
     def __len__(self) -> int:
         """Return the number of batches of a full epoch."""
@@ -216,7 +218,7 @@ class Loader:
             self._position.order_text,
             f"on {self.device}",
             *([f"rank {share.rank} of {share.world_size}"] if share.world_size > 1 else []),
-            *([f"transform {_name_of(self.transform)}"] if self.transform is not None else []),
+            *([f"transform {transform_name(self.transform)}"] if self.transform is not None else []),
             f"samples in {self.tier}",
         ]
         what = (
@@ -261,7 +263,7 @@ class Loader:
             epoch: number of the epoch, from 0.
 
         Raises:
-            InvalidOption: if it is not a whole number of 0 or more.
+            InvalidOption: if it is not a whole number.
         """
         self._position.set_epoch(epoch)
 
@@ -285,11 +287,10 @@ class Loader:
             state: result of `state_dict()`.
 
         Raises:
-            InvalidOption: if the state belongs to other data, to another sampler or (with a custom sampler) to another
-                number of processes, or if it is incomplete or of an unknown version.
+            InvalidOption: if the state is invalid, belongs to other data, to another sampler or (with a custom sampler)
+                to another number of processes, or if the processes cannot share the samples that are left.
         """
-        world_size = self._share().world_size
-        self._position.load(state, lambda samples: not self._planner().batches(samples), world_size)
+        self._position.load(state, self._is_end, self._share().world_size)
         self.seed = self._position.seed
 
     def peek(self, batches: int = 1) -> list[Any]:
@@ -323,7 +324,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch, which starts when the first one is requested."""
-        self._check_counts("load batches", self._share())
+        self._check_counts("load batches", self._share(), self._position.next[1])
         return self._batches()
 
     def _batches(self) -> Generator[Any]:
@@ -344,11 +345,11 @@ class Loader:
         )
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter
-        requested = now()
+        requested, owner = now(), os.getpid()
         plans = EndDetector(planner.plans(epoch, start, engine.plan_batches))
         batches = engine.batches(seed, epoch, iter(plans))
         at_last, received = self._pipeline.stages.at_last, counts.batches
-        as_structured = _unchanged if self._columns is None else self._columns.batch
+        as_structured = (lambda batch: batch) if self._columns is None else self._columns.batch
         try:
             for made in batches:
                 batch = as_structured(made.values) if at_last is None else self._finished(order, seed, epoch, made)
@@ -364,6 +365,7 @@ class Loader:
                     meters.publish(meters.BatchTaken(counts))
                 yield batch
                 del batch
+                check_process(owner, batches)
                 left = now()
                 stepped(requested, given, left, samples)
                 requested = left
@@ -376,8 +378,9 @@ class Loader:
             # The epoch is over even if its last batches held only bad samples, and so were not yielded.
             self._position.receive(epoch, 0, is_over=True)
         finally:
-            batches.close()
-            counts.settle(clock)
+            if os.getpid() == owner:
+                batches.close()
+                counts.settle(clock)
 
     def _finished(self, order: Order | None, seed: int, epoch: int, made: Batch) -> Any:
         """Apply the last steps of the transform to a batch and return it in the user's structure."""
@@ -421,6 +424,11 @@ class Loader:
         indices = [order.indices(draws.epoch, at, at + 1).item() for at in draws.positions.tolist()]
         return f"transforming {describe_samples(draws.epoch, indices, partial(name_of, self.dataset))}"
 
+    def _is_end(self, samples: int) -> bool:
+        """Return whether no batch is left after this many samples; raise `InvalidOption` if some would be lost."""
+        self._check_counts("resume the Loader", self._share(), samples)
+        return not self._planner().batches(samples)
+
     def _share(self) -> Share:
         return share_of("load batches", *self._given_share)
 
@@ -433,17 +441,8 @@ class Loader:
             position.order, self._yields_batches, self.seed, self._count, self.batch_size, self.drop_last, share
         )
 
-    def _check_counts(self, act: str, share: Share) -> None:
-        """Raise `InvalidOption` if the loader would yield no batch, or different numbers of batches on the ranks."""
+    def _check_counts(self, act: str, share: Share, start: int = 0) -> None:
+        """Raise `InvalidOption` if an epoch yields no batch, or different numbers of batches on the ranks."""
         check_skipping(act, self._bad.on_bad, share)
         if self._position.pure_order is not None:
-            check_counts(act, self._position.pure_order, self.batch_size, self.drop_last, share)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-def _name_of(transform: Callable[..., Any]) -> str:
-    """Return the name of a function, or the one-line `repr` of a transform."""
-    return str(getattr(transform, "__name__", None) or shown(transform))
+            check_counts(act, self._position.pure_order, self.batch_size, self.drop_last, share, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import operator
 import os
 import signal
@@ -35,6 +36,7 @@ from colabkit.augment import (
     RandomHorizontalFlip,
     RandomResizedCrop,
 )
+from colabkit.errors import LoaderFailed
 from colabkit.loading import Loader
 from colabkit.packs import FileDataset, open_pack
 
@@ -349,3 +351,26 @@ def test_worker_processes_support_nesting_breaks_and_counts_like_threads(makes, 
     for _ in loader:
         break
     assert left()[1] == children
+
+
+def test_an_iteration_that_continues_in_a_forked_child_is_refused_instead_of_hanging():
+    loader = Loader(torch.zeros(400, 3, 16, 16, dtype=torch.uint8), 8, num_workers=2, transform=RandomResizedCrop(8))
+    batches, context = iter(loader), multiprocessing.get_context("fork")
+    next(batches)
+    results = context.SimpleQueue()
+
+    def use() -> None:
+        try:
+            results.put(len(list(batches)))
+        except LoaderFailed as error:
+            results.put(str(error))
+
+    child = context.Process(target=use)
+    child.start()
+    child.join(DEADLINE_S)
+    is_hung = child.is_alive()
+    child.kill()
+    child.join()
+    assert not is_hung
+    assert "the process was forked during the iteration" in results.get()
+    assert len(list(batches)) == 49

@@ -38,7 +38,9 @@ def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, 
 @pytest.mark.parametrize("shuffle", [False, True, "block"])
 @pytest.mark.parametrize("world_size", sampled(WORLDS, 3))
 def test_every_sample_comes_once_over_all_ranks_in_equal_numbers_of_batches(world_size, shuffle):
-    for n, batch_size in itertools.product((world_size, world_size + 1, 11, 16, 22, 23, 41), (1, 2, 4, 9)):
+    for count, batch_size in itertools.product((world_size, world_size + 1, 11, 16, 22, 23, 41), (1, 2, 4, 9)):
+        # Batches of one sample need a number of samples that the ranks can share.
+        n = count - count % world_size if batch_size == 1 else count
         loaders = ranks(n, batch_size, world_size, shuffle=shuffle, seed=3)
         for _ in range(2):
             taken = steps(loaders)
@@ -46,17 +48,17 @@ def test_every_sample_comes_once_over_all_ranks_in_equal_numbers_of_batches(worl
             assert [len(loader) for loader in loaders] == [len(taken)] * world_size
             for step in taken:
                 sizes = [len(batch) for batch in step]
-                assert 1 <= min(sizes) <= max(sizes) <= batch_size + (step is taken[-1])
+                assert 1 <= min(sizes) <= max(sizes) <= batch_size
                 assert max(sizes) - min(sizes) <= 1
-            assert all(len(batch) == batch_size for step in taken[:-1] for batch in step)
+            assert all(len(batch) == batch_size for step in taken[:-2] for batch in step)
 
 
 @pytest.mark.parametrize("world_size", WORLDS[1:])
-def test_a_last_global_batch_with_fewer_samples_than_ranks_joins_the_one_before(world_size):
+def test_too_few_samples_for_a_last_global_batch_are_shared_with_the_one_before(world_size):
     for rest in range(1, world_size):
-        taken = steps(ranks(6 * world_size + rest, 3, world_size))
-        assert len(taken) == 2
-        assert sorted(map(len, taken[1])) == [3] * (world_size - rest) + [4] * rest
+        sizes = [sum(map(len, step)) for step in steps(ranks(6 * world_size + rest, 3, world_size))]
+        last_two = 3 * world_size + rest
+        assert sizes == [3 * world_size, last_two // 2, last_two - last_two // 2]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -124,12 +126,30 @@ def test_a_state_at_the_end_of_an_epoch_is_the_start_of_the_next_on_any_number_o
             assert in_order(steps(resumed)) == epoch_order(23, 0, 1, 0, 23).tolist()
 
 
-def test_a_change_of_ranks_drops_at_most_fewer_samples_than_ranks_at_the_end_of_an_epoch():
-    loaders = ranks(8, 1, 2)
-    assert in_order(steps(loaders, 3)) == list(range(6))
-    resumed = ranks(8, 1, 3, state_of(loaders))
-    assert state_of(resumed)["epoch"] == 1
-    assert in_order(steps(resumed)) == list(range(8))
+def test_more_ranks_than_samples_left_in_an_epoch_are_refused():
+    loaders = ranks(9, 1, 1)
+    assert in_order(steps(loaders, 7)) == list(range(7))
+    state = state_of(loaders)
+    with pytest.raises(InvalidOption, match="2 samples of the epoch, which are left, cannot be shared by 3 processes"):
+        ranks(9, 1, 3, state)
+    assert in_order(steps(ranks(9, 2, 2, state))) == [7, 8]
+    assert in_order(steps(ranks(9, 2, 1, state))) == [7, 8]
+
+
+def test_batches_of_one_sample_are_refused_if_the_ranks_cannot_get_equally_many():
+    with pytest.raises(InvalidOption, match=r"8 samples cannot be shared by 3 processes .* drop_last=True"):
+        ranks(8, 1, 3)
+    assert len(in_order(steps(ranks(8, 1, 3, drop_last=True)))) == 6
+
+
+def test_a_change_of_ranks_within_an_epoch_loses_no_sample():
+    for n, batch_size, first in ((26, 3, 8), (35, 2, 3)):
+        for stop, other in itertools.product((1, 2), (1, 2, 5)):
+            loaders = ranks(n, batch_size, first, shuffle=True)
+            got = in_order(steps(loaders, stop))
+            if state_of(loaders)["epoch"] == 0:
+                got += in_order(steps(ranks(n, 2, other, state_of(loaders), shuffle=True)))
+            assert sorted(got) == list(range(n))
 
 
 def test_len_is_that_of_a_full_epoch_after_a_resume():
@@ -163,7 +183,7 @@ def test_a_sample_gets_the_same_random_numbers_on_any_rank_layout(transform):
     data = (images, torch.arange(23))
     expected = transformed(data, 1, 4, transform, num_workers=0)
     assert len(expected) == 23
-    for world_size, batch_size in ((2, 4), (3, 5), (5, 1)):
+    for world_size, batch_size in ((2, 4), (3, 5), (5, 2)):
         assert transformed(data, world_size, batch_size, transform, num_workers=0) == expected
 
 

@@ -147,8 +147,7 @@ class BatchBuilder:
         self._field_bytes = row_bytes if self._made is None else [prod(self._made), *row_bytes[1:]]
         self._gathered_bytes = sum(self._field_bytes[int(self._made is not None) :])
         self._has_pieces = bool(self.images or stages.geometry or stages.by_slice)
-        # The last batch of several ranks, or a batch of a sampler, may hold more samples.
-        samples = min(depth.group_batches * (self.options.batch_size + 1), max(1, columns.count))
+        samples = min(depth.group_batches * self.options.batch_size, max(1, columns.count))
         keep = depth.groups + 2
         self._buffers = FieldBuffers([samples * size for size in self._field_bytes], keep, self.options.device)
         # Memory for the results of transforms.

@@ -132,9 +132,9 @@ class BatchGroup:
 class EpochRange:
     """The global batches of one epoch, from a position to its end.
 
-    The last batch holds the remaining samples. If these are fewer than one per rank, they join the previous batch, so
-    that all ranks get the same number of batches and each sample occurs once. If there is no previous batch, because
-    the epoch is resumed very near its end with more ranks than before, these few samples are left out.
+    All ranks get the same number of batches, and each sample occurs once. The last global batch holds the remaining
+    samples. If these are fewer than one per rank, the last two global batches share their samples equally, so that no
+    rank gets an empty batch, nor more than `batch_size` samples.
 
     Attributes:
         start: number of samples of the epoch that were received before.
@@ -157,19 +157,25 @@ class EpochRange:
     def __len__(self) -> int:
         """Return the number of batches of each rank."""
         full, rest = divmod(self.stop - self.start, self._step)
-        return full + (rest >= self.share.world_size)
+        return full + (rest > 0 and not self.indivisible)
 
     @property
     def _step(self) -> int:
         return self.batch_size * self.share.world_size
 
+    @property
+    def indivisible(self) -> int:
+        """The number of samples at the end that the ranks cannot share in equally many batches; usually 0."""
+        full, rest = divmod(self.stop - self.start, self._step)
+        is_shared = rest >= self.share.world_size or (full and self.batch_size > 1)
+        return 0 if is_shared else rest
+
     def samples(self) -> int:
         """Return the number of samples in this rank's batches."""
         batches = len(self)
-        if not batches:
-            return 0
-        ((begin, end),) = self._own_spans(self._begins(batches - 1, 1))
-        return (batches - 1) * self.batch_size + end - begin
+        full = max(0, batches - 2)
+        spans = self._own_spans(self._begins(full, batches - full))
+        return full * self.batch_size + sum(end - begin for begin, end in spans)
 
     def plan(self, order: Order | _ChunkedOrder, epoch: int, first: int, count: int) -> BatchPlan:
         """Return the plan of `count` batches, starting with batch `first`."""
@@ -186,10 +192,14 @@ class EpochRange:
 
     def _begins(self, first: int, count: int) -> list[int]:
         """Return the start position of each of `count` global batches, and the end of the last one."""
-        step = self._step
+        step, batches = self._step, len(self)
         begins = [*range(self.start + step * first, self.start + step * (first + count) + 1, step)]
-        if first + count >= len(self):
-            begins[-1] = self.stop
+        if batches and first + count >= batches:
+            begins[-1] = self.stop - self.indivisible
+        last = self.start + step * (batches - 1)
+        if batches > 1 and self.stop - last < self.share.world_size and first < batches <= first + count + 1:
+            # The last batch has fewer samples than ranks, so it begins in the middle of the last two.
+            begins[batches - 1 - first] = (last - step + self.stop) // 2
         return begins
 
     def _own_spans(self, begins: list[int]) -> list[tuple[int, int]]:

@@ -11,11 +11,13 @@ import torch
 from colabkit.foundation import (
     InvalidOption,
     LoaderMeters,
+    Text,
     cannot,
     check_callable,
     check_one_of,
     check_whole_number,
     format_things,
+    option,
     shown,
     usable_cpus,
 )
@@ -131,9 +133,17 @@ def check_skipping(act: str, on_bad: str, share: Share) -> None:
         raise InvalidOption(cannot(act, found, "the same number in each", next_step))
 
 
-def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share: Share) -> None:
-    """Raise `InvalidOption` for an order that yields no batch."""
-    if len(EpochRange.of(len(order), 0, batch_size, share, drop_last)):
+def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share: Share, start: int = 0) -> None:
+    """Raise `InvalidOption` if an epoch yields no batch, or if the ranks cannot share its samples after `start`."""
+    left = EpochRange.of(len(order), start, batch_size, share, drop_last)
+    if left.indivisible and (start or len(left)):
+        samples = f"{format_things(left.stop - start, 'sample')}{' of the epoch, which are left,' if start else ''}"
+        found = f"{samples} cannot be shared by {share.world_size} processes in equally many batches of {batch_size}"
+        next_step: Text = ("Use a larger ", option("batch_size"), ", or ", option("drop_last", True))
+        if not len(left):
+            next_step = f"Start at most {left.stop - start} processes, or start the next epoch with loader.set_epoch()"
+        raise InvalidOption(cannot(act, found, "", next_step))
+    if len(left) or start:
         return
     count, world = len(order), share.world_size
     if not count:
@@ -220,3 +230,8 @@ def usable_device(act: str, device: Any) -> torch.device:
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return chosen
+
+
+def transform_name(transform: Callable[..., Any]) -> str:
+    """Return the name of a function, or the one-line `repr` of a transform."""
+    return str(getattr(transform, "__name__", None) or shown(transform))

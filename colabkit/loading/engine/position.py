@@ -162,9 +162,10 @@ class LoaderPosition:
             found = f"{saved_by} saved this state of a custom sampler inside an epoch"
             restart = f"Start {saved_by}, or start the epoch again with loader.set_epoch({epoch})"
             raise InvalidOption(cannot(act, found, f"as many processes now, not {world_size}", restart))
+        position = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
         self._set_order(order)
         self.seed = seed
-        self.next = self.received = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
+        self.next = self.received = position
 
     def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
         """Return the order of a state: the current one, or a new one if it needs only the dataset's size."""

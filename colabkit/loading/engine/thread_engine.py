@@ -137,6 +137,13 @@ class ThreadPool:
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("threads of a closed loader are still running after %g s and are abandoned", _CLOSE_S)
 
+    def forget_threads(self) -> None:
+        """Forget the threads, which a forked child process does not have, so that `close` does not wait for them."""
+        # A thread of the parent may have held the lock during the fork.
+        self._changed = threading.Condition()
+        self._threads.clear()
+        self._is_over = True
+
     def _run(self) -> None:
         limit_torch_to_one_thread()
         try:
@@ -258,9 +265,14 @@ def _close_all() -> None:
         pool.close()
 
 
-# A forked child has none of these threads.
+def _forget_all() -> None:
+    for pool in tuple(_live):
+        pool.forget_threads()
+    _live.clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_live.clear)
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def limit_torch_to_one_thread() -> None:

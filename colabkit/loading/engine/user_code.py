@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,26 @@ from colabkit.loading.engine.batches import BatchPlan, EpochRange, Share, next_c
 
 _SHOWN = 3
 _RUN_TRANSFORM = "Run transform on a batch of these samples to see the error"
+
+
+_orphans: list[Generator[Any, None, None]] = []
+
+
+def check_process(owner: int, batches: Generator[Any, None, None]) -> None:
+    """Raise `LoaderFailed` unless this is still the process that started the iteration.
+
+    A forked child process has none of the threads that build its batches, and would wait for them forever.
+
+    Args:
+        owner: id of the process that started the iteration.
+        batches: its batches.
+    """
+    if os.getpid() != owner:
+        # Closing them would wait for the threads, too, and so would the garbage collector.
+        _orphans.append(batches)
+        found = "the process was forked during the iteration"
+        next_step = "Start a new iteration in the child process"
+        raise LoaderFailed(cannot("load batches", found, "an iteration that started in this process", next_step))
 
 
 def loader_failed(text: str, next_step: str) -> LoaderFailed:
