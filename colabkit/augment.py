@@ -9,7 +9,9 @@ the whole batch.
 from colabkit.loading import (
     Boxes,
     CenterCrop,
+    ColorJitter,
     Compose,
+    CutMix,
     Cutout,
     Draws,
     Geometry,
@@ -21,12 +23,15 @@ from colabkit.loading import (
     RandomHorizontalFlip,
     RandomResizedCrop,
     Transform,
+    TrivialAugmentWide,
 )
 
 __all__ = [
     "Boxes",
     "CenterCrop",
+    "ColorJitter",
     "Compose",
+    "CutMix",
     "Cutout",
     "Draws",
     "Geometry",
@@ -38,4 +43,5 @@ __all__ = [
     "RandomHorizontalFlip",
     "RandomResizedCrop",
     "Transform",
+    "TrivialAugmentWide",
 ]

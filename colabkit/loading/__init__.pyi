@@ -1,3 +1,5 @@
+from .augment.auto_augment import TrivialAugmentWide as TrivialAugmentWide
+from .augment.color import ColorJitter as ColorJitter
 from .augment.compose import Compose as Compose
 from .augment.cutting import Boxes as Boxes
 from .augment.geometry import CenterCrop as CenterCrop
@@ -5,6 +7,7 @@ from .augment.geometry import Geometry as Geometry
 from .augment.geometry import RandomCrop as RandomCrop
 from .augment.geometry import RandomHorizontalFlip as RandomHorizontalFlip
 from .augment.geometry import RandomResizedCrop as RandomResizedCrop
+from .augment.mixing import CutMix as CutMix
 from .augment.mixing import Cutout as Cutout
 from .augment.mixing import MixUp as MixUp
 from .augment.mixing import Normalize as Normalize

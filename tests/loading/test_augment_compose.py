@@ -171,7 +171,7 @@ REFUSED = [
     (lambda: RandomHorizontalFlip(None), "p=None"),
     (lambda: Cutout(0), "size=0"),
     (lambda: Cutout(3, p=-0.1), "p=-0.1"),
-    (lambda: MixUp(0), "classes=0"),
+    (lambda: MixUp(0), "num_classes=0"),
     (lambda: MixUp(3, alpha=0), "alpha=0"),
     (lambda: MixUp(3, alpha=-1), "alpha=-1"),
     (lambda: MixUp(3, alpha=float("inf")), "alpha=inf"),

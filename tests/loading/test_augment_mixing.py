@@ -1,4 +1,4 @@
-"""`Normalize`, `Cutout` and `MixUp` give the right pixels, labels and mixing weights."""
+"""`Normalize`, `Cutout`, `MixUp` and `CutMix` give the right pixels, labels and mixing weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from image_batches import draws, images
 from sampling import sampled
 from torchvision.transforms import v2
 
-from colabkit.augment import Cutout, MixUp, Normalize
+from colabkit.augment import CutMix, Cutout, MixUp, Normalize
 from colabkit.errors import InvalidOption
 
 MEAN = (0.485, 0.456, 0.406)
@@ -98,9 +98,58 @@ def test_labels_that_are_probabilities_are_mixed_again():
     assert not torch.equal(twice[1], once[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+def test_a_box_of_the_previous_image_replaces_that_of_each_image_and_labels_have_the_shares_of_the_pixels(dtype):
+    numbers = torch.arange(8).view(8, 1, 1, 1)
+    batch = numbers.expand(8, 3, 12, 10).to(dtype).contiguous(memory_format=torch.channels_last)
+    before = batch.clone()
+    got, mixed = CutMix(8).apply(batch, numbers.flatten(), draws(8))
+    assert torch.equal(batch, before)
+    assert (got.dtype, mixed.dtype, mixed.shape) == (dtype, torch.float32, (8, 8))
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    is_own = (got == batch).all(1)
+    assert torch.equal(is_own, ~(got == batch.roll(1, 0)).any(1))
+    replaced = ~is_own
+    assert torch.equal(replaced, replaced.any(1, keepdim=True) & replaced.any(2, keepdim=True)), "not a rectangle"
+    assert replaced.any()
+    for index in range(8):
+        own = is_own[index].float().mean().item()
+        assert mixed[index, index].item() == pytest.approx(own, abs=1e-6)
+        assert mixed[index, index - 1].item() == pytest.approx(1 - own, abs=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_boxes_follow_the_distribution_of_torchvision(alpha):
+    count, height, width = 3000, 20, 26
+    batch = (torch.arange(count) % 2).view(count, 1, 1, 1).expand(-1, 1, height, width).to(torch.uint8)
+    got = CutMix(2, alpha).apply(batch, torch.zeros(count, dtype=torch.int64), draws(count))[0]
+    replaced = (got != batch)[:, 0].numpy()
+    torch.manual_seed(2)
+    theirs = v2.CutMix(alpha=alpha, num_classes=2)
+    boxes = np.array([theirs.make_params([batch[:2]])["box"] for _ in range(count)])
+    expected = np.zeros_like(replaced)
+    for mask, (left, top, right, bottom) in zip(expected, boxes, strict=True):
+        mask[top:bottom, left:right] = True
+    assert_same_distribution(replaced.sum((1, 2)), expected.sum((1, 2)))
+    for axis in (1, 2):
+        assert_same_distribution(replaced.any(axis).argmax(1), expected.any(axis).argmax(1))
+        assert_same_distribution(replaced.any(axis).sum(1), expected.any(axis).sum(1))
+
+
+def test_the_box_of_a_sample_does_not_depend_on_its_batch():
+    batch = (torch.arange(40) % 2).view(40, 1, 1, 1).expand(-1, 1, 16, 16).to(torch.uint8)
+    labels = torch.zeros(40, dtype=torch.int64)
+    together = CutMix(2).apply(batch, labels, draws(40))[0]
+    part = CutMix(2).apply(batch[10:20], labels[10:20], draws(40).part(10, 20))[0]
+    assert torch.equal(part, together[10:20])
+    assert CutMix(2).apply(batch[:0], labels[:0], draws(0))[1].shape == (0, 2)
+
+
 def test_mixing_requires_the_whole_batch_and_changes_labels():
     assert MixUp.whole_batch
     assert MixUp.changes_labels
+    assert CutMix.whole_batch
+    assert CutMix.changes_labels
     assert not Cutout.whole_batch
     assert not Cutout.changes_labels
 
@@ -119,6 +168,8 @@ def test_labels_of_the_wrong_type_or_shape_raise_an_error(labels, found):
     expected = r"class numbers of shape \[8\] or probabilities of shape \[8, 3\]"
     with pytest.raises(InvalidOption, match=rf"Cannot mix images: the {found}; expected {expected}\."):
         MixUp(3)(BATCH, labels)
+    with pytest.raises(InvalidOption, match=rf"Cannot mix images: the {found}"):
+        CutMix(3)(BATCH, labels)
 
 
 @pytest.mark.parametrize(("labels", "found"), [(torch.arange(8) - 1, "from -1 to 6"), (torch.arange(8), "from 0 to 7")])

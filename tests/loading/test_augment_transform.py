@@ -16,7 +16,9 @@ from image_batches import draws, images
 
 from colabkit.augment import (
     CenterCrop,
+    ColorJitter,
     Compose,
+    CutMix,
     Cutout,
     Draws,
     MixUp,
@@ -24,6 +26,7 @@ from colabkit.augment import (
     RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    TrivialAugmentWide,
 )
 from colabkit.errors import InvalidOption
 
@@ -37,6 +40,9 @@ ALL = [
     Normalize((0.1, 0.2, 0.3), (1.0, 2.0, 3.0)),
     Cutout((3, 4), p=0.5, fill=7),
     MixUp(5, alpha=0.3),
+    CutMix(5, alpha=0.7),
+    ColorJitter(0.4, (0.5, 2), 0.4, hue=0.1),
+    TrivialAugmentWide(7, interpolation="bilinear", fill=9),
     Compose([RandomCrop(8), RandomHorizontalFlip(), Normalize()]),
 ]
 LABELS = torch.arange(10) % 5
@@ -115,7 +121,9 @@ def test_the_gpu_gives_the_same_result_as_the_cpu(transform):
     assert got[0].is_contiguous(memory_format=torch.channels_last)
     for result, other in zip(got, expected, strict=True):
         assert result.device.type == "cuda"
-        assert (result.cpu().double() - other.double()).abs().max() <= int(got[0].dtype == torch.uint8) + 1e-6
+        # One color adjustment after another may enlarge a difference.
+        most = 3 if isinstance(transform, ColorJitter) else int(got[0].dtype == torch.uint8)
+        assert (result.cpu().double() - other.double()).abs().max() <= most + 1e-6
 
 
 def numbered(seed: int = 0, epoch: int = 0, count: int = 1000, start: int = 0) -> Draws:

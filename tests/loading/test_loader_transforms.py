@@ -22,7 +22,9 @@ from trees import make_tree, needs
 
 from colabkit.augment import (
     CenterCrop,
+    ColorJitter,
     Compose,
+    CutMix,
     Cutout,
     Draws,
     MixUp,
@@ -33,6 +35,7 @@ from colabkit.augment import (
     RandomHorizontalFlip,
     RandomResizedCrop,
     Transform,
+    TrivialAugmentWide,
 )
 from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import epoch_order
@@ -71,6 +74,7 @@ OURS = {
     "foreign first": Compose([lambda images: 255 - images, RandomCrop(6), Normalize()]),
     "per batch": Compose([RandomCrop(6), PerBatch(lambda images: images.float() - images.float().mean())]),
     "mixup": MixUp(3, alpha=0.5),
+    "colors": Compose([ColorJitter(0.4, 0.4, 0.4, 0.1), TrivialAugmentWide(), RandomCrop(8), CutMix(3)]),
     "labels": TurnedLabels(),
     "labels between": Compose([RandomHorizontalFlip(), Normalize(), TurnedLabels(), Cutout(2)]),
     "all": Compose([RandomResizedCrop(8), RandomHorizontalFlip(), Normalize(), MixUp(3), Cutout(2)]),

@@ -1,4 +1,4 @@
-"""Transforms that change pixel values: `Normalize`, `Cutout` and `MixUp`."""
+"""Transforms that change pixel values: `Normalize`, `Cutout`, `MixUp` and `CutMix`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,9 @@ class Cutout(Transform):
                 sample[top:bottom, left:right] = self.fill
         else:
             first = torch.from_numpy(corner).to(images.device, non_blocking=True)
-            rows, columns = (_covered(first[:, axis, None], self.size[axis], images.shape[2 + axis]) for axis in (0, 1))
+            rows, columns = (
+                _between(first[:, axis], first[:, axis] + self.size[axis], images.shape[2 + axis]) for axis in (0, 1)
+            )
             result.masked_fill_((rows[:, :, None] & columns[:, None])[:, None], self.fill)
         return result, labels
 
@@ -150,21 +152,66 @@ class Cutout(Transform):
         return f"Cutout({self.size}, p={self.p}, fill={self.fill})"
 
 
-def _covered(first: Tensor, side: int, length: int) -> Tensor:
-    """Return which of `length` rows or columns the squares starting at `first` cover, `bool [B, length]`."""
+def _between(first: Tensor, last: Tensor, length: int) -> Tensor:
+    """Return which of `length` rows or columns are in the ranges from `first` to before `last`, `bool [B, length]`."""
     at = torch.arange(length, device=first.device)
-    return (at >= first) & (at < first + side)
+    return (at >= first[:, None]) & (at < last[:, None])
 
 
-class MixUp(Transform):
+class _LabelMixing(Transform):
+    """Base class of transforms that mix each image and its label with those of the previous sample in the batch."""
+
+    whole_batch = True
+    changes_labels = True
+
+    def __init__(self, num_classes: int, alpha: float) -> None:
+        self.num_classes = check_whole_number("mix images", "num_classes", num_classes, 1)
+        self.alpha = check_number("mix images", "alpha", alpha, 0.001, example=0.2)
+
+    def _mixed_labels(self, labels: Any, shares: npt.NDArray[np.float64]) -> Tensor:
+        """Return class probabilities `[B, num_classes]`, in which each sample's own label has this share, `[B]`."""
+        one_hot = self._one_hot(labels, len(shares))
+        own = torch.from_numpy(shares).to(one_hot.dtype).to(one_hot.device, non_blocking=True)[:, None]
+        return one_hot.roll(1, 0).lerp_(one_hot, own)
+
+    def _one_hot(self, labels: Any, count: int) -> Tensor:
+        """Return the labels as class probabilities."""
+        if isinstance(labels, Tensor) and labels.is_floating_point() and labels.shape == (count, self.num_classes):
+            return labels
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != (count,):
+            found = f"the labels are {kind_of(labels)}"
+            if isinstance(labels, Tensor):
+                found = f"the labels have dtype {labels.dtype} and shape {list(labels.shape)}"
+            expected = f"class numbers of shape [{count}] or probabilities of shape [{count}, {self.num_classes}]"
+            raise InvalidOption(cannot("mix images", found, expected, "Pass one label per image"))
+        if labels.device.type == "cpu" and count:
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= self.num_classes:
+                raise InvalidOption(
+                    cannot(
+                        "mix images",
+                        f"the labels range from {low} to {high}",
+                        f"class numbers from 0 to {self.num_classes - 1}",
+                        ("Correct the labels, or pass the right number of classes as ", option("num_classes")),
+                    )
+                )
+        one_hot: Tensor = (labels[:, None] == torch.arange(self.num_classes, device=labels.device)).float()
+        return one_hot
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_classes}, alpha={self.alpha})"
+
+
+class MixUp(_LabelMixing):
     """Mix each image and its label with those of the previous sample in the batch; the first one with the last.
 
-    Labels `int64 [B]` become class probabilities `float32 [B, classes]`, which `cross_entropy` accepts directly. Each
-    sample draws its own weight from Beta(alpha, alpha). Images keep their dtype; `uint8` images are mixed in float32
-    and rounded. Source: Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR 2018).
+    Labels `int64 [B]` become class probabilities `float32 [B, num_classes]`, which `cross_entropy` accepts directly.
+    Each sample draws its own weight from Beta(alpha, alpha). Images keep their dtype; `uint8` images are mixed in
+    float32 and rounded. Source: Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR
+    2018).
 
     Args:
-        classes: number of classes.
+        num_classes: number of classes.
         alpha: parameter of the beta distribution, 0.001 or more; with smaller values one of the two images dominates.
 
     Raises:
@@ -175,67 +222,89 @@ class MixUp(Transform):
         >>> from colabkit import augment
         >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
         >>> labels = torch.tensor([0, 1, 2, 3])
-        >>> mixed, probabilities = augment.MixUp(classes=4)(images, labels)
+        >>> mixed, probabilities = augment.MixUp(num_classes=4)(images, labels)
         >>> probabilities.shape, probabilities.dtype
         (torch.Size([4, 4]), torch.float32)
     """
 
-    whole_batch = True
-    changes_labels = True
-
-    def __init__(self, classes: int, alpha: float = 0.2) -> None:
-        self.classes = check_whole_number("mix images", "classes", classes, 1)
-        self.alpha = check_number("mix images", "alpha", alpha, 0.001, example=0.2)
+    def __init__(self, num_classes: int, alpha: float = 0.2) -> None:
+        super().__init__(num_classes, alpha)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the mixed images, of the same dtype, and class probabilities `float32 [B, classes]`.
+        """Return the mixed images, of the same dtype, and class probabilities `float32 [B, num_classes]`.
 
         Args:
             images: `uint8` or floating-point `[B, C, H, W]`, on any device.
-            labels: class numbers `int64 [B]`, or floating-point class probabilities `[B, classes]`. Class numbers on a
-                GPU are not compared with `classes`, because this would make the host wait for the device.
+            labels: class numbers `int64 [B]`, or floating-point class probabilities `[B, num_classes]`. Class numbers
+                on a GPU are not compared with `num_classes`, because this would make the host wait for the device.
             draws: the random numbers of the B samples.
 
         Raises:
             InvalidOption: if the images or labels have another shape or dtype.
         """
         check_images("mix images", images)
-        one_hot = self._one_hot(labels, len(images))
-        shares = torch.from_numpy(_symmetric_beta(self.alpha, draws.uniforms(2)))
+        shares = _symmetric_beta(self.alpha, draws.uniforms(2))
+        mixed_labels = self._mixed_labels(labels, shares)
         own_images = images.float() if images.dtype == torch.uint8 else images
-        own = shares.to(own_images.dtype).to(images.device, non_blocking=True)[:, None, None, None]
+        own = torch.from_numpy(shares).to(own_images.dtype).to(images.device, non_blocking=True)[:, None, None, None]
         mixed = own_images.roll(1, 0).lerp_(own_images, own)
         if images.dtype == torch.uint8:
             mixed = mixed.round_().to(torch.uint8)
-        own = shares.to(one_hot.dtype).to(one_hot.device, non_blocking=True)[:, None]
-        return mixed, one_hot.roll(1, 0).lerp_(one_hot, own)
+        return mixed, mixed_labels
 
-    def _one_hot(self, labels: Any, count: int) -> Tensor:
-        """Return the labels as class probabilities."""
-        if isinstance(labels, Tensor) and labels.is_floating_point() and labels.shape == (count, self.classes):
-            return labels
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != (count,):
-            found = f"the labels are {kind_of(labels)}"
-            if isinstance(labels, Tensor):
-                found = f"the labels have dtype {labels.dtype} and shape {list(labels.shape)}"
-            expected = f"class numbers of shape [{count}] or probabilities of shape [{count}, {self.classes}]"
-            raise InvalidOption(cannot("mix images", found, expected, "Pass one label per image"))
-        if labels.device.type == "cpu" and count:
-            low, high = int(labels.min()), int(labels.max())
-            if low < 0 or high >= self.classes:
-                raise InvalidOption(
-                    cannot(
-                        "mix images",
-                        f"the labels range from {low} to {high}",
-                        f"class numbers from 0 to {self.classes - 1}",
-                        "Correct the labels, or pass the right number of classes to MixUp",
-                    )
-                )
-        one_hot: Tensor = (labels[:, None] == torch.arange(self.classes, device=labels.device)).float()
-        return one_hot
 
-    def __repr__(self) -> str:
-        return f"MixUp({self.classes}, alpha={self.alpha})"
+class CutMix(_LabelMixing):
+    """Replace a box of each image by the same box of the previous sample in the batch, and mix their labels.
+
+    The first sample takes its box from the last one. Labels `int64 [B]` become class probabilities `float32 [B,
+    num_classes]`, which `cross_entropy` accepts directly: the share of each label is the share of its pixels. Each
+    sample draws its own box: the area is `1 - w` of the image with `w` from Beta(alpha, alpha), the center is uniform,
+    and the box is clipped at the border. Source: Yun et al., "CutMix: Regularization Strategy to Train Strong
+    Classifiers with Localizable Features" (ICCV 2019).
+
+    Args:
+        num_classes: number of classes.
+        alpha: parameter of the beta distribution, 0.001 or more; with smaller values one of the two images dominates.
+
+    Raises:
+        InvalidOption: if an argument is invalid, or, when it is applied, if a label is not one of these classes.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> labels = torch.tensor([0, 1, 2, 3])
+        >>> mixed, probabilities = augment.CutMix(num_classes=4)(images, labels)
+        >>> mixed.shape, probabilities.shape
+        (torch.Size([4, 3, 32, 32]), torch.Size([4, 4]))
+    """
+
+    def __init__(self, num_classes: int, alpha: float = 1.0) -> None:
+        super().__init__(num_classes, alpha)
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        """Return the mixed images, of the same dtype, and class probabilities `float32 [B, num_classes]`.
+
+        Args:
+            images: `uint8` or floating-point `[B, C, H, W]`, on any device.
+            labels: class numbers `int64 [B]`, or floating-point class probabilities `[B, num_classes]`. Class numbers
+                on a GPU are not compared with `num_classes`, because this would make the host wait for the device.
+            draws: the random numbers of the B samples.
+
+        Raises:
+            InvalidOption: if the images or labels have another shape or dtype.
+        """
+        check_images("mix images", images)
+        uniforms = draws.uniforms(4)
+        sizes = np.array(images.shape[2:])
+        # As in torchvision, the sides are even numbers of pixels before the box is clipped.
+        half = (0.5 * np.sqrt(1 - _symmetric_beta(self.alpha, uniforms[:, :2]))[:, None] * sizes).astype(np.int64)
+        center = (uniforms[:, 2:] * sizes).astype(np.int64)
+        first, last = (center - half).clip(0), np.minimum(center + half, sizes)
+        mixed_labels = self._mixed_labels(labels, 1 - (last - first).prod(1) / sizes.prod())
+        box = torch.from_numpy(np.stack([first, last])).to(images.device, non_blocking=True)
+        rows, columns = (_between(box[0, :, axis], box[1, :, axis], images.shape[2 + axis]) for axis in (0, 1))
+        return torch.where((rows[:, :, None] & columns[:, None])[:, None], images.roll(1, 0), images), mixed_labels
 
 
 def _symmetric_beta(alpha: float, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
