@@ -22,6 +22,8 @@ from colabkit.loading import (
     RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    RandomVerticalFlip,
+    Resize,
     Transform,
     TrivialAugmentWide,
 )
@@ -42,6 +44,8 @@ __all__ = [
     "RandomCrop",
     "RandomHorizontalFlip",
     "RandomResizedCrop",
+    "RandomVerticalFlip",
+    "Resize",
     "Transform",
     "TrivialAugmentWide",
 ]

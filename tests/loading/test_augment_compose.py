@@ -10,13 +10,22 @@ import torch
 from image_batches import draws, images
 
 from colabkit.errors import InvalidOption
+from colabkit.loading.augment.color import ColorJitter
 from colabkit.loading.augment.compose import Compose, geometry_of, split_steps
 from colabkit.loading.augment.cutting import cut
-from colabkit.loading.augment.geometry import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.loading.augment.geometry import (
+    CenterCrop,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomVerticalFlip,
+    Resize,
+)
 from colabkit.loading.augment.mixing import Cutout, MixUp, Normalize
 from colabkit.loading.augment.transform import Draws, Transform
 
 FLIP = RandomHorizontalFlip()
+VERTICAL_FLIP = RandomVerticalFlip()
 BATCH = images(10, 3, 40, 50)
 
 
@@ -47,6 +56,9 @@ def by_sample(transform: Transform, batch: torch.Tensor, numbers: Draws) -> torc
         [FLIP, RandomResizedCrop((17, 31)), FLIP, Normalize()],
         [FLIP, RandomCrop(30, padding=15, fill=3), FLIP, Cutout(5), FLIP],
         [FLIP, FLIP, FLIP],
+        [VERTICAL_FLIP, RandomResizedCrop((17, 31)), FLIP, VERTICAL_FLIP, Normalize()],
+        [FLIP, VERTICAL_FLIP, RandomCrop(30, padding=15, fill=3), VERTICAL_FLIP],
+        [VERTICAL_FLIP, Resize((20, 30)), VERTICAL_FLIP, CenterCrop(12)],
         [CenterCrop((35, 21)), RandomCrop(20), FLIP, Normalize()],
         [RandomResizedCrop(24), RandomResizedCrop(8), Cutout(3)],
     ],
@@ -66,6 +78,7 @@ def test_cutting_sample_by_sample_equals_cutting_the_batch(steps, size):
         [RandomCrop(30, padding=2), FLIP, Cutout(5), Normalize()],
         [FLIP, RandomCrop(30), FLIP, CenterCrop(20), FLIP],
         [Cutout(5), FLIP, CenterCrop(60)],
+        [VERTICAL_FLIP, RandomCrop(30, padding=7), FLIP, VERTICAL_FLIP, ColorJitter(0.2, hue=0.3)],
         [Normalize(), RandomResizedCrop(24), Cutout(4)],
     ],
     ids=str,
@@ -79,8 +92,8 @@ def test_each_transform_draws_from_the_stream_of_its_position(steps):
     assert not torch.equal(twice, Cutout(5).apply(BATCH, None, draws().of(0))[0])
 
 
-def test_mirroring_before_or_after_resizing_differs_by_at_most_1():
-    steps = [FLIP, RandomResizedCrop(24), FLIP]
+def test_flipping_before_or_after_resizing_differs_by_at_most_1():
+    steps = [FLIP, VERTICAL_FLIP, RandomResizedCrop(24), VERTICAL_FLIP, FLIP]
     one_by_one = BATCH
     for number, step in enumerate(steps):
         one_by_one, _ = step.apply(one_by_one, None, draws().of(number))
@@ -169,6 +182,9 @@ REFUSED = [
     (lambda: CenterCrop(-3), "size=-3"),
     (lambda: RandomHorizontalFlip(1.5), "p=1.5"),
     (lambda: RandomHorizontalFlip(None), "p=None"),
+    (lambda: RandomVerticalFlip(-1), "p=-1"),
+    (lambda: Resize(8), "size=8; expected height and width. All images of a batch need one shape: use size=(8, 8)."),
+    (lambda: Resize((8, 0)), "size=0"),
     (lambda: Cutout(0), "size=0"),
     (lambda: Cutout(3, p=-0.1), "p=-0.1"),
     (lambda: MixUp(0), "num_classes=0"),

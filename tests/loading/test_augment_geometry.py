@@ -15,7 +15,15 @@ from torch.nn.functional import interpolate
 
 from colabkit.errors import InvalidOption
 from colabkit.loading.augment.cutting import Boxes, crop_batch, cut, resize_batch
-from colabkit.loading.augment.geometry import CenterCrop, Geometry, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.loading.augment.geometry import (
+    CenterCrop,
+    Geometry,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomVerticalFlip,
+    Resize,
+)
 from colabkit.loading.augment.transform import Draws
 
 ALL = [
@@ -23,15 +31,16 @@ ALL = [
     RandomCrop((20, 11), padding=(1, 2, 3, 4), fill=77),
     CenterCrop((30, 12)),
     RandomHorizontalFlip(),
+    RandomVerticalFlip(),
 ]
 
 
-def boxes_of(transform: Geometry, batch: torch.Tensor, numbers: Draws) -> list[tuple[int, int, int, int, bool]]:
+def boxes_of(transform: Geometry, batch: torch.Tensor, numbers: Draws) -> list[tuple[int, int, int, int, bool, bool]]:
     sizes = np.tile(np.array(batch.shape[2:]), (len(batch), 1))
     return list(transform.boxes(sizes, numbers).rows())
 
 
-def cut_out(image: torch.Tensor, box: tuple[int, int, int, int, bool], size: tuple[int, int]) -> torch.Tensor:
+def cut_out(image: torch.Tensor, box: tuple[int, int, int, int, bool, bool], size: tuple[int, int]) -> torch.Tensor:
     """Cut a box out of one image `[C, H, W]`, which is read-only like a row of a pack."""
     pixels = image.permute(1, 2, 0).contiguous().numpy()
     pixels.flags.writeable = False
@@ -52,13 +61,14 @@ def test_a_resized_box_is_byte_identical_to_the_one_of_torch(channels, size, sou
     expected = interpolate(
         image[None, :, top : top + height, left : left + width], size, mode="bilinear", antialias=True
     )[0]
-    assert torch.equal(cut_out(image, (top, left, height, width, False), size), expected)
+    assert torch.equal(cut_out(image, (top, left, height, width, False, False), size), expected)
     by_torchvision = reference.resized_crop(image, top, left, height, width, list(size), antialias=True)
     assert torch.equal(by_torchvision, expected)
-    mirrored = cut_out(image, (top, left, height, width, True), size)
+    mirrored = cut_out(image, (top, left, height, width, True, False), size)
     assert (mirrored.int() - expected.flip(2).int()).abs().max() <= 1
+    assert torch.equal(cut_out(image, (top, left, height, width, True, True), size), mirrored.flip(1))
     writable = np.empty((*size, channels), np.uint8)
-    cut(image.permute(1, 2, 0).numpy(), top, left, height, width, True, writable)
+    cut(image.permute(1, 2, 0).numpy(), top, left, height, width, True, False, writable)
     assert torch.equal(torch.from_numpy(writable).permute(2, 0, 1), mirrored)
 
 
@@ -74,9 +84,9 @@ def test_cutting_is_thread_safe():
         assert all(torch.equal(got, expected) for got in threads.map(work, range(16)))
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize(("mirrored", "upside_down"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("side", [10, 150])
-def test_a_box_that_reaches_beyond_the_image_is_filled(mirrored, side):
+def test_a_box_that_reaches_beyond_the_image_is_filled(mirrored, upside_down, side):
     image = images(1, 3, side, side)[0]
     height, width = side + 9, side - 2
     # torchvision pads with 0.
@@ -84,10 +94,11 @@ def test_a_box_that_reaches_beyond_the_image_is_filled(mirrored, side):
     beyond = reference.crop(torch.ones_like(image), -4, 5, height, width) == 0
     expected = torch.where(beyond, torch.tensor(9, dtype=torch.uint8), expected)
     expected = expected.flip(2) if mirrored else expected
+    expected = expected.flip(1) if upside_down else expected
     out = np.empty((height, width, 3), np.uint8)
-    cut(image.permute(1, 2, 0).numpy(), -4, 5, height, width, mirrored, out, 9)
+    cut(image.permute(1, 2, 0).numpy(), -4, 5, height, width, mirrored, upside_down, out, 9)
     assert np.array_equal(out, expected.permute(1, 2, 0).numpy())
-    cut(image.permute(1, 2, 0).numpy(), side + 3, -height, height, width, mirrored, out, 8)
+    cut(image.permute(1, 2, 0).numpy(), side + 3, -height, height, width, mirrored, upside_down, out, 8)
     assert (out == 8).all()
 
 
@@ -98,7 +109,7 @@ def test_random_crops_equal_those_of_torchvision(channels, shape):
     transform = RandomCrop((20, 11) if shape == (23, 31) else (83, 80), padding=(1, 2, 3, 4), fill=77)
     got = transform.apply(batch, None, draws(6))[0]
     padded = reference.pad(batch, [1, 2, 3, 4], fill=77)
-    for image, source, (top, left, height, width, _) in zip(
+    for image, source, (top, left, height, width, *_) in zip(
         got, padded, boxes_of(transform, batch, draws(6)), strict=True
     ):
         assert torch.equal(image, reference.crop(source, top + 2, left + 1, height, width))
@@ -111,16 +122,28 @@ def test_central_crops_equal_those_of_torchvision(shape):
         assert torch.equal(CenterCrop(size)(batch), reference.center_crop(batch, list(size))), size
 
 
-@pytest.mark.parametrize("shape", [(23, 31), (80, 70), (1, 1)])
-def test_flips_equal_those_of_torchvision(shape):
-    batch = images(40, 3, *shape)
-    got = RandomHorizontalFlip().apply(batch, None, draws(40))[0]
-    turned = [box[4] for box in boxes_of(RandomHorizontalFlip(), batch, draws(40))]
-    assert 5 < sum(turned) < 35
-    for image, source, mirrored in zip(got, batch, turned, strict=True):
-        assert torch.equal(image, reference.horizontal_flip(source) if mirrored else source)
-    assert torch.equal(RandomHorizontalFlip(1)(batch), batch.flip(3))
-    assert torch.equal(RandomHorizontalFlip(0)(batch), batch)
+@pytest.mark.parametrize(
+    ("flip", "column", "expected"),
+    [(RandomHorizontalFlip, 4, reference.horizontal_flip), (RandomVerticalFlip, 5, reference.vertical_flip)],
+)
+def test_flips_equal_those_of_torchvision(flip, column, expected):
+    for shape in [(23, 31), (80, 70), (1, 1)]:
+        batch = images(40, 3, *shape)
+        got = flip().apply(batch, None, draws(40))[0]
+        turned = [box[column] for box in boxes_of(flip(), batch, draws(40))]
+        assert 5 < sum(turned) < 35
+        for image, source, is_flipped in zip(got, batch, turned, strict=True):
+            assert torch.equal(image, expected(source) if is_flipped else source)
+        assert torch.equal(flip(1)(batch), expected(batch))
+        assert torch.equal(flip(0)(batch), batch)
+
+
+@pytest.mark.parametrize("size", [(24, 30), (100, 7), (61, 47)])
+def test_resized_images_equal_those_of_torchvision(size):
+    batch = images(4, 3, 61, 47)
+    assert torch.equal(Resize(size)(batch), reference.resize(batch, list(size), antialias=True))
+    floating = batch.double() / 255
+    assert torch.allclose(Resize(size)(floating), reference.resize(floating, list(size), antialias=True), atol=1e-6)
 
 
 @pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
@@ -136,7 +159,7 @@ def test_floating_point_images_are_resized_as_by_torch():
     batch = images(8, 3, 61, 47).double() / 255
     transform = RandomResizedCrop((24, 30))
     got = transform.apply(batch, None, draws(8))[0]
-    for image, source, (top, left, height, width, _) in zip(
+    for image, source, (top, left, height, width, *_) in zip(
         got, batch, boxes_of(transform, batch, draws(8)), strict=True
     ):
         expected = reference.resized_crop(source, top, left, height, width, [24, 30], antialias=True)
@@ -147,7 +170,7 @@ def random_boxes(count: int, height: int, width: int, seed: int) -> Boxes:
     rng = np.random.default_rng(seed)
     rows, columns = rng.integers(1, height + 1, count), rng.integers(1, width + 1, count)
     top, left = rng.integers(0, height - rows + 1), rng.integers(0, width - columns + 1)
-    return Boxes(top, left, rows, columns, rng.random(count) < 0.5)
+    return Boxes(top, left, rows, columns, rng.random(count) < 0.5, rng.random(count) < 0.5)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -184,7 +207,7 @@ def test_the_batched_crop_for_other_devices_gives_the_same_boxes():
     batch = images(30)
     for transform in ALL[1:]:
         boxes = transform.boxes(np.tile([23, 31], (30, 1)), draws(30))
-        mixed = Boxes(boxes.top, boxes.left, boxes.height, boxes.width, np.arange(30) % 3 == 0)
+        mixed = Boxes(boxes.top, boxes.left, boxes.height, boxes.width, np.arange(30) % 3 == 0, np.arange(30) % 2 == 0)
         size = transform.size or (23, 31)
         got = crop_batch(batch, mixed, size, transform.fill)
         for image, source, box in zip(got, batch, mixed.rows(), strict=True):

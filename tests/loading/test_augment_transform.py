@@ -26,6 +26,8 @@ from colabkit.augment import (
     RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    RandomVerticalFlip,
+    Resize,
     TrivialAugmentWide,
 )
 from colabkit.errors import InvalidOption
@@ -37,6 +39,8 @@ ALL = [
     RandomCrop((6, 7), padding=(1, 2, 3, 4), fill=77),
     CenterCrop((30, 12)),
     RandomHorizontalFlip(0.25),
+    RandomVerticalFlip(0.25),
+    Resize((8, 40)),
     Normalize((0.1, 0.2, 0.3), (1.0, 2.0, 3.0)),
     Cutout((3, 4), p=0.5, fill=7),
     MixUp(5, alpha=0.3),

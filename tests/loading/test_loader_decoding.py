@@ -23,6 +23,8 @@ from colabkit.augment import (
     RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    RandomVerticalFlip,
+    Resize,
     Transform,
 )
 from colabkit.errors import BadImage, InvalidOption
@@ -123,7 +125,8 @@ def test_size_gives_the_same_images_as_packing_with_that_size(folder, sized, tmp
     sampled(
         [
             RandomResizedCrop(30),
-            Compose([RandomResizedCrop((24, 32), scale=(0.3, 1.0)), RandomHorizontalFlip()]),
+            Compose([RandomVerticalFlip(), RandomResizedCrop((24, 32), scale=(0.3, 1.0)), RandomHorizontalFlip()]),
+            Compose([RandomVerticalFlip(), Resize((24, 32))]),
             Compose([RandomCrop(24, padding=6, fill=9), RandomHorizontalFlip()]),
             CenterCrop(50),
             RandomHorizontalFlip(),

@@ -34,6 +34,8 @@ from colabkit.augment import (
     RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    RandomVerticalFlip,
+    Resize,
     Transform,
     TrivialAugmentWide,
 )
@@ -65,6 +67,8 @@ OURS = {
     "crop": RandomCrop(8, padding=2),
     "resized crop": RandomResizedCrop(7),
     "flip": RandomHorizontalFlip(),
+    "upside down": Compose([RandomVerticalFlip(), RandomResizedCrop(7), RandomVerticalFlip()]),
+    "resize": Compose([RandomVerticalFlip(), Resize((5, 9))]),
     "center": CenterCrop(6),
     "cutout": Cutout(4),
     "normalize": Normalize(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,11 +115,14 @@ class _Folded(Geometry):
         for number, step in self.steps:
             new = step.boxes(sizes, draws.of(number))
             if step.size is None:
-                found = replace(found, mirrored=found.mirrored ^ new.mirrored)
+                top, left, around = found.top, found.left, found
             else:
-                # In a mirrored image the distance from the left edge becomes the distance from the right edge.
+                # In a flipped image the distance from one edge becomes the distance from the opposite one.
+                top = np.where(found.upside_down, sizes[:, 0] - new.top - new.height, new.top)
                 left = np.where(found.mirrored, sizes[:, 1] - new.left - new.width, new.left)
-                found = replace(new, left=left, mirrored=found.mirrored ^ new.mirrored)
+                around = new
+            mirrored, upside_down = found.mirrored ^ new.mirrored, found.upside_down ^ new.upside_down
+            found = Boxes(top, left, around.height, around.width, mirrored, upside_down)
         return found
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,14 @@ class Boxes:
         height: number of rows, `int64 [B]`.
         width: number of columns, `int64 [B]`.
         mirrored: whether the box is flipped horizontally after the cut, `bool [B]`.
+        upside_down: whether the box is flipped vertically after the cut, `bool [B]`; by default no box is.
 
     Example:
         >>> import numpy as np
         >>> from colabkit import augment
         >>> boxes = augment.Boxes.of_size(np.array([0, 4]), np.array([2, 4]), (8, 8))
         >>> list(boxes.rows())
-        [(0, 2, 8, 8, False), (4, 4, 8, 8, False)]
+        [(0, 2, 8, 8, False, False), (4, 4, 8, 8, False, False)]
     """
 
     top: npt.NDArray[np.int64]
@@ -42,6 +43,10 @@ class Boxes:
     height: npt.NDArray[np.int64]
     width: npt.NDArray[np.int64]
     mirrored: npt.NDArray[np.bool_]
+    upside_down: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((), np.bool_))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "upside_down", np.broadcast_to(self.upside_down, self.mirrored.shape))
 
     @classmethod
     def whole(cls, sizes: npt.NDArray[np.int64]) -> Boxes:
@@ -55,9 +60,9 @@ class Boxes:
         count = len(top)
         return cls(top, left, np.full(count, size[0]), np.full(count, size[1]), np.zeros(count, np.bool_))
 
-    def rows(self) -> Iterator[tuple[int, int, int, int, bool]]:
-        """Iterate over the boxes as plain numbers: top, left, height, width and mirrored."""
-        columns = self.top, self.left, self.height, self.width, self.mirrored
+    def rows(self) -> Iterator[tuple[int, int, int, int, bool, bool]]:
+        """Iterate over the boxes as plain numbers: top, left, height, width, mirrored and upside down."""
+        columns = self.top, self.left, self.height, self.width, self.mirrored, self.upside_down
         return zip(*(column.tolist() for column in columns), strict=True)
 
     def reach_beyond(self, height: int, width: int) -> bool:
@@ -76,9 +81,17 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def cut(
-    pixels: Pixels, top: int, left: int, height: float, width: float, mirrored: bool, out: Pixels, fill: int = 0
+    pixels: Pixels,
+    top: int,
+    left: int,
+    height: float,
+    width: float,
+    mirrored: bool,
+    upside_down: bool,
+    out: Pixels,
+    fill: int = 0,
 ) -> None:
-    """Fill `out` with a box of an image, resized to the size of `out` and optionally mirrored.
+    """Fill `out` with a box of an image, resized to the size of `out` and optionally flipped.
 
     Resizing is bilinear with antialiasing, byte-identical to `torch.nn.functional.interpolate(antialias=True)`. This
     function is thread-safe. The box may extend beyond the image, where it gets the value `fill`. Its height and width
@@ -88,6 +101,7 @@ def cut(
         pixels: `uint8 [H, W, C]`, contiguous within each row; may be read-only.
         top, left, height, width: the box, in pixels.
         mirrored: whether to flip the box horizontally.
+        upside_down: whether to flip the box vertically.
         out: `uint8 [h, w, C]`, C-contiguous.
         fill: pixel value outside the image.
     """
@@ -117,6 +131,8 @@ def cut(
             out[...] = _mirrored(out)
     else:
         out[...] = box
+    if upside_down:
+        out[...] = out[::-1]
 
 
 def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) -> Pixels:
@@ -142,7 +158,9 @@ def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) ->
     stretches: npt.NDArray[np.void] = np.ndarray(
         (count, pixels.shape[1], places), f"V{width * channels}", pixels, 0, pixels.strides[:3]
     )
-    chosen = stretches[np.arange(count)[:, None], top[:, None] + np.arange(height), left[:, None]]
+    row = np.arange(height)
+    row = np.where(boxes.upside_down[:, None], row[::-1], row)
+    chosen = stretches[np.arange(count)[:, None], top[:, None] + row, left[:, None]]
     out: Pixels = chosen.view(np.uint8).reshape(count, height, width, channels)
     turned = np.flatnonzero(boxes.mirrored)
     if height * width <= _SMALL:
@@ -172,9 +190,10 @@ def _whole_pixels(pixels: Pixels) -> npt.NDArray[np.void]:
 
 def crop_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float) -> Tensor:
     """Cut boxes out of images `[B, C, H, W]` as `crop_rows` does; return `[B, C, h, w]` in channels-last memory."""
-    top, left, _, _, mirrored = _on_device(boxes, images.device)
+    top, left, _, _, mirrored, upside_down = _on_device(boxes, images.device)
     height, width = images.shape[2:]
-    rows = top + torch.arange(size[0], device=images.device)
+    rows = torch.arange(size[0], device=images.device)
+    rows = top + torch.where(upside_down > 0, size[0] - 1 - rows, rows)
     columns = torch.arange(size[1], device=images.device)
     columns = left + torch.where(mirrored > 0, size[1] - 1 - columns, columns)
     samples = torch.arange(len(images), device=images.device).view(-1, 1, 1)
@@ -196,11 +215,11 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     have to lie inside the images `[B, C, H, W]`.
     """
     count, channels, height, width = images.shape
-    top, left, rows, columns, mirrored = _on_device(boxes, images.device)
+    top, left, rows, columns, mirrored, upside_down = _on_device(boxes, images.device)
     dtype = precise = torch.float64 if images.dtype == torch.float64 else torch.float32
     if images.device.type == "cuda" and images.dtype in (torch.uint8, torch.float16):
         dtype = torch.float16
-    down = _weights(top, rows, height, size[0], torch.zeros_like(mirrored), precise).to(dtype)
+    down = _weights(top, rows, height, size[0], upside_down, precise).to(dtype)
     across = _weights(left, columns, width, size[1], mirrored, precise).to(dtype)
     pixels = images.permute(0, 2, 3, 1).to(dtype).reshape(count, height, width * channels)
     narrowed = torch.bmm(down, pixels).view(count, size[0], width, channels)
@@ -211,14 +230,14 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     return result.to(images.dtype).contiguous(memory_format=torch.channels_last)
 
 
-def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored: Tensor, dtype: torch.dtype) -> Tensor:
+def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, flipped: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight of each input pixel in each output pixel along one direction, `[B, outputs, inputs]`.
 
-    The box covers `length` inputs from `start`; `mirrored` is 1 if the outputs are reversed: `int64 [B, 1]` each.
+    The box covers `length` inputs from `start`; `flipped` is 1 if the outputs are reversed: `int64 [B, 1]` each.
     """
     scale = (length.double() / outputs)[:, :, None]
     place = torch.arange(outputs, device=start.device)
-    place = torch.where(mirrored > 0, outputs - 1 - place, place)
+    place = torch.where(flipped > 0, outputs - 1 - place, place)
     centre = (place[:, :, None] + 0.5) * scale
     at = (torch.arange(inputs, device=start.device) - start)[:, None]
     weights = (1 - (at + 0.5 - centre).abs() / scale.clamp(min=1)).clamp_(min=0)
@@ -227,6 +246,6 @@ def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored:
 
 
 def _on_device(boxes: Boxes, device: torch.device) -> tuple[Tensor, ...]:
-    """Return top, left, height, width and mirrored as `int64 [B, 1]`, moved to the device in one copy."""
-    table = np.stack([boxes.top, boxes.left, boxes.height, boxes.width, boxes.mirrored.astype(np.int64)])
+    """Return the attributes of the boxes in their order, `int64 [B, 1]` each, moved to the device in one copy."""
+    table = np.stack([boxes.top, boxes.left, boxes.height, boxes.width, boxes.mirrored, boxes.upside_down])
     return torch.from_numpy(table).to(device, non_blocking=True)[:, :, None].unbind()

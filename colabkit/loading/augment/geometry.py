@@ -78,8 +78,8 @@ class Geometry(Transform):
 def _resized(pixels: npt.NDArray[np.uint8], boxes: Boxes, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
     """Cut and resize one box per image of `uint8 [B, H, W, C]`."""
     out = np.empty((len(pixels), *size, pixels.shape[3]), np.uint8)
-    for index, (top, left, height, width, mirrored) in enumerate(boxes.rows()):
-        cut(pixels[index], top, left, height, width, mirrored, out[index])
+    for image, box, result in zip(pixels, boxes.rows(), out, strict=True):
+        cut(image, *box, result)
     return out
 
 
@@ -283,6 +283,69 @@ class RandomHorizontalFlip(Geometry):
 
     def __repr__(self) -> str:
         return f"RandomHorizontalFlip({self.p})"
+
+
+class RandomVerticalFlip(Geometry):
+    """Flip each image vertically with a given probability.
+
+    Args:
+        p: probability of the flip.
+
+    Raises:
+        InvalidOption: if the probability is not between 0 and 1.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> flip = augment.RandomVerticalFlip(p=1.0)
+        >>> torch.equal(flip(images), images.flip(2))
+        True
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
+
+    def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
+        """Return the whole image as the box of each sample, upside down or not."""
+        return replace(Boxes.whole(sizes), upside_down=draws.uniforms(1)[:, 0] < self.p)
+
+    def __repr__(self) -> str:
+        return f"RandomVerticalFlip({self.p})"
+
+
+class Resize(Geometry):
+    """Resize each image to the same height and width, which may change its aspect ratio.
+
+    Args:
+        size: height and width of the result in pixels. One number is an error: torchvision resizes the shorter side to
+            it, but images of different shapes do not fit into one batch.
+
+    Raises:
+        InvalidOption: if the size is invalid.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 48, 32), dtype=torch.uint8)
+        >>> augment.Resize((24, 24))(images).shape
+        torch.Size([4, 3, 24, 24])
+    """
+
+    resizes = True
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.size: tuple[int, int] = check_size("resize images", "size", size)
+        if not isinstance(size, (tuple, list)):
+            next_step = ("All images of a batch need one shape: use ", option("size", (size, size)))
+            raise InvalidOption(cannot("resize images", option("size", size), "height and width", next_step))
+
+    def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
+        """Return the whole image as the box of each sample."""
+        return Boxes.whole(sizes)
+
+    def __repr__(self) -> str:
+        return f"Resize({self.size})"
 
 
 def _between(uniforms: Uniforms, low: float, high: float) -> Uniforms:

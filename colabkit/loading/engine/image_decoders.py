@@ -253,9 +253,9 @@ class CropDecoder(ImageDecoder):
             return
         sizes = np.array([size for _, size in files.values()], np.int64)
         boxes = self.geometry.boxes(sizes, replace(draws, positions=draws.positions[list(files)])).rows()
-        for (place, (data, size)), (*region, is_mirrored) in zip(files.items(), boxes, strict=True):
+        for (place, (data, size)), (*region, is_mirrored, is_upside_down) in zip(files.items(), boxes, strict=True):
             try:
-                self._crop(work, place, data, size, tuple(region), is_mirrored)
+                self._crop(work, place, data, size, tuple(region), (is_mirrored, is_upside_down))
             except BadImage as error:
                 self._add_bad(work, place, error)
                 work.out[place] = 0
@@ -267,7 +267,7 @@ class CropDecoder(ImageDecoder):
         data: bytes,
         size: tuple[int, int],
         region: tuple[int, ...],
-        is_mirrored: bool,
+        flips: tuple[bool, bool],
     ) -> None:
         out, channels, began = work.out[place], self.options.files.channels, time.perf_counter()
         top, left, height, width = region
@@ -278,7 +278,7 @@ class CropDecoder(ImageDecoder):
         else:
             pixels = decode_image(data, channels)
         decoded = time.perf_counter()
-        cut(pixels, *box, is_mirrored, out, int(self.geometry.fill))
+        cut(pixels, *box, *flips, out, int(self.geometry.fill))
         work.decode_s += decoded - began
         work.augment_s += time.perf_counter() - decoded
 
@@ -289,8 +289,8 @@ def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pix
     sizes = np.broadcast_to(np.array(rows[0].shape[:2], np.int64), (len(rows), 2))
     fill = int(geometry.fill)
     boxes = geometry.boxes(sizes, draws).rows()
-    for row, slot, (top, left, height, width, is_mirrored) in zip(rows, out, boxes, strict=True):
-        cut(row, top, left, height, width, is_mirrored, slot, fill)
+    for row, slot, box in zip(rows, out, boxes, strict=True):
+        cut(row, *box, slot, fill)
 
 
 def row_shape_of(
