@@ -109,13 +109,13 @@ def check_seconds(act: Text, name: str, value: object) -> float:
     return value
 
 
-def check_duration(act: Text, name: str, value: object) -> float:
+def check_duration(act: Text, name: str, value: object, *, needs_unit: bool = False) -> float:
     """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds above 0.
 
     Raises:
-        InvalidOption: if the value is none of these, or not above 0.
+        InvalidOption: if the value is none of these, or not above 0, or a number and `needs_unit`.
     """
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    seconds = value.total_seconds() if isinstance(value, timedelta) else None if needs_unit else value
     if isinstance(value, str):
         found = _DURATION.findall(value.lower())
         is_whole = not _DURATION.sub("", value.lower()).strip() and all(unit in _UNITS_S for _, unit in found)
@@ -123,6 +123,8 @@ def check_duration(act: Text, name: str, value: object) -> float:
     if not is_finite_number(seconds) or seconds <= 0:
         next_step = ("For example, use ", option(name, "30min"))
         expected = "a duration above 0 in seconds, or with a unit (s, min, h or d)"
+        if needs_unit:
+            expected = "a duration above 0 with a unit (s, min, h or d)"
         raise InvalidOption(cannot(act, option(name, value), expected, next_step))
     return float(seconds)
 

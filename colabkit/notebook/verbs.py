@@ -139,6 +139,8 @@ TRAINING = (
     Option("validate_every", "steps between two validations, or epoch", "epoch", "steps", words=("epoch",)),
     Option("monitor", "name of the number that selects the best checkpoint; by default the loss", None),
     Option("mode", "whether the lowest (min) or the highest (max) value is best", "min", words=("min", "max")),
+    Option("patience", "stop after this many validations or epochs without improvement of monitor", None, "number"),
+    Option("min_delta", "how much monitor must change to count as an improvement", 0.0, "amount"),
     Option("deadline", "time until the runtime ends, such as 11h30min", None),
     Option(
         "on_nonfinite",

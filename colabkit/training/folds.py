@@ -118,7 +118,7 @@ def k_fold(
     for fold in range(folds):
         train, held_out = dataset.fold(fold, folds, stratify=stratify, groups=groups, seed=seed)
         report = run(train, held_out, fold)
-        if isinstance(report, TrainReport) and report.stopped:
+        if isinstance(report, TrainReport) and not report.is_finished:
             stopped = report.stopped
             break
         values.append(_numbers(report))

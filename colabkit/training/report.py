@@ -64,12 +64,14 @@ class TrainReport(Report):
         parts: busy seconds of each part of the loader in this call.
         curve: for each value that the step returned, up to 1,000 pairs: a step, and the mean since the previous pair.
         validations: values of each validation, with its step.
-        stopped: why training stopped early: `"Ctrl-C"`, `"SIGTERM"`, `"SIGHUP"` or `"deadline"`; None if it did not.
+        stopped: why training stopped early: `"patience"`, `"on_step"` (it raised `StopIteration`), `"deadline"`,
+            `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if it did not.
         checkpoint: the newest checkpoint, or None without `save_to`.
         best: the checkpoint with the best value of `monitor`, or None if it was never measured.
         best_value: the best value of `monitor`.
         resumed_from: the checkpoint that this call resumed from, or None.
-        passed_over: names of damaged checkpoints that were skipped, with the reason.
+        passed_over: names of checkpoints that were skipped because they are damaged, or their weights are NaN or
+            infinite, with the reason.
         not_kept: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
         failed_saves: steps of checkpoints that could not be written or published, with the reason.
         spent: counters of the loader in this call, and how the time of its steps was spent.
@@ -87,7 +89,7 @@ class TrainReport(Report):
     parts: Mapping[str, float]
     curve: Mapping[str, list[tuple[int, float]]]
     validations: tuple[Validation, ...]
-    stopped: Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline"] | None
+    stopped: Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline", "on_step", "patience"] | None
     checkpoint: Path | None
     best: Path | None
     best_value: float | None
@@ -101,9 +103,14 @@ class TrainReport(Report):
     precision: str | None = None
 
     @property
+    def is_finished(self) -> bool:
+        """Whether training ended as intended: after all epochs, by `patience` or by `on_step`."""
+        return self.stopped in (None, "patience", "on_step")
+
+    @property
     def is_good(self) -> bool:
-        """Whether training completed and every checkpoint was saved."""
-        return self.stopped is None and not self.failed_saves
+        """Whether training ended as intended and every checkpoint was saved."""
+        return self.is_finished and not self.failed_saves
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Plot how step time was spent, throughput, machine utilization, and the values over the steps.
@@ -173,7 +180,7 @@ class TrainReport(Report):
         count = format_things(self.trained, "epoch", "epochs")
         total = f" ({len(self.epochs)} in total)" if self.trained != len(self.epochs) else ""
         lines = [f"Trained {count}{total}"]
-        if self.stopped and not self.samples_per_s:
+        if self.stopped and self.stopped != "patience" and not self.samples_per_s:
             lines[0] += "; stopped before the first step"
         elif self.samples_per_s:
             rate = format_rate(self.samples_per_s, "images")

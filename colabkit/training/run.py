@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from colabkit.foundation import InvalidOption, Sampler, cannot, meters
+from colabkit.foundation import InvalidOption, Sampler, TrainingDiverged, cannot, meters
 from colabkit.loading import Loader, samples_in
 from colabkit.training.checkpoints.snapshots import random_state
 from colabkit.training.ranks import Ranks
@@ -30,7 +30,14 @@ from colabkit.training.records import (
 )
 from colabkit.training.report import TrainReport
 from colabkit.training.run_checkpoints import RunCheckpoints
-from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Validator, WaitInterrupt
+from colabkit.training.schedule import (
+    RESERVE_S,
+    SaveSchedule,
+    StopRequests,
+    Validator,
+    WaitInterrupt,
+    check_time_left,
+)
 from colabkit.training.steps import SupervisedStep
 
 _RESERVE = 2.0
@@ -61,6 +68,7 @@ class TrainingRun:
         self._steps = 0
         self._step_s = self._validate_s = 0.0
         self._is_saved = False
+        self._is_stopped = False
         self._spend: Callable[[], None] = lambda: None
         self._trained = self.loader.received
         # A supervised step always returns valid values, so they are not checked.
@@ -85,6 +93,7 @@ class TrainingRun:
         self._curve = ValueCurve.of(saved["curve"])
         if tuple(saved["judge"]) == self.judge.rule:
             self.judge.best, self.judge.score = saved["best"], saved.get("score")
+            self.judge.reference, self.judge.waited = saved["reference"], saved["waited"]
         elif saved["best"] is not None:
             self.saving.not_kept += (
                 f"the best checkpoint was selected by {' '.join(saved['judge'])}, now by {' '.join(self.judge.rule)}",
@@ -101,12 +110,17 @@ class TrainingRun:
         before, trained_before, steps_before = self.loader.meters.snapshot(), len(self._epochs), self._steps
         seconds_before = self._seconds
         error: BaseException | None = None
-        is_left = len(self._epochs) < epochs
+        is_left = len(self._epochs) < epochs and not self.judge.is_out_of_patience
+        if is_left:
+            self.stops.reserve_s = self._reserve_s
+            check_time_left(*self.processes.from_first((self.stops.left_s, self.stops.reserve_s)))
         try:
             if is_left:
                 meters.publish(meters.RunStarted(self.loader.meters, epochs, len(self.loader), self._precision))
-            while len(self._epochs) < epochs and self._epoch():
+            while len(self._epochs) < epochs and not self.judge.is_out_of_patience and self._epoch():
                 pass
+            if len(self._epochs) < epochs and self.judge.is_out_of_patience:
+                self.stops.request("patience")
             self.stops.note(max(self.processes.from_all(self.stops.strength)))
             if not self._is_saved:
                 self._save(wait=True)
@@ -118,6 +132,8 @@ class TrainingRun:
                 # Let pending checkpoint writes finish. Other processes may never get here, so do not wait for them.
                 with suppress(Exception):
                     self.saving.checkpoints.finish()
+                if isinstance(raised, TrainingDiverged):
+                    self.saving.add_newest_to(raised)
             raise
         finally:
             if is_left:
@@ -177,7 +193,8 @@ class TrainingRun:
         except WaitInterrupt:
             return False
         self._end(self._begun)
-        return not self.stops.look() or self.processes.count > 1
+        # Ranks may look at different times, so several agree after the next step.
+        return not self._is_stopped and (not self.stops.look() or self.processes.count > 1)
 
     def _batches(self, begun: EpochProgress) -> bool:
         """Train on the batches of an epoch; return False if training was stopped before the last one."""
@@ -223,6 +240,8 @@ class TrainingRun:
                         validate()
                     if not self._goes_on(begun, count):
                         return False
+                    if self.judge.is_out_of_patience and not self._is_last(begun):
+                        return False
             # Bad samples after the last batch move the loader's position, too.
             self._trained = self.loader.received
         finally:
@@ -250,7 +269,10 @@ class TrainingRun:
             done = meters.StepDone(begun.epoch, self._steps, begun.steps, values)
             meters.publish(done)
             if self.on_step is not None:
-                self.on_step(done)
+                try:
+                    self.on_step(done)
+                except StopIteration:
+                    self.stops.request("on_step")
 
     @property
     def _is_whole(self) -> bool:
@@ -263,14 +285,21 @@ class TrainingRun:
             return True
         due = self.saving.folder is not None and self.schedule.is_due(self._steps)
         late = self.schedule.is_late()
-        self.stops.reserve_s = RESERVE_S + _RESERVE * (self.saving.save_s + self._step_s) + self._validate_s
+        self.stops.reserve_s = self._reserve_s
         requests = [self.stops.look(), int(late), int((due or late) and self.saving.is_busy)]
         strength, is_late, is_busy = self.processes.agreed(self._steps, self._step_s, requests, at_once=due)
         if (is_late or due) and not (is_busy or self._is_saved or self._is_last(begun)):
             count()
             self._save()
         self.stops.note(strength)
-        return not strength
+        self._is_stopped = bool(strength)
+        # A normal end completes the epoch, with its validation.
+        return not strength or (self.stops.reason == "on_step" and self._is_last(begun))
+
+    @property
+    def _reserve_s(self) -> float:
+        """Seconds to reserve before a deadline for the last checkpoint, and for a step and a validation before it."""
+        return RESERVE_S + _RESERVE * (self.saving.save_s + self._step_s) + self._validate_s
 
     def _validate(self, begun: EpochProgress) -> None:
         """Validate the current state; an interrupted validation is repeated first after a resume."""
@@ -341,6 +370,8 @@ class TrainingRun:
             "judge": list(self.judge.rule),
             "best": self.judge.best,
             "score": self.judge.score,
+            "reference": self.judge.reference,
+            "waited": self.judge.waited,
             "begun": begun_now,
             "means": means.sums if begun is not None else {},
         }

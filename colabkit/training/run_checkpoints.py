@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from colabkit.foundation import InvalidOption, TargetExists, cannot, format_things, option
+from colabkit.foundation import InvalidOption, TargetExists, TrainingDiverged, cannot, format_things, option
 from colabkit.loading import Loader
 from colabkit.training.checkpoints.files import LoadedCheckpoint
 from colabkit.training.checkpoints.folder import CheckpointFolder
@@ -16,6 +20,7 @@ from colabkit.training.checkpoints.snapshots import random_state, restore_random
 from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REBUILD = ("Create the same object as before, or save to another folder with ", option("save_to"))
 
 
@@ -32,7 +37,8 @@ class RunCheckpoints:
 
     Attributes:
         resumed_from: the checkpoint that was loaded.
-        passed_over: names of newer checkpoints that were skipped because they are damaged, with the reason.
+        passed_over: names of newer checkpoints that were skipped because they are damaged, or because their weights are
+            NaN or infinite, with the reason.
         not_kept: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
     """
 
@@ -54,6 +60,13 @@ class RunCheckpoints:
         self._step = step if isinstance(step, Stateful) else None
         self._loader = loader
         self._processes = processes
+        # Some models have infinite values on purpose, such as in a mask, so remember those from before the training.
+        self._infinite: set[tuple[str, str]] = set()
+        if checkpoints is not None:
+            for name, part in self._state.items():
+                if isinstance(part, torch.nn.Module):
+                    values = itertools.chain(part.named_parameters(), part.named_buffers())
+                    self._infinite |= {(name, key) for key, value in values if not _is_finite(value)}
 
     @property
     def is_busy(self) -> bool:
@@ -125,7 +138,30 @@ class RunCheckpoints:
             expected = ("no checkpoints with ", option("resume", False))
             next_step = ("Use ", option("resume", True), " or another folder")
             raise TargetExists(cannot(f"start a new run in {str(self.folder)!r}", found, expected, next_step))
-        return checkpoints.newest()
+        return checkpoints.newest(self._flaw_of)
+
+    def _flaw_of(self, content: Mapping[str, Any]) -> str:
+        """Return which weight of a checkpoint is NaN or infinite but was finite in the new model, if any."""
+        for name, part in self._state.items():
+            saved = content["state"].get(name)
+            if isinstance(part, torch.nn.Module) and isinstance(saved, Mapping):
+                for key, value in saved.items():
+                    is_new = (name, key) not in self._infinite
+                    if is_new and isinstance(value, torch.Tensor) and not _is_finite(value):
+                        return f"{key!r} of {name!r} has NaN or infinite values"
+        return ""
+
+    def add_newest_to(self, error: TrainingDiverged) -> None:
+        """Name the newest checkpoint with finite weights in the message of an error, if there is one."""
+        found: LoadedCheckpoint | None = None
+        if self.checkpoints is not None:
+            with suppress(Exception):
+                found = self.checkpoints.newest(self._flaw_of)
+        if found is None or error.message is None or self._flaw_of(found.content):
+            return
+        advice = error.message.next_step
+        resume = f". To resume at the newest good checkpoint, {str(found.path)!r}, start the same training again"
+        error.args = (replace(error.message, next_step=(advice, resume)),)
 
     def _load_parts(self, found: LoadedCheckpoint) -> None:
         saved = found.content["state"]
@@ -206,6 +242,15 @@ class RunCheckpoints:
         """
         finish = (lambda: None) if self.checkpoints is None else self.checkpoints.finish
         self._processes.together("end the training", finish)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # Reading a subclass, such as a DTensor, may need the other processes.
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.dtype not in _FLOATS or not tensor.numel():
+        return True
+    # NaN propagates to both. Unlike `isfinite`, this needs no memory.
+    return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
 
 
 def _kind_of(part: Any) -> str:

@@ -16,14 +16,24 @@ from datetime import datetime, timedelta
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
-from colabkit.foundation import Code, InvalidOption, cannot, check_duration, check_whole_number, meters, option
+from colabkit.foundation import (
+    Code,
+    InvalidOption,
+    cannot,
+    check_duration,
+    check_whole_number,
+    format_seconds,
+    meters,
+    option,
+)
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import Values, numbers_of
 
-Moment: TypeAlias = float | str | timedelta | datetime
-Reason: TypeAlias = Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline"]
+Moment: TypeAlias = str | timedelta | datetime
+Reason: TypeAlias = Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline", "on_step", "patience"]
 
-_REASONS: tuple[Reason, ...] = ("deadline", "Ctrl-C", "SIGHUP", "SIGTERM")
+_REASONS: tuple[Reason, ...] = ("patience", "on_step", "deadline", "Ctrl-C", "SIGHUP", "SIGTERM")
+_URGENT = _REASONS.index("deadline") + 1
 
 RESERVE_S = 5.0
 """Seconds reserved before a deadline, in addition to those that a checkpoint takes."""
@@ -35,13 +45,13 @@ logger = logging.getLogger("colabkit")
 
 
 def moment(act: str, name: str, value: Moment) -> float:
-    """Return the `time.monotonic()` value of a `datetime`, or of a duration from now.
+    """Return the `time.monotonic()` value of a `datetime`, or of a duration with a unit from now.
 
     Raises:
         InvalidOption: if `value` is neither, is in the past, or is outside the range of the clock.
     """
     if not isinstance(value, datetime):
-        return time.monotonic() + check_duration(act, name, value)
+        return time.monotonic() + check_duration(act, name, value, needs_unit=True)
     try:
         left_s = value.timestamp() - time.time()
     except (ValueError, OverflowError, OSError):
@@ -51,6 +61,14 @@ def moment(act: str, name: str, value: Moment) -> float:
         next_step = ("For example, use ", option(name, "11h"))
         raise InvalidOption(cannot(act, option(name, Code(str(value))), "a time in the future", next_step))
     return time.monotonic() + left_s
+
+
+def check_time_left(left_s: float, reserve_s: float) -> None:
+    """Raise `InvalidOption` if the seconds until the deadline are not more than those reserved for a checkpoint."""
+    if left_s <= reserve_s:
+        found = (option("deadline"), f" leaves {format_seconds(max(0.0, left_s))}")
+        needed = f"more than {format_seconds(reserve_s)}, which are reserved for the final checkpoint"
+        raise InvalidOption(cannot("train", found, needed, "Use a later deadline"))
 
 
 class SaveSchedule:
@@ -90,6 +108,8 @@ class Validator:
         every: steps between two validations, or None for one at the end of each epoch.
         monitor: name of the number to judge by; None for the loss.
         mode: whether the lowest or the highest value is best.
+        patience: number of consecutive judgements without improvement after which training stops, or None.
+        min_delta: how much better a value must be to count as an improvement for `patience`.
         ranks: the ranks of the training; the values of rank 0 are used.
 
     Attributes:
@@ -99,6 +119,8 @@ class Validator:
         best: the best value so far, or None.
         score: the value of the current state, or None if it was not judged.
         is_best: whether the current state is the best so far and not saved yet.
+        reference: the value that the next ones must improve on by `min_delta`, or None.
+        waited: number of judgements since the last improvement.
     """
 
     def __init__(
@@ -107,6 +129,8 @@ class Validator:
         every: int | None,
         monitor: str | None,
         mode: Literal["min", "max"],
+        patience: int | None,
+        min_delta: float,
         ranks: Ranks,
     ) -> None:
         self.rule: tuple[Literal["min", "max"], str] = mode, monitor or "loss"
@@ -115,10 +139,19 @@ class Validator:
         self.best: float | None = None
         self.score: float | None = None
         self.is_best = False
+        self.reference: float | None = None
+        self.waited = 0
         self._function = function
         self._every = every
-        self._is_required = monitor is not None
+        self._patience = patience
+        self._min_delta = min_delta
+        self._is_required = monitor is not None or patience is not None
         self._ranks = ranks
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether the last `patience` judgements found no improvement."""
+        return self._patience is not None and self.waited >= self._patience
 
     def is_due(self, step: int) -> bool:
         """Return whether a validation is due after a step, not counting the one at the end of an epoch."""
@@ -147,7 +180,7 @@ class Validator:
         """Judge the current state by its values.
 
         Raises:
-            InvalidOption: if `monitor` was given and is not among the values.
+            InvalidOption: if `monitor` or `patience` was given and the number is not among the values.
         """
         mode, monitor = self.rule
         # Reports show validation values with the prefix "val_", so accept such names too.
@@ -158,12 +191,17 @@ class Validator:
             next_step = ("Correct ", option("monitor"), " and start the training again")
             raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
         value = values.get(name, math.nan)
+        # NaN and infinity are no improvement either.
+        self.waited += 1
         if not math.isfinite(value):
             return
         self.score = value
-        if self.best is None or (value < self.best if mode == "min" else value > self.best):
+        sign = 1 if mode == "min" else -1
+        if self.best is None or sign * value < sign * self.best:
             self.best = value
             self.is_best = True
+        if self.reference is None or sign * value < sign * self.reference - self._min_delta:
+            self.reference, self.waited = value, 0
 
 
 class WaitInterrupt(KeyboardInterrupt):
@@ -212,6 +250,10 @@ class StopRequests:
         """Record a request of the given strength, for example from another process."""
         self._strength = max(self._strength, strength)
 
+    def request(self, reason: Reason) -> None:
+        """Record a request for a reason."""
+        self.note(_REASONS.index(reason) + 1)
+
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -250,7 +292,7 @@ class StopRequests:
             return
         self._waiting_thread = threading.get_ident()
         self._may_end = True
-        if self.look():
+        if self.look() >= _URGENT:
             self._may_end = False
             raise WaitInterrupt
 
@@ -261,20 +303,25 @@ class StopRequests:
     def look(self) -> int:
         """Check the deadline and return the strength of the strongest request, 0 for none."""
         if self._is_late():
-            self.note(_strength_of("deadline"))
+            self.request("deadline")
         return self._strength
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline; infinite without one."""
+        return math.inf if self._deadline is None else self._deadline - time.monotonic()
 
     def _is_late(self) -> bool:
         return self._deadline is not None and time.monotonic() >= self._deadline - self.reserve_s
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:
-            self.note(_strength_of("SIGHUP" if number == signal.SIGHUP else "SIGTERM"))
+            self.request("SIGHUP" if number == signal.SIGHUP else "SIGTERM")
         elif self._pressed_at is None:
             self._pressed_at = time.monotonic()
             end = " with a final checkpoint" if self._saves else " without saving"
             logger.warning("stopping after this step%s; press Ctrl-C again to stop immediately", end)
-            self.note(_strength_of("Ctrl-C"))
+            self.request("Ctrl-C")
         elif time.monotonic() - self._pressed_at >= BOUNCE_S:
             raise KeyboardInterrupt
         else:
@@ -285,10 +332,6 @@ class StopRequests:
 
     def _listen(self, event: meters.Event) -> None:
         is_ours = self._may_end and threading.get_ident() == self._waiting_thread
-        if isinstance(event, meters.Waiting) and is_ours and self.look():
+        if isinstance(event, meters.Waiting) and is_ours and self.look() >= _URGENT:
             self._may_end = False
             raise WaitInterrupt
-
-
-def _strength_of(reason: Reason) -> int:
-    return _REASONS.index(reason) + 1

@@ -20,6 +20,7 @@ from colabkit.foundation import (
     cannot,
     check_callable,
     check_duration,
+    check_number,
     check_one_of,
     check_type,
     check_whole_number,
@@ -37,7 +38,7 @@ from colabkit.training.records import Values
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.run import TrainingRun
 from colabkit.training.run_checkpoints import RunCheckpoints
-from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Validator, moment
+from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Validator, check_time_left, moment
 from colabkit.training.steps import SupervisedStep
 
 _ACT = "train"
@@ -116,7 +117,9 @@ def train(
     validate_every: int | Literal["epoch"] = "epoch",
     monitor: str | None = None,
     mode: Literal["min", "max"] = "min",
-    deadline: float | str | timedelta | datetime | None = None,
+    patience: int | None = None,
+    min_delta: float = 0.0,
+    deadline: str | timedelta | datetime | None = None,
     on_nonfinite: Literal["raise", "continue"] = "raise",
     timeout: float | str | None = None,
     on_step: Callable[[StepDone], None] | None = None,
@@ -154,14 +157,18 @@ def train(
         monitor: name of the number that selects the best checkpoint, taken from `validate` if given, otherwise from
             the step. None uses the loss, if there is one.
         mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best.
-        deadline: when the runtime ends: a duration from now, such as `"11h 30min"`, or a `datetime`. Training stops
-            early enough to save a final checkpoint by then.
+        patience: number of consecutive validations (epochs if `monitor` is a number of the step) without improvement
+            of `monitor` after which training stops; None never stops it early.
+        min_delta: how much `monitor` must change to count as an improvement for `patience`.
+        deadline: when the runtime ends: a duration from now with its unit, such as `"11h 30min"` or a `timedelta`, or
+            a `datetime`. Training stops early enough to save a final checkpoint by then.
         on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
             (`"continue"`). Numbers on a GPU are checked when they are read, not after each step.
         timeout: how long one checkpoint operation may wait for the file system of `save_to`, in seconds or as text
             such as `"5min"`, plus one second for each 10 MB. After that, the checkpoint counts as failed. None means
             two minutes.
-        on_step: function called with a record of each step after that step.
+        on_step: function called with a record of each step after that step. If it raises `StopIteration`, training
+            ends normally, with a final checkpoint.
 
     Returns:
         A `TrainReport` with the records of all epochs, the curves, the checkpoints and the timings.
@@ -192,6 +199,12 @@ def train(
     check_whole_number(_ACT, "keep_last", keep_last, 1)
     check_one_of(_ACT, "mode", mode, ("min", "max"))
     check_one_of(_ACT, "on_nonfinite", on_nonfinite, ("raise", "continue"))
+    if patience is not None:
+        check_whole_number(_ACT, "patience", patience, 1)
+    check_number(_ACT, "min_delta", min_delta, 0, example=0.001)
+    if min_delta and patience is None:
+        found = (option("min_delta", min_delta), " without ", option("patience"))
+        raise InvalidOption(cannot(_ACT, found, "both or neither", ("For example, use ", option("patience", 3))))
     check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step")
     validate_steps = None
     if validate_every != "epoch":
@@ -207,12 +220,11 @@ def train(
         raise InvalidOption(cannot(_ACT, found, "both or neither", next_step))
     ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)
     started = time.monotonic()
-    if ends_at is not None and ends_at - started <= RESERVE_S:
-        reserve = f" is within the {RESERVE_S:g} s that are reserved for the final checkpoint"
-        raise InvalidOption(cannot(_ACT, (option("deadline", deadline), reserve), "", "Use a later deadline"))
+    if ends_at is not None:
+        check_time_left(ends_at - started, RESERVE_S)
     with ExitStack() as stack:
         processes = stack.enter_context(Ranks())
-        judge = Validator(validation, validate_steps, monitor, mode, processes)
+        judge = Validator(validation, validate_steps, monitor, mode, patience, min_delta, processes)
         checkpoints = None
         if folder is not None and processes.is_first:
             checkpoints = stack.enter_context(CheckpointFolder(folder, keep_last, *judge.rule, timeout_s))

@@ -389,7 +389,7 @@ def test_the_best_value_is_kept_if_training_stops_after_the_last_validation_of_a
 
     with monkeypatch.context() as patch:
         patch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
-        stopped = run(deadline=900.0, timeout="1h")
+        stopped = run(deadline="900s", timeout="1h")
     assert (stopped.stopped, stopped.steps, stopped.trained) == ("deadline", 6, 0)
     report = run()
     assert report.best_value == 0.5

@@ -1,7 +1,8 @@
-"""Ctrl-C, SIGTERM and deadlines end `train()` after the running step, with a final checkpoint."""
+"""Signals, deadlines, patience and `on_step` end `train()` after a step, with a final checkpoint."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from colabkit.errors import InvalidOption
 from colabkit.foundation import check_duration, meters
 from colabkit.loading import Loader
 from colabkit.training import schedule
-from colabkit.training.report import TrainingInterrupted
+from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.schedule import moment
 
 DEADLINE_S = 60.0
@@ -184,7 +185,7 @@ def test_training_in_another_thread_does_not_handle_signals(data):
 
 
 def test_a_deadline_reserves_time_for_the_final_checkpoint(tmp_path, data):
-    with pytest.raises(InvalidOption, match=r"deadline='4s' is within the 5 s that are reserved for the final"):
+    with pytest.raises(InvalidOption, match=r"deadline= leaves 4\.0 s; expected more than 5\.0 s, which are"):
         train(lambda batch: None, Loader(data, 4), epochs=9, save_to=tmp_path, deadline="4s")
     report = train(lambda batch: None, Loader(data, 4), epochs=1, save_to=tmp_path, deadline="12h")
     assert (report.stopped, report.steps) == (None, 6)
@@ -205,8 +206,8 @@ def test_a_deadline_stops_the_training_in_the_middle_of_an_epoch(tmp_path, data,
 
 def test_invalid_deadlines_are_refused(data):
     dates = datetime(2020, 1, 1, tzinfo=UTC), datetime(1, 1, 1)  # noqa: DTZ001 - without a time zone, as users write it
-    for deadline in ("soon", "5 weeks", "5 ms", -3, 0, "", True, *dates, 10**400, 10**5000):
-        with pytest.raises(InvalidOption, match="Cannot train: deadline="):
+    for deadline in ("soon", "5 weeks", "", 11, 11.0, -3, 0, True, *dates, 10**5000):
+        with pytest.raises(InvalidOption, match=r"Cannot train: deadline=.+; expected (a time|a duration .+ unit)"):
             train(lambda batch: None, Loader(data, 4), deadline=deadline)
 
 
@@ -219,3 +220,76 @@ def test_durations_are_numbers_or_text_with_units():
 def test_a_deadline_may_be_a_datetime():
     in_an_hour = datetime.now(UTC) + timedelta(hours=1)
     assert moment("train", "deadline", in_an_hour) == pytest.approx(time.monotonic() + 3600, abs=5)
+
+
+def test_stop_iteration_from_on_step_ends_the_training_normally_with_a_checkpoint(tmp_path, data, heard):
+    def stop(done: meters.StepDone) -> None:
+        if done.step == 9:
+            raise StopIteration
+
+    report = train(lambda batch: 1.0, Loader(data, 4), epochs=3, save_to=tmp_path, on_step=stop)
+    assert (report.stopped, report.steps, report.trained, report.is_good) == ("on_step", 9, 1, True)
+    assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
+    assert "Stopped by on_step after step 9; checkpoint" in repr(report)
+    assert heard[-1] == meters.RunEnded("on_step")
+    again = train(lambda batch: 1.0, Loader(data, 4), epochs=3, save_to=tmp_path)
+    assert (again.stopped, again.steps, again.resumed_from) == (None, 18, report.checkpoint)
+
+
+def test_stop_iteration_at_the_last_step_of_an_epoch_completes_the_epoch(data):
+    def stop(done: meters.StepDone) -> None:
+        if done.step_in_epoch == 6:
+            raise StopIteration
+
+    report = train(lambda batch: 1.0, Loader(data, 4), epochs=3, validate=lambda: {"loss": 2.0}, on_step=stop)
+    assert (report.stopped, report.steps, len(report.epochs), len(report.validations)) == ("on_step", 6, 1, 1)
+
+
+def judged(data, losses: list[float], **options: object) -> TrainReport:
+    """Train with a validation that returns these losses."""
+    left = iter(losses)
+    options = {"epochs": len(losses), "validate": lambda: {"loss": next(left)}, **options}
+    return train(lambda batch: None, Loader(data, 4), **options)
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "epochs"),
+    [
+        ([3.0, 2.0, 2.5, 2.0, 1.0], {"patience": 2}, 4),
+        ([3.0, 2.0, 2.5, 1.9, 1.0], {"patience": 2}, 5),
+        ([0.1, 0.2, 0.2, 0.9, 0.3], {"patience": 1, "mode": "max"}, 3),
+        ([3.0, 2.9, 2.8, 2.7, 2.6], {"patience": 2, "min_delta": 0.15}, 5),
+        ([3.0, 2.9, 2.8, 2.7, 2.6], {"patience": 2, "min_delta": 0.5}, 3),
+        ([3.0, math.nan, math.inf, 1.0, 1.0], {"patience": 2}, 3),
+    ],
+)
+def test_training_stops_after_validations_without_improvement(data, losses, options, epochs):
+    report = judged(data, losses, **options)
+    assert len(report.epochs) == epochs
+    assert (report.stopped, report.is_good) == ("patience" if epochs < 5 else None, True)
+
+
+def test_patience_counts_validations_within_an_epoch_and_across_a_resume(tmp_path, data):
+    losses = iter([3.0, 3.5, 3.6, 3.7, 2.0, 2.0])
+
+    def run(**options: object) -> TrainReport:
+        options = {"validate": lambda: {"loss": next(losses)}, "validate_every": 4, "save_to": tmp_path, **options}
+        return train(lambda batch: None, Loader(data, 4), **options)
+
+    run(epochs=1, patience=3)
+    report = run(epochs=9, patience=3)
+    assert (report.stopped, report.steps, report.best_value) == ("patience", 16, 3.0)
+    assert report.checkpoint == tmp_path / "checkpoint-00000016.pt"
+    again = run(epochs=9, patience=3)
+    assert (again.stopped, again.steps, again.trained) == ("patience", 16, 0)
+    assert "nothing was left to do" in repr(again)
+    assert run(epochs=3, patience=4).stopped is None
+
+
+def test_patience_without_validation_counts_epochs_of_the_training_loss(data):
+    report = train(lambda batch: 1.0, Loader(data, 4), epochs=9, patience=2)
+    assert (report.stopped, len(report.epochs)) == ("patience", 3)
+    with pytest.raises(InvalidOption, match="monitor='loss' is not among the returned numbers"):
+        train(lambda batch: None, Loader(data, 4), epochs=9, patience=2)
+    with pytest.raises(InvalidOption, match=r"min_delta=0\.1 without patience="):
+        train(lambda batch: None, Loader(data, 4), min_delta=0.1)

@@ -21,7 +21,7 @@ from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, Ta
 from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import open_pack
-from colabkit.training.report import EpochRecord
+from colabkit.training.report import EpochRecord, TrainReport
 from colabkit.training.steps import supervised_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -209,12 +209,34 @@ def test_a_value_that_is_not_finite_ends_the_training(data, value):
         train(lambda batch: next(losses), Loader(data, 4))
 
 
-def test_a_run_that_diverges_keeps_its_last_good_checkpoint(data, tmp_path):
-    with pytest.raises(TrainingDiverged):
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint_and_names_it(data, tmp_path):
+    named = r"step 7 returned loss=nan; .+ newest good checkpoint, '.*checkpoint-00000006\.pt', start the same"
+    with pytest.raises(TrainingDiverged, match=named):
         train(diverging(7), Loader(data, 4), epochs=2, save_to=tmp_path, state={})
     report = train(lambda batch: 0.5, Loader(data, 4), epochs=2, save_to=tmp_path, state={})
     assert report.resumed_from is not None
     assert all(math.isfinite(record.values["loss"]) for record in report.epochs)
+
+
+def test_a_checkpoint_with_nan_weights_is_skipped_while_an_older_one_is_finite(data, tmp_path):
+    def run(epochs: int, value: float) -> tuple[TrainReport, nn.Module]:
+        model = nn.Linear(2, 2)
+        # A mask is infinite on purpose.
+        model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+
+        def step(batch: object) -> None:
+            with torch.no_grad():
+                model.weight.fill_(value)
+
+        options = {"state": {"model": model}, "save_to": tmp_path, "epochs": epochs}
+        return train(step, Loader(data, 4), **options), model
+
+    run(1, 1.0)
+    run(2, math.nan)
+    report, model = run(3, 2.0)
+    assert report.passed_over == (("checkpoint-00000012.pt", "'weight' of 'model' has NaN or infinite values"),)
+    assert (report.resumed_from, len(report.epochs)) == (tmp_path / "checkpoint-00000006.pt", 3)
+    assert model.weight.isfinite().all()
 
 
 def diverging(step: int):

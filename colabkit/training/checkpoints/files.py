@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -247,7 +247,7 @@ class LoadedCheckpoint:
         path: path of its file.
         step: step after which it was taken.
         content: the saved content, with all tensors on the CPU.
-        passed_over: newer checkpoints that were skipped because they are damaged, with the reason.
+        passed_over: newer checkpoints that were skipped because they are damaged or have a flaw, with the reason.
     """
 
     path: Path
@@ -274,6 +274,41 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
         raise DamagedCheckpoint("the file is not a colabkit checkpoint")
     content: dict[str, Any] = found["content"]
     return content
+
+
+def load_first(
+    candidates: Iterable[SealedCheckpoint],
+    read: Callable[[SealedCheckpoint], Mapping[str, Any]],
+    flaw_of: Callable[[Mapping[str, Any]], str] | None,
+) -> tuple[LoadedCheckpoint | None, dict[Path, str]]:
+    """Return the first undamaged checkpoint without a flaw, and the reasons for skipping those before it.
+
+    If all undamaged ones have a flaw, return the first of these.
+
+    Args:
+        candidates: checkpoints, newest first.
+        read: function that returns the content of a checkpoint, or raises `DamagedCheckpoint`.
+        flaw_of: function that returns what is wrong with a content, or an empty text; None for no check.
+    """
+    skipped: dict[Path, str] = {}
+    flaws: dict[str, str] = {}
+    candidates = list(candidates)
+    for sealed in candidates:
+        # A local copy and a remote copy have the same content.
+        if sealed.digest in flaws:
+            continue
+        try:
+            content = read(sealed)
+        except DamagedCheckpoint as error:
+            skipped[sealed.path] = str(error)
+            continue
+        if flaw_of is not None and (flaw := flaw_of(content)):
+            skipped[sealed.path] = flaws[sealed.digest] = flaw
+            continue
+        return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(skipped.items())), skipped
+    if flaws:
+        return load_first(candidates, read, None)
+    return None, skipped
 
 
 class RemoteFolder:

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,10 +35,10 @@ from colabkit.training.checkpoints.files import (
     SaveJob,
     WriteAborted,
     load,
+    load_first,
     write,
 )
 from colabkit.training.checkpoints.seals import (
-    DamagedCheckpoint,
     Mode,
     SealedCheckpoint,
     best_of,
@@ -157,11 +157,12 @@ class CheckpointFolder:
             steps += self._remote.ask(act, lambda _: steps_in(self.folder))
         return max(steps, default=None)
 
-    def newest(self) -> LoadedCheckpoint | None:
-        """Load the newest undamaged checkpoint of `save_to` and the local folder, or return None without checkpoints.
+    def newest(self, flaw_of: Callable[[Mapping[str, Any]], str] | None = None) -> LoadedCheckpoint | None:
+        """Load the newest good checkpoint of `save_to` and the local folder, or return None without checkpoints.
 
-        Digests are checked, and damaged checkpoints skipped. A remote one is copied to the local folder first. Files
-        are loaded with `weights_only=True`, so no code in them is executed. The random generators are not changed.
+        Digests are checked, and damaged checkpoints skipped; also those whose content has a flaw, such as NaN, unless
+        all have one. A remote one is copied to the local folder first. Files are loaded with `weights_only=True`, so
+        no code in them is executed. The random generators are not changed.
 
         Raises:
             Corrupt: if all checkpoints are damaged.
@@ -173,27 +174,25 @@ class CheckpointFolder:
             local = sealed_in(self.local_folder)
         remote = [] if self._remote is None else self._remote.ask(act, lambda _: sealed_in(self.folder))
         remote_seals = {sealed.seal for sealed in remote}
-        passed_over: list[tuple[Path, str]] = []
-        for sealed in sorted([*local, *remote], key=lambda one: (-one.step, one.seal in remote_seals)):
-            try:
-                with file_changes.translated(act):
-                    if self._remote is not None and sealed.seal in remote_seals:
-                        content = load(self._remote.fetch(sealed, self.local_folder, act))
-                    else:
-                        content = load(sealed)
-            except DamagedCheckpoint as error:
-                passed_over.append((sealed.path, str(error)))
-                self._damaged.add(sealed.path)
-                continue
+
+        def read(sealed: SealedCheckpoint) -> Mapping[str, Any]:
+            with file_changes.translated(act):
+                if self._remote is not None and sealed.seal in remote_seals:
+                    sealed = self._remote.fetch(sealed, self.local_folder, act)
+                return load(sealed)
+
+        candidates = sorted([*local, *remote], key=lambda one: (-one.step, one.seal in remote_seals))
+        found, skipped = load_first(candidates, read, flaw_of)
+        self._damaged |= skipped.keys()
+        if found is not None:
             with self._changed, file_changes.translated(act):
                 self._local_sealed, self._remote_sealed = sealed_in(self.local_folder), remote
-                self._last_step = sealed.step
-            return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(passed_over))
-        if passed_over:
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
+                self._last_step = found.step
+        elif skipped:
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())
             next_step = "Choose another folder to start a new run"
             raise Corrupt(cannot(act, f"all checkpoints are damaged ({reasons})", "", next_step))
-        return None
+        return found
 
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
         """Copy `content` and start writing it as the checkpoint of `step`; only the copy blocks the caller.
