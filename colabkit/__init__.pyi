@@ -45,13 +45,16 @@ from .storage import read_probe as read_probe
 from .storage import stage as stage
 from .storage import unmount as unmount
 from .storage import unstage as unstage
+from .training import EvaluateReport as EvaluateReport
 from .training import HeadspaceReport as HeadspaceReport
 from .training import KFoldReport as KFoldReport
 from .training import TrainingInterrupted as TrainingInterrupted
 from .training import TrainReport as TrainReport
+from .training import evaluate as evaluate
 from .training import headspace as headspace
 from .training import k_fold as k_fold
 from .training import notebook_launch as notebook_launch
+from .training import predict as predict
 from .training import small_network as small_network
 from .training import supervised_step as supervised_step
 from .training import train as train

@@ -3,7 +3,9 @@
 - `trainer`, `run`, `report`, `plot`: `train()`, its internal state, the report that it returns, and the report's plot.
 - `schedule`, `records`: when to save, validate and stop; the numbers recorded for steps and epochs.
 - `checkpoints`, `run_checkpoints`: checkpoint files, written in the background and sealed; saving and resuming a run.
-- `steps`, `models`: `supervised_step()`, and the precision, memory layout and compilation of its model.
+- `steps`, `models`, `batch_values`: `supervised_step()`; the precision, memory layout and compilation of its model; the
+  values of its batches.
+- `evaluation`: `evaluate()` and `predict()`.
 - `ceiling`, `folds`, `ranks`: `headspace()`, `k_fold()` and `notebook_launch()`.
 """
 

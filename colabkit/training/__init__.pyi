@@ -1,5 +1,8 @@
 from .ceiling import HeadspaceReport as HeadspaceReport
 from .ceiling import headspace as headspace
+from .evaluation import EvaluateReport as EvaluateReport
+from .evaluation import evaluate as evaluate
+from .evaluation import predict as predict
 from .folds import KFoldReport as KFoldReport
 from .folds import k_fold as k_fold
 from .models import Stateful as Stateful

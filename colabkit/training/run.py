@@ -226,6 +226,8 @@ class TrainingRun:
         try:
             if begun.is_validation_due and self._is_whole:
                 validate()
+                if self.judge.is_out_of_patience:
+                    return False
             with closing(cast(Any, iter(self.loader))) as batches:
                 while (batch := self._next_of(batches)) is not None:
                     began = time.perf_counter()
@@ -238,9 +240,9 @@ class TrainingRun:
                     begun.is_validation_due |= self.judge.is_due(self._steps)
                     if begun.is_validation_due and self._is_whole:
                         validate()
+                        if self.judge.is_out_of_patience and not self._is_last(begun):
+                            return False
                     if not self._goes_on(begun, count):
-                        return False
-                    if self.judge.is_out_of_patience and not self._is_last(begun):
                         return False
             # Bad samples after the last batch move the loader's position, too.
             self._trained = self.loader.received
@@ -285,7 +287,8 @@ class TrainingRun:
             return True
         due = self.saving.folder is not None and self.schedule.is_due(self._steps)
         late = self.schedule.is_late()
-        self.stops.reserve_s = self._reserve_s
+        if self.stops.deadline is not None:
+            self.stops.reserve_s = self._reserve_s
         requests = [self.stops.look(), int(late), int((due or late) and self.saving.is_busy)]
         strength, is_late, is_busy = self.processes.agreed(self._steps, self._step_s, requests, at_once=due)
         if (is_late or due) and not (is_busy or self._is_saved or self._is_last(begun)):

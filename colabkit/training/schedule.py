@@ -222,13 +222,14 @@ class StopRequests:
         saves: whether a final checkpoint follows, for the message.
 
     Attributes:
+        deadline: the deadline, or None.
         reserve_s: seconds before the deadline at which training must stop.
     """
 
     def __init__(self, deadline: float | None, waits_for_others: bool, saves: bool) -> None:
         self.reserve_s = RESERVE_S
         self._strength = 0
-        self._deadline = deadline
+        self.deadline = deadline
         self._waits_for_others = waits_for_others
         self._saves = saves
         self._may_end = False
@@ -260,14 +261,14 @@ class StopRequests:
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 if signal.getsignal(number) == default:
                     self._former[number] = signal.signal(number, self._note)
-        if self._deadline is not None:
+        if self.deadline is not None:
             self._unsubscribe = meters.subscribe(self._listen)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._deadline is not None:
+        if self.deadline is not None:
             self._unsubscribe()
         self.let_go()
 
@@ -309,10 +310,10 @@ class StopRequests:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline; infinite without one."""
-        return math.inf if self._deadline is None else self._deadline - time.monotonic()
+        return math.inf if self.deadline is None else self.deadline - time.monotonic()
 
     def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() >= self._deadline - self.reserve_s
+        return self.deadline is not None and time.monotonic() >= self.deadline - self.reserve_s
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:

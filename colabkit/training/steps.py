@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -13,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colabkit.foundation import InvalidOption, cannot, kind_of
+from colabkit.foundation import InvalidOption, cannot
+from colabkit.loading import map_tensors
+from colabkit.training.batch_values import TRAIN_ON, inputs_of, is_cross_entropy, is_right, pair_of, single_number
 from colabkit.training.models import (
     Forward,
     Precision,
@@ -32,7 +33,6 @@ from colabkit.training.models import (
 )
 from colabkit.training.ranks import is_one_of_several
 
-_TAKE = "train on a batch"
 _LOAD = "load the state of a step"
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -98,7 +98,8 @@ class SupervisedStep:
 
     Precision, memory format and `DistributedDataParallel` are set up at the first batch, and again if the model has
     moved to another device. If the model is in evaluation mode, the next step calls `model.train()`; submodules in
-    evaluation mode, such as frozen ones, stay so while the model itself is in training mode.
+    evaluation mode, such as frozen ones, stay so while the model itself is in training mode. A step that only evaluates
+    a model is created with `is_trained=False`.
 
     Attributes:
         parts: the model and the optimizer, by these names; checkpoints hold them by default.
@@ -106,7 +107,12 @@ class SupervisedStep:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, loss: Callable[[Any, Tensor], Tensor], options: StepOptions
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[Any, Tensor], Tensor],
+        options: StepOptions,
+        is_trained: bool = True,
     ) -> None:
         self._given = model
         self._model: nn.Module = plain(model)
@@ -117,9 +123,10 @@ class SupervisedStep:
         self._accumulate = options.accumulate
         self._clip = options.clip
         self._options = options
-        self._takes_shares = _is_cross_entropy(loss)
+        self._takes_shares = is_cross_entropy(loss)
         self.parts: dict[str, Stateful] = {"model": self._model, "optimizer": cast(Stateful, optimizer)}
         self.updates = 0
+        self._is_trained = is_trained
         self._accumulated = 0
         self._device: torch.device | None = None
         self._autocast: AbstractContextManager[Any] = nullcontext()
@@ -153,7 +160,7 @@ class SupervisedStep:
             self._update()
         values = {"loss": value.detach()}
         if self._has_accuracy(scores, labels):
-            values["accuracy"] = _right(scores, labels).mean(dtype=torch.float32)
+            values["accuracy"] = is_right(scores, labels).mean(dtype=torch.float32)
         return values
 
     @property
@@ -185,12 +192,49 @@ class SupervisedStep:
         Raises:
             InvalidOption: as for a step, or if there are no batches.
         """
-        self._settle()
-        modes = [(module, module.training) for module in self._model.modules()]
-        iterator = iter(batches)
         exact = torch.float32 if self._parameter.device.type == "mps" else torch.float64
         # Sum of losses, number of samples, correct predictions, number of samples that have an accuracy.
         sums = torch.zeros(4, dtype=exact, device=self._parameter.device)
+        with self._evaluating(batches) as iterator:
+            for batch in iterator:
+                images, labels = self._taken(batch)
+                scores, value = self._scored(self._evaluated, images, labels)
+                samples = len(labels)
+                sums[0].add_(value.reshape(()), alpha=samples)
+                sums[1].add_(samples)
+                if self._has_accuracy(scores, labels):
+                    sums[2].add_(is_right(scores, labels).sum())
+                    sums[3].add_(samples)
+        if is_one_of_several():
+            distributed.all_reduce(sums, group=None if self._ddp is None else self._ddp.process_group)
+        loss, samples, right, judged = sums.tolist()
+        if not samples:
+            next_step = "Pass a loader that has at least one batch and can be iterated repeatedly"
+            raise InvalidOption(cannot("evaluate the model", "the loader returned no batches", "", next_step))
+        return {"loss": loss / samples, **({"accuracy": right / judged} if judged else {})}
+
+    def outputs(self, batches: Iterable[Any]) -> list[Any]:
+        """Return the model's outputs for the inputs of each batch, on the CPU, in evaluation mode.
+
+        Raises:
+            InvalidOption: if a batch has no tensor as inputs, or is on another device than the model.
+        """
+        found = []
+        with self._evaluating(batches) as iterator:
+            for batch in iterator:
+                inputs = inputs_of(batch)
+                images, _ = self._taken((inputs, inputs))
+                with self._autocast:
+                    scores = self._evaluated(images)
+                found.append(map_tensors(scores, _as_result))
+        return found
+
+    @contextmanager
+    def _evaluating(self, batches: Iterable[Any]) -> Iterator[Iterator[Any]]:
+        """Set the model to evaluation mode without gradients in the block, which iterates over the batches."""
+        self._settle()
+        modes = [(module, module.training) for module in self._model.modules()]
+        iterator = iter(batches)
         try:
             self._model.eval()
             with torch.no_grad():
@@ -198,27 +242,12 @@ class SupervisedStep:
                 if self._ddp is not None and self._ddp.broadcast_buffers:
                     for buffer in self._model.buffers():
                         distributed.broadcast(buffer, 0, group=self._ddp.process_group)
-                for batch in iterator:
-                    images, labels = self._taken(batch)
-                    scores, value = self._scored(self._evaluated, images, labels)
-                    samples = len(labels)
-                    sums[0].add_(value.reshape(()), alpha=samples)
-                    sums[1].add_(samples)
-                    if self._has_accuracy(scores, labels):
-                        sums[2].add_(_right(scores, labels).sum())
-                        sums[3].add_(samples)
+                yield iterator
         finally:
             for module, is_training in modes:
                 module.training = is_training
             if callable(close := getattr(iterator, "close", None)):
                 close()
-        if self._ddp is not None:
-            distributed.all_reduce(sums, group=self._ddp.process_group)
-        loss, samples, right, judged = sums.tolist()
-        if not samples:
-            next_step = "Pass a loader that has at least one batch and can be iterated repeatedly"
-            raise InvalidOption(cannot("evaluate the model", "the loader returned no batches", "", next_step))
-        return {"loss": loss / samples, **({"accuracy": right / judged} if judged else {})}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the update count and the states of scaler and scheduler; model and optimizer are in `parts`."""
@@ -277,7 +306,7 @@ class SupervisedStep:
         if device == self._device:
             return
         precision = self._precision
-        check_precision(_TAKE, precision, device)
+        check_precision(TRAIN_ON, precision, device)
         self._autocast = torch.autocast(device.type, precision.dtype) if precision.dtype else nullcontext()
         if self._scaler is not None:
             self._scaler_state = self._scaler.state_dict()
@@ -294,7 +323,7 @@ class SupervisedStep:
         self._forward = self._given
         # Ranks may evaluate different numbers of batches, so evaluate without DDP's synchronization.
         self._evaluated = self._given if self._ddp is None else self._model
-        if self._ddp is None and is_one_of_several():
+        if self._ddp is None and self._is_trained and is_one_of_several():
             ids = [device.index] if device.type == "cuda" else None
             self._ddp = DistributedDataParallel(self._given, device_ids=ids)
             self._forward = self._ddp
@@ -322,7 +351,7 @@ class SupervisedStep:
 
     def _taken(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the images and labels of a batch, with images converted for the model."""
-        images, labels = _pair_of(batch)
+        images, labels = pair_of(batch)
         device = self._parameter.device
         if device != self._device:
             self._settle()
@@ -340,11 +369,11 @@ class SupervisedStep:
         if next(self._model.parameters()) is not self._parameter:
             replaced = "the model's parameters are no longer those of the optimizer"
             advice = "Move the model to its device before you create the optimizer and the step"
-            return InvalidOption(cannot(_TAKE, replaced, "", advice))
+            return InvalidOption(cannot(TRAIN_ON, replaced, "", advice))
         device = self._parameter.device
         found = f"the batch is on {tensor.device}, but the model is on {device}"
         next_step = f"Call model.to({tensor.device.type!r}), or pass device={device.type!r} to the Loader"
-        return InvalidOption(cannot(_TAKE, found, "the same device", next_step))
+        return InvalidOption(cannot(TRAIN_ON, found, "the same device", next_step))
 
     def _scored(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
         """Return the model's output and the loss, which is computed in float32."""
@@ -352,10 +381,10 @@ class SupervisedStep:
             scores = forward(images)
             # Outputs that are not a tensor cannot be cast here, so autocast chooses the precision of the loss.
             if not isinstance(scores, Tensor):
-                return scores, _single(self._loss(scores, labels))
+                return scores, single_number(self._loss(scores, labels))
         if scores.dtype in _HALVES:
             scores = scores.float()
-        return scores, _single(self._loss(scores, labels))
+        return scores, single_number(self._loss(scores, labels))
 
     def _has_accuracy(self, scores: Any, labels: Tensor) -> bool:
         """Return whether accuracy is defined, from shapes and dtypes only: reading values would wait for the GPU."""
@@ -402,48 +431,5 @@ class SupervisedStep:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
-def _pair_of(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the images and labels of a batch.
-
-    Raises:
-        InvalidOption: if it is neither a pair of tensors nor a dict with `"X"` and `"Y"` or of two tensors.
-    """
-    images = labels = None
-    if isinstance(batch, tuple | list):
-        if len(batch) == 2:
-            images, labels = batch
-    elif isinstance(batch, Mapping):
-        if "X" in batch and "Y" in batch:
-            images, labels = batch["X"], batch["Y"]
-        elif len(batch) == 2:
-            images, labels = batch.values()
-    if isinstance(images, Tensor) and isinstance(labels, Tensor):
-        return images, labels
-    found = f"the batch is {kind_of(batch)}"
-    if isinstance(batch, tuple | list):
-        found += f" of {', '.join(type(one).__name__ for one in batch)}" if batch else " without elements"
-    elif isinstance(batch, Mapping):
-        found += f" of {', '.join(map(repr, batch))}" if batch else " without elements"
-    next_step = "Train with a custom step that calls this one with (images, labels)"
-    raise InvalidOption(cannot(_TAKE, found, "two tensors, images and labels", next_step))
-
-
-def _is_cross_entropy(loss: Any) -> bool:
-    while isinstance(loss, partial):
-        loss = loss.func
-    return loss is nn.functional.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
-
-
-def _single(value: Any) -> Tensor:
-    """Return the loss; raise `InvalidOption` unless it is a tensor with one element."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value
-    is_tensor = isinstance(value, Tensor)
-    found = f"the loss is {f'a tensor of shape {list(value.shape)}' if is_tensor else kind_of(value)}"
-    next_step = "Return the mean of the losses" if is_tensor else "Return the tensor that torch computes"
-    raise InvalidOption(cannot(_TAKE, found, "a tensor with a single number", next_step))
-
-
-def _right(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return, per sample, whether the highest score is at the label, or at the class of highest probability."""
-    return scores.detach().argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)
+def _as_result(output: Tensor) -> Tensor:
+    return (output.float() if output.dtype in _HALVES else output).cpu()

@@ -1,0 +1,223 @@
+"""`evaluate()` and `predict()`: the mean loss and accuracy of a model over a loader, and its outputs in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colabkit.foundation import (
+    Code,
+    InvalidOption,
+    Report,
+    call,
+    cannot,
+    check_callable,
+    check_type,
+    format_rate,
+    format_seconds,
+    format_things,
+    kind_of,
+    omit,
+    option,
+)
+from colabkit.loading import Loader, may_be_loader, samples_in
+from colabkit.training.models import StepOptions
+from colabkit.training.steps import SupervisedStep
+
+_STORED_ORDERS = ("sequential", "shuffle", "block")
+
+
+@dataclass(frozen=True, repr=False)
+class EvaluateReport(Report):
+    """The report of `evaluate()`.
+
+    Attributes:
+        values: mean over all samples of the `"loss"`, and of the `"accuracy"` if it is defined.
+        samples: number of samples that this process evaluated.
+        seconds: duration in seconds.
+    """
+
+    values: Mapping[str, float]
+    samples: int
+    seconds: float
+
+    def _summary(self) -> str:
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
+        count = format_things(self.samples, "sample")
+        return f"Evaluated {count} in {format_seconds(self.seconds)}: {listed}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [(name, f"{value:.4g}") for name, value in self.values.items()]
+        return [*rows, ("speed", format_rate(self.samples / max(self.seconds, 1e-9), "samples"))]
+
+
+def evaluate(
+    model: nn.Module | SupervisedStep,
+    loader: Iterable[Any],
+    loss: Callable[[Any, Tensor], Tensor] | None = None,
+) -> EvaluateReport:
+    """Return the mean loss of a model over all samples of a loader, and its accuracy if defined.
+
+    Batches and values are those of `supervised_step()`: `uint8` images are scaled to [0, 1]. The model is in
+    evaluation mode, without gradients, and its mode is restored afterwards. The position of a `Loader` is restored,
+    too; the evaluation starts at the first sample of its current epoch.
+
+    Under `torch.distributed`, call this in every process, each with its share of the samples; all get the same values.
+
+    Args:
+        model: model on the device of the batches, or a `supervised_step`, which also sets the loss and the precision.
+        loader: `Loader` of images and labels, or any other object that can be iterated for batches of them.
+        loss: function of the model's output and the labels that returns the mean loss; None means cross entropy for a
+            model, and the loss of the step for a step.
+
+    Returns:
+        The means, and the number of samples.
+
+    Raises:
+        InvalidOption: if an argument is invalid, there are no batches, or a batch does not fit the model.
+
+    Example:
+        >>> import colabkit
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> model = colabkit.small_network(10, (8, 8, 3))
+        >>> report = colabkit.evaluate(model, colabkit.Loader(data, batch_size=64))
+        >>> sorted(report.values), report.samples == len(data)
+        (['accuracy', 'loss'], True)
+    """
+    act = "evaluate the model"
+    step = _step_of(act, "evaluate", model, loss)
+    if not may_be_loader(loader):
+        usage = ("Use ", call("evaluate", Code("model"), Code("loader")))
+        check_type(act, "loader", loader, Loader, "an iterable of batches", usage)
+    samples = 0
+
+    def counted(batches: Iterable[Any]) -> Iterator[Any]:
+        nonlocal samples
+        for batch in batches:
+            samples += samples_in(batch, 1)
+            yield batch
+
+    began = time.perf_counter()
+    with _full_pass(loader):
+        values = step.evaluate(counted(loader))
+    return EvaluateReport(values, samples, time.perf_counter() - began)
+
+
+def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
+    """Return the outputs of a model for all samples of a loader, on the CPU, in the order of the data set.
+
+    The order is that of the data set also if the loader shuffles. Labels of the batches are ignored. As in
+    `supervised_step()`, `uint8` images are scaled to [0, 1]. The model is in evaluation mode, without gradients. Its
+    mode and the loader's position are restored afterwards.
+
+    Args:
+        model: model on the device of the batches, or a `supervised_step`, which also sets the precision.
+        loader: `Loader` of the samples. Its transform is applied, so it should not be random.
+
+    Returns:
+        A tensor `[N, ...]` with one row per sample, in float32 if the model computes in half precision. If the model
+        returns a tuple, list or dict of tensors, the result has the same structure.
+
+    Raises:
+        InvalidOption: if an argument is invalid, or the loader does not yield all samples: with `drop_last`, a custom
+            sampler, several processes, or skipped bad samples.
+
+    Example:
+        >>> import colabkit
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> model = colabkit.small_network(10, (8, 8, 3))
+        >>> scores = colabkit.predict(model, colabkit.Loader(data, batch_size=64))
+        >>> scores.shape == (len(data), 10), scores.argmax(1).shape == (len(data),)
+        (True, True)
+    """
+    act = "predict"
+    step = _step_of(act, "predict", model, None)
+    usage = ("Use ", call("predict", Code("model"), Code("loader")))
+    check_type(act, "loader", loader, Loader, "a colabkit.Loader, whose order is known", usage)
+    state = loader.state_dict()
+    count = loader.meters.facts.samples if loader.meters.facts is not None else None
+    if state["order"].split(" ")[0] not in _STORED_ORDERS:
+        sampler = f"the Loader has the order {state['order']!r}"
+        raise InvalidOption(cannot(act, sampler, "each sample once", ("Create the Loader again and ", omit("sampler"))))
+    if state["world_size"] > 1:
+        share = f"the Loader has the samples of 1 of {state['world_size']} processes"
+        whole = ("Create the Loader with ", option("rank", 0), " and ", option("world_size", 1))
+        raise InvalidOption(cannot(act, share, "all samples", whole))
+    if loader.drop_last:
+        full = ("Create the Loader with ", option("drop_last", False))
+        raise InvalidOption(cannot(act, option("drop_last", True), "a Loader of all samples", full))
+    with _full_pass(loader, in_order=True):
+        found = step.outputs(loader)
+    outputs = _joined(found)
+    received = _rows_in(outputs)
+    if count is not None and received != count:
+        found_rows = f"the model returned {format_things(received, 'row')} for {format_things(count, 'sample')}"
+        blank = ("Load unreadable images with ", option("on_bad", "blank"), ", or return one row per sample")
+        raise InvalidOption(cannot(act, found_rows, "one row per sample", blank))
+    return outputs
+
+
+def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
+    """Return the step itself, or one that evaluates a model in its own memory format."""
+    usage = ("Use ", call(function, Code("model"), Code("loader")))
+    if isinstance(model, SupervisedStep):
+        if loss is not None:
+            next_step = ("Pass the model of the step, or ", omit("loss"))
+            raise InvalidOption(
+                cannot(act, ("the step has its own loss, and ", option("loss"), " is given"), "", next_step)
+            )
+        return model
+    check_type(act, "model", model, nn.Module, "a torch.nn.Module or a supervised_step", usage)
+    example = ("For example, use ", option("loss", Code("nn.CrossEntropyLoss()")))
+    check_callable(act, "loss", loss, example)
+    parameters = list(model.parameters())
+    if not parameters:
+        found = f"{kind_of(model)} has no parameters"
+        raise InvalidOption(cannot(act, found, "a model with parameters", "Call it in a loop over the Loader instead"))
+    options = StepOptions(None, "auto", False, 1, None, False)
+    # The optimizer is never called.
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    return SupervisedStep(model, optimizer, loss or nn.functional.cross_entropy, options, is_trained=False)
+
+
+@contextmanager
+def _full_pass(loader: Iterable[Any], *, in_order: bool = False) -> Iterator[None]:
+    """Iterate over a `Loader` from the start of its epoch in the block, and restore its order and position after it."""
+    if not isinstance(loader, Loader):
+        yield
+        return
+    before = loader.state_dict()
+    order = {"order": "sequential", "order_seed": 0} if in_order else {}
+    with loader.aside():
+        try:
+            loader.load_state_dict({**before, **order, "samples": 0})
+            yield
+        finally:
+            loader.load_state_dict(before)
+
+
+def _rows_in(outputs: Any) -> int:
+    """Return the number of rows of the first tensor."""
+    while not isinstance(outputs, Tensor):
+        outputs = next(iter(outputs.values() if isinstance(outputs, Mapping) else outputs))
+    return len(outputs)
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Concatenate the tensors of all batches along their first dimension."""
+    first = outputs[0] if outputs else None
+    if isinstance(first, Tensor):
+        return torch.cat(outputs) if first.dim() else torch.stack(outputs)
+    if isinstance(first, Mapping):
+        return {name: _joined([output[name] for output in outputs]) for name in first}
+    if isinstance(first, tuple | list):
+        columns = [_joined(list(column)) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    found = f"the model returned {kind_of(first)}"
+    raise InvalidOption(cannot("predict", found, "tensors", "Call the model in a loop over the Loader instead"))

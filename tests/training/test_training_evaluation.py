@@ -1,0 +1,132 @@
+"""`evaluate()` and `predict()`: values as by hand, in the order of the data set, without side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sampling import sampled
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from colabkit import evaluate, predict, supervised_step
+from colabkit.errors import InvalidOption
+from colabkit.loading import Loader, Sequential
+from colabkit.packs import PackedDataset
+
+
+def network() -> nn.Module:
+    """Return a model whose outputs differ between training and evaluation mode."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    model[2].eval()
+    return model
+
+
+def outputs_by_hand(model: nn.Module, data: PackedDataset) -> torch.Tensor:
+    images, _ = next(iter(Loader(data, len(data))))
+    modes = [module.training for module in model.modules()]
+    with torch.no_grad():
+        found = model.eval()(images.float() / 255)
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
+    return found
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, lambda model: supervised_step(model, sgd(model))])
+def test_evaluate_returns_the_means_over_all_samples_and_changes_nothing(data, wrapped):
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    scores = outputs_by_hand(model, data)
+    report = evaluate(wrapped(model), Loader(data, 5, shuffle=True))
+    assert report.values["loss"] == pytest.approx(nn.functional.cross_entropy(scores, data.labels).item(), rel=1e-5)
+    assert report.values["accuracy"] == pytest.approx((scores.argmax(1) == data.labels).float().mean().item())
+    assert report.samples == len(data)
+    assert repr(report).startswith("Evaluated 22 samples in ")
+    assert "accuracy" in report._repr_html_()
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.is_grad_enabled()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_evaluate_takes_another_loss_and_another_loader(data):
+    images, labels = next(iter(Loader(data, len(data))))
+    loader = DataLoader(TensorDataset(images, labels), batch_size=5)
+    report = evaluate(network(), loader, lambda scores, labels: scores.sum() * 0 + 2.0)
+    assert report.values["loss"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("shuffle", sampled([True, False, "block"], 2))
+def test_predict_returns_the_outputs_in_the_order_of_the_data_set(data, shuffle):
+    model = network()
+    modes = [module.training for module in model.modules()]
+    found = predict(model, Loader(data, 5, shuffle=shuffle))
+    assert torch.allclose(found, outputs_by_hand(model, data), atol=1e-6)
+    assert not found.requires_grad
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(predict(supervised_step(model, sgd(model)), Loader(data, 22)), predict(model, Loader(data, 22)))
+
+
+@pytest.mark.parametrize("function", [predict, evaluate])
+def test_the_order_and_the_position_of_the_loader_are_restored(data, function: Callable[..., Any]):
+    def rest(loader: Loader, start: int) -> list[int]:
+        batches = iter(loader)
+        found = [next(batches)[1].tolist() for _ in range(start)]
+        if start:
+            function(network(), loader)
+        return [label for batch in [*found, *(labels.tolist() for _, labels in batches)] for label in batch]
+
+    expected, loader = Loader(data, 4, shuffle=True), Loader(data, 4, shuffle=True)
+    assert [rest(loader, 2), rest(loader, 0)] == [rest(expected, 0), rest(expected, 0)]
+
+
+def test_predict_keeps_the_structure_of_the_outputs(data):
+    class Two(nn.Linear):
+        def forward(self, images: torch.Tensor) -> dict[str, Any]:
+            first = super().forward(images.flatten(1))
+            return {"scores": first, "pair": (first.sum(1), [first.half()])}
+
+    found = predict(Two(36, 3), Loader(data, 5))
+    assert found["scores"].shape == (22, 3)
+    assert torch.equal(found["pair"][0], found["scores"].sum(1))
+    assert found["pair"][1][0].dtype == torch.float32
+
+
+def test_predict_takes_samples_without_labels(data):
+    images, _ = next(iter(Loader(data, len(data))))
+    assert torch.equal(predict(network(), Loader(images, 5)), predict(network(), Loader(data, 5)))
+
+
+def test_invalid_arguments_are_refused(data):
+    model, loader = network(), Loader(data, 5)
+    wrong = [
+        (lambda: evaluate(None, loader), "evaluate the model: model is None; expected a torch.nn.Module or a super"),
+        (lambda: evaluate(nn.Flatten(), loader), "a Flatten has no parameters"),
+        (lambda: evaluate(model, 3), "loader is an int; expected an iterable of batches"),
+        (lambda: evaluate(model, loader, loss=3), "loss=3; expected a callable"),
+        (lambda: evaluate(supervised_step(model, sgd(model)), loader, loss=sum), "the step has its own loss"),
+        (lambda: predict(model, [1]), "loader is a list; expected a colabkit.Loader"),
+        (lambda: predict(model, Loader(data, 5, drop_last=True)), "drop_last=True; expected a Loader of all"),
+        (lambda: predict(model, Loader(data, 5, rank=0, world_size=2)), "the samples of 1 of 2 processes"),
+        (lambda: predict(model, Loader(data, 5, sampler=range(3))), "the Loader has the order 'sampler range'"),
+    ]
+    for function, message in wrong:
+        with pytest.raises(InvalidOption, match=message):
+            function()
+    assert predict(model, Loader(data, 5, sampler=Sequential(22))).shape == (22, 3)
+
+
+def test_predict_refuses_outputs_that_are_not_one_row_per_sample(data):
+    class Sum(nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images.flatten(1)).sum()
+
+    with pytest.raises(InvalidOption, match="returned 5 rows for 22 samples; expected one row per sample"):
+        predict(Sum(36, 3), Loader(data, 5))
