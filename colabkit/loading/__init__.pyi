@@ -9,6 +9,7 @@ from .augment.geometry import RandomHorizontalFlip as RandomHorizontalFlip
 from .augment.geometry import RandomResizedCrop as RandomResizedCrop
 from .augment.geometry import RandomVerticalFlip as RandomVerticalFlip
 from .augment.geometry import Resize as Resize
+from .augment.joint import JointTransform as JointTransform
 from .augment.mixing import CutMix as CutMix
 from .augment.mixing import Cutout as Cutout
 from .augment.mixing import MixUp as MixUp

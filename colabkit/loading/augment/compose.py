@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,17 +30,11 @@ class _Steps(Transform):
         self.changes_labels = any(getattr(transform, "changes_labels", False) for _, transform in steps)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        steps = self.steps
-        while steps:
-            leading = _leading_geometry(steps)
-            number, transform = steps[0]
-            if leading:
-                images, labels = _Folded(leading).apply(images, labels, draws)
-            elif isinstance(transform, Transform):
-                images, labels = transform.apply(images, labels, draws.of(number))
+        for transform, own_draws in folded_steps(self, draws):
+            if isinstance(transform, Transform):
+                images, labels = transform.apply(images, labels, own_draws)
             else:
                 images = transform(images)
-            steps = steps[max(1, len(leading)) :]
         return images, labels
 
     def __repr__(self) -> str:
@@ -127,6 +121,20 @@ class _Folded(Geometry):
 
     def __repr__(self) -> str:
         return f"_Folded({self.steps})"
+
+
+def folded_steps(transform: Transform, draws: Draws) -> Iterator[tuple[Callable[..., Any], Draws]]:
+    """Iterate over the steps of a transform, each with its draws; consecutive crops and flips are folded into one."""
+    if not isinstance(transform, _Steps):
+        yield transform, draws
+        return
+    steps = transform.steps
+    while steps:
+        leading = _leading_geometry(steps)
+        number, step = steps[0]
+        # A folded step uses the random stream of each of its crops and flips itself.
+        yield (_Folded(leading), draws) if leading else (step, draws.of(number))
+        steps = steps[max(1, len(leading)) :]
 
 
 def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None]:

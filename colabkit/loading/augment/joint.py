@@ -1,0 +1,164 @@
+"""`JointTransform`: crops, resizes and flips of images together with their masks or bounding boxes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from colabkit.foundation import (
+    InvalidOption,
+    cannot,
+    check_number,
+    check_one_of,
+    check_type,
+    kind_of,
+    option,
+    shown,
+)
+from colabkit.loading.augment.auto_augment import TrivialAugmentWide
+from colabkit.loading.augment.compose import folded_steps, steps_of
+from colabkit.loading.augment.cutting import Boxes
+from colabkit.loading.augment.geometry import Geometry
+from colabkit.loading.augment.transform import Draws, Transform, check_images
+
+_ACT = "transform images and labels together"
+
+
+class JointTransform(Transform):
+    """Apply a transform to images, and its crops, resizes and flips also to the masks or bounding boxes in the labels.
+
+    Masks are resampled to the nearest pixel, so they keep their dtype and values. Coordinates of bounding boxes are
+    moved, scaled and clipped to the new image; a bounding box outside it becomes one of width or height 0. Steps of
+    other classes, such as `ColorJitter` and `Normalize`, change only the images, so a function of your own in a
+    `Compose` must not move pixels.
+
+    Args:
+        transform: a transform, or a `Compose` of several.
+        labels: `"masks"`: tensors `[B, ..., H, W]` with the height and width of the images, for example class numbers
+            of pixels; or `"boxes"`: floating-point tensors `[B, N, 4]` of left, top, right and bottom in pixels. Pad
+            images with fewer bounding boxes with zeros.
+        fill: value of masks outside the image.
+
+    Raises:
+        InvalidOption: if an argument is invalid, or, when it is applied, if the labels have another shape or dtype.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> masks = torch.randint(5, (4, 32, 32))
+        >>> steps = [augment.RandomResizedCrop(24), augment.RandomHorizontalFlip(), augment.Normalize()]
+        >>> cropped, cropped_masks = augment.JointTransform(augment.Compose(steps))(images, masks)
+        >>> cropped.shape, cropped_masks.shape
+        (torch.Size([4, 3, 24, 24]), torch.Size([4, 24, 24]))
+    """
+
+    changes_labels = True
+
+    def __init__(self, transform: Transform, labels: str = "masks", fill: float = 0) -> None:
+        next_step = "Pass one of colabkit.augment, or several in a Compose"
+        check_type(_ACT, "transform", transform, Transform, "a transform of batches", next_step)
+        for step in steps_of(transform):
+            reason = "changes the labels itself" if getattr(step, "changes_labels", False) else ""
+            if isinstance(step, TrivialAugmentWide):
+                reason = "shears and rotates images, which masks and bounding boxes cannot follow"
+            if reason:
+                raise InvalidOption(cannot(_ACT, f"{shown(step)} {reason}", "", "Remove it from the transform"))
+        check_one_of(_ACT, "labels", labels, ("masks", "boxes"))
+        self.transform, self.labels = transform, labels
+        self.fill = check_number(_ACT, "fill", fill, example=0)
+        self.whole_batch = transform.whole_batch
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        """Return the transformed images, and the transformed masks or bounding boxes, on the same devices.
+
+        Args:
+            images: `uint8` or floating-point `[B, C, H, W]`, on any device.
+            labels: masks `[B, ..., H, W]`, or bounding boxes `[B, N, 4]`, on any device.
+            draws: the random numbers of the B samples.
+
+        Raises:
+            InvalidOption: if the labels have another shape or dtype.
+        """
+        check_images(_ACT, images)
+        self._check_labels(images, labels)
+        for step, own_draws in folded_steps(self.transform, draws):
+            if isinstance(step, Geometry):
+                height, width = images.shape[2:]
+                sizes = np.broadcast_to(np.array([height, width], np.int64), (len(images), 2))
+                boxes, size = step.boxes(sizes, own_draws), step.size or (height, width)
+                follow = self._cut_masks if self.labels == "masks" else _move_boxes
+                labels = follow(labels, boxes, size)
+            images = step.apply(images, None, own_draws)[0] if isinstance(step, Transform) else step(images)
+        return images, labels
+
+    def _check_labels(self, images: Tensor, labels: Any) -> None:
+        """Raise `InvalidOption` unless these are masks or bounding boxes of the images."""
+        is_tensor = isinstance(labels, Tensor)
+        if self.labels == "masks":
+            expected = f"masks of shape {[len(images), '...', *images.shape[2:]]}".replace("'", "")
+            is_valid = is_tensor and labels.ndim > 2 and labels.shape[-2:] == images.shape[2:]
+        else:
+            expected = f"floating-point bounding boxes of shape [{len(images)}, N, 4]"
+            is_valid = is_tensor and labels.ndim == 3 and labels.shape[2] == 4 and labels.is_floating_point()
+        if not is_valid or len(labels) != len(images):
+            found = f"the labels are {kind_of(labels)}"
+            if is_tensor:
+                found = f"the labels have dtype {labels.dtype} and shape {list(labels.shape)}"
+            other = "boxes" if self.labels == "masks" else "masks"
+            next_step = ("Pass labels of this shape, or use ", option("labels", other))
+            raise InvalidOption(cannot(_ACT, found, expected, next_step))
+        if self.labels == "masks" and not labels.is_floating_point():
+            limits = None if labels.dtype == torch.bool else torch.iinfo(labels.dtype)
+            low, high = (limits.min, limits.max) if limits else (0, 1)
+            if not (low <= self.fill <= high and self.fill == int(self.fill)):
+                found = f"fill={self.fill} is used with masks of dtype {labels.dtype}"
+                raise InvalidOption(cannot(_ACT, found, f"a whole number from {low} to {high}", "Use such a number"))
+
+    def _cut_masks(self, masks: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
+        """Cut boxes out of masks `[B, ..., H, W]`, resized to one size; pixels outside the image get the fill value."""
+        rows = _nearest(boxes.top, boxes.height, boxes.upside_down, size[0])
+        columns = _nearest(boxes.left, boxes.width, boxes.mirrored, size[1])
+        height, width = masks.shape[-2:]
+        samples = torch.arange(len(masks), device=masks.device)[:, None, None]
+        row = torch.from_numpy(rows.clip(0, height - 1)).to(masks.device, non_blocking=True)[:, :, None]
+        column = torch.from_numpy(columns.clip(0, width - 1)).to(masks.device, non_blocking=True)[:, None]
+        planes = masks.reshape(len(masks), math.prod(masks.shape[1:-2]), height, width)
+        result = planes.permute(0, 2, 3, 1)[samples, row, column]
+        if boxes.reach_beyond(height, width):
+            outside = ((rows < 0) | (rows >= height))[:, :, None] | ((columns < 0) | (columns >= width))[:, None]
+            at = torch.from_numpy(outside).to(masks.device, non_blocking=True)
+            result.masked_fill_(at[..., None], self.fill)
+        return result.permute(0, 3, 1, 2).reshape(*masks.shape[:-2], *size)
+
+    def __repr__(self) -> str:
+        return f"JointTransform({self.transform}, labels={self.labels!r}, fill={self.fill})"
+
+
+def _nearest(
+    start: npt.NDArray[np.int64], length: npt.NDArray[np.int64], flipped: npt.NDArray[np.bool_], outputs: int
+) -> npt.NDArray[np.int64]:
+    """Return the row or column of the image at the center of each one of the result, `int64 [B, outputs]`."""
+    place = np.arange(outputs)
+    place = np.where(flipped[:, None], place[::-1], place)
+    found: npt.NDArray[np.int64] = start[:, None] + (2 * place + 1) * length[:, None] // (2 * outputs)
+    return found
+
+
+def _move_boxes(labels: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
+    """Return bounding boxes `[B, N, 4]` in the coordinates of the results, clipped to them."""
+    ends = np.broadcast_to(np.array(size[::-1]), (len(labels), 2))
+    starts = np.stack([boxes.left, boxes.top], 1)
+    scales = ends / np.stack([boxes.width, boxes.height], 1)
+    flips = np.stack([boxes.mirrored, boxes.upside_down], 1)
+    table = torch.from_numpy(np.stack([starts, scales, ends, flips])).to(labels.dtype)
+    start, scale, end, flip = table.to(labels.device, non_blocking=True)[:, :, None, None]
+    # The last dimensions are the corner and the axis; a flip exchanges the corners.
+    corners = (labels.unflatten(2, (2, 2)) - start) * scale
+    corners = torch.where(flip > 0, end - corners.flip(2), corners)
+    return torch.minimum(corners.clamp_(min=0), end).flatten(2)
