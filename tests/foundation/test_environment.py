@@ -28,7 +28,8 @@ ENTERPRISE = {"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}
 LIGHTNING, STUDIO_LAB = "/teamspace/studios/this_studio", "/home/studio-lab-user"
 
 
-PLACES = (  # environment, shell, variables, paths; name, kind of shell, whether Drive can be mounted
+# Columns: environment, shell, variables, paths; name, kind of shell, whether Drive can be mounted.
+PLACES = (
     ({}, None, (), (), "Python", "script", False),
     ({}, TERMINAL, (), (), "IPython", "IPython", False),
     ({}, KERNEL, (), (), "Jupyter", "kernel", False),

@@ -38,7 +38,7 @@ def reader(files: dict[str, str]):
 
 
 def v2_memory(folder: str, limit: int | str, used: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
-    """Return the files of a cgroup of version 2."""
+    """Return the memory files of a cgroup v2 folder."""
     return {
         f"{folder}/memory.max": f"{limit}\n",
         f"{folder}/memory.current": f"{used}\n",
@@ -47,7 +47,7 @@ def v2_memory(folder: str, limit: int | str, used: int, inactive: int = 0, activ
 
 
 def v1_memory(folder: str, limit: int, used: int, inactive: int = 0) -> dict[str, str]:
-    """Return the files of a memory cgroup of version 1."""
+    """Return the files of a memory cgroup v1 folder."""
     return {
         f"{folder}/memory.limit_in_bytes": f"{limit}\n",
         f"{folder}/memory.usage_in_bytes": f"{used}\n",
@@ -118,7 +118,8 @@ SANDBOX = {
 UNLIMITED = (
     ({"/proc/meminfo": MEMINFO}, 64, 32),
     (SANDBOX, 13, 12),
-    ({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}, 8, 3),  # no estimate of the kernel's
+    # The kernel gives no estimate of the available memory.
+    ({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}, 8, 3),
 )
 
 

@@ -211,7 +211,8 @@ def changes(source: str) -> Iterator[str]:
         name = named(node.func)
         if owner == "file_changes":
             continue
-        alone = len(node.args) == 1 and not node.keywords  # str.replace has two arguments, Path.replace has one
+        # `str.replace` has two arguments, `Path.replace` has one.
+        alone = len(node.args) == 1 and not node.keywords
         if (
             (owner == "os" and name in OS_CHANGES)
             or (owner == "shutil" and name not in READING_SHUTIL)
@@ -233,9 +234,11 @@ def modes(call: ast.Call) -> list[str]:
 def opens_for_writing(call: ast.Call, owner: str, name: str) -> bool:
     """Return whether a call of some `open` has a mode that writes, or a mode that is only known at run time."""
     if owner == "os" and name == "open":
-        return False  # the flags that create files are found separately; writing requires os.write
+        # Flags that create files are found separately, and writing requires `os.write`.
+        return False
     if name == "File" and not any(mode == "r" for mode in modes(call)):
-        return True  # h5py's mode must be given
+        # The mode of h5py must be given.
+        return True
     return any(re.fullmatch(r"[rwaxbt+]{1,3}", mode) and set(mode) & set("wax+") for mode in modes(call))
 
 

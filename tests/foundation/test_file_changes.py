@@ -61,7 +61,8 @@ def test_other_exceptions_than_os_errors_pass_unchanged(error):
 
 def test_every_change_calls_the_hook_first(tmp_path, file_hook):
     seen = operations(file_hook)
-    file_changes.make_folder(tmp_path)  # which is there, so nothing changes
+    # The folder exists, so nothing changes.
+    file_changes.make_folder(tmp_path)
     file_changes.make_folder(tmp_path / "folder")
     fd = file_changes.create(tmp_path / "file")
     file_changes.reserve(fd, 10, tmp_path / "file")

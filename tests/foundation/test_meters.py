@@ -37,7 +37,8 @@ def test_snapshots_can_be_subtracted():
     counts.batches, counts.samples, counts.ready, counts.passes = 5, 50, 3, 2
     counts.spent = StepTotals(wait_s=1.5, copy_s=0.125, compute_s=3.5, other_s=0.25, first_s=0.5, steps=4)
     counts.add("gather", 30, 300, 0.25)
-    counts.add("transform", 30, 300, 4.0)  # a part that did not exist before
+    # This part did not exist before.
+    counts.add("transform", 30, 300, 4.0)
     parts = (
         PartSnapshot("gather", 30, 300, 0.25, calls=1, p95_s=0.5),
         PartSnapshot("transform", 30, 300, 4.0, calls=1, p95_s=4.0),
@@ -104,12 +105,14 @@ def test_the_totals_of_the_first_pass_are_saved_when_the_second_begins():
     assert spent.first_pass.parts == begun.parts
     assert (spent - spent.first_pass).parts[0].samples == 2
     assert (spent - LoaderMeters().snapshot()).first_pass == spent.first_pass
-    assert (spent - begun).first_pass is None  # it is another's first pass
+    # The first pass belongs to another loader.
+    assert (spent - begun).first_pass is None
 
 
 def test_work_before_the_first_pass_does_not_count_as_part_of_it():
     counts = LoaderMeters()
-    counts.add("decode", 5, 50, 0.5)  # as for a look at the next batches
+    # `peek()` counts like this.
+    counts.add("decode", 5, 50, 0.5)
     before = counts.snapshot()
     for _ in range(2):
         counts.begin_pass(HostClock(counts.spent))
@@ -123,7 +126,8 @@ def test_a_part_reports_its_typical_worst_call_and_its_cpu_time():
     counts = LoaderMeters()
     for number in range(100):
         counts.add("decode", 1, 1, number / 100, cpu_s=0.25)
-    counts.add("decode", 0, 0, 0.0, 3.0)  # a wait is no call
+    # A wait does not count as a call.
+    counts.add("decode", 0, 0, 0.0, 3.0)
     (part,) = counts.snapshot().parts
     assert (part.calls, part.p95_s, part.cpu_s, part.wait_s) == (99, 0.95, 25.0, 3.0)
 

@@ -94,7 +94,8 @@ def test_on_the_cpu_the_parts_are_exact():
     clock.stepped(9.5, 9.5, 13.5, 4)
     found = counts.snapshot()
     assert found.recent == (
-        StepTimes(1.0, 0.0, 4.0, 0.0, 8, is_first=True),  # the end of the step was not marked
+        # The end of this step was not marked.
+        StepTimes(1.0, 0.0, 4.0, 0.0, 8, is_first=True),
         StepTimes(0.5, 0.0, 2.0, 2.0, 8),
         StepTimes(0.0, 0.0, 2.0, 1.0, 4),
     )
@@ -108,7 +109,8 @@ def test_on_the_cpu_the_parts_are_exact():
 
 
 def test_waiting_copying_and_computing_gpus_are_distinguished():
-    assert mean(Loop(wait_s=0.05, step_s=0.01).run(20)) == (0.05, 0.0, 0.011, 0.0)  # with its launch
+    # The step includes its launch.
+    assert mean(Loop(wait_s=0.05, step_s=0.01).run(20)) == (0.05, 0.0, 0.011, 0.0)
     assert mean(Loop(copy_ends_after_s=0.03, step_s=0.01).run(20)) == (0.0, 0.03, 0.01, 0.0)
     assert mean(Loop(step_s=0.02).run(20)) == (0.0, 0.0, 0.021, 0.0)
     assert mean(Loop(step_s=0.02, other_s=0.01).run(20)) == (0.0, 0.0, 0.021, 0.01)

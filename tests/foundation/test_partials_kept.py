@@ -135,7 +135,8 @@ def test_a_kill_at_any_operation_leaves_the_old_or_new_version_and_the_next_run_
                 kept.note(version=1)
             if not kept.data.exists():
                 file_changes.write_file(kept.data, b"new")
-            if kept.data.read_bytes() != b"new":  # killed between creating and writing
+            # The process was killed between creating the file and writing it.
+            if kept.data.read_bytes() != b"new":
                 kept.start_over()
                 file_changes.write_file(kept.data, b"new")
             kept.publish_as(kept.data, final, replace=True)

@@ -38,7 +38,8 @@ def whole(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 @given(SIZES, SEEDS, EPOCHS)
 def test_every_sample_comes_exactly_once(n, seed, epoch):
     assert np.array_equal(np.sort(whole(n, seed, epoch)), np.arange(n))
-    with pytest.MonkeyPatch.context() as patch:  # on the small grids that have many shapes, too
+    # Small grids have many shapes, so test them, too.
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "_SORTED_UP_TO", 1024)
         assert np.array_equal(np.sort(whole(n, seed, epoch)), np.arange(n))
 
@@ -60,7 +61,8 @@ def test_the_order_depends_only_on_its_arguments(n, seed, epoch):
     np.random.seed(1)
     whole(n, seed + 1, epoch)
     expected = first.copy()
-    first[:] = -1  # the result is the caller's own
+    # The caller may modify the result.
+    first[:] = -1
     assert np.array_equal(whole(n, seed, epoch), expected)
 
 

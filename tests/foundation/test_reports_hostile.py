@@ -101,7 +101,8 @@ def filled(hint: Any, name: str) -> Any:
         # `Text` refers to classes that modules of reports need not import.
         hints = typing.get_type_hints(hint, localns=vars(messages))
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
-        own = {field for field in fields if hint in typing.get_args(hints[field])}  # the same again would never end
+        # A field of its own type would recurse forever.
+        own = {field for field in fields if hint in typing.get_args(hints[field])}
         return hint(**{field: None if field in own else filled(hints[field], name) for field in fields})
     if isinstance(hint, type) and issubclass(hint, tuple):
         return hint(*(filled(one, name) for one in typing.get_type_hints(hint).values()))

@@ -35,7 +35,8 @@ def uuids(nvml: Any, visible: str | None = None, torch: Any = None) -> list[str 
 
 
 def test_a_gpu_is_described_in_rates_bytes_and_watts():
-    for chip in (Chip("GPU-a"), Chip(b"GPU-a", b"Tesla T4")):  # texts of older bindings are bytes
+    # Older bindings return bytes.
+    for chip in (Chip("GPU-a"), Chip(b"GPU-a", b"Tesla T4")):
         (found,) = gpus(FakeNvml(chip)).snapshot()
         assert found == GpuSnapshot("GPU-a", "Tesla T4", 0.4, 3 * GIB, 16 * GIB, power_w=33.5)
 
@@ -89,7 +90,8 @@ def test_bytes_over_pcie_are_never_queried():
 def test_utilization_is_the_mean_of_the_drivers_samples_since_the_last_snapshot():
     chip = Chip("GPU-a", samples=[(10, 100), (20, 30)])
     asked = gpus(FakeNvml(chip))
-    assert asked.snapshot()[0].utilization_rate == 0.3  # the older sample is of before
+    # The older sample was taken before the last snapshot.
+    assert asked.snapshot()[0].utilization_rate == 0.3
     chip.samples += [(30, 50), (40, 70), (50, 100_000)]
     assert asked.snapshot()[0].utilization_rate == pytest.approx(0.6)
     chip.samples.append((60, 0))
@@ -99,14 +101,16 @@ def test_utilization_is_the_mean_of_the_drivers_samples_since_the_last_snapshot(
 def test_without_new_samples_the_drivers_own_utilization_is_used():
     chip = Chip("GPU-a")
     asked = gpus(FakeNvml(chip))
-    assert asked.snapshot()[0].utilization_rate == 0.4  # the buffer is empty: NOT_FOUND
+    # NOT_FOUND means that the buffer is empty.
+    assert asked.snapshot()[0].utilization_rate == 0.4
     chip.samples.append((10, 90))
     assert [asked.snapshot()[0].utilization_rate for _ in range(2)] == [0.9, 0.4]
 
 
 def test_memory_reported_by_old_bindings_includes_the_drivers_share():
     nvml = FakeNvml(Chip("GPU-a"))
-    nvml.nvmlDeviceGetMemoryInfo = lambda chip: SimpleNamespace(used=5, total=9)  # takes no version
+    # Older bindings have no argument for the version.
+    nvml.nvmlDeviceGetMemoryInfo = lambda chip: SimpleNamespace(used=5, total=9)
     assert gpus(nvml).snapshot()[0].used_bytes == 5
 
 
@@ -119,7 +123,8 @@ def test_reasons_for_lowered_clocks_are_read_from_new_and_old_drivers():
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
-@pytest.mark.parametrize("error", [9, 12, UNKNOWN])  # driver not loaded, library not found
+# These mean driver not loaded, library not found, and unknown.
+@pytest.mark.parametrize("error", [9, 12, UNKNOWN])
 def test_without_a_driver_there_are_no_gpus(function, error):
     nvml = FakeNvml(Chip("GPU-a"), failing={function: error})
     asked = gpus(nvml)
@@ -250,7 +255,8 @@ def test_a_partially_imported_or_unusual_torch_only_loses_its_own_values(torch):
 
 def test_different_gpus_are_in_the_order_of_torch():
     nvml = FakeNvml(Chip("GPU-slow"), Chip("GPU-fast", used=7))
-    asked = gpus(nvml, "0", fake_torch(["fast"], {0: (1, 2)}))  # CUDA numbers the fastest first
+    # CUDA gives the fastest GPU the number 0.
+    asked = gpus(nvml, "0", fake_torch(["fast"], {0: (1, 2)}))
     (gpu,) = asked.snapshot()
     assert (gpu.uuid, gpu.used_bytes, gpu.torch_bytes) == ("GPU-fast", 7, 1)
 

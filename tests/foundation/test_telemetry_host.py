@@ -194,7 +194,8 @@ def test_own_cpu_covers_the_process_its_children_and_ended_children():
     machine.host.snapshot()
     machine.process.cpu, child.cpu = (1.0, 0.0), (51.0, 1.0)
     assert machine.after(1).own_cpu_rate == pytest.approx(3 / 4)
-    child.fails = psutil.NoSuchProcess(1)  # it ends after half a second more, and was waited for
+    # The child ends half a second later, and its parent waited for it.
+    child.fails = psutil.NoSuchProcess(1)
     machine.process.cpu = (1.0, 52.5)
     assert machine.after(1).own_cpu_rate == pytest.approx(0.5 / 4)
 

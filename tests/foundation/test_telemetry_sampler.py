@@ -128,11 +128,13 @@ def test_the_cost_is_the_threads_share_of_cpu_time():
         wait_until(lambda: telemetry.taken > 2)
     assert sampler.cost_share == pytest.approx(0.002)
     telemetry.now *= 100
-    assert sampler.cost_share == pytest.approx(0.002)  # it has ended
+    # The sampler has ended, so its share of the CPU no longer changes.
+    assert sampler.cost_share == pytest.approx(0.002)
 
 
 def test_costly_snapshots_are_taken_less_often():
-    telemetry = FakeTelemetry(cost_s=1.0)  # a hundredth of a CPU allows one in 100 s
+    # A hundredth of a CPU allows one such snapshot in 100 s.
+    telemetry = FakeTelemetry(cost_s=1.0)
     with telemetry.sampler() as sampler:
         wait_until(lambda: sampler.latest is not None)
         assert not sampler._thread.join(0.1)

@@ -221,11 +221,15 @@ def test_the_idle_seconds_of_a_thread_are_reported(start):
 @pytest.mark.parametrize(
     ("step", "sample", "whole"),
     [
-        ("begin", 2 * SIZE * 2, 4),  # the third group, after four batches
+        # The third group fails when it begins, after four batches.
+        ("begin", 2 * SIZE * 2, 4),
         ("begin", 0, 0),
-        ("fill", 2 * SIZE * 2, 4),  # the first piece of that group
-        ("fill", 2 * SIZE * 2 + PIECE, 4),  # a piece across both batches
-        ("fill", 2 * SIZE * 2 + 2 * PIECE, 5),  # the first batch of the group is complete
+        # The first piece of that group fails.
+        ("fill", 2 * SIZE * 2, 4),
+        # A piece that spans both batches fails.
+        ("fill", 2 * SIZE * 2 + PIECE, 4),
+        # The last piece fails, so the first batch of the group is complete.
+        ("fill", 2 * SIZE * 2 + 2 * PIECE, 5),
         ("fill", 0, 0),
         ("finish", 2 * SIZE * 2, 4),
         ("finish", 2 * SIZE * 2 + SIZE, 5),

@@ -107,7 +107,8 @@ def test_the_first_steps_of_a_run_and_of_each_pass_are_not_counted() -> None:
     steps = [StepTimes(float(number), 0.0, 0.1, 0.0, 1, number % 50 == 0) for number in range(200)]
     kept = [step.wait_s for step in settled_steps(steps)]
     assert kept == [number for number in range(20, 200) if number % 50]
-    assert len(settled_steps(steps[1:11])) == 8  # no more than a fifth
+    # At most a fifth of the steps is left out.
+    assert len(settled_steps(steps[1:11])) == 8
     assert len(settled_steps(steps[1:11], warm=0)) == 10
 
 
@@ -186,7 +187,8 @@ def test_snapshots_of_the_machine_in_an_ignored_first_pass_do_not_count() -> Non
     first = replace(spent_of(decoded), recent=())
     spent = spent_of([*decoded, *shared(0.0)], passes=2, first_pass=first)
     hosts = [replace(FULL, at_s=float(second)) for second in range(10)]
-    hosts += [replace(QUIET, at_s=10.0 + second) for second in range(11)]  # a pass takes ten seconds
+    # A pass takes ten seconds.
+    hosts += [replace(QUIET, at_s=10.0 + second) for second in range(11)]
     assert profile_run(spent, DECODED, hosts).machine.cpu_rate == pytest.approx(QUIET.cpu_rate, abs=0.1)
     assert profile_run(spent_of(decoded), DECODED, hosts).machine.cpu_rate == pytest.approx(0.65, abs=0.05)
 
@@ -215,10 +217,13 @@ def looks(doctor: Doctor, *shares: float) -> list[str]:
 @pytest.mark.parametrize(
     ("shares", "verdicts"),
     [
-        ((0.5, 0.01, 0.01, 0.5, 0.5), ["data", "data", "compute", "compute", "data"]),  # another when clear twice
-        ((0.21, *[0.19, 0.21, 0.175, 0.175] * 5), ["data"] * 21),  # no flicker around the threshold
+        # The verdict changes when a new one is clear twice.
+        ((0.5, 0.01, 0.01, 0.5, 0.5), ["data", "data", "compute", "compute", "data"]),
+        # It does not flicker around the threshold.
+        ((0.21, *[0.19, 0.21, 0.175, 0.175] * 5), ["data"] * 21),
         ((0.01, *[0.21, 0.19] * 5), ["compute"] * 11),
-        ((0.21, 0.16, 0.16), ["data", "data", "compute"]),  # three points under it
+        # It changes three points below the threshold.
+        ((0.21, 0.16, 0.16), ["data", "data", "compute"]),
     ],
 )
 def test_the_first_verdict_appears_immediately_and_does_not_flicker(
@@ -373,7 +378,8 @@ def test_huge_predicted_speedups_are_capped() -> None:
     assert "640 images/s in a typical step, over 64,000 images/s if data were always ready" in repr(found)
     assert "(over 100 times as fast" in repr(found)
     (more,) = [advice for advice in found.advice if advice.rule == "more_workers"]
-    assert more.samples_per_s == pytest.approx(1280, rel=0.01)  # four instead of two
+    # There are four workers instead of two.
+    assert more.samples_per_s == pytest.approx(1280, rel=0.01)
 
 
 def test_more_workers_are_predicted_to_divide_the_wait() -> None:

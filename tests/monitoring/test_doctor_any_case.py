@@ -21,7 +21,8 @@ from colabkit.monitoring.doctor.run_profile import GpuProfile, MachineProfile, R
 from colabkit.monitoring.doctor.verdict import judge
 
 EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-AGAINST = (  # no two of these may be given together
+# No two of these may be given together.
+AGAINST = (
     ({"Use fewer workers or smaller batches, or remove data that is staged there"}, {"num_workers="}),
     ({"more workers will not help"}, {"Use 2 workers", "Use 4 workers", "Use 8 workers"}),
     ({"Use smaller batches"}, {"Use larger batches"}),

@@ -79,14 +79,16 @@ def check(found: Diagnosis) -> None:
 def test_the_verdict_of_a_report_is_the_verdict_of_its_run(data: PackedDataset) -> None:
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
     found = diagnose(report)
-    assert (found.verdict, found.steps) == ("compute", 70)  # of 88, without the first epoch and the first of each
+    # Of the 88 steps, those of the first epoch and the first one of each epoch do not count.
+    assert (found.verdict, found.steps) == ("compute", 70)
     check(found)
 
 
 def test_the_diagnosis_of_a_report_uses_the_machine_of_that_run(data: PackedDataset) -> None:
     report = train(lambda batch: threading.Event().wait(0.006), Loader(data, 2), epochs=5)
     hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)),) * 3, precision="fp32")
-    assert [advice.rule for advice in diagnose(hot).advice] == []  # too few steps
+    # There are too few steps for advice.
+    assert [advice.rule for advice in diagnose(hot).advice] == []
     longer = replace(hot, spent=replace(hot.spent, recent=hot.spent.recent * 2, steps=2 * hot.spent.steps))
     assert [advice.rule for advice in diagnose(longer).advice] == ["slowed_gpu"]
 
@@ -104,7 +106,8 @@ def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
     state, spent = loader.state_dict(), loader.meters.snapshot()
     found = diagnose(loader, seconds=0)
     assert found.verdict == "data"
-    assert found.bottleneck == "read"  # its worker waits, and a CPU is free
+    # Its worker waits, and a CPU is free.
+    assert found.bottleneck == "read"
     assert [advice.rule for advice in found.advice] == ["slow_transform"]
     assert found.advice[0].found.endswith("most of it waiting for storage")
     assert loader.state_dict() == state
@@ -160,11 +163,13 @@ def test_an_unused_loader_is_timed_alone_and_its_state_does_not_change(data: Pac
 
 def test_the_speed_of_an_unused_data_loader_is_reported() -> None:
     found = diagnose(DataLoader(Slow(40), 4), seconds=BRIEF)
-    assert 0 < found.samples_per_s < 500  # of 2 ms each
+    # A sample takes 2 ms.
+    assert 0 < found.samples_per_s < 500
     assert "slow_foreign" in [advice.rule for advice in found.advice]
     assert all(advice.samples_per_s is None and advice.saved_s is None for advice in found.advice)
     rows = dict(row[:2] for row in found._rows())
-    assert "waiting for data" not in rows  # nothing was timed but the loader
+    # Only the loader was timed.
+    assert "waiting for data" not in rows
     check(found)
 
 

@@ -106,9 +106,12 @@ def test_a_step_alone_is_predicted_to_take_at_most_its_measured_time(case: RunPr
 
 
 def test_the_predicted_speed_is_the_speed_of_the_slowest_part() -> None:
-    assert USUAL.samples_per_s() == pytest.approx(64 / 0.16)  # 64 samples of 5 ms by two workers
-    assert USUAL.samples_per_s(workers=8) == pytest.approx(64 / 0.1)  # now the step
-    assert USUAL.samples_per_s(workers=8, cpu_s=0.01) == pytest.approx(64 / (0.02 + 0.64 / 3.8))  # in turns
+    # Two workers need 0.16 s for 64 samples of 5 ms.
+    assert USUAL.samples_per_s() == pytest.approx(64 / 0.16)
+    # With more workers, the step is slower than the loader.
+    assert USUAL.samples_per_s(workers=8) == pytest.approx(64 / 0.1)
+    # Step and workers compete for the CPUs, so their times add up.
+    assert USUAL.samples_per_s(workers=8, cpu_s=0.01) == pytest.approx(64 / (0.02 + 0.64 / 3.8))
     assert USUAL.samples_per_s(workers=8, here_s=0.05) == pytest.approx(64 / 0.15)
     assert USUAL.samples_per_s(workers=8, saved_s=0.02) == pytest.approx(64 / 0.08)
 
@@ -118,7 +121,8 @@ def test_a_faster_source_does_not_help_a_loader_that_decodes_too_slowly() -> Non
     near = decoding.from_near_files()
     assert near == pytest.approx(64 / (0.02 + 0.64 / 2))
     assert near < decoding.without_loader()
-    assert decoding.samples_per_s(workers=64) == pytest.approx(64 / (0.02 + 0.64 / 3.8))  # all of the CPUs
+    # The workers use all CPUs.
+    assert decoding.samples_per_s(workers=64) == pytest.approx(64 / (0.02 + 0.64 / 3.8))
 
 
 @pytest.mark.parametrize(("facts", "is_told"), [(FOREIGN, True), (PROCESSES, True), (DRIVE, False)])
@@ -142,8 +146,10 @@ def test_workers_and_a_step_on_the_cpu_take_turns(are_threads: bool) -> None:
     computing = Forecast(64, 0.1, 0.1, 0.01, 0.01, workers=2, cpus=2.0, are_threads=are_threads)
     assert computing.samples_per_s() == pytest.approx(64 / (0.1 + 0.64))
     on_four = replace(computing, cpus=4.0).samples_per_s()
-    assert on_four == pytest.approx(64 / (0.1 + (0.64 if are_threads else 0.32)))  # Python has one lock
-    assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)  # as with a GPU
+    # Threads share Python's lock; processes do not.
+    assert on_four == pytest.approx(64 / (0.1 + (0.64 if are_threads else 0.32)))
+    # Without the lock, as with a GPU, threads do not wait for the step.
+    assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)
 
 
 @pytest.mark.parametrize("facts", [FOREIGN, ON_GPU], ids=["cpu", "gpu"])

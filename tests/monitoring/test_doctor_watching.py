@@ -206,7 +206,8 @@ def test_a_batch_is_released_before_the_next_one_is_loaded() -> None:
         del batch
 
 
-BATCHES: tuple[tuple[Any, int], ...] = (  # with their samples
+# Each batch with its number of samples.
+BATCHES: tuple[tuple[Any, int], ...] = (
     (torch.zeros(7, 3), 7),
     (np.zeros((7, 3)), 7),
     (torch.tensor(1.0), 1),
@@ -219,7 +220,8 @@ BATCHES: tuple[tuple[Any, int], ...] = (  # with their samples
     (UserDict(image=torch.zeros(7)), 7),
     ({"inputs": {"ids": torch.zeros(7, 3)}}, 7),
     ([{"ids": torch.zeros(7)}, torch.zeros(7)], 7),
-    (((torch.zeros(3, 5, 5), torch.zeros(3, 9, 4)), ({"boxes": 1}, {"boxes": 2})), 2),  # as detection collates
+    # This is how collate functions for object detection return a batch.
+    (((torch.zeros(3, 5, 5), torch.zeros(3, 9, 4)), ({"boxes": 1}, {"boxes": 2})), 2),
     ((torch.zeros(7, 3), ["a"] * 7), 7),
     (["a", "b", "c"], 3),
     ({"text": ["a", "b", "c"]}, 3),
@@ -271,7 +273,8 @@ def test_facts_are_read_from_the_attributes_of_a_data_loader() -> None:
     for options, keeps_workers, is_pinned in (
         ({"num_workers": 2, "persistent_workers": True, "pin_memory": True}, True, True),
         ({"num_workers": 2}, False, False),
-        ({}, True, False),  # it has no workers
+        # It has no workers.
+        ({}, True, False),
     ):
         assert watch(DataLoader(data, 4, **options)).meters.facts == meters.LoaderFacts(
             "foreign",

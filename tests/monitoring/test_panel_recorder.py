@@ -1,4 +1,4 @@
-"""The recorder turns events, samples of the machine and diagnoses into the state of the panel."""
+"""The recorder turns events, host snapshots and diagnoses into the panel's state."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def test_the_table_shows_rates_waiting_parts_and_accuracy(digits: colabkit.DemoR
 
 
 def test_every_figure_comes_from_the_run(digits: colabkit.DemoReport) -> None:
-    threads = max(1, round(usable_cpus()))  # that are busy side by side
+    # As many threads as can be busy at the same time.
+    threads = max(1, round(usable_cpus()))
     busy_s = sum(digits.part_s[name] for name in ("gather", "augment"))
     assert digits.packed_images_per_s <= threads * 3 * 1437 / busy_s
     assert digits.part_s["train"] > 0
@@ -85,7 +86,8 @@ def _no_image(folder: Path) -> Path:
 
 def _one_bad_file(folder: Path) -> Path:
     tree = make_tree(folder / "tree", 40)
-    broken = tree / "bees" / "021.png"  # not among the files whose sizes are read first
+    # The sizes of other files are read first.
+    broken = tree / "bees" / "021.png"
     broken.write_bytes(broken.read_bytes()[:60])
     return tree
 

@@ -162,12 +162,12 @@ def value_of(node: ast.expr) -> object:
 
 LINE_ENDS = "\0\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 ONE_LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_ENDS), max_size=30)
-PATHS = ONE_LINE.map(
-    lambda text: text.replace("://", ":/") if text.strip() else f"{text}a"
-)  # maps, so that no value is drawn again
+# Mapping is faster than filtering, which would draw again.
+PATHS = ONE_LINE.map(lambda text: text.replace("://", ":/") if text.strip() else f"{text}a")
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # where others work, too
+# The machine may be busy.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(PATHS, PATHS)
 def test_any_path_is_unchanged_in_the_code(source: str, work: str) -> None:
     check_code(source, work)

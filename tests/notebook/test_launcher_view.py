@@ -173,7 +173,8 @@ def test_a_second_click_during_the_run_or_queued_for_later_starts_nothing(
 
     monkeypatch.setattr(colabkit, "stage", counted)
     row["stage"].click()
-    row["stage"].click()  # was waiting until now
+    # This button was waiting until now.
+    row["stage"].click()
     assert calls == [[True] * 4]
     assert not any(button.disabled for button in panel.view.buttons.values())
     click(panel, "stage")

@@ -20,7 +20,8 @@ MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "dashboard", "colabki
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[InteractiveShell]:  # its folder must outlive it
+# The folder must outlive the shell.
+def shell(tmp_path: Path) -> Iterator[InteractiveShell]:
     with loaded_shell() as shell:
         yield shell
     assert not meters.is_heard()

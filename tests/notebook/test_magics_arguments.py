@@ -59,7 +59,8 @@ def test_a_quoted_path_reaches_the_function_unchanged(
     shell: InteractiveShell, verb: Verb, option: Option, word: str, is_double: bool
 ) -> None:
     if word.startswith("-"):
-        word = f"./{word}"  # as of any program
+        # Without this prefix, the word would be an option, as for any program.
+        word = f"./{word}"
     line = " ".join("x" for other in verb.options if other.is_required and other is not option)
     places = [other for other in verb.options if not other.flag]
     value = in_quotes(word, is_double)

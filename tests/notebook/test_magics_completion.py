@@ -27,7 +27,8 @@ def shell(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[InteractiveShell]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(completion, "_LIST_S", 60.0)  # a busy machine starts no interpreter in two seconds
+    # A busy machine may need more than two seconds to start an interpreter.
+    monkeypatch.setattr(completion, "_LIST_S", 60.0)
     for name in ("birds", "bird songs", "it's", ".hidden"):
         (tmp_path / name).mkdir()
     for name in ("birds.h5", "bird list.csv", "$price", "{birds}"):

@@ -183,7 +183,7 @@ def probed():
 
 def test_the_first_installed_decoder_is_used(probed, monkeypatch):
     for package in PACKAGES[:3]:
-        # Skips the test if a package is missing.
+        # This skips the test if a package is missing.
         take(package, monkeypatch)
     for package in PACKAGES:
         probed.cache_clear()
@@ -249,7 +249,7 @@ def test_threads_and_forked_processes_decode_the_same_pixels():
     with ThreadPoolExecutor(8) as threads:
         for found, picture in zip(threads.map(fit, files * 10), expected * 10, strict=True):
             assert (found == picture).all()
-        # Forks while the threads exist.
+        # The fork happens while the threads exist.
         with get_context("fork").Pool(2) as processes:
             for found, picture in zip(processes.map_async(fit, files).get(60), expected, strict=True):
                 assert (found == picture).all()

@@ -237,9 +237,6 @@ def test_an_image_too_large_for_jpeg_is_a_bad_file(tmp_path, tree):
     assert names_in(tmp_path) == ["tree"]
 
 
-# .npy files.
-
-
 def arrays(folder: Path, values: list[np.ndarray]) -> Path:
     """Write arrays as `.npy` files of two classes and return the folder."""
     for number, value in enumerate(values):

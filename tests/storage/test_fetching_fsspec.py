@@ -27,7 +27,8 @@ from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage,
 from colabkit.storage.fetching.api import FetchReport, fetch
 from colabkit.storage.sources.engine import BLOCK_BYTES
 
-CONTENT = random.Random(1).randbytes(9_000_001)  # three blocks
+# The content fills three blocks.
+CONTENT = random.Random(1).randbytes(9_000_001)
 TREE = {"a/one.bin": CONTENT, "a/b/two.txt": b"2", "three": b""}
 
 
@@ -152,7 +153,8 @@ def test_files_and_their_blocks_are_read_concurrently(tmp_path, remote, monkeypa
     tree = {str(number): b"%d" % number * ((blocks - 1) * BLOCK_BYTES + 1) for number in range(files)}
     for name, content in tree.items():
         remote.pipe(f"/tree/{name}", content)
-    at_once = threading.Barrier(files * blocks)  # passed only if this many reads run at once
+    # The barrier opens only if this many reads run at once.
+    at_once = threading.Barrier(files * blocks)
     faults(monkeypatch, lambda path, offset: at_once.wait(30) and None)
     assert files_of(get("faulty://tree", tmp_path).path) == tree
 

@@ -189,7 +189,7 @@ def test_on_wait_is_called_while_no_call_ends():
     assert list(results) == [[True] * 3]
 
 
-class Told(Level):
+class ScriptedLevel(Level):
     """A level that changes after a number of calls."""
 
     def __init__(self, now: int, then: int, after: int) -> None:
@@ -211,7 +211,7 @@ def test_threads_follow_the_level_up():
             together.wait(LONG_S)
         return task
 
-    results = concurrently(work, range(1 + 8 * 4), "auto", stalled_s=LONG_S, level=Told(1, 8, after=1))
+    results = concurrently(work, range(1 + 8 * 4), "auto", stalled_s=LONG_S, level=ScriptedLevel(1, 8, after=1))
     assert sorted(results) == list(range(33))
 
 
@@ -226,7 +226,7 @@ def test_threads_follow_the_level_down():
         with lock:
             running[0] -= 1
 
-    list(concurrently(work, range(100), "auto", stalled_s=LONG_S, level=Told(8, 1, after=20)))
+    list(concurrently(work, range(100), "auto", stalled_s=LONG_S, level=ScriptedLevel(8, 1, after=20)))
     assert max(together) == 8
     assert set(together[40:]) == {1}
 
@@ -243,7 +243,11 @@ def test_large_calls_are_fewer_at_once():
             running -= 1
 
     large = concurrency.REQUEST_BYTES * 3
-    list(concurrently(work, range(200), "auto", stalled_s=LONG_S, size_of=lambda _: large, level=Told(16, 16, 0)))
+    list(
+        concurrently(
+            work, range(200), "auto", stalled_s=LONG_S, size_of=lambda _: large, level=ScriptedLevel(16, 16, 0)
+        )
+    )
     assert most <= 4
 
 
@@ -300,7 +304,8 @@ def test_a_stalled_call_is_repeated_once_and_its_late_result_is_dropped(stuck, i
         if len(made) == 1:
             stuck.wait(LONG_S)
             return "late"
-        if is_late:  # the first call ends during the second
+        # The first call ends during the second one.
+        if is_late:
             stuck.set()
             made[0].join(LONG_S)
         return "repeated"
@@ -332,7 +337,8 @@ def test_a_call_with_one_attempt_raises_when_it_stalls(stuck):
 
 
 def test_a_stalled_call_is_noticed_while_others_keep_ending(stuck, monkeypatch):
-    monkeypatch.setattr(concurrency, "_TICK_S", 0.2)  # longer than the time between two results
+    # Longer than the time between two results.
+    monkeypatch.setattr(concurrency, "_TICK_S", 0.2)
     repeated = threading.Event()
     made = []
     deadline = time.monotonic() + LONG_S
@@ -401,7 +407,8 @@ def test_a_slow_call_continues_while_it_receives_data(monkeypatch, is_moving):
         made.append(task)
         for _ in range(4):
             now += 40.0
-            for _ in range(3):  # the last of these checks certainly began after the clock moved
+            # The last of these checks began after the clock moved.
+            for _ in range(3):
                 looked.acquire(timeout=LONG_S)
             if is_moving:
                 still_moving()

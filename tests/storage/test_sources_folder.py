@@ -75,7 +75,8 @@ def test_special_files_are_skipped_and_never_opened(image_tree):
     os.mkfifo(image_tree / "pipe")
     server = socket.socket(socket.AF_UNIX)
     before = Path.cwd()
-    os.chdir(image_tree)  # the name of a socket is short
+    # The path of a socket must be short.
+    os.chdir(image_tree)
     try:
         server.bind("socket")
     finally:
@@ -228,7 +229,8 @@ def test_transient_errors_are_retried_and_counted(image_tree, monkeypatch, numbe
     monkeypatch.setattr(folder, "_stats_of", flaky_stats)
     listing = FolderSource(image_tree).list()
     assert (listing.items, listing.skipped) == (before.items, before.skipped)
-    assert listing.retries == 5  # the tree, its three classes, and some files
+    # The tree, its three classes and one file are retried.
+    assert listing.retries == 5
 
 
 def test_a_permanent_error_ends_the_listing(image_tree, monkeypatch):
@@ -271,7 +273,8 @@ class TestFoldersThatCanHang:
                 event.wait(LONG_S)
             return scan(path)
 
-        with pytest.MonkeyPatch.context() as patch:  # undone before the test's folder is removed
+        # The patch must end before the test's folder is removed.
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "scandir", wait)
             patch.setattr(concurrency, "_TICK_S", 0.005)
             patch.setattr(concurrency, "_GRACE_S", 0.05)

@@ -18,17 +18,17 @@ MS = 1e-3
 
 @dataclass
 class Simulation:
-    """Calls to a source with a latency and a maximum number of concurrent answers, which then compute.
+    """Simulate calls to a source that has a latency and serves a limited number of requests at once.
 
     Args:
-        level: how many are in flight.
-        latency_s: until an answer comes, for each request of a call's weight.
+        level: number of calls in flight.
+        latency_s: seconds until an answer, for each request; a call makes as many requests as its weight.
         cap: requests that the source answers at once; others wait their turn.
-        cpu_s: what each call computes, once it has its answer.
-        cores: that do so.
-        weights: of the calls, one after the other.
-        jitter: part of the latency that is random.
-        refused: the chance that a call is refused first, and then made again after a pause of five latencies.
+        cpu_s: CPU seconds of each call after its answer.
+        cores: number of CPU cores.
+        weights: weights of consecutive calls.
+        jitter: random share of the latency.
+        refused: probability that a call is refused at first and repeated after five latencies.
     """
 
     level: Level
@@ -81,10 +81,10 @@ class Simulation:
             latency = self.latency_s * weight * (1 + self.jitter * self.random.uniform(-1, 1))
             self._later(self._queued(self._servers, latency), False, weight)
 
-    def _queued(self, places: list[float], takes: float) -> float:
-        """Return the end of a task that begins as soon as a place is free."""
-        end = max(self.time, heapq.heappop(places)) + takes
-        heapq.heappush(places, end)
+    def _queued(self, free_at: list[float], duration: float) -> float:
+        """Assign a task to the first free server or core, and return its end time."""
+        end = max(self.time, heapq.heappop(free_at)) + duration
+        heapq.heappush(free_at, end)
         return end
 
     def _later(self, time: float, is_over: bool, weight: float) -> None:

@@ -133,7 +133,8 @@ def test_no_payload_stays_in_memory(tmp_path, kind):
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert kept < 2 << 20  # most of it is imported packages
+    # Most of it is used by imported packages.
+    assert kept < 2 << 20
     assert peak < 8 << 20
 
 

@@ -144,7 +144,8 @@ def test_nested_databases_are_reported(tmp_path):
     assert contents(path) == {"2": b"2"}
 
 
-@pytest.mark.parametrize("flags", [2, 4, 8])  # reversed keys, several values per key, integer keys
+# LMDB's flags for reversed keys, several values per key, and integer keys.
+@pytest.mark.parametrize("flags", [2, 4, 8])
 def test_a_database_with_flags_is_refused(tmp_path, flags):
     path = lmdb_of(tmp_path / "db", {b"1": b"1"}, subdir=False)
     data = bytearray(path.read_bytes())
@@ -208,7 +209,8 @@ def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path, rounds):
     refused = 0
     for number in range(rounds):
         data = bytearray(whole)
-        for _ in range(1 + number % 5):  # in the page headers, which contain the tree
+        # The damage is in page headers, which contain the tree.
+        for _ in range(1 + number % 5):
             data[drawn.randrange(len(data) // 4096) * 4096 + drawn.randrange(120)] ^= 1 << drawn.randrange(8)
         path = tmp_path / "flipped.lmdb"
         path.write_bytes(data)

@@ -75,7 +75,8 @@ def test_concurrent_threads_read_the_directory_once(tree, tmp_path, monkeypatch)
         opened.append(path)
         if len(opened) > 1:
             inside.set()
-        inside.wait(0.2)  # the second thread enters here if it can
+        # Give the second thread the chance to enter here.
+        inside.wait(0.2)
         return original(path)
 
     monkeypatch.setattr(zipfile, "ZipFile", count)
@@ -247,7 +248,8 @@ def test_a_zip64_archive_is_read(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         with archive.open("large", "w", force_zip64=True) as file:
             file.write(b"data")
-        for number in range(70_000):  # more than a directory without zip64 can count
+        # A directory without zip64 can count only 65,535 files.
+        for number in range(70_000):
             archive.writestr(zipfile.ZipInfo(str(number)), b"")
     source = ZipSource(tmp_path / "a.zip")
     items = {item.path: item for item in source.list().items}

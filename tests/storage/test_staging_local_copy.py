@@ -59,7 +59,8 @@ def test_verify_names_the_damaged_files(image_tree, tmp_path):
 def test_refresh_reads_damaged_blocks_again(image_tree):
     (image_tree / "big.bin").write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
     path = copy(image_tree).path
-    for name, at in (("ants/000.png", 0), ("big.bin", BLOCK_BYTES + 5)):  # only one block of the big file
+    # Of the big file, only one block is damaged.
+    for name, at in (("ants/000.png", 0), ("big.bin", BLOCK_BYTES + 5)):
         damage(path / name, at)
         assert copy(image_tree).reused, "the sizes are unchanged"
         copy(image_tree, refresh=True)
@@ -115,7 +116,8 @@ def test_nothing_is_written_through_added_links(image_tree, near_storage, tmp_pa
     (found / "latest").symlink_to(theirs)
     (found / "notes").write_bytes(b"theirs")
     (image_tree / "notes").write_bytes(b"new")
-    with pytest.raises(TargetExists, match="your file 'notes'"):  # after the link was hard-linked
+    # This happens after the link was hard-linked.
+    with pytest.raises(TargetExists, match="your file 'notes'"):
         copy(image_tree, refresh=True)
     (found / "notes").unlink()
     (found / "latest").unlink()
@@ -162,7 +164,8 @@ def test_files_and_links_added_to_a_local_copy_stay(image_tree, monkeypatch, can
         (folder / "both").write_bytes(b"same")
     assert copy(image_tree).reused
     (image_tree / "cats" / "new.png").write_bytes(b"new")
-    if not can_link:  # like links to another file system
+    # Hard links to another file system fail, too.
+    if not can_link:
         monkeypatch.setattr(file_changes, "link", refused)
     assert not copy(image_tree, refresh=True).reused
     assert data_of(path) == data_of(image_tree) | {"ants/labels.cache": b"mine"}
