@@ -22,6 +22,7 @@ from colabkit.foundation import (
     meters,
 )
 from colabkit.loading.augment.transform import Draws, Transform
+from colabkit.loading.dataloader import DataLoaderSource
 from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, fields_of, map_tensors
 from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_of, unwrap_subset
 from colabkit.loading.engine.device import set_mark
@@ -57,7 +58,7 @@ from colabkit.loading.sampler.orders import Order
 _SETTLED_EVERY = 64
 
 
-class Loader:
+class Loader(DataLoaderSource):
     """Load batches of a dataset in the background, in a resumable order.
 
     The dataset is a split of a pack or a view of one, files (`FileDataset`), tensors or arrays (one, or a tuple or

@@ -1,0 +1,235 @@
+"""A `DataLoader` of torch over a `Loader`, for frameworks that accept or rebuild only that class.
+
+Frameworks take a `DataLoader` apart and build another one from its dataset, its sampler and its `collate_fn`, for
+example to skip the first batches. So these parts contain all that is needed: the sampler plans batches, and the data
+set returns a planned batch from a running iteration of the `Loader`, which builds the following ones in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+
+from colabkit.foundation import InvalidOption, cannot
+from colabkit.loading.engine.columns import as_samples
+
+# Frameworks read these to rebuild a `DataLoader`.
+_REBUILT_FROM = ("batch_sampler", "collate_fn", "generator", "num_workers", "sampler", "worker_init_fn")
+_PLANNED_TOGETHER = 32
+
+
+class DataLoaderSource:
+    """Base class of `Loader`, which converts it to a `DataLoader`."""
+
+    batch_size: int
+    drop_last: bool
+
+    def as_dataloader(self) -> DataLoader[Any]:
+        """Return a `torch.utils.data.DataLoader` that yields the same batches, for frameworks that require that class.
+
+        Use it for `accelerate.skip_first_batches`, for `Accelerator.prepare` in a single process, in
+        `Trainer.get_train_dataloader` of Hugging Face, and for `Fabric.setup_dataloaders`. Skipped batches are not
+        loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`: resume
+        either by `load_state_dict`, or by `set_epoch` and skipping.
+
+        Under `torch.distributed` it yields only the batches of this process, as the loader does, and Lightning and
+        Fabric leave it so. Accelerate would distribute the batches again, so do not prepare it in several processes.
+
+        Example:
+            >>> import colabkit
+            >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+            >>> batches = colabkit.Loader(data, batch_size=64, shuffle=True).as_dataloader()
+            >>> len(batches), next(iter(batches))[0].shape
+            (29, torch.Size([64, 3, 8, 8]))
+        """
+        batches = _PlannedDataset(self, self._planner)
+        # Without a generator of its own, each iteration would draw from the global one.
+        generator = torch.Generator()
+        sampler = _PlanSampler(_ProcessSampler(batches), self.batch_size, self.drop_last)
+        return _LoaderView(batches, batch_sampler=sampler, collate_fn=_unchanged, generator=generator)
+
+    def _planner(self) -> Any:
+        raise NotImplementedError
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _REBUILT_FROM:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            found = f"a Loader has no {name}"
+            message = cannot("use a Loader as a DataLoader", found, "", "Pass loader.as_dataloader() to the framework")
+            raise AttributeError(str(message), name=name, obj=self)
+
+
+class _LoaderView(DataLoader[Any]):
+    """The `DataLoader` itself; see `DataLoaderSource.as_dataloader`."""
+
+    dataset: _PlannedDataset
+
+    def __init__(self, dataset: _PlannedDataset, *, batch_sampler: _PlanSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=batch_sampler, **options)
+        # Frameworks replace any sampler that is not a `DistributedSampler`; torch forbids plain assignment.
+        object.__setattr__(self, "sampler", batch_sampler.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.dataset.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the loader."""
+        state: dict[str, Any] = self.dataset.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume at the position of `state`."""
+        self.dataset.loader.load_state_dict(state)
+
+
+class _PlannedBatch(list[int]):
+    """The sample indices of a batch, with its place in an iteration."""
+
+    def __init__(self, indices: list[int], iteration: _LoaderIteration, number: int, start: int) -> None:
+        super().__init__(indices)
+        self.iteration = iteration
+        self.number = number
+        self.start = start
+
+
+class _PlannedDataset(Dataset[Any]):
+    """The loader's dataset, which returns a whole batch for a planned one.
+
+    Other attributes, such as `classes`, are those of the loader's dataset.
+    """
+
+    def __init__(self, loader: Any, planner: Callable[[], Any]) -> None:
+        self.loader = loader
+        self.planner = planner
+        self._samples = as_samples("return a DataLoader", loader.dataset)
+        self._coming_epoch = 0
+        self._offset = 0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._samples[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        if isinstance(indices, _PlannedBatch):
+            return indices.iteration.load(indices)
+        found = "the sampler of as_dataloader() was replaced"
+        next_step = "Pass the sampler to the Loader, with sampler="
+        raise InvalidOption(cannot("load a batch", found, "batches that the Loader planned", next_step))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_samples":
+                # Unpickling asks for attributes before it sets any.
+                raise AttributeError(name)
+            return getattr(self._samples, name)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch, and number of its samples, at which the next iteration starts."""
+        epoch, (received_epoch, samples) = self.loader.next_epoch, self.loader.received
+        return epoch, samples if received_epoch == epoch else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, unless the loader was moved to another position.
+
+        Accelerate calls this before each iteration and counts from 0 in each process, so it would undo
+        `load_state_dict`. The number is then counted from the loader's epoch.
+        """
+        if self.loader.next_epoch != self._coming_epoch:
+            self._offset = self.loader.next_epoch - epoch
+        self._coming_epoch = epoch + self._offset
+        self.loader.set_epoch(self._coming_epoch)
+
+    def begin(self, epoch: int) -> None:
+        """Record that an iteration of this epoch has begun."""
+        self._coming_epoch = epoch + 1
+
+
+class _ProcessSampler(DistributedSampler[Any]):
+    """Yield the samples of this process: the loader has distributed them already."""
+
+    def __init__(self, batches: _PlannedDataset) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return int(self.batches.planner().samples(self.batches.position[1]))
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, start = self.batches.position
+        for plan in self.batches.planner().plans(epoch, start, _PLANNED_TOGETHER):
+            yield from plan.indices.tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the loader counts epochs itself, and a framework that counts from 0 would undo a resume."""
+
+
+class _PlanSampler(BatchSampler):
+    """Plan the batches of this process, and hold the iteration that loads them."""
+
+    def __init__(self, order: _ProcessSampler, batch_size: int, drop_last: bool) -> None:
+        self.order = order
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        return len(self.order.batches.loader)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches, number = self.order.batches, 0
+        epoch, start = batches.position
+        with closing(_LoaderIteration(batches, epoch)) as iteration:
+            for plan in batches.planner().plans(epoch, start, _PLANNED_TOGETHER):
+                for (begin, stop), end in zip(plan.spans, plan.ends, strict=True):
+                    yield _PlannedBatch(plan.indices[begin:stop].tolist(), iteration, number, start)
+                    number, start = number + 1, end
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, called by the `Trainer` of Hugging Face."""
+        self.order.batches.set_epoch(epoch)
+
+
+class _LoaderIteration:
+    """An iteration of the loader that starts at the first batch that is loaded."""
+
+    def __init__(self, batches: _PlannedDataset, epoch: int) -> None:
+        self._batches = batches
+        self._epoch = epoch
+        self._coming: Any = None
+        self._number = 0
+
+    def load(self, batch: _PlannedBatch) -> Any:
+        """Return the batch from the loader.
+
+        Raises:
+            InvalidOption: if batches after the first loaded one were skipped.
+        """
+        if self._coming is None:
+            loader = self._batches.loader
+            loader.load_state_dict({**loader.state_dict(), "epoch": self._epoch, "samples": batch.start})
+            self._coming, self._number = iter(loader), batch.number
+            self._batches.begin(self._epoch)
+        if batch.number != self._number:
+            found = f"batch {batch.number} was requested after batch {self._number - 1}"
+            next_step = "Do not prepare it in several processes: the Loader distributes the batches itself"
+            raise InvalidOption(cannot("load a batch of as_dataloader()", found, "the batches in order", next_step))
+        self._number += 1
+        return next(self._coming)
+
+    def close(self) -> None:
+        """End the iteration of the loader."""
+        if self._coming is not None:
+            self._coming.close()
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
