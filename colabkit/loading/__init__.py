@@ -4,6 +4,7 @@
 - `augment`: transforms of whole batches, whose randomness depends only on seed, epoch and position.
 - `loader`: the public class `Loader`, which yields batches.
 - `dataloader`: torch's `DataLoader` over a `Loader`, for frameworks that require one.
+- `keras_batches`: a `PyDataset` of Keras over a `Loader`.
 - `inspection`: names, paths, sample counts and sizes of any dataset, loader or batch.
 - `engine`: the implementation: batch plans, row gathering, image decoding, threads, worker processes and GPU copies.
 """

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from colabkit.foundation import InvalidOption, cannot
-from colabkit.loading.engine.columns import as_samples
+from colabkit.loading.engine.columns import DatasetColumns, as_samples
+from colabkit.loading.keras_batches import keras_batches
 
 # Frameworks read these to rebuild a `DataLoader`.
 _REBUILT_FROM = ("batch_sampler", "collate_fn", "generator", "num_workers", "sampler", "worker_init_fn")
@@ -23,10 +24,11 @@ _PLANNED_TOGETHER = 32
 
 
 class DataLoaderSource:
-    """Base class of `Loader`, which converts it to a `DataLoader`."""
+    """Base class of `Loader`, which converts it for other frameworks."""
 
     batch_size: int
     drop_last: bool
+    _columns: DatasetColumns | None
 
     def as_dataloader(self) -> DataLoader[Any]:
         """Return a `torch.utils.data.DataLoader` that yields the same batches, for frameworks that require that class.
@@ -51,6 +53,36 @@ class DataLoaderSource:
         generator = torch.Generator()
         sampler = _PlanSampler(_ProcessSampler(batches), self.batch_size, self.drop_last)
         return _LoaderView(batches, batch_sampler=sampler, collate_fn=_unchanged, generator=generator)
+
+    def as_keras(
+        self,
+        *,
+        data_format: Literal["channels_last", "channels_first"] = "channels_last",
+        label_mode: Literal["int", "categorical"] = "int",
+    ) -> Any:
+        """Return a `keras.utils.PyDataset` for `fit`, `evaluate` and `predict` of Keras 3, on any back end.
+
+        Batches are tensors if Keras runs on torch, otherwise NumPy arrays. The order is that of the loader, which
+        shuffles; `fit(shuffle=...)` has no effect. Each pass of Keras is one epoch.
+
+        Args:
+            data_format: layout of images: `"channels_last"` is `[B, H, W, C]`. The rows of arrays that you passed to
+                the loader keep their layout.
+            label_mode: `"int"` for labels as stored, for `sparse_categorical_crossentropy`; `"categorical"` for one-hot
+                labels, `float32 [B, classes]`, for `categorical_crossentropy`.
+
+        Raises:
+            InvalidOption: if an option is invalid, or the dataset has no classes for one-hot labels.
+            MissingPackage: if Keras is not installed.
+
+        Example:
+            >>> import colabkit
+            >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+            >>> loader = colabkit.Loader(data, batch_size=64, shuffle=True)
+            >>> model.fit(loader.as_keras(), epochs=3)
+        """
+        are_images = self._columns is None or self._columns.rows is None or self._columns.rows.are_images
+        return keras_batches(self, data_format, label_mode, are_images)
 
     def _planner(self) -> Any:
         raise NotImplementedError

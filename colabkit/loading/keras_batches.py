@@ -1,0 +1,107 @@
+"""A `PyDataset` of Keras over a `Loader`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from colabkit.foundation import InvalidOption, cannot, check_one_of, import_optional, option
+from colabkit.loading.engine.batches import map_tensors
+
+_ACT = "return batches for Keras"
+
+
+def keras_batches(loader: Any, data_format: str, label_mode: str, are_images: bool) -> Any:
+    """Return the `PyDataset` of `Loader.as_keras()`.
+
+    Args:
+        are_images: whether the first field holds images, `[B, C, H, W]`.
+
+    Raises:
+        InvalidOption: if an option is invalid, or there are no class labels for one-hot labels.
+        MissingPackage: if Keras is not installed.
+    """
+    check_one_of(_ACT, "data_format", data_format, ("channels_last", "channels_first"))
+    check_one_of(_ACT, "label_mode", label_mode, ("int", "categorical"))
+    classes = len(getattr(loader.dataset, "classes", None) or ())
+    if label_mode == "categorical" and not classes:
+        found = "the dataset has no class names"
+        next_step = (
+            "Use ",
+            option("label_mode", "int"),
+            ", or make the labels one-hot with keras.utils.to_categorical",
+        )
+        raise InvalidOption(cannot(_ACT, found, "classes for one-hot labels", next_step))
+    keras = import_optional("keras", _ACT, "for as_keras()")
+    is_on_torch = keras.backend.backend() == "torch"
+    is_moved = are_images and data_format == "channels_last"
+
+    def converted(batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return dict(zip(batch, convert_fields([*batch.values()]), strict=True))
+        return tuple(convert_fields([*batch] if isinstance(batch, tuple | list) else [batch]))
+
+    def convert_fields(values: list[Any]) -> list[Any]:
+        if is_moved and isinstance(values[0], Tensor) and values[0].ndim == 4:
+            values[0] = values[0].permute(0, 2, 3, 1)
+        if label_mode == "categorical" and len(values) > 1:
+            values[1] = one_hot(values[1].long(), classes).float()
+        return values if is_on_torch else [map_tensors(value, _to_numpy) for value in values]
+
+    return _dataset(keras.utils.PyDataset, loader, converted)
+
+
+def _to_numpy(tensor: Tensor) -> Any:
+    return tensor.cpu().numpy()
+
+
+def _dataset(base: Any, loader: Any, converted: Callable[[Any], Any]) -> Any:
+    """Return an instance of `PyDataset`, whose class exists only if Keras is installed."""
+
+    class LoaderPyDataset(base):  # type: ignore[misc]
+        """Yield the loader's batches in its own order; Keras's shuffling of batch numbers has no effect."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._coming: Any = None
+            self._epoch = 0
+            self._start: dict[str, Any] = {}
+
+        def __len__(self) -> int:
+            return len(loader)
+
+        @property
+        def num_batches(self) -> int:
+            # Keras reads it before each pass and not during one. A pass that takes only some batches, to build the
+            # model or to find their shapes, must not use them up.
+            if self._coming is not None:
+                self._end()
+                loader.load_state_dict(self._start)
+            return len(loader)
+
+        def __getitem__(self, index: int) -> Any:
+            if self._coming is None:
+                self._begin()
+            batch = next(self._coming, None)
+            if batch is None:
+                # The epoch had fewer batches, because bad samples were skipped; Keras needs all.
+                self._begin()
+                batch = next(self._coming)
+            if loader.received[0] != self._epoch:
+                self._end()
+            return converted(batch)
+
+        def _begin(self) -> None:
+            self._epoch = loader.next_epoch
+            loader.set_epoch(self._epoch)
+            self._start = loader.state_dict()
+            self._coming = iter(loader)
+
+        def _end(self) -> None:
+            self._coming.close()
+            self._coming = None
+
+    return LoaderPyDataset()

@@ -1,0 +1,140 @@
+"""`Loader.as_keras()` inside Keras 3 on torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract import make_pack
+from trees import needs
+
+COUNT = 22
+DEADLINE_S = 200
+
+COMMON = """
+import json, sys
+import keras, torch
+from colabkit import Loader, errors, open_pack
+
+pack = open_pack(sys.argv[1])
+data = pack["train"]
+seen = []
+
+def noted(images):
+    seen.append(images.clone())
+    return images.float() / 255
+
+def make_loader(**options):
+    return Loader(data, 4, num_workers=0, transform=noted, **options)
+
+def make_model(loss, *first):
+    layers = keras.layers
+    model = keras.Sequential([*first, layers.Conv2D(4, 2, activation="relu"), layers.Flatten(), layers.Dense(3)])
+    model.compile(optimizer="sgd", loss=loss(from_logits=True), metrics=["accuracy"])
+    return model
+
+SPARSE, ONE_HOT = keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy
+"""
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=COUNT, dev=7)
+
+
+def run(pack: Path, code: str) -> Any:
+    """Run code in a process with Keras on torch, and return the value of its variable `result`."""
+    needs("keras", importlib.util.find_spec("keras") is not None)
+    environ = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_HOME": str(pack.parent), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", f"{COMMON}\n{code}\nprint(json.dumps(result))", str(pack)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.full
+def test_fit_takes_each_epoch_of_the_loader_in_its_order_also_if_it_builds_the_model_first(pack):
+    result = run(
+        pack,
+        """
+loader = make_loader(shuffle=True, seed=3)
+held_out = Loader(data, 4, transform=lambda images: images.float() / 255)
+history = make_model(SPARSE).fit(loader.as_keras(), epochs=2, verbose=0, validation_data=held_out.as_keras())
+reference = Loader(data, 4, shuffle=True, seed=3)
+expected = [images for _ in range(2) for images, _ in reference]
+# Keras builds the model with the first batch, and then trains on it.
+start = 1 if torch.equal(seen[0], seen[1]) else 0
+same = [torch.equal(one, other) for one, other in zip(seen[start:], expected, strict=True)]
+result = [same, loader.next_epoch, sorted(history.history)]
+""",
+    )
+    assert result == [[True] * 12, 2, ["accuracy", "loss", "val_accuracy", "val_loss"]]
+
+
+@pytest.mark.full
+def test_images_are_channels_last_and_labels_one_hot_if_requested(pack):
+    result = run(
+        pack,
+        """
+batches = {
+    "default": make_loader().as_keras(),
+    "options": make_loader().as_keras(data_format="channels_first", label_mode="categorical"),
+    "arrays": Loader((torch.zeros(5, 2, 3, 4), torch.arange(5)), 4).as_keras(),
+    "dict": make_loader(as_dict=True).as_keras(),
+}
+images, labels = batches["options"][0]
+native, numbers = make_loader().peek()[0]
+is_same = torch.equal(batches["default"][0][0], native.permute(0, 2, 3, 1)) and torch.equal(images, native)
+shapes = {name: [list(one.shape) for one in (each.values() if name == "dict" else each)]
+          for name, batch in batches.items() for each in [batch[0]]}
+history = make_model(ONE_HOT).fit(make_loader().as_keras(label_mode="categorical"), verbose=0).history
+result = [shapes, is_same, torch.equal(labels.argmax(1), numbers), str(labels.dtype), len(history["loss"])]
+""",
+    )
+    image, last = [3, 4, 3], [4, 3, 3]
+    shapes = {
+        "default": [[4, *last], [4]],
+        "options": [[4, *image], [4, 3]],
+        "arrays": [[4, 2, 3, 4], [4]],
+        "dict": [[4, *last], [4]],
+    }
+    assert result == [shapes, True, True, "torch.float32", 1]
+
+
+@pytest.mark.full
+def test_evaluate_and_predict_see_every_sample_once_in_order(pack):
+    result = run(
+        pack,
+        """
+model = make_model(SPARSE)
+view = make_loader().as_keras()
+accuracy = model.evaluate(view, verbose=0, return_dict=True)["accuracy"]
+predicted = model.predict(view, verbose=0).argmax(1)
+result = [len(predicted), bool(abs(accuracy - (predicted == data.labels.numpy()).mean()) < 1e-6)]
+""",
+    )
+    assert result == [COUNT, True]
+
+
+@pytest.mark.full
+def test_invalid_options_name_the_valid_ones(pack):
+    result = run(
+        pack,
+        """
+arrays = torch.zeros(5, 2), torch.arange(5)
+result = []
+for dataset, options in [(data, {"data_format": "NHWC"}), (arrays, {"label_mode": "categorical"})]:
+    try:
+        Loader(dataset, 4).as_keras(**options)
+    except errors.InvalidOption as error:
+        result.append(str(error))
+""",
+    )
+    assert "'channels_last' or 'channels_first'" in result[0]
+    assert "keras.utils.to_categorical" in result[1]
