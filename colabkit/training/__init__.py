@@ -1,6 +1,7 @@
 """Training: a training loop that can resume after a disconnect.
 
-- `trainer`, `run`, `report`, `plot`: `train()`, its internal state, the report that it returns, and the report's plot.
+- `trainer`, `run`, `report`, `plot`, `trace`: `train()`, its internal state, the report that it returns, and the
+  report's plot and trace.
 - `schedule`, `records`: when to save, validate and stop; the numbers recorded for steps and epochs.
 - `checkpoints`, `run_checkpoints`: checkpoint files, written in the background and sealed; saving and resuming a run.
 - `steps`, `models`, `batch_values`: `supervised_step()`; the precision, memory layout and compilation of its model; the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -30,13 +31,16 @@ from colabkit.foundation import (
     format_seconds,
     format_share,
     format_things,
+    import_optional,
     option,
     user_path,
 )
 from colabkit.training.records import EpochRecord, Validation
+from colabkit.training.trace import trace_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 _Record = TypeVar("_Record")
 
@@ -166,15 +170,41 @@ class TrainReport(Report):
             NotEnoughSpace: if the disk is full.
             NotMounted: if `path` is on Drive and Drive is not mounted.
         """
-        act = "save the report"
-        target = user_path(path, act).absolute()
         values = self.to_dict()
         values["spent"]["recent"] = _short([list(step) for step in self.spent.recent])
-        text = json.dumps(_finite(values), allow_nan=False)
-        with file_changes.translated(act), Partial(target) as partial:
-            file_changes.write_file(partial.path, text.encode(), durable=True)
-            partial.publish(replace=True)
-        return target
+        return _write_json(path, "save the report", values)
+
+    def to_pandas(self) -> DataFrame:
+        """Return a pandas data frame with one row per epoch: its number from 0, counts, seconds, and all values.
+
+        A validation value whose name training also uses gets the prefix `val_`.
+
+        Raises:
+            MissingPackage: if pandas is not installed.
+        """
+        pandas = import_optional("pandas", "make a data frame", "for to_pandas()")
+        fields = [field.name for field in dataclasses.fields(EpochRecord) if field.name not in ("values", "validation")]
+        rows = [{**{name: getattr(one, name) for name in fields}, **one.shown} for one in self.epochs]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pandas.DataFrame(rows, columns=[*names] or fields)
+
+    def to_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write how the time of this call's steps was spent to a trace file, and return its path.
+
+        Open the file in https://ui.perfetto.dev or `chrome://tracing`. Each step is split into data wait, copy, compute
+        and other; up to 512 of the newest steps are shown one by one, and earlier ones as one block per epoch. The sums
+        equal those of `spent`. An existing file is replaced atomically.
+
+        Args:
+            path: file to write, such as `"run.trace.json"`; may start with `drive:`.
+
+        Raises:
+            FileFailed: if the file cannot be written.
+            NotEnoughSpace: if the disk is full.
+            NotMounted: if `path` is on Drive and Drive is not mounted.
+        """
+        epochs = self.epochs[len(self.epochs) - self.trained :]
+        return _write_json(path, "save the trace", trace_of(epochs, self.steps, self.spent))
 
     def _summary(self) -> str:
         count = format_things(self.trained, "epoch", "epochs")
@@ -242,6 +272,16 @@ class TrainingInterrupted(OneLineError, KeyboardInterrupt):
         else:
             next_step = ("Name a folder with ", option("save_to"), " to save checkpoints and to resume.")
             super().__init__((f"{stopped}: nothing is saved. ", *next_step))
+
+
+def _write_json(path: str | os.PathLike[str], act: str, values: Any) -> Path:
+    """Write values to a file atomically, with null in place of NaN and infinity, and return its path."""
+    target = user_path(path, act).absolute()
+    text = json.dumps(_finite(values), allow_nan=False)
+    with file_changes.translated(act), Partial(target) as partial:
+        file_changes.write_file(partial.path, text.encode(), durable=True)
+        partial.publish(replace=True)
+    return target
 
 
 def _listed(values: Mapping[str, float]) -> str:

@@ -150,3 +150,17 @@ def test_the_table_and_the_summary_have_all_incidents(tmp_path):
     for text in ("by SIGTERM", "00000007", "it ends early", "the scheduler", "at step 12: the disk is full"):
         assert text in html
         assert text in repr(report)
+
+
+def test_the_data_frame_has_one_row_per_epoch(data):
+    losses = iter([2.0, 1.0])
+    report = train(lambda batch: 3.0, Loader(data, 4), epochs=2, validate=lambda: {"loss": next(losses)})
+    frame = report.to_pandas()
+    counts, seconds = ["epoch", "steps", "samples"], ["seconds", "wait_s", "copy_s", "compute_s", "other_s"]
+    assert [*frame.columns] == [*counts, *seconds, "loss", "val_loss"]
+    assert frame["epoch"].tolist() == [0, 1]
+    assert frame["samples"].tolist() == [22, 22]
+    assert frame["loss"].tolist() == [3.0, 3.0]
+    assert frame["val_loss"].tolist() == [2.0, 1.0]
+    assert frame["wait_s"].tolist() == [record.wait_s for record in report.epochs]
+    assert train(lambda batch: 3.0, Loader(data, 4), epochs=0).to_pandas().empty

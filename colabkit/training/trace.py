@@ -1,0 +1,63 @@
+"""The trace of a run for Perfetto and `chrome://tracing`: how the time of its steps was spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from colabkit.foundation import MetersSnapshot
+from colabkit.training.records import EpochRecord
+
+_SHARES = {"wait_s": "data wait", "copy_s": "copy", "compute_s": "compute", "other_s": "other"}
+
+
+def trace_of(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) -> dict[str, Any]:
+    """Return the times of a run's steps as a trace in Chrome's JSON format.
+
+    The newest steps are shown one by one, and those before them as one block per epoch. Within a block, the shares are
+    drawn one after the other. The totals of all shares are those of `spent`.
+
+    Args:
+        epochs: the epochs that the run completed.
+        steps: number of the newest step.
+        spent: times of all steps of the run.
+    """
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "colabkit.train()"}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "steps"}},
+    ]
+    now_us = 0.0
+    for name, shares in _blocks(epochs, steps, spent):
+        events.append(_slice(name, now_us, sum(shares)))
+        for label, share_s in zip(_SHARES.values(), shares, strict=True):
+            if share_s > 0:
+                events.append(_slice(label, now_us, share_s))
+                now_us += share_s * 1e6
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _slice(name: str, start_us: float, seconds: float) -> dict[str, Any]:
+    return {"name": name, "cat": "step", "ph": "X", "pid": 1, "tid": 1, "ts": start_us, "dur": seconds * 1e6}
+
+
+def _blocks(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) -> Iterator[tuple[str, list[float]]]:
+    """Yield the name and the shares in seconds of each epoch without its newest steps, and of each of the latter."""
+    names = [f"epoch {record.epoch + 1}" for record in epochs] + ["unfinished epoch"]
+    blocks = [[getattr(record, share) for share in _SHARES] for record in epochs] + [[0.0] * len(_SHARES)]
+    for at, share in enumerate(_SHARES):
+        rest_s = getattr(spent, share) - sum(block[at] for block in blocks)
+        blocks[-1][at] = max(0.0, rest_s)
+        # The first epoch may have begun before a resume, and the newest steps are shown one by one.
+        _take(blocks, at, max(0.0, -rest_s))
+        _take(blocks[::-1], at, sum(getattr(step, share) for step in spent.recent))
+    yield from ((name, block) for name, block in zip(names, blocks, strict=True) if sum(block))
+    for number, step in enumerate(spent.recent, steps - len(spent.recent) + 1):
+        yield f"step {number}", [getattr(step, share) for share in _SHARES]
+
+
+def _take(blocks: list[list[float]], at: int, seconds: float) -> None:
+    """Subtract seconds from one share of the blocks, as much as possible from the first ones."""
+    for block in blocks:
+        taken_s = min(block[at], seconds)
+        block[at] -= taken_s
+        seconds -= taken_s
