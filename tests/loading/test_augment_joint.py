@@ -137,6 +137,15 @@ def test_a_loader_gives_masks_that_fit_the_images():
     assert all(torch.equal(one[1], other[1]) for one, other in zip(batches, again, strict=True))
 
 
+def test_labels_stay_on_their_device():
+    steps = Compose([RandomCrop(30, padding=9), RandomResizedCrop(20), *FLIPS])
+    masks, boxes = torch.zeros(12, 40, 50, device="meta"), torch.zeros(12, 5, 4, device="meta")
+    for transform, labels in ((JointTransform(steps), masks), (JointTransform(steps, "boxes"), boxes)):
+        for batch in (BATCH, BATCH.to("meta")):
+            got = transform.apply(batch, labels, draws(12))
+            assert [result.device for result in got] == [batch.device, labels.device]
+
+
 def test_a_copy_is_equal():
     transform = JointTransform(Compose([RandomCrop(8), *FLIPS]), labels="boxes", fill=255)
     for other in (pickle.loads(pickle.dumps(transform)), copy.deepcopy(transform)):

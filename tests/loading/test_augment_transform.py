@@ -116,6 +116,13 @@ def test_transforms_with_different_arguments_are_unequal():
     assert repr(Normalize([0.5], [0.25], torch.float16)) == "Normalize(mean=(0.5,), std=(0.25,), dtype=torch.float16)"
 
 
+def test_a_transform_computes_on_the_device_of_the_images():
+    # Tensors on the device "meta" have no values: neither copying to the CPU nor waiting for a result is possible.
+    for transform, dtype in itertools.product(ALL, DTYPES):
+        got = transform.apply(images().to(dtype).to("meta"), LABELS.to("meta"), draws())
+        assert [result.device.type for result in got] == ["meta", "meta"], (transform, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @every

@@ -118,7 +118,9 @@ class JointTransform(Transform):
             low, high = (limits.min, limits.max) if limits else (0, 1)
             if not (low <= self.fill <= high and self.fill == int(self.fill)):
                 found = f"fill={self.fill} is used with masks of dtype {labels.dtype}"
-                raise InvalidOption(cannot(_ACT, found, f"a whole number from {low} to {high}", "Use such a number"))
+                raise InvalidOption(
+                    cannot(_ACT, found, f"a whole number from {low} to {high}", ("Use ", option("fill", 0)))
+                )
 
     def _cut_masks(self, masks: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
         """Cut boxes out of masks `[B, ..., H, W]`, resized to one size; pixels outside the image get the fill value."""
