@@ -46,7 +46,7 @@ class Mark:
 
 @dataclass
 class Loop:
-    """A loop on a simulated GPU: what it does in a step, in seconds."""
+    """A loop on a simulated GPU, defined by the seconds that the parts of a step take."""
 
     wait_s: float = 0.0
     copy_ends_after_s: float = 0.0

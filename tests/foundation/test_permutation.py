@@ -1,6 +1,6 @@
-"""The order of an epoch: a permutation, pure, the same on every machine for ever, and as even as chance.
+"""The order of an epoch: a pure, uniform permutation that is the same on every machine and in every version.
 
-It is made by sorting, by tables or by words; `permute_each` has a permutation of its own at each position.
+It is computed by sorting, by tables or by hashing; `permute_each` uses a separate permutation for each position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EPOCHS = st.integers(0, 2**40)
 
 @pytest.fixture(params=["sorted", "network"])
 def way(request, monkeypatch):
-    """Makes orders of 1,500 samples both as those of few and as those of many are made."""
+    """Compute orders of 1,500 samples in both ways: as for small and as for large sets."""
     if request.param == "network":
         monkeypatch.setattr(network, "_SORTED_UP_TO", 1024)
 
@@ -91,7 +91,7 @@ GOLDEN = [
 
 
 def test_orders_never_change_between_versions():
-    """Checkpoints of earlier versions rely on these values: a change here breaks every resumed run."""
+    """Checkpoints of earlier versions rely on these values, so a change breaks every resumed run."""
     for n, seed, epoch, start, expected in GOLDEN:
         assert epoch_order(n, seed, epoch, start, start + len(expected)).tolist() == expected
 
@@ -124,7 +124,7 @@ def test_each_of_fifty_samples_is_equally_likely_at_every_position(epochs):
 
 
 def test_samples_of_a_large_set_are_equally_likely_at_every_position(way):
-    """Places and samples of 1,500 in 30 x 30 cells over 300 orders."""
+    """Count positions and samples in 30 x 30 cells over 300 orders of 1,500 samples."""
     counts = np.zeros((30, 30), np.int64)
     for number in range(300):
         order = whole(1500, number % 7, number)
@@ -134,7 +134,7 @@ def test_samples_of_a_large_set_are_equally_likely_at_every_position(way):
 
 @pytest.mark.parametrize("n", [50, 1500])
 def test_neighbors_in_an_order_are_independent_of_neighbors_in_the_data(n, way):
-    """The step from one sample to the next, modulo n, takes each value but 0 equally often."""
+    """The difference of consecutive samples, modulo n, takes each value except 0 equally often."""
     counts = np.zeros(n, np.int64)
     for number in range(20_000 // n + 20):
         order = whole(n, number, 1)
@@ -172,7 +172,7 @@ def test_an_invalid_range_is_rejected():
 
 @pytest.mark.parametrize("n", [2**16 + 1, 256 * 257, 257**2, 100_000, 2**20, 4096**2 - 5, 4096**2, 4096**2 + 1])
 def test_tables_contain_the_values_of_the_hash(n, monkeypatch):
-    """Up to the largest grid that has tables, and with cells beyond n, none, and as many as there can be."""
+    """Test grids up to the largest one with tables, with no, some and the most possible cells beyond n."""
     starts = (0, (n - 1000) // 2, n - 1000)
     by_tables = [epoch_order(n, 5, 6, start, start + 1000) for start in starts]
     monkeypatch.setattr(network, "_TABLES_UP_TO", 0)
@@ -212,7 +212,7 @@ def test_all_permutations_of_few_samples_are_equally_likely(size):
 @pytest.mark.parametrize("size", [31, 7, 36, 37, 64, 100, 32, 33])
 @pytest.mark.parametrize("apart", [1, 2, 3])
 def test_pairs_of_positions_contain_all_pairs_equally_often(size, apart):
-    """Places 0 and `apart`, and so each of them alone; the bound is that of 10 times more pairs than cells."""
+    """Count the pairs at positions 0 and `apart`, with 10 times more pairs than cells."""
     found = permutations(size, 10 * size * size, key=apart)
     pairs = np.bincount(found[:, 0] * size + found[:, apart], minlength=size * size).reshape(size, size)
     assert not pairs.diagonal().any()
@@ -220,7 +220,7 @@ def test_pairs_of_positions_contain_all_pairs_equally_often(size, apart):
 
 
 def test_random_words_equal_those_of_splitmix64():
-    """The first outputs for seed 1234567, as the reference implementation prints them."""
+    """Compare with the reference implementation's first outputs for seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert hashed(1234567, np.arange(1, 5)).tolist() == expected
     assert [hashed(1234567, np.array(number)).item() for number in range(1, 5)] == expected

@@ -98,7 +98,7 @@ def filled(hint: Any, name: str) -> Any:
     if origin in (dict, collections.abc.Mapping):
         return {filled(arguments[0], name): filled(arguments[1], name)}
     if dataclasses.is_dataclass(hint):
-        # `Text` refers to classes that modules of reports need not import.
+        # `Text` refers to classes that the modules of reports may not import.
         hints = typing.get_type_hints(hint, localns=vars(messages))
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
         # A field of its own type would recurse forever.

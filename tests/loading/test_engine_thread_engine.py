@@ -88,7 +88,7 @@ def start() -> Iterator[Callable[..., ThreadPool]]:
 
 
 def taken(running: ThreadPool) -> Iterator[Batch]:
-    """Yield all batches as a user of the loader receives them."""
+    """Yield all batches as the user of a loader receives them."""
     while (group := running.take(DEADLINE_S)) is not None:
         yield from group.batches
         running.make_room()

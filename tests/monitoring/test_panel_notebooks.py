@@ -75,7 +75,7 @@ class Sent:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes a second of the frames between the first, which opens the output, and the last, which closes it."""
+        """Bytes per second of all frames except the first one, which opens the output, and the last one."""
         sizes = [size for kind, size, _ in self.messages if kind in ("update_display_data", "comm_msg")]
         return sum(sizes[:-1]) / self.seconds
 

@@ -1,4 +1,4 @@
-"""The launcher in real kernels, clicked as a front end clicks: Colab's, and with `--full` the newest."""
+"""The launcher in real kernels, with a front end's click messages: Colab's kernel, and with `--full` the newest one."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Kernel:
     published: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, code: str) -> str:
-        """Run a cell and return what it printed; an error in it is one here."""
+        """Run a cell and return its printed output; raise an error if the cell fails."""
         return self.read(self.client.execute(code))
 
     def read(self, parent: str) -> str:
-        """Return what was printed until the request of this id was served."""
+        """Return the printed output of the request with this id."""
         deadline, printed = time.monotonic() + LIMIT_S, ""
         while time.monotonic() < deadline:
             message = self.next()
@@ -76,11 +76,11 @@ class Kernel:
         return message
 
     def state(self) -> tuple[str, list[str], list[bool], list[str]]:
-        """Return the message, the staged path, whether it was in the main thread, and the results."""
+        """Return the launcher's message, the staged path, whether the work ran in the main thread, and the results."""
         return tuple(json.loads(self.run(STATE)))
 
     def clicks(self, action: str, times: int = 1) -> list[str]:
-        """Click a button as a front end does, some times in a row, and return the ids of the messages."""
+        """Click a button several times in a row as a front end does, and return the ids of the messages."""
         model = self.run(f"print(view.buttons[{action!r}].model_id)").strip()
         data = {"method": "custom", "content": {"event": "click"}}
         sent = [self.client.session.msg("comm_msg", {"comm_id": model, "data": data}) for _ in range(times)]
@@ -95,16 +95,16 @@ class Kernel:
         return self.state()
 
     def wait_for(self, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait for a message that is as asked for."""
+        """Wait for a message that meets a condition."""
         deadline = time.monotonic() + LIMIT_S
         while not holds(self.next()):
             assert time.monotonic() < deadline
 
     def interrupt_until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Interrupt the kernel until a message is as asked for.
+        """Interrupt the kernel until a message meets a condition.
 
-        What a signal raises is lost now and then, where Python or a library ignores what destructors and callbacks
-        raise; it comes here right after a message was sent, where there are some.
+        An interrupt can be lost, because Python ignores exceptions in destructors and callbacks. Such code often runs
+        right after a message was sent, which is when this method interrupts.
         """
         for _ in range(5):
             self.manager.interrupt_kernel()

@@ -265,7 +265,7 @@ def test_labels_of_any_text_survive_a_csv(tmp_path, labels):
 
 
 def _reads_as_a_number(text: str) -> bool:
-    """Return whether a CSV file, which has no types, may change a label to a number, a flag or nothing."""
+    """Return whether a CSV file, which has no types, may turn a label into a number, a boolean or a missing value."""
     return text.strip().lower() in ("true", "false", "nan", "inf", "-inf", "+inf", "infinity") or text.strip()[:1] in (
         *"+-.0123456789",
         "",

@@ -151,7 +151,7 @@ Odd = Callable[[int, "OddFile", int], bytes]
 
 
 class OddFile(io.FileIO):
-    """A file whose reads call a function with the number of the read."""
+    """A file that calls a function with the number of each read."""
 
     def __init__(self, path: Path, source: OddFolder) -> None:
         super().__init__(path)
