@@ -2,9 +2,9 @@
 
 - `drive`: `mount()`, `unmount()`, `flush()` and `clear_cache()` for Google Drive.
 - `probing`: `read_probe()` measures what a mount can deliver.
-- `sources`: folders, archives, tables, records and buckets as one list of items, read concurrently.
+- `sources`: reads the items of folders, archives, tables, record files and buckets concurrently.
 - `addresses`: parses Drive links, https and fsspec addresses.
-- `fetching`: `fetch()` downloads from them.
+- `fetching`: `fetch()` downloads from these addresses.
 - `staging`: `stage()` makes local copies, `unstage()` removes them.
 - `publishing`: `publish()` copies finished files to the remote.
 

@@ -1,4 +1,4 @@
-"""Parse source addresses: find the kind of a source from its text alone, and remove secrets before it is shown."""
+"""Parse source addresses: determine their kind from the text alone, and remove secrets before they are shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FSSPEC = "fsspec"
 
 _EXPECTED = "a Drive ID or link, an https address or an fsspec URL"
 _SHOWN_CHARS = 300
-# File systems allow 255 bytes.
+# File systems allow file names of up to 255 bytes.
 _NAME_BYTES = 200
 # Known IDs have 28, 33 or 44 characters; gdown also requires at least 25.
 _DRIVE_ID = re.compile(r"[-\w]{25,}", re.ASCII)
@@ -32,7 +32,7 @@ _DRIVE_FOLDER_PAGES = ("folderview", "embeddedfolderview")
 _EXPORT = re.compile(r"/(export|pub)$")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(://|::)")
 _LOCAL = frozenset({"file", "local"})
-# Shorter query values, as in `download=1`, are common words that also occur elsewhere in a message.
+# Removing shorter query values, as in `download=1`, would also remove ordinary words from messages.
 _SECRET_CHARS = 8
 
 
@@ -59,7 +59,7 @@ class Address:
         return hashlib.sha256(os.fsencode("\0".join([self.kind, self.text, *more]))).hexdigest()
 
     def scrubbed(self, text: object) -> str:
-        """Return another program's message as one line of limited length, without the secrets of any address in it."""
+        """Return another program's message as one short line, without the secrets in its addresses."""
         found = " ".join(str(text).split())
         for secret in sorted(_secrets(self.text), key=len, reverse=True):
             found = found.replace(secret, "...")
@@ -69,7 +69,7 @@ class Address:
 
 
 def address_of(source: str) -> Address:
-    """Parse the text of a source into an `Address`.
+    """Parse a source string into an `Address`.
 
     Raises:
         InvalidOption: if the text is not an address that can be fetched.
@@ -88,7 +88,7 @@ def address_of(source: str) -> Address:
         return Address(FSSPEC, text, _shown(text))
     if not scheme and _DRIVE_ID.fullmatch(text) and not os.path.lexists(text):
         return Address(DRIVE_FILE, text, f"{DRIVE_FILE} {text}")
-    # It may be an address whose scheme is missing, so it can hold secrets too.
+    # The text may be an address without its scheme, so it can hold secrets too.
     bare = re.split(r"[?#]", text, maxsplit=1)[0].rpartition("@")[2]
     act = f"fetch {_shown(text) if scheme else _limited(printable(bare))!r}"
     raise InvalidOption(cannot(act, "it is a local path", _EXPECTED, ("Copy local files with ", call("stage"))))
@@ -112,7 +112,7 @@ def _web(text: str) -> Address:
         found = [(DRIVE_FOLDER if is_folder else DRIVE_FILE, query["id"])]
     if not found or not re.fullmatch(r"[-\w]+", found[0][1], re.ASCII):
         page = "it is a Drive page without the ID of a file or folder"
-        next_step = "In Drive's menu of the file, choose Share, then Copy link"
+        next_step = "In the file's menu in Drive, choose Share, then Copy link"
         raise InvalidOption(cannot(act, page, "the link of one file or folder", next_step))
     kind, drive_id = found[0]
     return Address(kind, drive_id, f"{kind} {drive_id}", resource_key=query.get("resourcekey", ""))
@@ -137,7 +137,7 @@ def safe_name(name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return an address without userinfo, query and fragment, for each link of a chain (`zip://a::https://...`)."""
+    """Return an address, or a chain of them (`zip://a::https://...`), without userinfo, queries and fragments."""
     links = []
     for link in text.split("::"):
         scheme, separator, rest = re.split(r"[?#]", link, maxsplit=1)[0].partition("://")
@@ -155,10 +155,10 @@ def _limited(text: str) -> str:
 
 
 def _secrets(text: str) -> set[str]:
-    """Return the parts of an address that no message may show, for each link of a chain."""
+    """Return the parts of an address, or of each link in a chain, that no message may show."""
     found: set[str] = set()
     for link in text.split("::"):
-        # `urlsplit` raises ValueError for brackets that hold no IP address.
+        # `urlsplit` raises ValueError if brackets in the address do not hold an IP address.
         with contextlib.suppress(ValueError):
             parts = urlsplit(link)
             userinfo = parts.netloc.rpartition("@")[0]

@@ -1,1 +1,1 @@
-"""Mount, find, repair, flush and unmount Google Drive and clear its cache, by the exact type of the mount."""
+"""Mount, find, repair, flush and unmount Google Drive, and clear its cache, for all supported types of mounts."""

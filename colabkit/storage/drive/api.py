@@ -1,4 +1,4 @@
-"""`mount()`, `unmount()`, `flush()` and `clear_cache()` for Google Drive, adapted to the exact type of the mount.
+"""`mount()`, `unmount()`, `flush()` and `clear_cache()` for all supported types of Google Drive mounts.
 
 Only child processes with a deadline touch a mount, so that a dead or hanging one cannot freeze the notebook.
 """
@@ -54,12 +54,12 @@ def mount(
     """Mount Google Drive, or find its existing mount, and report its path.
 
     A working mount is reused without asking for consent again; a mount whose program died is repaired. Outside Colab,
-    an existing mount by google-drive-ocamlfuse or rclone is used; without one, the error lists the alternatives.
+    an existing google-drive-ocamlfuse or rclone mount is used; without one, the error lists the alternatives.
 
     Args:
         path: where to mount Drive; defaults to its present mount point, else `/content/drive`.
-        readonly: refuse writes, which makes reading for training safer.
-        timeout: seconds for the consent, for Drive, and later for DriveFS to list one folder; large folders need more.
+        readonly: refuse writes, to protect training data from accidental changes.
+        timeout: seconds to wait for consent, for Drive, and later for each folder listing; large folders need more.
         force: also remount a working mount, after sending its writes, and a hanging mount, which loses unsent writes.
 
     Returns:
@@ -67,7 +67,7 @@ def mount(
 
     Raises:
         MountFailed: if Drive cannot be mounted; the attribute `cause` holds the reason.
-        UnsentWrites: if writes could not be sent before mounting again.
+        UnsentWrites: if writes could not be sent before remounting.
 
     Example:
         >>> import colabkit
@@ -126,7 +126,7 @@ def _note_of_mode(found: Mount, mode: bool | None) -> Text:
 
 
 def _forced_only(found: Mount, state: str, reason: str) -> MountFailed:
-    """Return the error for a DriveFS mount that hangs or returns errors, and is replaced only on request."""
+    """Return the error for a DriveFS mount that hangs or returns errors, which `mount()` replaces only on request."""
     is_quota = "quota" in log_causes()
     problem = "does not respond" if state == "hung" else "returns errors"
     log = "; its log reports QUOTA_EXCEEDED" if is_quota else ""
@@ -143,7 +143,7 @@ def _forced_only(found: Mount, state: str, reason: str) -> MountFailed:
 
 
 def _cannot_replace(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
-    """Return the error for a mount that google.colab did not make; if it is dead, unmount it first."""
+    """Return the error for a mount that google.colab did not make; if the mount is dead, unmount it first."""
     kind = DRIVE_TYPES[found.fstype]
     problem = "does not respond" if state == "hung" else "returns errors"
     command = f"{f'rclone mount {found.source}' if found.fstype == RCLONE else kind} {found.point}"
@@ -280,8 +280,8 @@ def clear_cache(
 ) -> CacheReport:
     """Clear the local cache of the Drive mount, to see new files and to free disk space.
 
-    DriveFS uploads its writes and exits, its cache is removed, and Drive is mounted again. google-drive-ocamlfuse
-    uploads, is unmounted, cleared with `-cc` and mounted again. rclone only forgets its directory listings.
+    For DriveFS: send all writes, end the program, remove its cache and mount Drive again. For google-drive-ocamlfuse:
+    wait for uploads, unmount, run `-cc` and mount again. For rclone: only forget the directory listings.
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.

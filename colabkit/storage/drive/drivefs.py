@@ -57,11 +57,11 @@ from colabkit.storage.drive.mountpoints import (
 _PUSH = "import sys; from google.colab import drive; drive.flush_and_unmount(timeout_ms=int(sys.argv[1]))"
 # google.colab applies `timeout` twice: to the consent and to DriveFS.
 _WAITS = 2
-# Extra time for google.colab's shell before our own deadline interrupts it.
+# Extra time for google.colab to report its own timeout before colabkit's deadline interrupts it.
 _GRACE_S = 30.0
-# The default of google.colab.
+# Default timeout of google.colab.
 _TIMEOUT_S = 120.0
-# Time limit for DriveFS and its mount to disappear after it reports its end.
+# Time limit for the DriveFS process and its mount to disappear after `flush_and_unmount` returns.
 _END_S = 15.0
 _ANYWHERE: Text = (
     "Mount it with 'rclone mount REMOTE: FOLDER --vfs-cache-mode full --rc', so that paths such as drive:birds work, "
@@ -73,7 +73,7 @@ _AGAIN: Text = (
     call("mount"),
     " again; if that fails, use Runtime > Disconnect and delete runtime",
 )
-# The report gives the same information in more detail.
+# Beginnings of printed lines that are dropped, since the report gives the same information in more detail.
 _EXPECTED = ("Mounted at", "Drive already mounted at")
 
 
@@ -89,7 +89,7 @@ def check_can_mount(place: Place, act: str = "mount Drive") -> None:
 
 
 def _not_here(place: Place, act: str) -> MountFailed:
-    """Return the error that names an alternative to `google.colab` for a place."""
+    """Return an error that names an alternative to `google.colab` for this environment."""
     if place.name == "Kaggle":
         return MountFailed(
             cannot(
@@ -135,7 +135,7 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     """Mount Drive through `google.colab` and return the working mount; raises `MountFailed` with its cause."""
     check_can_mount(current_place())
     holding = mount_holding(point, mounts())
-    # google.colab would access this folder, and could hang there.
+    # google.colab would access this folder and could hang.
     if holding is not None and holding.is_remote:
         failure = MountFailed(
             cannot(
@@ -178,9 +178,9 @@ _options: dict[str, tuple[bool, float]] = {}
 
 
 def options_of(mount: Mount) -> tuple[bool | None, float | None]:
-    """Return whether a mount is read-only and its limit in seconds for listing a folder; None for what is unknown.
+    """Return whether a mount is read-only, and its timeout in seconds for listing a folder; None if unknown.
 
-    DriveFS keeps both to itself, so the mount table does not show them. They are known for mounts of this process; for
+    The mount table does not show these options of DriveFS. For mounts made by this process, they are recorded; for
     others, they are parsed from DriveFS's command line.
     """
     if mount.point in _options:
@@ -240,7 +240,7 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tupl
         return "top folder", MountFailed(
             cannot(
                 "mount Drive",
-                f"Drive's top folder holds too many items to be listed within {format_seconds(timeout)}",
+                f"My Drive's root folder holds too many items to be listed within {format_seconds(timeout)}",
                 "",
                 (
                     "Run ",
@@ -267,7 +267,7 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tupl
 
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in the block, which must run in the main thread, when its time is up."""
+    """Raise `TimeoutError` if the block, which must run in the main thread, takes longer than `seconds`."""
 
     def ring(*_: object) -> None:
         raise TimeoutError(f"google.colab did not end within {seconds:g} s")
@@ -287,7 +287,7 @@ def alarm(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DriveFs(DriveMount):
-    """Colab's own mount of Drive."""
+    """Colab's built-in Drive mount."""
 
     mount: Mount
 
@@ -303,11 +303,11 @@ class DriveFs(DriveMount):
         return None
 
     def cache_folder(self) -> Path:
-        """Return the folder of DriveFS, with its cache, its state and its logs."""
+        """Return DriveFS's folder, which holds its cache, state and logs."""
         return Path.home() / DRIVEFS_FOLDER
 
     def cached(self) -> list[Path]:
-        """Return the contents of the cache folder except the logs, which show why something failed."""
+        """Return the contents of the cache folder except the logs, which are needed to explain failures."""
         folder = self.cache_folder()
         return [path for path in sorted(folder.iterdir()) if path.name != "Logs"] if folder.is_dir() else []
 

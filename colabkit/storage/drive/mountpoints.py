@@ -38,10 +38,10 @@ from colabkit.foundation import (
 Liveness = Literal["alive", "failing", "dead", "hung"]
 
 PROBE_S = 15.0
-"""Seconds after which a mount hangs if it has not answered `statvfs`, whose answer is never cached."""
+"""Seconds within which a mount must answer `statvfs`, which is never cached; otherwise it counts as hanging."""
 
 NO_UPLOADS = "no pending uploads; whether all writes reached Drive cannot be checked from here"
-"""State of the writes after all uploads, as the program that serves the mount reports it."""
+"""State of the writes once the program that serves the mount reports no pending uploads."""
 
 # The kernel returns these errors when the mount's program is gone.
 _DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
@@ -64,7 +64,7 @@ def counted_files(count: int | None) -> str:
 
 
 def with_cause(cause: str, error: MountFailed) -> MountFailed:
-    """Set the attribute `cause` of an error, and return the error."""
+    """Set an error's `cause` attribute and return the error."""
     error.cause = cause
     return error
 
@@ -95,7 +95,7 @@ def mounts_at(point: str) -> int:
 
 
 def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
-    """Unmount; with `lazily`, at once, even if files are open or the program does not answer.
+    """Unmount; with `lazily`, do so at once, even if files are open or the program does not answer.
 
     Raises:
         MountFailed: if the mount is in use, or belongs to another user.
@@ -136,7 +136,7 @@ class Daemon:
 
     pid: int
     program: str
-    # Arguments and environment can hold secrets.
+    # Arguments and environment can hold secrets, so the repr omits them.
     arguments: tuple[str, ...] = field(repr=False)
     environ: dict[str, str] = field(repr=False)
     folder: str = "/"

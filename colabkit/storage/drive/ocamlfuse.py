@@ -1,6 +1,6 @@
-"""Drive mounts by google-drive-ocamlfuse: find the cache, count unsent files, and clear the cache without losing them.
+"""google-drive-ocamlfuse mounts: find the cache, count unsent files, and clear the cache without losing them.
 
-`google-drive-ocamlfuse -cc` removes every file of the cache folder, including `cache.db` with the upload queue, and
+`google-drive-ocamlfuse -cc` removes every file in the cache folder, including `cache.db` with the upload queue, and
 does not coordinate with a running mount. So the order is: wait for the uploads, unmount, check the queue again (it is
 exact only then, as the program may keep it in memory), run `-cc`, and mount again with the same arguments.
 """
@@ -126,7 +126,7 @@ class Ocamlfuse(DriveMount):
             raise with_cause("unknown", failure)
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache in the order that loses nothing; if files are unsent, keep the mount or mount again."""
+        """Clear the cache without losing writes; if files are unsent, keep the mount or mount it again."""
         try:
             self.wait_for_uploads(act, timeout, progress)
         except TimedOut:
@@ -145,8 +145,8 @@ class Ocamlfuse(DriveMount):
                     )
                 )
             finished = self._run(["-cc", *self._identity()], act, timeout)
-            # Without stored consent it ends with status 1 although it has cleared the cache, so check the remaining
-            # files.
+            # Without stored consent, `-cc` exits with status 1 although it has cleared the cache, so check which files
+            # remain.
             if left := [path for path in self.cached() if not path.name.startswith("cache.db")]:
                 failure = MountFailed(
                     cannot(
@@ -166,7 +166,7 @@ class Ocamlfuse(DriveMount):
         return "" if unsent == 0 else f"{counted_files(unsent)} not uploaded"
 
     def _identity(self) -> list[str]:
-        """Return the arguments that select the cache: all except the mount point and options for mounting only."""
+        """Return the arguments that select the cache: all except the mount point and mount-only options."""
         selected: list[str] = []
         words = iter(self.daemon.arguments)
         for word in words:

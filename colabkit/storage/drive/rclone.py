@@ -1,8 +1,8 @@
-"""Drive mounts by rclone: the remote control, unsent files, and clearing the cached directory listings.
+"""rclone mounts of Drive: call the remote control, count unsent files, and clear cached directory listings.
 
 The remote control (`--rc`) is called over HTTP with a deadline; without it, SIGHUP still makes rclone forget its
-listings. rclone itself evicts contents cached by `--vfs-cache-mode`, by `--vfs-cache-max-size` and
-`--vfs-cache-max-age`.
+listings. rclone itself evicts the file contents that `--vfs-cache-mode` caches, as set by
+`--vfs-cache-max-size` and `--vfs-cache-max-age`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RC_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Rclone(DriveMount):
-    """An rclone mount, its program, and its remote control, which is None if none answers."""
+    """An rclone mount with its program and its remote control, which is None if it does not answer."""
 
     mount: Mount
     daemon: Daemon
@@ -56,7 +56,7 @@ class Rclone(DriveMount):
         return cls(mount, daemon, control if control and control.answers(mount) else None)
 
     def _stats(self) -> dict[str, Any]:
-        """Return the remote control's statistics of the disk cache; empty without a remote control."""
+        """Return the disk cache's statistics from the remote control; empty without one."""
         if self.control is None:
             return {}
         answer = self.control.ask("vfs/stats", self.control.named(self.mount)).get("diskCache")
@@ -163,7 +163,7 @@ class Control:
 
 
 def control_of(daemon: Daemon) -> Control | None:
-    """Return the plain-HTTP remote control that a program was started with, from its arguments and environment."""
+    """Return a program's plain-HTTP remote control, as set by its arguments and environment; None without one."""
     given = dict(_flags(daemon.arguments))
 
     def value(flag: str, default: str = "") -> str:
@@ -180,7 +180,7 @@ def control_of(daemon: Daemon) -> Control | None:
 
 
 def _is_mount(arguments: tuple[str, ...]) -> bool:
-    """Return whether the subcommand mounts; others, such as `rclone copy`, may name the folder and die of SIGHUP."""
+    """Return whether the subcommand is a mount; others, such as `rclone copy`, would be killed by SIGHUP."""
     for number, word in enumerate(arguments):
         if word in _MOUNTING:
             return True

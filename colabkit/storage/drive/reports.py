@@ -18,7 +18,7 @@ class MountReport(Report):
         mountpoint: folder where Drive is mounted.
         kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
         state: `"mounted"`, `"was mounted already"`, or `"repaired"` if a dead mount was replaced.
-        readonly: whether writes are refused; None if unknown, for example for a DriveFS mounted by another process.
+        readonly: whether writes are refused; None if unknown, for example for a DriveFS mount made by another process.
         seconds: duration of the call.
     """
 
@@ -56,7 +56,7 @@ class MountReport(Report):
 
 
 def with_notes(report: MountReport, notes: tuple[Text, ...]) -> MountReport:
-    """Set the notes of a report, which front ends show in their words, and return the report."""
+    """Set a report's notes, in which each front end shows its own names of options and calls; return the report."""
     object.__setattr__(report, "_notes", notes)
     return report
 
@@ -114,13 +114,13 @@ class CacheReport(Report):
 
     Attributes:
         mountpoint: folder where Drive is mounted.
-        kind: type of the mount.
+        kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
         folder: the cache folder; None if the cache is only in the memory of the mount's program.
-        cached_bytes: disk space that the cache took.
-        freed_bytes: disk space that was freed, or would be with `dry_run`.
+        cached_bytes: disk space that the cache took up, in bytes.
+        freed_bytes: disk space that was freed, or would be freed with `dry_run`, in bytes.
         unsent: number of files not yet uploaded; None if unknown.
-        steps: the steps that were done, or would be with `dry_run`.
-        loss: the data that was lost, or would be with `dry_run`; empty for none.
+        steps: the steps that were taken, or would be taken with `dry_run`.
+        loss: the data that was lost, or would be lost with `dry_run`; empty if none.
         dry_run: whether nothing was changed.
         seconds: duration of the call.
     """

@@ -1,4 +1,4 @@
-"""`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL, resumes and verifies it.
+"""`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL; it can resume.
 
 Received data stays in a hidden folder beside the target, `.colabkit-...-kept.partial`, until it is complete: an
 interrupted or killed fetch resumes when it is run again, even in a new process. At every instant, the final path holds
@@ -104,15 +104,15 @@ def fetch(
 
     A fetch that was stopped by an error, Ctrl-C or a kill resumes when you call it again.
 
-    A repeated call fetches nothing if the final path is known to hold the data. That is so if the file has the
-    requested digest. It is also so if an earlier call fetched it from the same source to the same place, it has not
-    been modified since (by size and modification time, or by the number and total size of a folder's files), and the
-    server reports the same version. Drive reports no versions, so it is not asked. Any other file or folder at the
-    final path is left alone unless `overwrite` is set.
+    A repeated call fetches nothing if the final path is known to hold the data. Either the file has the requested
+    digest, or an earlier call fetched it from the same source to the same path, it has not been modified since (judged
+    by size and modification time, or by the number and total size of a folder's files), and the server reports the same
+    version. Drive reports no versions, so none is compared. Any other file or folder at the final path is left
+    unchanged unless `overwrite` is set.
 
-    An fsspec file system is read by threads, with many files and parts of files at once. If a request for at most 4 MiB
-    of a file takes longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped, and
-    stays until the file system answers.
+    Threads read many files, and parts of files, of an fsspec file system at once. If a request for at most 4 MiB of a
+    file takes longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped and remains
+    until the file system answers.
 
     Args:
         source: the ID of a Drive file, a share link of a Drive file or folder, an `https://` or `http://` address, or
@@ -166,7 +166,7 @@ def fetch(
         except AlreadyThere as there:
             record, reused = there.record, True
             path = job.folder / (job.name or Path(record.path).name)
-            # Discard the partial of a run that was meant to replace the data.
+            # Discard the partial of an interrupted call that was to replace the data.
             partials.discard_kept(path, address.digest(job.name))
     return FetchReport(
         path=path,
@@ -219,7 +219,7 @@ def _no_new_empty_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # The folder is not empty.
+        # Removing a folder that is not empty fails.
         with contextlib.suppress(OSError):
             for path in missing:
                 file_changes.remove_empty_folder(path)

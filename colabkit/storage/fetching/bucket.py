@@ -1,4 +1,4 @@
-"""Fetch files and folders of any fsspec file system, read concurrently and resumed block by block."""
+"""Fetch files and folders from any fsspec file system, with concurrent reads, and resume after the last block."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _BucketDownload:
             raise
 
     def can_resume(self) -> bool:
-        """Return whether the next call can reuse the received data, since its version is known."""
+        """Return whether the next call can reuse the received data, which requires that its version is known."""
         return bool(self.kept.record.get("validator") and file_changes.disk_bytes(self.kept.data))
 
     def attempt(self) -> FetchResult:
@@ -79,7 +79,7 @@ class _BucketDownload:
         except SourceChanged:
             raise self._start_over() from None
         except FileFailed as error:
-            # Use the cause: it holds the file system's message without secrets, and this job adds its own action.
+            # Use only the cause, which holds the file system's message without secrets; this job adds its own action.
             cause = error.__cause__
             reason = str(cause.strerror if isinstance(cause, OSError) else error)
             raise TryFailed(reason, "Try again") from None
@@ -133,7 +133,7 @@ class _BucketDownload:
         return FetchResult(path, name, bucket.via, version, len(facts), digests_of(path, job.expected))
 
     def _blocks(self, path: str, item: Item | None) -> Iterator[bytes]:
-        """Yield the blocks of a file that has no range reads, or whose size its file system does not know."""
+        """Yield the blocks of a file that does not support range reads, or whose size is unknown."""
         received = 0
         for block in self.bucket.stream(path, BLOCK_BYTES):
             received += len(block)

@@ -5,7 +5,7 @@ forever. Here, name lookup, connecting, TLS, redirects and headers share one dea
 the time that is left. The reader of the body extends the deadline whenever enough bytes arrive.
 
 The transport is the standard library's. requests and urllib3 have no deadline over several reads, read the bodies of
-redirects and take credentials from ~/.netrc; undoing that takes more code than their redirects and proxies save.
+redirects and take credentials from ~/.netrc; disabling that takes more code than their redirects and proxies save.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _HTML = re.compile(
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _HTML_NAMES = (".html", ".htm", ".xhtml")
 _TITLE_CHARS = 80
-# More digits cannot be a number of bytes, and Python refuses to convert thousands of them.
+# A longer number cannot be a byte count, and Python refuses to convert thousands of digits.
 _COUNT = "[0-9]{1,18}"
 
 
 class RedirectRefused(Exception):
-    """A redirect leads from https to another scheme, or to a scheme other than https and http; the text names both."""
+    """A redirect from https to another scheme, or to a scheme other than https and http; the message names both."""
 
 
 class Deadline:
@@ -62,7 +62,7 @@ class Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """Set the deadline to the whole timeout from now."""
+        """Set the deadline to the full timeout from now."""
         self._until = time.monotonic() + self._timeout
 
     def extend(self, seconds: float) -> None:
@@ -121,7 +121,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def http_error_302(  # type: ignore[override]
         self, req: urllib.request.Request, fp: HTTPResponse, code: int, msg: str, headers: http.client.HTTPMessage
     ) -> Any:
-        # The body may be endless, and nobody reads it.
+        # The body is not needed, and may be endless.
         fp.close()
         return super().http_error_302(req, cast(IO[bytes], fp), code, msg, headers)
 
@@ -179,9 +179,9 @@ def open_address(url: str, headers: dict[str, str], authorization: str | None, d
 
 
 def validator(headers: Message) -> str:
-    """Return a validator of the file's version, as `If-Range` accepts it; empty if there is none.
+    """Return the header value that identifies the file's version in `If-Range`; empty if there is none.
 
-    It is a strong ETag, or else the time of the last change (RFC 9110, 13.1.5).
+    This is a strong ETag, or else the modification date (RFC 9110, 13.1.5).
     """
     tag = headers.get("ETag", "").strip()
     return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "").strip()
@@ -195,7 +195,7 @@ def total_bytes(headers: Message) -> int | None:
 
 
 def content_range(headers: Message) -> tuple[int | None, int | None, int | None] | None:
-    """Return first byte, last byte and total of a `Content-Range`; None for unknown values or an invalid header."""
+    """Return the first byte, last byte and total of a `Content-Range`; None for unknown values or an invalid header."""
     text = headers.get("Content-Range", "").strip()
     if not (found := re.fullmatch(rf"bytes\s+(?:({_COUNT})-({_COUNT})|\*)/({_COUNT}|\*)", text, re.IGNORECASE)):
         return None
@@ -240,7 +240,7 @@ def is_html(headers: Message | None, head: bytes, name: str) -> bool:
     Args:
         headers: headers of the response, or None if unknown.
         head: the first `HEAD_BYTES` of the body, or all of a shorter one.
-        name: the file name; with the suffix of a web page, a page is expected.
+        name: the file name; a suffix such as `.html` means that a web page was requested.
     """
     if name.lower().endswith(_HTML_NAMES) or b"\0" in head:
         return False

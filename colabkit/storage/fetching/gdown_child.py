@@ -1,4 +1,4 @@
-"""Run gdown in a child process, whose script is this module, and report to the parent in JSON lines.
+"""Run gdown in a child process, as its script, and report to the parent in JSON lines.
 
 gdown has no timeouts, prints its messages, and trusts the part files that it resumes. `_Guard` checks every response
 before gdown does: if a range does not continue the part, or belongs to another version, the child ends before a byte is
@@ -64,7 +64,7 @@ class _Guard:
         def guarded(own: Any, request: Any, **options: Any) -> Any:
             self.add_key(request)
             response = send(own, request, **options)
-            # This is the last response of a redirect chain; the earlier ones also pass here.
+            # Requests that follow redirects return the last response; the earlier ones pass here without this option.
             if options.get("allow_redirects"):
                 self.check(response)
             return response
@@ -81,7 +81,7 @@ class _Guard:
     def check(self, response: Any) -> None:
         headers = response.headers
         self.status = response.status_code
-        # urllib3 1 would take a broken connection for the end of the file.
+        # Without this, urllib3 1 takes a broken connection for the end of the file.
         response.raw.enforce_content_length = True
         requested = re.fullmatch(r"bytes=(\d+)-", response.request.headers.get("Range", ""))
         if requested:
@@ -121,7 +121,7 @@ def _end_with(parent: int) -> None:
 
 
 def _lock(path: str) -> None:
-    """Wait until no child of a killed parent writes here."""
+    """Wait until no child of an earlier, killed parent is writing here."""
     fd = os.open(path, os.O_RDONLY)
     until = time.monotonic() + _LOCK_S
     while True:
@@ -132,7 +132,7 @@ def _lock(path: str) -> None:
                 raise
             time.sleep(0.05)
         except OSError:
-            # The file system has no locks, so the folder belongs to this fetch only.
+            # The file system does not support locks, so only this fetch uses the folder.
             return
         else:
             return
@@ -143,7 +143,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the root cause of an error of requests, without the wrapping exceptions."""
+    """Return the root cause of a requests error, without the wrapping exceptions."""
     inner = getattr(error.args[0] if error.args else None, "reason", None) or error
     return re.sub(r"^.*?\w*Connection\w*\(.*?\): ", "", str(inner))
 

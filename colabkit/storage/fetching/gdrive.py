@@ -37,11 +37,11 @@ from colabkit.storage.fetching.transfer import (
 )
 
 _AGAIN = "Check the network, then try again"
-# Time between two checks for new data.
+# Time between checks for new data.
 _LOOK_S = 0.5
 _PAGE_BYTES = 1 << 16
 
-# The record keeps the versions of this many files.
+# Number of files whose versions the record keeps.
 _KNOWN_FILES = 50
 _TRANSIENT = frozenset({408, 429})
 _CAUSES: tuple[tuple[tuple[str, ...], str, Text], ...] = (
@@ -60,7 +60,7 @@ _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder infor
 
 
 def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch a Drive file into the partial; documents arrive as gdown exports them. Raises the errors of `fetch`."""
+    """Fetch a Drive file into the partial; gdown exports Google documents. Raises the errors of `fetch`."""
     child = _Child(job, kept, is_folder=False)
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.can_resume)
 
@@ -119,7 +119,7 @@ class _Child:
         return self._last
 
     def can_resume(self) -> bool:
-        """Return whether another run can reuse data: any file of a folder, or a part of a file of known version."""
+        """Return whether another run can reuse data: any file of a folder, or part of a file whose version is known."""
         file = self.kept.record.get("known", {}).get(self.job.address.text, {})
         return self._bytes_there() > 0 and (self.is_folder or bool(file.get("total") and file.get("validator")))
 
@@ -127,7 +127,7 @@ class _Child:
         """Return the size of the files that gdown has finished and of its part files."""
         total = 0
         for path in [*self.kept.folder.glob(f"{self.kept.data.name}*"), *self.kept.data.rglob("*")]:
-            # gdown renamed the file meanwhile.
+            # gdown may rename a file meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 total += path.stat().st_size if path.is_file() else 0
         return total
@@ -156,7 +156,7 @@ class _Child:
         try:
             message = json.loads(line)
         except ValueError:
-            # A warning of the interpreter.
+            # The line is a warning from the interpreter.
             return
         if not isinstance(message, dict):
             return

@@ -1,4 +1,4 @@
-"""Shared parts of all downloads: the target, counted retries with pauses, progress, and digests."""
+"""Code shared by all downloads: the target, limited retries with pauses, progress, and digests."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from colabkit.foundation import (
 from colabkit.storage.addresses import DRIVE_FOLDER, Address
 
 TRIES = 5
-"""Attempts in a row that may bring no new data, and how often a fetch may have to start over."""
+"""Limit for consecutive attempts without new data, and for restarts from the first byte."""
 
 HUNG_TRIES = 2
-"""Attempts among these that may time out: a single packet can be lost, and each timeout takes long."""
+"""Limit for timeouts among these attempts: one packet may get lost, but each timeout takes long."""
 
 MIN_BYTES = 4096
 """Bytes that must arrive within the timeout; a slower server counts as not responding."""
 
 UNCHANGED = "Try again when nothing writes to the source"
-"""The advice after a source changed during the download."""
+"""Advice for a source that changed during the download."""
 
 _BACK_OFF_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -86,7 +86,7 @@ class AlreadyThere(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FetchRecord:
-    """The record of what a fetch put at a final path, and of the path's state at that time.
+    """A record of a completed fetch: its final path, that path's state, and the source's version.
 
     Each record is a small file in `near_folder()`, named by a digest of the address, never the address itself. A file
     counts as unmodified while its size and modification time are the same; a folder, while the number and total size of
@@ -126,7 +126,7 @@ def _record_path(identity: str) -> Path:
 
 
 def state_of(path: Path) -> tuple[int, int]:
-    """Return the state that shows modification: size and time of a file, or file count and total size of a folder."""
+    """Return values that reveal modification: size and time of a file, or file count and total size of a folder."""
     if path.is_dir():
         sizes = [file.lstat().st_size for file in path.rglob("*") if not file.is_dir()]
         return len(sizes), sum(sizes)
@@ -136,7 +136,7 @@ def state_of(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The result of a download in the partial: the path to publish, and facts about it."""
+    """The result of a download: the path inside the partial to publish, and facts about it."""
 
     path: Path
     name: str
@@ -226,7 +226,7 @@ class FetchJob:
         self.earlier = FetchRecord.read(self.identity)
         self.fetched_bytes = self.retries = 0
         self.resumed_bytes: int | None = None
-        # Received data is not kept if another process is using the place, or if the file system has no locks.
+        # Data is not kept if another process is using the partial, or if the file system does not support locks.
         self.is_kept = False
         self._progress = progress
         self._bar: ProgressBar | None = None

@@ -139,7 +139,7 @@ class _WebDownload:
         return have, expected
 
     def _admit(self, response: HTTPResponse, total: int | None) -> None:
-        """Choose the final path from the server's name for the file, and record what must stay the same."""
+        """Choose the final path from the server's name for the file, and record the values that must not change."""
         name = disposition_name(response.headers.get("Content-Disposition")) or self._name_of_path(response)
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity") and not name.lower().endswith((".gz", ".tgz", ".br", ".zst")):
@@ -205,7 +205,7 @@ class _WebDownload:
             raise TryFailed(f"the connection ended {missing} too early", _AGAIN)
 
     def _check_head(self, response: HTTPResponse, blocks: Iterator[bytes]) -> None:
-        """Keep the first bytes, unless they are those of a web page."""
+        """Store the first bytes; raise `FetchFailed` if they are those of a web page."""
         head = b""
         for block in blocks:
             head += block
@@ -294,12 +294,12 @@ class _WebDownload:
 
 
 def _version(validator: str, total: int | None) -> str:
-    """Return a text that identifies this version of a file; empty if the server reports only the length."""
+    """Return a string that identifies this version of a file; empty if the server reports only the length."""
     return f"{validator}|{total}" if validator else ""
 
 
 class _Sink:
-    """A file in a partial, written from its start or from where an earlier process stopped, and hashed meanwhile.
+    """A file in a partial that is hashed while it is written, from its start or where an earlier process stopped.
 
     Args:
         path: the file's path.

@@ -45,11 +45,11 @@ class _LastRecord(Exception):
 def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool = True) -> ProbeReport:
     """Measure how fast a folder or file can be listed, opened and read, and recommend how to use it.
 
-    The probe measures the latency of opening a file, the rate of listing, reads of whole small files with 1, 4, 16 and
-    32 threads, and reads of the largest file, if it has at least 16 MiB, with 1, 2, 4 and 8 concurrent ranges. Files of
-    up to 1 MiB count as small, or of less than 16 MiB if there are fewer than five smaller ones. A value is None if
-    there were too few files or too little time. Each file is read at most once, in random order, with a limit of about
-    5,300 small files and 600 MiB of the large one. Symbolic links below the path are not followed.
+    The probe measures the latency of opening a file and the rate of listing. It reads small files with 1, 4, 16 and 32
+    threads, and the largest file, if it has at least 16 MiB, with 1, 2, 4 and 8 concurrent ranges. Files of up to 1 MiB
+    count as small; if there are fewer than five of those, files of less than 16 MiB do. A value is None if there were
+    too few files or too little time. Each file is read at most once, in random order, with a limit of about 5,300 small
+    files and 600 MiB of the large one. Symbolic links below the path are not followed.
 
     Args:
         path: a folder or a file; `drive:` and `~` work.
@@ -78,10 +78,10 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
     started = time.monotonic()
     act = f"probe {str(path)!r}"
     check_seconds(act, "seconds", seconds)
-    # Read the table before the probe, as the mount can disappear meanwhile.
+    # Read the mount table before the probe, since the mount can disappear meanwhile.
     table = mounts()
     with file_changes.translated(act):
-        # Raises if the working folder was removed.
+        # `abspath` raises if the working folder was removed.
         text = os.path.abspath(user_path(path, act, table))
     records = _run_child(act, text, seconds, progress)
     _check(act, records)
@@ -118,7 +118,7 @@ def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
         try:
             record = json.loads(line)
         except ValueError:
-            # A warning of the interpreter.
+            # The line is a warning from the interpreter.
             return
         records[record["kind"]].append(record["values"])
         records["errors"].append(record["errors"])

@@ -1,7 +1,7 @@
 """The part of a probe that accesses the path, run as a script in a separate process with only the standard library.
 
-It prints each result at once, as one JSON record per line, since it may hang before its end; the keys are the fields of
-the report. Only threads access the path, so that the main thread can report an operation that hangs.
+It prints each result immediately, as one line of JSON, since it may hang before the end; the keys are the report's
+fields. Only threads access the path, so that the main thread can report an operation that hangs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BLOCK_BYTES = 8 << 20
 SMALL_LEVELS = (1, 4, 16, 32)
 LARGE_LEVELS = (1, 2, 4, 8)
 QUICK_S = 0.001
-"""Seconds. A whole file that a FUSE mount delivers in less time did not come over a network."""
+"""Seconds. A file that a FUSE mount delivers in less time did not come over a network."""
 
 # Blocks are read in pieces, so that the probe of a slow mount ends in time.
 _PIECE_BYTES = 1 << 20
-# Share of the remaining time for each phase, relative to the others.
+# Weight of each phase when the remaining time is divided.
 _WEIGHTS = {"list": 0.2, "size": 0.1, "small": 0.1, "open": 0.05, "large": 0.065}
 _STAT_THREADS = 16
 _KEPT_FILES = 200_000
@@ -64,8 +64,8 @@ File: TypeAlias = tuple[str, int]
 def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float] | None:
     """Return operations and bytes per second from `start` on, or None if nothing finished.
 
-    At the end, idle threads wait for the last operation. So the last operations, one per other thread, count only if
-    they raise the rate, and a single slow one does not lower it.
+    At the end, some threads are idle while others finish. So the last `threads - 1` operations count only if they raise
+    the rate, and a single slow one does not lower it.
     """
     ended = sorted(done, key=lambda op: op.end)
     total_bytes = list(accumulate(op.bytes for op in ended))
@@ -102,7 +102,7 @@ class Probe:
         self.end = self.start + seconds
         self.last_end = self.end + _OVERTIME_S
         self.patience_s = seconds / 2
-        # Operation, path and seconds.
+        # Operation that hangs, its path, and the seconds waited.
         self.stalled: tuple[str, str, float] | None = None
         self.is_over = False
         # Names of errors, appended by threads.
@@ -141,7 +141,7 @@ class Probe:
         sys.stdout.flush()
 
     def _slice(self) -> float:
-        """Return the time until which the next phase may start operations: its share of the remaining time."""
+        """Return the time until which the next phase may start operations, given its share of the remaining time."""
         weights = [_WEIGHTS[phase] for phase in self._plan]
         del self._plan[0]
         return now() + (self.end - now()) * weights[0] / sum(weights)
@@ -258,7 +258,7 @@ class Probe:
         is_complete = not folders and not self.errors and not self.is_over
         rate = entries / (last - start) if entries and last > start else None
         self.write_record("facts", listed_entries=entries, files=files, listing_rate=rate, is_complete=is_complete)
-        # A second probe then reads other files, which no cache holds.
+        # Shuffle, so that a second probe reads other files, which no cache holds.
         random.shuffle(self.files)
 
     def _size(self, until: float) -> list[File]:
@@ -288,7 +288,7 @@ class Probe:
         return found
 
     def _read_small(self, small: list[File], given: list[int]) -> None:
-        """Read whole files with each number of threads, each file once; with one thread, also time the opens."""
+        """Read small files with each number of threads, each file once; with one thread, also time the opens."""
         for threads, portion in zip(SMALL_LEVELS, given, strict=True):
             if not portion:
                 break
@@ -336,7 +336,7 @@ class Probe:
 
     def _read_large(self, path: str, count: int, given: list[int]) -> None:
         """Read blocks of one file with each number of concurrent ranges, each block once."""
-        # In random order, since data read ahead for one level must not speed up the next.
+        # Use random order, since data read ahead for one level must not speed up the next.
         blocks = random.sample(range(count), count)
         descriptors: list[int] = []
         levels = [(ranges, portion) for ranges, portion in zip(LARGE_LEVELS, given, strict=True) if portion]
