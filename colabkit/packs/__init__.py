@@ -1,8 +1,8 @@
 """Packs: datasets of images or arrays in sealed HDF5 files.
 
-- `decode`: decoding and encoding of image files.
-- `labels`: labels and splits from folders, columns and functions.
-- `format`: layout, seal and checks of a pack file.
+- `decode`: image decoding and encoding.
+- `labels`: labels and splits, taken from folders, columns or functions.
+- `format`: the pack file format: its layout, seal and integrity checks.
 - `packing`: `pack()` and `verify()`.
 - `dataset`: `open_pack()`, `PackedDataset`, `FileDataset`, and HDF5 files not written by colabkit.
 - `preparing`: `prepare()`, which stages, packs and saves in one call.

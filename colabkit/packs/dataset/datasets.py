@@ -53,7 +53,7 @@ class LabelledDataset(Dataset[Any]):
         labels: `int64 [N]` classes, `uint8 [N, K]` multi-label, `float32 [N]` or `[N, K]` regression targets, or None.
         classes: class names; a label is an index into them.
         fields: names of a sample's fields, in order.
-        fingerprint: text that identifies these samples.
+        fingerprint: string that identifies these samples.
     """
 
     split_name: str
@@ -68,7 +68,7 @@ class LabelledDataset(Dataset[Any]):
         return self._count
 
     def _place(self, index: Any) -> int:
-        """Return an index as one from 0; raises `TypeError` for a non-integer, `IndexError` beyond the end."""
+        """Return the equivalent non-negative index; raises `TypeError` or `IndexError` for an invalid index."""
         place = operator.index(index)
         if not -self._count <= place < self._count:
             raise IndexError(f"index {place} is out of range for {self._count} samples")
@@ -83,7 +83,7 @@ class LabelledDataset(Dataset[Any]):
         """Return a view of some samples, in the given order; no samples are copied.
 
         Args:
-            indices: integers, for example of a scikit-learn splitter; one bool per sample; or a slice.
+            indices: integers, for example from a scikit-learn splitter; one bool per sample; or a slice.
 
         Raises:
             InvalidOption: if the indices are of any other kind.
@@ -108,10 +108,10 @@ class PackedDataset(LabelledDataset):
     - In a batch, each field is one tensor `[B, ...]`, or a list for text, bytes, and samples of different shapes.
 
     Samples read by integer index are checked against their CRC, and so are batches that are decoded or contain text.
-    Batches of plain rows are not checked because that would take as long as reading them; `verify()` checks all.
+    Batches of plain rows are not checked, because checking takes as long as reading; `verify()` checks all samples.
 
-    It works in a plain `DataLoader`; `colabkit.Loader` reads rows at memory speed. Any number of threads and processes
-    may read it. A pickle contains the path instead of the samples; unpickling reopens the file.
+    A plain `DataLoader` accepts the dataset; `colabkit.Loader` reads rows at memory speed. Any number of threads and
+    processes may read the dataset. A pickle contains the path instead of the samples; unpickling reopens the file.
 
     Attributes:
         info: description of the pack.
@@ -150,7 +150,7 @@ class PackedDataset(LabelledDataset):
         """All samples as stored, `[N, ...]`, as a tensor over the read-only memory map. Never write to it.
 
         Raises:
-            InvalidOption: if there is no single map: for a view, several shards, or files that must be decoded.
+            InvalidOption: for a view, several shards or samples to decode, which have no single memory map.
         """
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
@@ -168,7 +168,7 @@ class PackedDataset(LabelledDataset):
         return None if maps is None else tuple(map(_map_tensor, maps))
 
     def mapped_files(self, name: str = SAMPLES) -> tuple[tuple[Path, int], ...] | None:
-        """Return the file and byte offset of each map of a field; None if any of its arrays is not a mapped file."""
+        """Return the file and byte offset of each memory map of a field; None if any array is not memory-mapped."""
         found: list[tuple[Path, int]] = []
         for array in self._opened.samples.maps(name) or ():
             mapped = array if isinstance(array, np.memmap) else array.base
@@ -187,11 +187,11 @@ class PackedDataset(LabelledDataset):
         return self._opened.samples.column(name, self._rows_of(numbers))
 
     def image_files(self) -> ImageFiles | None:
-        """Return how X is decoded if it holds image files; otherwise None."""
+        """Return the decoding settings for `X` if it holds image files; otherwise None."""
         return self._opened.samples.image_files()
 
     def encoded(self, number: int) -> bytes:
-        """Return the bytes of a sample's image file, checked against the CRC; empty if it was bad when packed.
+        """Return the bytes of a sample's image file, checked against the CRC; empty if the sample was bad when packed.
 
         Raises:
             Corrupt: if the bytes do not match the CRC.
@@ -199,7 +199,7 @@ class PackedDataset(LabelledDataset):
         return self._opened.samples.encoded(number if self._numbers is None else self._numbers.item(number))
 
     def name_of(self, number: int) -> str:
-        """Return the name of a sample for messages."""
+        """Return the name of a sample, for messages."""
         row = number if self._numbers is None else self._numbers.item(number)
         return f"{self.split_name}[{row}] of {str(self.info.path)!r}"
 
@@ -213,7 +213,7 @@ class PackedDataset(LabelledDataset):
         return tuple(fields) if len(fields) > 1 else fields[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples at once, called by `DataLoader`; rows are gathered in one pass."""
+        """Return several samples at once, gathering rows in one pass; `DataLoader` calls this method."""
         chosen = resolve_indices(indices, len(self))
         fields: list[Iterable[Any]] = list(self._opened.samples.many(self._rows_of(chosen)))
         if self.labels is not None:
@@ -240,7 +240,7 @@ class PackedDataset(LabelledDataset):
         Args:
             shares: share of each view, adding up to 1; a mapping such as `{"train": 0.9, "dev": 0.1}` returns a dict.
             seed: seed of the shuffle.
-            stratify: keep the proportions of the classes, of the label combinations, or of bins of a regression target.
+            stratify: preserve the proportions of classes, label combinations, or bins of a regression target.
 
         Raises:
             InvalidOption: if the shares do not add up to 1, or a view would be empty.
@@ -265,16 +265,16 @@ class PackedDataset(LabelledDataset):
         groups: str | Sequence[Any] | npt.NDArray[Any] | None = None,
         seed: int = 0,
     ) -> tuple[PackedDataset, PackedDataset]:
-        """Return views for training and for testing: fold `k` of `n` is held out, the others are for training.
+        """Return a training view and a test view: fold `k` of `n` is held out for testing.
 
         Each sample is held out in exactly one fold.
 
         Args:
-            k: number of the fold, from 0.
+            k: index of the held-out fold, from 0.
             n: number of folds.
-            stratify: keep the proportions of the labels in each fold, as in `split`.
-            groups: group of each sample, such as its patient, or the name of a field that holds it. A group is never
-                divided between folds.
+            stratify: preserve the proportions of the labels in each fold, as in `split`.
+            groups: group of each sample, such as its patient, or the name of a field that holds the groups. A group is
+                never divided between folds.
             seed: seed of the shuffle.
 
         Raises:
@@ -318,7 +318,7 @@ class PackedDataset(LabelledDataset):
         return strata_of(self.info.meta["label_kind"], None if self.labels is None else self.labels.numpy(), shares)
 
     def _field(self, act: str, name: str) -> npt.NDArray[Any]:
-        """Return one field of all samples."""
+        """Return one field for all samples."""
         if name == LABELS and self.labels is not None:
             return self.labels.numpy()
         if name not in self._opened.samples.names:
@@ -330,8 +330,8 @@ class PackedDataset(LabelledDataset):
 class FileDataset(LabelledDataset):
     """Image files that are not packed: `dataset[i]` is a decoded image, `uint8 [C, H, W]`, and its label.
 
-    The source is listed once. With a remote source, `Loader` reads many files ahead and decodes in threads; with
-    `size=` it caches decoded images, so later epochs read nothing. For repeated training, use `pack()` instead.
+    The source is listed once. With a remote source, `Loader` reads many files ahead and decodes them in threads; with
+    `size=`, it caches decoded images, so later epochs read no files. For repeated training, use `pack()` instead.
 
     Args:
         source: a folder, a zip archive, a table of paths (DataFrame, CSV, list), or a folder in a bucket.
@@ -349,7 +349,7 @@ class FileDataset(LabelledDataset):
     Attributes:
         source: the source of the files.
         split_name, labels, classes, fields: see `LabelledDataset`.
-        fingerprint: hash of the files' relative paths, sizes and labels; the same for a copy elsewhere.
+        fingerprint: hash of the files' relative paths, sizes and labels; a copy of the files has the same fingerprint.
 
     Example:
         >>> import colabkit
@@ -393,7 +393,7 @@ class FileDataset(LabelledDataset):
 
     def _set_items(self, items: tuple[Item, ...], labels: Tensor | None) -> None:
         self._items, self._count, self.labels = items, len(items), labels
-        # Leaves out times and location, so training can resume with a new copy of the files.
+        # Omit times and location, so training can resume with a new copy of the files.
         about = "".join(f"{item.path}\0{item.size}\0" for item in items).encode("utf-8", "surrogateescape")
         stored = b"" if labels is None else labels.numpy().tobytes()
         self.fingerprint = f"files/{hashlib.sha256(about + stored).hexdigest()[:32]}"
@@ -418,7 +418,7 @@ class FileDataset(LabelledDataset):
         return view
 
     def image_files(self) -> ImageFiles:
-        """Return how the files are decoded."""
+        """Return the decoding settings for the files."""
         return ImageFiles(self._channels, None)
 
     def item(self, number: int) -> Item:
@@ -431,12 +431,12 @@ class FileDataset(LabelledDataset):
         Raises:
             SourceChanged: if the file has changed since it was listed.
             FileFailed: if it cannot be read.
-            TimedOut: if the source did not answer twice in a row.
+            TimedOut: if two attempts in a row timed out.
         """
         return answer_of(lambda: read_item(self.source, self._items[number], Retries()), self.source.can_hang)
 
     def name_of(self, number: int) -> str:
-        """Return the name of a sample for messages."""
+        """Return the name of a sample, for messages."""
         return f"{self._items[number].path!r} of {self.source.name!r}"
 
 

@@ -84,7 +84,7 @@ class Hdf5Contents:
     """Contents of an HDF5 file not written by colabkit, by split.
 
     Attributes:
-        info: description in the form of a pack.
+        info: description, in the same form as that of a pack.
         x: names of the datasets with the samples.
         y: names of the datasets with the labels; may be empty.
         samples: location and type of the samples.
@@ -99,7 +99,7 @@ class Hdf5Contents:
 
 
 def is_plain_hdf5(path: Path) -> bool:
-    """Return whether a file is HDF5 not written by `pack()`; false for a pack that lost its seal."""
+    """Return whether a file is an HDF5 file not written by `pack()`; false for a pack that lost its seal."""
     with translated(f"open {str(path)!r}"):
         if not path.is_file() or is_pack(path):
             return False
@@ -110,7 +110,7 @@ def is_plain_hdf5(path: Path) -> bool:
 
 
 def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool) -> Hdf5Contents:
-    """Return the contents of an HDF5 file under the given names, or under common ones; reads the labels.
+    """Return the contents of an HDF5 file, found by the given dataset names or by common ones; reads the labels.
 
     Raises:
         BadSource: if a dataset does not exist or cannot be used.
@@ -233,7 +233,7 @@ def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str,
 
 
 def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the datasets with common names for samples and labels."""
+    """Return the names of the sample and label datasets, found by common names."""
     names = list_datasets(file)
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:
@@ -320,7 +320,7 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str,
 
 
 def _is_class(array: npt.NDArray[Any]) -> bool:
-    """Return whether labels are classes or 0 and 1; other integers `[N, K]` are regression targets."""
+    """Return false only for integers `[N, K]` other than 0 and 1, which are regression targets."""
     return array.dtype.kind not in "iu" or array.ndim == 1 or bool(((array == 0) | (array == 1)).all())
 
 
@@ -329,7 +329,7 @@ def _text(value: object) -> str:
 
 
 def _identity(path: Path, layouts: str, labels: Mapping[str, npt.NDArray[Any]]) -> str:
-    """Return a digest that identifies a file by layout, labels, length and its first and last bytes."""
+    """Return a digest that identifies a file by its layout, its labels, its length, and its first and last bytes."""
     digest = hashlib.sha256(layouts.encode())
     for array in labels.values():
         digest.update(repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes())

@@ -1,4 +1,4 @@
-"""HDF5 files not written by colabkit: which of their datasets are safe to read, and reading them through HDF5."""
+"""Checks which datasets of HDF5 files not written by colabkit are safe to read, and reads them through HDF5."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import h5py
 
 
-# Registered numbers of the filters that ship with HDF5 and h5py: gzip, shuffle, fletcher32, lzf.
+# Registered IDs of the filters that ship with HDF5 and h5py: gzip, shuffle, fletcher32, lzf.
 _FILTERS = frozenset({1, 2, 3, 32000})
 # Highest compression ratio of deflate; a file that declares more data is suspicious. See zlib.net/zlib_tech.html.
 _MOST_EXPANSION = 1032
-# Cache of decompressed chunks for reading single samples; a chunk of images exceeds HDF5's default of 1 MiB.
+# Cache of decompressed chunks for reading single samples; a chunk of images often exceeds HDF5's default of 1 MiB.
 _CACHE_BYTES = 32 << 20
 _NAMES_SHOWN = 20
 _NAME_OTHER: Text = ("Name another dataset with ", option("x"), " or ", option("y"))
@@ -43,7 +43,7 @@ class Hdf5Dataset:
         name: path of the dataset in the file.
         shape: shape of the dataset.
         dtype: dtype of its elements.
-        offset: offset in bytes of its values in the file; None if they must be read through HDF5.
+        offset: offset of its values in the file, in bytes; None if they must be read through HDF5.
         chunk_rows: number of samples stored together in a chunk.
         varies: whether its elements are byte strings of varying length.
     """
@@ -58,7 +58,7 @@ class Hdf5Dataset:
 
 @contextmanager
 def open_hdf5(act: str, path: Path) -> Iterator[h5py.File]:
-    """Yield the file, open for reading; HDF5's errors about damage become `BadSource`."""
+    """Open the file for reading and yield it; HDF5 errors caused by damage become `BadSource`."""
     import h5py
 
     try:
@@ -88,7 +88,7 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     """Return the location and type of a dataset in a file of `length` bytes.
 
     Raises:
-        BadSource: if the dataset does not exist or cannot be read, or leaves the file while `trusted` is false.
+        BadSource: if the dataset does not exist or cannot be read, or refers to other files while `trusted` is false.
     """
     import h5py
 
@@ -162,7 +162,7 @@ def _refused_error(act: str, name: str, found: str) -> BadSource:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Return whether PyTorch has tensors of a dtype."""
+    """Return whether PyTorch supports a dtype."""
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
@@ -191,7 +191,7 @@ class Hdf5Reader:
             _readers.add(self)
 
     def rows(self, found: Hdf5Dataset, rows: Indices) -> npt.NDArray[Any]:
-        """Return some rows, `[B, ...]`, reading each chunk once."""
+        """Return the requested rows, `[B, ...]`, reading each chunk once."""
         wanted, place = np.unique(rows, return_inverse=True)
         gathered = np.empty((len(wanted), *found.shape[1:]), found.dtype)
         # A run continues as long as the next row is adjacent or in the same chunk.
@@ -241,7 +241,7 @@ def _lock_closed() -> None:
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Return size, modification time and inode number of a file; () if it cannot be read."""
+    """Return a file's size, modification time and inode number; () if they cannot be read."""
     try:
         about = path.stat()
     except OSError:

@@ -44,18 +44,19 @@ def open_pack(
 ) -> Pack:
     """Open the pack at `path`; `open_pack(path)["train"]` is a dataset.
 
-    For a pack made by `pack()`, this checks seal, length and layout, which takes milliseconds regardless of size. Each
-    sample is checked when it is read; `verify()` checks all of them. Shards are opened and checked when needed.
+    For a pack made by `pack()`, this checks the seal, the length and the layout, which takes milliseconds regardless of
+    size. Each sample is checked when it is read; `verify()` checks all of them. Shards are opened and checked on first
+    use.
 
     Other HDF5 files can be opened too. Contiguous datasets are memory-mapped, compressed ones are read through HDF5.
-    Such a file has no seal, so damage may go unnoticed as wrong samples, or crash the HDF5 library.
+    These files have no seal, so damage may result in wrong samples without an error, or crash the HDF5 library.
 
     Args:
         path: a pack made by `pack()`, or any HDF5 file.
         x: for an HDF5 file, the dataset with the samples, for example `"images"` or `"group/images"`; with several
             splits, one dataset for each, as in `{"train": "X_train", "test": "X_test"}`. None searches for common names
             such as `X_train`.
-        y: the datasets with the labels, in the same form; None together with `x` means no labels.
+        y: the datasets with the labels, in the same form; None means no labels if `x` is given.
         trusted: for an HDF5 file, also allow links, external storage, virtual datasets and filter plugins, which read
             other files or run third-party code, and samples of varying length.
 
@@ -97,7 +98,7 @@ class Pack(Mapping[str, PackedDataset]):
         path: path of the file.
         classes: class names; a label is an index into them.
         source: name of the source of the samples.
-        encoding: how samples are stored: `raw` and `array` as they are used, `source` and `jpeg` as image files.
+        encoding: how samples are stored: as arrays (`raw` and `array`) or as image files (`source` and `jpeg`).
         splits: number of samples in each split.
         info: layout and seal, read from the file.
 
@@ -133,7 +134,7 @@ class Pack(Mapping[str, PackedDataset]):
             act, found = f"open a split of {str(self.path)!r}", f"there is no split {split!r}"
             raise MissingSplit(cannot(act, found, f"one of {', '.join(self)}", "Use one of these"))
         if split not in self._opened:
-            # The path may hold another pack by now, so opening a split compares the seals.
+            # Another pack may have replaced the file by now, so opening a split compares the seals.
             self._opened[split] = PackedDataset(self._open_split(split))
         return self._opened[split]
 
@@ -153,7 +154,7 @@ class Pack(Mapping[str, PackedDataset]):
         return str(self.path)
 
     def show(self, split: str | None = None, n: int = 16, *, seed: int = 0) -> SampleGrid:
-        """Return a picture of random samples with their labels, which a notebook displays.
+        """Return a grid of random samples with their labels, which notebooks display as a picture.
 
         Args:
             split: name of the split; None uses the first.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Image pixels per CSS pixel, so that text and edges are sharp on high-density screens.
 _SCALE = 2
-# Larger pictures, such as photographs, are embedded in the notebook as JPEG.
+# Larger pictures, usually photographs, are embedded in the notebook as JPEG instead of PNG.
 _MOST_PNG_BYTES = 1 << 20
 # Lengths in CSS pixels.
 _WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _HEADER, _LABEL = 920, 280, 16, 12, 25, 23
@@ -37,11 +37,11 @@ _TILE, _EDGE = "#f3f4f6", "#d8dee4"
 
 @dataclass(frozen=True, repr=False)
 class SampleGrid:
-    """A picture that displays itself in a notebook.
+    """A picture of samples that notebooks display.
 
     Attributes:
         image: the picture, at twice its display size.
-        indices: numbers of the samples shown, row by row.
+        indices: indices of the samples shown, row by row.
     """
 
     image: Image.Image
@@ -66,7 +66,7 @@ class SampleGrid:
 
     @property
     def _size(self) -> dict[str, int]:
-        """Display width and height in the form that notebooks expect."""
+        """Display width and height in CSS pixels, as the metadata that notebooks expect."""
         return {"width": self.image.width // _SCALE, "height": self.image.height // _SCALE}
 
     def _encoded(self, kind: str, **options: int) -> bytes:
@@ -80,7 +80,7 @@ def draw_samples(data: PackedDataset, chosen: Indices, label_kind: str, title: s
 
     Args:
         data: the dataset.
-        chosen: numbers of the samples to draw.
+        chosen: indices of the samples to draw.
         label_kind: kind of the labels: `class`, `multilabel`, `regression` or `none`.
         title: name of the dataset, for the caption.
 
@@ -132,7 +132,7 @@ def _draw_sample(axes: Axes, value: npt.NDArray[Any] | str) -> None:
 def _grid(sizes: list[tuple[int, int]]) -> tuple[int, int, int]:
     """Return the number of columns, and the width and height of a tile in CSS pixels.
 
-    The grid has as few empty cells as possible and is slightly wider than high; tiles have the median aspect ratio of
+    The grid has as few empty cells as possible and is slightly wider than tall; tiles have the median aspect ratio of
     the images.
     """
     count = len(sizes)
@@ -164,7 +164,7 @@ def _label_text(data: PackedDataset, number: int, label_kind: str) -> str:
 
 
 def _shown(value: Any) -> npt.NDArray[Any] | str:
-    """Convert a sample to the form in which it is drawn: an image, a curve or text."""
+    """Convert a sample to an image, a curve or text for drawing."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, str) else format_things(len(value), "byte")
     array = value.numpy()
@@ -187,7 +187,7 @@ def _size_of(value: npt.NDArray[Any] | str) -> tuple[int, int]:
 
 
 def _levels(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Scale numbers to 0 to 255, from the smallest to the largest finite one."""
+    """Scale values linearly so that the finite ones span 0 to 255; other values become 0."""
     values = np.abs(array) if array.dtype.kind == "c" else array
     values = values.astype(np.float64)
     finite = np.isfinite(values)

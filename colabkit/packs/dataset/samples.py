@@ -33,7 +33,7 @@ Stored: TypeAlias = npt.NDArray[Any] | bytes
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """How images stored as files are decoded.
+    """Decoding settings for images stored as files.
 
     Attributes:
         channels: number of channels after decoding.
@@ -45,20 +45,20 @@ class ImageFiles:
 
 
 class Column(Protocol):
-    """Interface of one field of one split in one file."""
+    """Interface for reading one field of one split from one file."""
 
     def stored(self, row: int) -> Stored:
         """Return a copy of the stored bytes or values of a sample."""
 
     def value(self, stored: Stored) -> Any:
-        """Convert stored bytes or values to the value that the user gets."""
+        """Convert stored bytes or values to the value returned to the user."""
 
     def many(self, rows: Indices) -> Batch:
         """Return the values of several samples."""
 
 
 def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
-    """Convert one or more stored rows to the values that the user gets; images become channels first."""
+    """Convert one or more stored rows to the values returned to the user; images become channels-first."""
     if array.dtype.kind == "S":
         values = array.tolist()
         return [value.decode("utf-8", "surrogateescape") for value in values] if content == "text" else values
@@ -87,7 +87,7 @@ def resolve_indices(indices: Any, count: int) -> Indices:
     try:
         found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
     except ValueError:
-        # The lists inside have different lengths.
+        # Nested lists have different lengths.
         raise index_error(indices, count) from None
     if found.dtype == bool and found.shape == (count,):
         return np.flatnonzero(found)
@@ -110,7 +110,7 @@ def index_error(index: object, count: int) -> InvalidOption:
 
 
 def stack_samples(field: Batch) -> Batch:
-    """Stack a field of a batch into one tensor if all samples are tensors of one shape; else leave it unchanged."""
+    """Stack the values of a field into one tensor if all are tensors of one shape; otherwise return them unchanged."""
     if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
         return torch.stack(field) if len({value.shape for value in field}) == 1 else field
     return field
@@ -181,7 +181,7 @@ class RaggedColumn:
                 return torch.from_numpy(np.frombuffer(bytearray(stored), np.uint8))
 
     def many(self, rows: Indices) -> Batch:
-        """Return the values one by one."""
+        """Return a list of the values, each converted separately."""
         return [self.value(self.stored(row)) for row in rows.tolist()]
 
 
@@ -232,7 +232,7 @@ class SingleFileSamples:
         return stored
 
     def many(self, rows: Indices) -> tuple[Batch, ...]:
-        """Return the fields of several samples: gathered, or one by one and checked if any field is ragged."""
+        """Return the fields of several samples; if any field is ragged, samples are read one by one and checked."""
         if self._is_ragged and len(rows):
             return tuple(map(list, zip(*map(self.one, rows.tolist()), strict=True)))
         return tuple(column.many(rows) for column in self._in_order)
@@ -248,7 +248,7 @@ class SingleFileSamples:
         return (column.array,) if isinstance(column, ArrayColumn) and is_plain else None
 
     def image_files(self) -> ImageFiles | None:
-        """Return how X is decoded if it holds image files; otherwise None."""
+        """Return the decoding settings for `X` if it holds image files; otherwise None."""
         column = self._in_order[0]
         if isinstance(column, RaggedColumn) and column.content == "image":
             return ImageFiles(column.channels, column.blank)
@@ -318,7 +318,7 @@ class ShardedSamples:
         return tuple(found)
 
     def image_files(self) -> ImageFiles | None:
-        """Return how X is decoded if it holds image files; otherwise None."""
+        """Return the decoding settings for `X` if it holds image files; otherwise None."""
         return self._shard(0).image_files() if self._shards else None
 
     def _by_shard(self, rows: Indices, read: Callable[[SingleFileSamples, Indices], Any]) -> tuple[list[Any], Indices]:
@@ -416,7 +416,7 @@ def _table(info: PackInfo, name: str) -> npt.NDArray[Any]:
 
 
 def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
-    """Return the description of a shard, after checking that it is the one the index names."""
+    """Return the description of a shard, after checking that it is the one listed in the index."""
     path = index.path.with_name(shard.name)
     act = f"read samples of {str(index.path)!r}"
     next_step = "Copy all shards next to the index, or stage or pack it again"

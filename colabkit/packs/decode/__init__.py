@@ -1,1 +1,1 @@
-"""Decoding of image files to uint8 arrays, with the fastest decoder that matches Pillow's result."""
+"""Image decoding to uint8 arrays with the fastest decoder that matches Pillow's result."""

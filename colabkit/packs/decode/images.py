@@ -1,4 +1,4 @@
-"""Decoding of image files to uint8 arrays with the fastest decoder that matches Pillow, and of `.npy` files to arrays.
+"""Decodes images to uint8 arrays with the fastest decoder that matches Pillow, and loads `.npy` files.
 
 Every image is decoded as follows:
 
@@ -12,11 +12,12 @@ Every image is decoded as follows:
 - Animations and multi-page files: the first image.
 - Size: scaled to cover `size` and cropped around the center, bilinear with antialiasing. The result is that of
   `ImageOps.fit` on the upright image, within 1 of 255 if the image is rotated. A JPEG of at least 4 times the size is
-  divided by 2, 4 or 8 while it is decoded, which changes values by 0.5 of 255 on average (measured in `pixels.KEPT`).
-- Pixels: more than 89,478,485, Pillow's limit against decompression bombs, is an error raised before decoding.
+  reduced by a factor of 2, 4 or 8 while it is decoded, which changes values by 0.5 of 255 on average (see
+  `pixels.KEPT`).
+- Pixel count: more than 89,478,485, Pillow's limit against decompression bombs, is an error before decoding.
 - JPEG: within 2 of 255 of Pillow. Bytes after the image are ignored and a truncated file is an error. If libjpeg only
-  warns of a flaw, Pillow decodes the file and ignores it.
-- Formats: BMP, GIF, JPEG, PNG, PPM, TIFF, WebP; none that would run an external program.
+  warns of a flaw, Pillow decodes the file and ignores the flaw.
+- Formats: BMP, GIF, JPEG, PNG, PPM, TIFF and WebP; formats that would run an external program are excluded.
 
 JPEG files of one or three components are decoded by simplejpeg, torchcodec or torchvision (see `jpeg`), all others by
 Pillow. All functions can be called from many threads at once, and before and after a fork.
@@ -62,7 +63,7 @@ DecodedRegion = tuple[int, int, float, float]
 _COMPONENTS = (1, 3)
 # Errors of the fast decoders: simplejpeg raises the first, torch the second.
 _FLAWS = (ValueError, RuntimeError)
-# Saving fewer rows below a box is not worth copying the file.
+# Skipping fewer rows than this below a box is not worth copying the file.
 _SPARED_ROWS = 48
 # Largest height of a coded block (MCU), reached with 4:1:0 subsampling.
 _MCU_ROWS = 32
@@ -117,7 +118,7 @@ def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], N
                     decode_fast(data, out)
                     return
                 except _FLAWS:
-                    # Pillow may decode the file anyway, or describes the flaw.
+                    # Pillow may still decode the file; otherwise it describes the flaw.
                     pass
         elif header is not None and not fit and turn_size(header[:2], header[3]) != size:
             raise OtherSize(describe_sizes(turn_size(header[:2], header[3]), size))
@@ -137,7 +138,7 @@ def image_size(data: Data) -> Size:
     PNG whose orientation is stored at its end.
 
     Raises:
-        BadImage: like `decode_image`, as far as the header shows the problem.
+        BadImage: like `decode_image`, but only for problems that the header shows.
     """
     header = read_header(data)
     if header is None:
@@ -164,7 +165,7 @@ def check_image(data: Data) -> Size:
             fast.decode_scaled(data, 1, divide_size((height, width), 8))
             return turn_size((height, width), orientation)
         except _FLAWS:
-            # Pillow may decode the file anyway, or describes the flaw.
+            # Pillow may still decode the file; otherwise it describes the flaw.
             pass
     return check_with_pillow(data)
 
@@ -210,14 +211,14 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
 def decode_region(
     data: Data, channels: int, region: Region, wanted: Size, whole: Size
 ) -> tuple[Pixels, DecodedRegion] | None:
-    """Decode a box of a JPEG; return pixels that contain it and the box within them, or None for a full decode.
+    """Decode a box of a JPEG; return pixels that contain it and the box within them; None if a full decode is required.
 
-    Rows below the box are skipped by presenting a shorter image to the decoder; the rows that it decodes are identical
-    to those of the whole image. If the box is at least twice the requested size, the image is divided by 2, 4 or 8
-    while it is decoded, without the margin of `pixels.KEPT` because a random box is seen only once. This needs a corner
-    at a multiple of that number; the size of the returned box may be a fraction of its pixels.
-    Compared to a full decode, the resized values of 200 photos differ by 1.1 to 1.4 of 255 on average, in the worst
-    crop by 5.7 (bilinear with antialiasing to 64, 96 and 128 pixels; OpenCV's INTER_AREA differs by 1.8 to 2.1).
+    Rows below the box are skipped by presenting a shorter image to the decoder; the decoded rows are identical to those
+    of a full decode. If the box is at least twice the requested size, the image is reduced by a factor of 2, 4 or 8
+    while it is decoded, without the margin of `pixels.KEPT` because a random box is seen only once. The box must then
+    start at a multiple of that factor; the size of the returned box may be fractional. Compared to a full decode, the
+    resized values of 200 photos differ by 1.1 to 1.4 of 255 on average, in the worst crop by 5.7 (bilinear with
+    antialiasing to 64, 96 and 128 pixels; OpenCV's INTER_AREA differs by 1.8 to 2.1).
 
     Args:
         data: bytes of an image file.
@@ -240,7 +241,7 @@ def decode_region(
             if pixels.shape[:2] == least:
                 return pixels, (top // factor, left // factor, height / factor, width / factor)
             return None
-        # One block more, because chroma upsampling reads the next row.
+        # Include one more row of blocks, because chroma upsampling reads the next pixel row.
         rows = -(-(top + height) // _MCU_ROWS) * _MCU_ROWS + _MCU_ROWS
         if whole[0] - rows >= _SPARED_ROWS and fast.decode_top is not None and (lower := _lower_frame(data, rows)):
             top_rows = np.empty((rows, whole[1], channels), np.uint8)
@@ -268,13 +269,13 @@ def _decode(data: Data, channels: int, size: Size | None) -> tuple[Pixels, Size,
                 if fast.decode_scaled is not None:
                     return fast.decode_scaled(data, channels, divide_size(stored, factor)), stored, orientation
             except _FLAWS:
-                # Pillow may decode the file anyway, or describes the flaw.
+                # Pillow may still decode the file; otherwise it describes the flaw.
                 pass
     return decode_with_pillow(data, channels, size)
 
 
 def _lower_frame(data: Data, rows: int) -> bytearray | None:
-    """Return a baseline JPEG whose header declares fewer rows; None if it is not baseline or is truncated."""
+    """Return a copy of a baseline JPEG that declares fewer rows; None if the file is not baseline or is truncated."""
     if not bytes(data[-16:]).rstrip(b"\0").endswith(_END):
         return None
     at = 2

@@ -62,10 +62,10 @@ _frame = struct.Struct(">BHHB").unpack_from
 def read_header(data: Data) -> Header | None:
     """Return a JPEG's header; None for other formats and for unusual headers, which are left to Pillow.
 
-    The whole header, everything up to the first scan, must be included.
+    `data` must include the entire header, up to the first scan.
     """
     head, header = _LATEST[0]
-    # Files of one dataset often have the same header.
+    # Reuse the last result, because the files of a dataset often have the same header.
     if isinstance(data, bytes) and data.startswith(head):
         return header
     if data[:2] != b"\xff\xd8":
@@ -103,7 +103,7 @@ def _orientation(segments: list[bytes]) -> int | None:
     """Return the orientation in APP1 segments; None if Pillow should determine it."""
     exif = [segment for segment in segments if segment.startswith(EXIF)]
     if len(exif) > 1:
-        # The EXIF directory is split into several segments.
+        # The EXIF directory is split across several segments.
         return None
     found = _exif_orientation(exif[0][len(EXIF) :]) if exif else 0
     if found == 0:
@@ -124,7 +124,7 @@ def _exif_orientation(tiff: bytes) -> int | None:
         (place,) = struct.unpack_from(order + "I", tiff, entry + 8)
         length = count * TYPE_BYTES.get(kind, len(tiff))
         if length > 4 and place + length > len(tiff):
-            # Pillow stops reading here.
+            # Pillow stops reading the directory here, so leave the file to Pillow.
             return None
         if tag == ORIENTATION:
             if found or kind != SHORT or count != 1 or not 1 <= value <= 8:
@@ -135,7 +135,7 @@ def _exif_orientation(tiff: bytes) -> int | None:
 
 @dataclass(frozen=True)
 class JpegDecoder:
-    """A decoder for JPEG files of one or three components that raises ValueError or RuntimeError for any flaw.
+    """A decoder for JPEG files of one or three components; it raises ValueError or RuntimeError for any flaw.
 
     Attributes:
         name: name of the package.
@@ -146,7 +146,7 @@ class JpegDecoder:
             supported.
         decode_top: like `decode_into`, but accepts a file with more rows than its header declares; None if not
             supported.
-        turns: whether it applies orientation by its own rules, so it can only be used for upright images.
+        turns: whether it applies the orientation itself, by other rules, so it is used only for upright images.
     """
 
     name: str
@@ -159,7 +159,7 @@ class JpegDecoder:
 
 @functools.cache
 def find_decoder() -> JpegDecoder | None:
-    """Return the first decoder that works here; None if everything must be decoded by Pillow."""
+    """Return the first decoder that is installed and works; None if Pillow must decode all files."""
     for probe in PROBES.values():
         try:
             found = probe()

@@ -1,4 +1,4 @@
-"""Decoded pixels: limits, orientation and scaling; and Pillow for files that the fast decoders do not support."""
+"""Pixel limits, orientation and scaling, and decoding with Pillow for files that the fast decoders do not support."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _BOMB = "the image has more pixels than Pillow's limit against decompression bom
 
 
 class OtherSize(BadImage):
-    """An image whose size is not the required one; the message is only the reason."""
+    """An image that does not have the required size; the message is only the reason."""
 
 
 def describe_sizes(found: Size, needed: Size) -> str:
-    """Return the message of an `OtherSize`."""
+    """Return the message of an `OtherSize` error."""
     return f"the image has {found[1]}x{found[0]} pixels instead of {needed[1]}x{needed[0]}"
 
 
@@ -68,7 +68,7 @@ def divide_size(size: Size, factor: int) -> Size:
 
 
 def choose_factor(stored: Size, orientation: int, wanted: Size | None) -> int:
-    """Return the factor by which a stored JPEG can be divided while decoding to get the upright size `wanted`."""
+    """Return the factor by which to reduce a JPEG while decoding, for an upright image of size `wanted`."""
     if wanted is None:
         return 1
     height, width = (KEPT * side for side in turn_size(wanted, orientation))
@@ -151,7 +151,7 @@ def check_with_pillow(data: Data) -> Size:
 
 
 def measure_with_pillow(data: Data) -> Size:
-    """Return the upright height and width of an image; decodes only rare PNG files with metadata at their end."""
+    """Return the upright height and width of an image; decodes only the rare PNG files with metadata at the end."""
     with _open(data) as image:
         if image.format == "PNG" and _has_late_metadata(data):
             image.load()
@@ -186,7 +186,7 @@ def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
         image.load()
         return image.height, image.width
     factor = choose(stored)
-    # Take a JPEG's own luminance, like the fast decoders.
+    # Use the luminance stored in a JPEG, like the fast decoders.
     mode = "L" if channels == 1 else None
     # With a factor of 1, this changes only the mode.
     image.draft(mode, (max(1, image.width // factor), max(1, image.height // factor)))
@@ -232,7 +232,7 @@ def _check_mode(image: Any) -> None:
 
 
 def _describe_unknown(head: bytes) -> str:
-    """Return the reason why a file with this beginning is not an image."""
+    """Return the reason why a file that starts with these bytes is not an image."""
     if not head:
         return "the file is empty"
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
