@@ -20,12 +20,12 @@ from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 def content(step: int) -> dict[str, Any]:
-    """Return the content of the checkpoint of a step."""
+    """Return the content of a step's checkpoint."""
     return {"state": {"weights": torch.full((5,), float(step))}, "history": [{"epoch": step, "values": {"loss": 0.5}}]}
 
 
 def save(folder: Path, *steps: int, **options: Any) -> Path:
-    """Save a checkpoint of each step, publish them if the folder is remote, and return the path of the last one."""
+    """Save a checkpoint for each step, publish them if the folder is remote, and return the path of the last one."""
     with CheckpointFolder(folder, **options) as checkpoints:
         for step in steps:
             checkpoints.save(step, content(step), wait=True)
@@ -35,7 +35,7 @@ def save(folder: Path, *steps: int, **options: Any) -> Path:
 
 
 def found(folder: Path) -> tuple[int, list[str]]:
-    """Return the step of the newest good checkpoint, after checking its content, and the names of skipped files."""
+    """Return the step of the newest valid checkpoint, after checking its content, and the names of skipped files."""
     newest = CheckpointFolder(folder).newest()
     assert newest is not None
     assert torch.equal(newest.content["state"]["weights"], content(newest.step)["state"]["weights"])
@@ -44,7 +44,7 @@ def found(folder: Path) -> tuple[int, list[str]]:
 
 
 def steps_at(folder: Path) -> list[int]:
-    """Return the steps of the sealed checkpoints of a folder, after checking that it has no other files of ours."""
+    """Return the steps of the sealed checkpoints in a folder, after checking that it holds no other colabkit files."""
     seals = sorted(path for path in folder.iterdir() if path.suffix == ".json")
     files = sorted(path for path in folder.iterdir() if path.suffix == ".pt")
     assert len(seals) == len(files), [path.name for path in folder.iterdir()]
@@ -53,32 +53,32 @@ def steps_at(folder: Path) -> list[int]:
 
 
 def near_of(near_storage: Path) -> Path:
-    """Return the only local folder of checkpoints."""
+    """Return the only local checkpoint folder."""
     (folder,) = (near_storage / "checkpoints").iterdir()
     return folder
 
 
 def pretend_far(patch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Treat a folder of this disk as one behind a mount."""
+    """Treat a folder on this disk as if it were on a network drive."""
     for module in (checkpoint_folder, files):
         patch.setattr(module, "can_hang", lambda path, table: path.startswith(str(folder)))
     return folder
 
 
 def save_again(folder: Path, number: int) -> None:
-    """Save the only checkpoint of a folder, of step 20, with a number in it."""
+    """Save step 20 with this number in its content, as the folder's only checkpoint."""
     with CheckpointFolder(folder, keep_last=1) as checkpoints:
         checkpoints.save(20, {**content(20), "number": number}, wait=True)
 
 
 def with_far(work: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
-    """Call `work` in another process that treats a folder of this disk as one behind a mount."""
+    """Call `work` while a folder on this disk is treated as if it were on a network drive."""
     with pytest.MonkeyPatch.context() as patch:
         return work(pretend_far(patch, folder), *arguments)
 
 
 def assert_nothing_runs(folder: Path) -> None:
-    """Check that no thread of colabkit and no open file below a folder remains."""
+    """Check that no thread of colabkit is running and no file below a folder is open."""
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit")] == []
     descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     names = [os.readlink(path) for path in descriptors if os.path.lexists(path)]
@@ -87,11 +87,11 @@ def assert_nothing_runs(folder: Path) -> None:
 
 
 class HeldDisk:
-    """A disk that does not answer: from the first change of a kind on, changes of files wait until they are released.
+    """A disk that stops responding: from the first file change of one kind on, all changes wait for `release()`.
 
     Args:
         set_hook: the fixture `file_hook`.
-        operation: kind of the first change that waits, such as `"create"`.
+        operation: kind of the first file change that waits, such as `"create"`.
     """
 
     def __init__(self, set_hook: Callable[[Callable[[str, Path], None] | None], None], operation: str) -> None:
@@ -108,11 +108,11 @@ class HeldDisk:
 
     @property
     def is_released(self) -> bool:
-        """Whether the disk answers again."""
+        """Whether the disk responds again."""
         return self._released.is_set()
 
     def release(self) -> None:
-        """Answer all changes again, and return when the waiting threads have ended."""
+        """Let all file changes proceed, and return when the waiting threads have ended."""
         self._set_hook(None)
         self._released.set()
         wait_for(lambda: not writers(), "the end of the hanging threads")

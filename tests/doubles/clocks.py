@@ -1,4 +1,4 @@
-"""A GPU's clock without a GPU: its stream has passed every mark, and each step begins when it receives its batch."""
+"""A fake GPU clock: its stream has passed every mark, and each step begins when it receives its batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from colabkit.foundation.meters.steps import DeviceClock, StepTotals
 
 
 class Done(NamedTuple):
-    """A mark that its stream has passed."""
+    """A mark that the stream has already passed."""
 
     at_s: float
 

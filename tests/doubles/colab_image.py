@@ -98,7 +98,7 @@ def make_image(folder: Path, versions: Mapping[str, str]) -> Path:
     """Create a virtual environment in which pip sees these packages, although only their metadata exists.
 
     Returns:
-        Its interpreter.
+        Path of the environment's interpreter.
     """
     venv.create(folder, with_pip=False)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,6 +1,6 @@
-"""A kernel like hosted Colab's: with its shell, its host name, a fake `google.colab`, and only its own mounts.
+"""A kernel like hosted Colab's, with the same shell and host name, a fake `google.colab`, and mounts only in /content.
 
-`python tests/doubles/colab_kernel.py -f CONNECTION_FILE`, with the fake, the doubles and colabkit on PYTHONPATH.
+Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake, this folder and colabkit on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Kernel(IPythonKernel):
 
 
 def see_only_content() -> None:
-    """Hide the remote mounts of other processes on this machine; call it before importing the code that reads them."""
+    """Hide the remote mounts of other processes on this machine; call this before importing code that reads mounts."""
     real = mounts.mounts
 
     def own(read: mounts.Reader = mounts.read_file) -> list[mounts.Mount]:
@@ -37,7 +37,7 @@ def see_only_content() -> None:
 
 if __name__ == "__main__":
     see_only_content()
-    # Any existing file.
+    # colabkit recognizes hosted Colab by the existence of this file, so any existing file will do.
     places._HOSTNAME = __file__
     sys.modules.update(dict.fromkeys(ABSENT))
     IPKernelApp.launch_instance(kernel_class=Kernel)

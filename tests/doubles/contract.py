@@ -1,4 +1,4 @@
-"""Contracts of several modules, as checks that their tests call: atomic changes of files, and resumable streams."""
+"""Contracts that several modules share, as checks for their tests: atomic file changes and resumable streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_pack(
 ) -> Path:
     """Seal a pack of random but reproducible samples, as in `make_pack(path, train=40, dev=7)`, and return its path.
 
-    Samples of three dimensions are images, others arrays; labels are classes 0, 1, 2, 0, ...
+    Samples with three dimensions are images, others are arrays; labels cycle through the classes 0, 1 and 2.
     """
     random = np.random.default_rng(seed)
     samples = {split: random.integers(0, 256, (count, *shape)).astype(dtype) for split, count in counts.items()}
@@ -47,8 +47,8 @@ def seal_fields(
 ) -> Path:
     """Seal a pack of the given fields, by name and split, and return its path.
 
-    A list of bytes is a ragged field. `contents` has the kind of each field except the labels `Y`. Fields in `tables`
-    have their own CRCs; the others are covered by the CRC of each sample.
+    A list of `bytes` becomes a ragged field. `contents` maps each field except the labels `Y` to its kind. Fields in
+    `tables` have separate CRCs; the CRC of each sample covers the others.
     """
     arrays: dict[str, np.ndarray] = {}
     counts = {split: len(values) for split, values in fields["X"].items()}
@@ -96,7 +96,7 @@ def seal_fields(
 
 
 def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4, 3, 3), **meta: Any) -> Path:
-    """Seal an index and its shards with the numbers of samples in `counts`, and return the index's path."""
+    """Seal shards with these numbers of samples and an index of them, and return the index's path."""
     shards, labels = [], {}
     for number, count in enumerate(counts):
         shard = make_pack(path.with_name(f"{path.stem}-{number:05d}.h5"), shape, seed=number, **count)
@@ -117,7 +117,7 @@ def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4
 
 
 def whole_content(path: Path) -> tuple[object, ...]:
-    """Return the whole content of a pack, read in every possible way."""
+    """Return everything in a pack, read in every possible way."""
     info = read_pack(path)
     content = {name: info.map(name).tobytes() for name in info.data_sets}
     tables = {name: info.table(name).tobytes() for name in info.table_crcs}
@@ -125,7 +125,7 @@ def whole_content(path: Path) -> tuple[object, ...]:
 
 
 class AtChange:
-    """A hook that acts at the `number`-th change of files, and with `lasting` at each later change that writes."""
+    """A hook that acts at the `number`-th file change and, if `lasting`, at each later change that writes."""
 
     def __init__(self, number: int, act: Callable[[], object], lasting: bool = False) -> None:
         self.number = number
@@ -143,7 +143,7 @@ class AtChange:
 
     @property
     def was_reached(self) -> bool:
-        """Whether this change was reached."""
+        """Whether the `number`-th file change was reached."""
         return self.count >= self.number
 
 
@@ -153,7 +153,7 @@ def fill_disk() -> None:
 
 
 def kills(killed_at: Callable[[int, Any], bool], work: partial[object]) -> Iterator[int]:
-    """Yield after each kill of `work` at its 1st, 2nd, … change, until it finishes undisturbed."""
+    """Kill `work` at its 1st, 2nd, … file change, and yield after each kill, until it succeeds."""
     number = 1
     while killed_at(number, work):
         yield number
@@ -169,7 +169,7 @@ def failures(
     lasting: bool = False,
     at_removals: bool = False,
 ) -> Iterator[int]:
-    """Yield after each failure of `work` by `act` at its 1st, 2nd, … change, until it finishes undisturbed.
+    """Let `act` fail `work` at its 1st, 2nd, … file change, and yield after each failure, until `work` succeeds.
 
     Removals, which clean up, fail only if `at_removals` is true.
     """
@@ -195,7 +195,7 @@ def _but_removals(hook: AtChange, operation: str, path: Path) -> None:
 
 
 class StreamContract:
-    """The contract of everything that yields batches for several epochs and resumes from a saved state.
+    """The contract of streams, which yield batches for several epochs and resume from a saved state.
 
     A test class inherits from it and defines `make`, which returns a new but equal stream on each call, and `dropped`,
     the number of samples that each epoch leaves out.

@@ -1,4 +1,4 @@
-"""Cases for the doctor, made of the few relevant numbers; all other values are inconspicuous or unknown."""
+"""Test cases for the doctor: each sets only the relevant values; all others are inconspicuous or unknown."""
 
 from __future__ import annotations
 
@@ -69,28 +69,28 @@ T4 = GpuSnapshot(
 
 
 def with_gpu(host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
-    """Return a machine with a T4 and these changes."""
+    """Return a snapshot of the host with a T4 whose fields have these changes."""
     return replace(host, gpus=(replace(T4, **changes),))
 
 
 def steps_of(
     wait: float = 0.0, copy: float = 0.0, compute: float = 0.1, other: float = 0.0, samples: int = 64, count: int = 100
 ) -> list[StepTimes]:
-    """Return equal steps with these times in seconds; the first one begins a pass."""
+    """Return equal steps with these times in seconds; the first one begins a pass over the data."""
     return [StepTimes(wait, copy, compute, other, samples, number == 0) for number in range(count)]
 
 
 def part(
     name: str, busy_s: float, cpu_s: float = 0.0, wait_s: float = 0.0, size: int = 0, samples: int = 6400
 ) -> PartSnapshot:
-    """Return a part of a loader with these costs per sample."""
+    """Return the snapshot of a loader part with these costs per sample."""
     return PartSnapshot(
         name, samples, size * samples, busy_s * samples, wait_s * samples, samples // 64, busy_s, cpu_s * samples
     )
 
 
 def spent_of(steps: Sequence[StepTimes], **more: Any) -> MetersSnapshot:
-    """Return the snapshot of meters that timed some steps."""
+    """Return the snapshot of meters that have timed these steps."""
     counted: dict[str, Any] = {
         "batches": len(steps),
         "samples": sum(step.samples for step in steps),
@@ -121,7 +121,7 @@ def made(
     samples: int = 64,
     **more: Any,
 ) -> RunProfile:
-    """Return the case of a run with equal steps, or with given ones; `more` sets values of the meters."""
+    """Return the profile of a run with these or with equal steps; `more` sets other values of the meters."""
     taken = steps_of(wait, copy, compute, other, samples) if steps is None else steps
     spent = spent_of(taken, **{"parts": tuple(parts), **more})
     hosts = [] if host is None else [host] * 3
@@ -133,7 +133,7 @@ def check_advice(advice: Advice) -> None:
     for text in (advice.found, advice.action):
         assert not re.search(r"None|nan|inf\b|\.\.\.|  |\b1 (workers|CPUs|files|samples|reads)\b| by $", text), text
         assert not text.endswith("."), text
-        # Action and cause are joined by a colon.
+        # A message joins `found` and `action` by a colon, so neither may contain another.
         assert ": " not in text, text
     assert advice.action[0].isupper(), advice
     assert advice.samples_per_s is None or 0 <= advice.samples_per_s < float("inf"), advice
@@ -141,7 +141,7 @@ def check_advice(advice: Advice) -> None:
 
 
 def check_call(text: str) -> None:
-    """Check that every call in a line exists and accepts these arguments, and that single options are a loader's."""
+    """Check that each call in the code exists and accepts its arguments; assigned names must be loader options."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

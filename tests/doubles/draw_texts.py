@@ -2,8 +2,7 @@
 
     python tests/doubles/draw_texts.py [--count 100] [--seed N]
 
-The texts are those of `colabkit/`, `tests/` and `notebooks/`, each with the same chance. The seed is printed, so that
-a drawing can be repeated.
+Each text of `colabkit/`, `tests/` and `notebooks/` is equally likely. To repeat a draw, pass the printed seed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def main() -> None:
 
 
 def texts_in(folders: list[str]) -> Iterator[tuple[str, str]]:
-    """Return all docstrings, comments, messages and notebook texts, each with its place."""
+    """Return all docstrings, comments, messages and notebook texts, each with its location."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
@@ -65,7 +64,7 @@ def _docstrings(name: str, source: str) -> Iterator[tuple[str, str]]:
 
 
 def _comments(name: str, source: str) -> Iterator[tuple[str, str]]:
-    """Return comments, those on consecutive lines as one text, without the instructions to tools."""
+    """Return comments except instructions to tools; comments on consecutive lines are one text."""
     tokens = [one for one in tokenize.generate_tokens(io.StringIO(source).readline) if one.type == tokenize.COMMENT]
     numbered = [(one.start[0] - index, one) for index, one in enumerate(tokens)]
     for _, group in itertools.groupby(numbered, lambda pair: pair[0]):

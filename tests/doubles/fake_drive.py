@@ -54,7 +54,7 @@ class DriveFile:
 
 @dataclass
 class DriveFolder:
-    """A folder: names and IDs of its files and folders."""
+    """A folder, as the names and IDs of its files and subfolders."""
 
     name: str
     inside: list[tuple[str, str]]
@@ -63,7 +63,7 @@ class DriveFolder:
 class FakeDrive(WebServer):
     """A proxy that answers instead of Drive; `asked` lists the requested addresses.
 
-    A page of a folder's listing takes `listing_s` seconds.
+    Each page of a folder listing takes `listing_s` seconds.
     """
 
     def __init__(self, context: ssl.SSLContext) -> None:
@@ -189,7 +189,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture(scope="session", params=["gdown==5.2.2", "gdown>=6"])
 def gdown(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> str:
-    """Return a folder with gdown from PyPI, cached by pytest; marks of tests choose the version."""
+    """Return a folder with gdown from PyPI, cached by pytest; a test can choose the version with a mark."""
     return installed(request.param, pytestconfig)
 
 
@@ -204,7 +204,7 @@ only_new = pytest.mark.parametrize("gdown", ["gdown>=6"], indirect=True)
 def drive(
     authority: trustme.CA, gdown: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeDrive]:
-    """Return a Drive for one test, and check that no child process remains."""
+    """Return a fake Drive for one test, and check that no child process remains."""
     monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
     with fake_drive(authority, gdown, tmp_path_factory.mktemp("home"), monkeypatch) as server:
         yield server
@@ -212,7 +212,7 @@ def drive(
 
 
 def installed(line: str, config: pytest.Config) -> str:
-    """Return the folder of a version of gdown, which is installed once."""
+    """Return the folder with a version of gdown, which is installed only once."""
     name = f"{line.translate(str.maketrans('=>', '--'))}-{sys.version_info.major}.{sys.version_info.minor}"
     folder = config.cache.mkdir("gdown") / name
     with (folder.parent / f"{name}.lock").open("w") as lock:
@@ -228,7 +228,7 @@ def installed(line: str, config: pytest.Config) -> str:
 
 @contextlib.contextmanager
 def fake_drive(authority: trustme.CA, gdown: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[FakeDrive]:
-    """Run a fake Drive for the block; children reach it instead of the real one, with this gdown."""
+    """Run a fake Drive within the block; child processes use it instead of the real one, with this gdown."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert(*HOSTS).configure_cert(context)
     authority.cert_pem.write_to_path(folder / "ca.pem")
@@ -249,9 +249,9 @@ def children() -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            # Helper processes of multiprocessing run as long as this process.
+            # Helper processes of multiprocessing outlive the test. A child that hung and died is reaped later.
             is_own = not re.search(rb"resource_tracker|forkserver", path.with_name("cmdline").read_bytes())
-            if int(parent) == os.getpid() and is_own and state != "Z":  # one that hung and died is reaped later
+            if int(parent) == os.getpid() and is_own and state != "Z":
                 found.append(int(path.parent.name))
     return found
 

@@ -1,6 +1,6 @@
 """A fake NVML: GPUs, MIG instances, and the errors that the driver returns."""
 
-# The names are those of the binding.
+# The fake keeps the camel-case names of the binding.
 # ruff: noqa: N802, N815
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NvmlError(Exception):
 
 @dataclass(eq=False)
 class Chip:
-    """A GPU or a MIG instance, which is its own handle."""
+    """A GPU or a MIG instance; the object itself is its NVML handle."""
 
     uuid: str
     name: str = "Tesla T4"
@@ -38,7 +38,7 @@ class Chip:
 
 
 class FakeNvml:
-    """The binding; `failing` maps functions to the errors that they raise, and `absent` functions do not exist.
+    """A fake of the binding; `failing` maps functions to the errors they raise, and `absent` functions do not exist.
 
     `calls` lists the called functions.
     """
@@ -146,7 +146,7 @@ class FakeNvml:
 
 
 def fake_torch(devices: list[str], memory: dict[int, tuple[int, int]] | None = None, initialized: bool = True) -> Any:
-    """Return a fake torch with devices by UUID, and with (tensor, reserved) bytes of some devices by number."""
+    """Return a fake torch with devices of these UUIDs; `memory` maps device numbers to (tensor, reserved) bytes."""
 
     def stats(index: int) -> dict[str, Any]:
         held, reserved = (memory or {}).get(index, (0, 0))

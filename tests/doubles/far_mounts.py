@@ -1,4 +1,4 @@
-"""Real remote mounts for tests: the slow drive of slow_drive.py, which tests control, and real `rclone mount`."""
+"""Real mounts for tests: the slow drive of slow_drive.py, which tests can control, and `rclone mount`."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ class _Mount:
 
 
 class FuseMount(_Mount):
-    """A FUSE mount at `point` that shows the folder `root`. By default nothing is cached, so every read reaches it.
+    """A FUSE mount at `point` that shows the folder `root`. By default nothing is cached: every read reaches the mount.
 
     Args:
         point: mount point; created if missing.
         root: the folder to show, for reading and writing.
-        fstype: its type in /proc/mounts, beginning with `"fuse."`.
+        fstype: the mount's type in /proc/mounts, beginning with `"fuse."`.
         latency_s: delay of each open, listing and read.
         locks: false for a file system on which `flock` and `fcntl` locks fail, as on network mounts.
         at_once: maximum number of concurrent opens, listings and reads; others wait.
@@ -155,7 +155,7 @@ class FuseMount(_Mount):
         os.close(self._log)
 
     def hang(self, operation: Operation | None = None, after: int = 0) -> None:
-        """Stop answering all operations, or operations of one kind after a number of them."""
+        """Stop responding to all operations; or to those of one kind, after `after` more of them."""
         if operation is None:
             os.kill(self.pid, signal.SIGSTOP)
         else:
@@ -163,35 +163,35 @@ class FuseMount(_Mount):
             self._numbers[slow_drive.HANG + kind] = self._numbers[slow_drive.COUNT + kind] + after + 1
 
     def go_on(self) -> None:
-        """Answer all operations again, including waiting ones."""
+        """Respond to all operations again, including waiting ones."""
         for kind in range(len(slow_drive.KINDS)):
             self._numbers[slow_drive.HANG + kind] = 0
         self._numbers[slow_drive.GO_ON] = 1
         os.kill(self.pid, signal.SIGCONT)
 
     def fail(self, number: int, one_in: int = 1) -> None:
-        """From now on, fail one in `one_in` reads and listings with this errno; 0 ends that."""
+        """From now on, fail one in `one_in` reads and listings with this errno; 0 stops the failures."""
         self._numbers[slow_drive.ONE_IN] = one_in
         self._numbers[slow_drive.FAIL] = number
 
     @property
     def opened(self) -> int:
-        """Number of opens of files."""
+        """Number of file opens."""
         return self._numbers[slow_drive.COUNT + slow_drive.OPEN]
 
     @property
     def listed(self) -> int:
-        """Number of opens of folders for listing."""
+        """Number of folder listings."""
         return self._numbers[slow_drive.COUNT + slow_drive.LIST]
 
     @property
     def opened_paths(self) -> list[str]:
-        """The files that were opened, in order, from the mount's root, as in `"/birds/1.png"`."""
+        """The opened files in order, as paths from the mount's root, such as `"/birds/1.png"`."""
         return [os.fsdecode(path) for path in os.pread(self._log, 1 << 26, 0).split(b"\0")[:-1]]
 
     @property
     def read_bytes(self) -> int:
-        """Number of bytes returned to reads."""
+        """Number of bytes that reads have returned."""
         return self._numbers[slow_drive.READ_BYTES]
 
     @property
@@ -255,14 +255,14 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = DEADLI
 
 
 def in_child(code: str, *arguments: object, seconds: float = 5.0) -> str:
-    """Return the output of Python code in a child process that may use a hanging mount; `"hung"` after the deadline."""
+    """Run Python code that may hang in a child process; return its output, or `"hung"` after the deadline."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         return child.communicate(timeout=seconds)[0].decode().strip()
     except subprocess.TimeoutExpired:
-        # A child that hangs in the kernel dies when the mount is removed.
+        # Don't wait for the child: if it hangs in the kernel, it dies only when the mount is removed.
         child.kill()
         assert child.stdout is not None
         child.stdout.close()

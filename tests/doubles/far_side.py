@@ -1,4 +1,4 @@
-"""Fakes of hosted Colab and of google-drive-ocamlfuse that make real mounts."""
+"""Fakes of hosted Colab and of google-drive-ocamlfuse that create real mounts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAMS = Path(__file__).parent / "ocamlfuse_double"
 
 
 class Colab:
-    """A fake hosted Colab: `plan` sets its behavior, `events` returns the calls."""
+    """A fake hosted Colab: `plan` sets its behavior, and `events` returns its calls."""
 
     def __init__(self, folder: Path) -> None:
         self.home = folder / "home"
@@ -45,7 +45,7 @@ class Colab:
         self._file.write_text(json.dumps({"root": str(self.root), "point": self.point, **wanted}))
 
     def events(self) -> list[str]:
-        """Return the calls of the fake so far."""
+        """Return all calls of the fake so far."""
         path = Path(f"{self._file}.events")
         return path.read_text().splitlines() if path.exists() else []
 
@@ -55,12 +55,12 @@ class Colab:
 
     @property
     def served(self) -> FuseMount:
-        """The latest mount of the fake."""
+        """The fake's latest mount."""
         return served()[-1]
 
 
 def served() -> list[FuseMount]:
-    """Return the mounts of the fake."""
+    """Return all mounts of the fake."""
     double = sys.modules.get("google.colab.drive")
     return double.served if double else []
 
@@ -73,7 +73,7 @@ def forget_double(patch: pytest.MonkeyPatch) -> None:
 
 def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Hide the remote mounts of other tests that may run on this machine."""
-    # These packages import functions by name, which must be the real ones.
+    # Import these packages before patching, because they import the functions by name and need the real ones.
     for room in ("fetching", "probing", "staging"):
         importlib.import_module(f"colabkit.storage.{room}.api")
     real = mounts.mounts
@@ -142,7 +142,7 @@ class Ocamlfuse:
             subprocess.run(["umount", "-l", str(self.point)], check=True)
 
     def pids(self) -> list[int]:
-        """Return the processes that serve the mount."""
+        """Return the IDs of the processes that serve the mount."""
         return [daemon.pid for daemon in daemons("google-drive-ocamlfuse") if str(self.point) in daemon.arguments]
 
     def kill(self) -> None:
@@ -152,11 +152,11 @@ class Ocamlfuse:
             wait_for(lambda pid=pid: not os.path.exists(f"/proc/{pid}"), "the end of the program")
 
     def calls(self) -> list[str]:
-        """Return the arguments of all starts so far."""
+        """Return the arguments of each start of the program so far."""
         return (self.home / "ocamlfuse.calls").read_text().splitlines()
 
     def queue(self, *states: str) -> None:
-        """Set the queue of uploads."""
+        """Set the program's upload queue."""
         with closing(sqlite3.connect(self.cache / "cache.db")) as database, database:
             database.execute("DELETE FROM upload_queue")
             database.execute("DELETE FROM resource")

@@ -1,4 +1,4 @@
-"""Work in forked processes: their exit status, and kills at a change of the file system."""
+"""Run work in forked processes, which can be killed at a file change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_fork(work: Callable[[], object]) -> int:
 
 
 def is_killed_at(number: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a fork that is killed at its `number`-th change of files; return whether it was killed."""
+    """Run `work` in a fork that is killed at its `number`-th file change; return whether it was killed."""
     count = 0
 
     def kill(operation: str, path: Path) -> None:
@@ -49,7 +49,7 @@ def make_pair(path: Path, text: str) -> None:
 
 
 def pair_text(path: Path) -> str | None:
-    """Return the text in both files of such a folder; None if there is no folder."""
+    """Return the text that both files of a `make_pair()` folder contain; None if there is no folder."""
     if not path.exists():
         return None
     texts = {(path / name).read_text() for name in ("one", "two")}

@@ -39,7 +39,7 @@ class HeldReads(FolderSource):
         return super().open(item)
 
     def go_on(self) -> None:
-        """Allow all reads, including waiting ones."""
+        """Let all reads proceed, including waiting ones."""
         with self.changed:
             self.may_read = lambda _: True
             self.changed.notify_all()

@@ -33,7 +33,7 @@ class WebServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of a file."""
+        """The URL of a file on this server."""
         return f"http://127.0.0.1:{self.server_address[1]}/data/file.bin"
 
     def next_plan(self) -> Plan:
@@ -42,7 +42,7 @@ class WebServer(ThreadingHTTPServer):
             return self.plans.pop(0) if len(self.plans) > 1 else self.plans[0] if self.plans else serve
 
     def ranges(self) -> list[str | None]:
-        """Return the requested ranges; None for the whole file."""
+        """Return the requested byte ranges; None stands for the complete file."""
         return [request.get("Range") for request in self.requests]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.headers
 
     def start(self) -> int:
-        """Return the first requested byte if the client's version is still the server's, otherwise 0."""
+        """Return the position of the first requested byte if the client's version is current, otherwise 0."""
         found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         known = self.headers.get("If-Range")
         versions = (None, self.facts.get("ETag"), self.facts.get("Last-Modified"))
@@ -111,12 +111,12 @@ def serve(handler: Handler) -> None:
 
 
 def without_ranges(handler: Handler) -> None:
-    """Answer each request with the whole file."""
+    """Ignore the requested range and send the complete file."""
     handler.answer(200, dict(handler.facts), handler.content)
 
 
 def cut_after(count: int, is_ranged: bool = True) -> Plan:
-    """Announce the whole file and close the connection after `count` bytes."""
+    """Announce the complete file and close the connection after `count` bytes."""
 
     def plan(handler: Handler) -> None:
         whole = (200, dict(handler.facts), handler.content)
@@ -127,7 +127,7 @@ def cut_after(count: int, is_ranged: bool = True) -> Plan:
 
 
 def hang_after(count: int) -> Plan:
-    """Send `count` bytes and then stall."""
+    """Send `count` bytes, then nothing more."""
 
     def plan(handler: Handler) -> None:
         status, headers, body = handler.reply()
@@ -169,7 +169,7 @@ def drops(handler: Handler, data: bytes) -> None:
 
 
 def ranged(headers: Callable[[int, int], dict[str, object]], is_whole: bool = False) -> Plan:
-    """Answer a range with 206 and headers made from its start and the total, with the rest or the whole as body."""
+    """Answer with 206, headers made from the range's start and the total size, and the rest or all of the file."""
 
     def plan(handler: Handler) -> None:
         content, start = handler.content, handler.start()
@@ -180,7 +180,7 @@ def ranged(headers: Callable[[int, int], dict[str, object]], is_whole: bool = Fa
 
 
 def status(code: int, **headers: object) -> Plan:
-    """Answer with a status."""
+    """Answer with this status."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return lambda handler: handler.answer(code, named, b"<html>no</html>")
 
@@ -207,14 +207,14 @@ def chunked(handler: Handler) -> None:
 
 @contextlib.contextmanager
 def served(content: bytes, *plans: Plan) -> Iterator[WebServer]:
-    """Run a server for the block."""
+    """Run a new server within the block."""
     with running(WebServer(content, plans)) as server:
         yield server
 
 
 @contextlib.contextmanager
 def running(server: Server) -> Iterator[Server]:
-    """Run an existing server for the block."""
+    """Run an existing server within the block."""
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

@@ -9,12 +9,12 @@ from colabkit.augment import Draws
 
 
 def images(count: int = 10, channels: int = 3, height: int = 23, width: int = 31, least: int = 0) -> torch.Tensor:
-    """Return `uint8 [count, channels, height, width]` of at least `least`, in channels-last memory like a loader's."""
+    """Return `uint8 [count, channels, height, width]` in channels-last memory, with no value below `least`."""
     generator = torch.Generator().manual_seed(count * 1000 + height)
     batch = torch.randint(least, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
     return batch.contiguous(memory_format=torch.channels_last)
 
 
 def draws(count: int = 10, seed: int = 5) -> Draws:
-    """Return the random numbers of the first samples of an epoch."""
+    """Return the random numbers of an epoch's first samples."""
     return Draws(seed, 1, np.arange(count))

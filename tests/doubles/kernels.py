@@ -21,7 +21,7 @@ KINDS = ("newest", "colab")
 
 
 def python_of(kind: str) -> str:
-    """Return the interpreter of a kind; skip the test if there is none."""
+    """Return the interpreter for a kind of kernel; skip the test if there is none."""
     if kind == "newest":
         return sys.executable
     python = os.environ.get("COLABKIT_COLAB_PYTHON", "")
@@ -31,7 +31,7 @@ def python_of(kind: str) -> str:
 
 @contextmanager
 def kernel_of(kind: str, folder: Path) -> Iterator[str]:
-    """Yield the name of a kernel of a kind, which writes its files to a folder."""
+    """Yield the name of a kernel of this kind, which writes its files to a folder."""
     search = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     with kernel_at(folder, [python_of(kind), "-m", "ipykernel_launcher"], search) as name:
         yield name
@@ -41,12 +41,12 @@ def kernel_of(kind: str, folder: Path) -> Iterator[str]:
 def kernel_at(
     folder: Path, command: Sequence[str], search: Sequence[str | Path], environ: Mapping[str, str] = {}
 ) -> Iterator[str]:
-    """Yield the name of a kernel that a command starts, and that writes its files to a folder.
+    """Yield the name of a kernel that a command starts, and which writes its files to a folder.
 
     Args:
-        folder: folder for everything that it writes.
+        folder: folder for all files that the kernel writes.
         command: command line without the connection file.
-        search: folders to search for modules before its own.
+        search: folders to search for modules before the default ones.
         environ: additional environment variables.
     """
     kernel = folder / "kernels" / "tested"

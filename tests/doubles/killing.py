@@ -1,4 +1,4 @@
-"""Work that is killed at a change of files, in forks of a small process: forking one with torch is slow."""
+"""Kill work at a file change, in forks of a small process, because a process with torch is slow to fork."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from colabkit.packs.packing.api import pack
 class Killing:
     """A process that forks itself for each task, so that modules are imported only once.
 
-    Tasks are `functools.partial` objects of importable functions. They do not see what a test has patched.
+    Tasks are `functools.partial` objects of importable functions. They run without a test's patches.
     """
 
     def __enter__(self) -> Self:
@@ -41,7 +41,7 @@ class Killing:
         self._process.communicate()
 
     def at(self, number: int, work: partial[object]) -> bool:
-        """Run `work` in a process that is killed at its `number`-th change; return whether it reached this change."""
+        """Run `work` in a process that is killed at its `number`-th file change; return whether it got that far."""
         pickle.dump((number, dict(os.environ), os.getcwd(), work), self._process.stdin)
         self._process.stdin.flush()
         status = int(self._process.stdout.readline())

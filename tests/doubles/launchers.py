@@ -7,7 +7,7 @@ from colabkit.notebook.launcher.panel import Launcher
 
 
 def fill(panel: Launcher, **values: object) -> None:
-    """Set fields by the names of `Settings`."""
+    """Set form fields, which have the names in `Settings`."""
     for name, value in values.items():
         panel.view.fields[name].value = value
 

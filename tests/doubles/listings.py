@@ -1,4 +1,4 @@
-"""Listings of sources, made of the paths of files or the columns of a table."""
+"""Source listings, made from file paths or from the columns of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of the loader: its batches, its threads, and the contract of streams for loaders."""
+"""Helpers for loader tests: batches, threads, and the stream contract for loaders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same(some: list[Any], others: list[Any]) -> bool:
 
 
 def loader_threads(prefix: str = "colabkit-loader") -> list[threading.Thread]:
-    """Return the running threads of loaders."""
+    """Return the running loader threads."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
 
 
@@ -46,7 +46,7 @@ def fails_at(number: int) -> Callable[[Tensor], Tensor]:
 
 
 class LoaderContract(StreamContract):
-    """The contract for a loader of images and labels from `data`, with `options`."""
+    """The stream contract for a loader of images and labels from `data`, with `options`."""
 
     data: Any
     options: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""One process of a `torchrun`: loads its share of a pack of numbers and records which samples it received.
+"""One process of a `torchrun` job: it loads its share of a pack of numbers and records the samples that it received.
 
 Called as `loader_rank.py PACK STATE FOLDER BATCH_SIZE BATCHES`: it resumes from the state, takes the rest of that
 epoch, then BATCHES batches of the next one, and writes `FOLDER/RANK.json`.
@@ -22,8 +22,8 @@ DEADLINE_S = 60
 
 
 def main(pack: str, state: str, folder: str, batch_size: str, batches: str) -> None:
-    """Load batches as described above."""
-    # End even if the launcher was killed.
+    """Load batches as the module's docstring describes."""
+    # End this process even if the launcher is killed and cannot end it.
     signal.alarm(2 * DEADLINE_S)
     loader = Loader(open_pack(pack)["train"], int(batch_size), shuffle=True)
     batches_alone = len(loader)

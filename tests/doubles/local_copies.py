@@ -1,4 +1,4 @@
-"""Helpers for tests of staging: archives, sources in memory, and the state of folders."""
+"""Helpers for staging tests: archives, in-memory sources, and snapshots of folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def data_of(folder: Path) -> dict[str, bytes]:
 
 
 def state_of(folder: Path) -> list[tuple[object, ...]]:
-    """Return the state of a folder that any write would change."""
+    """Return a snapshot of a folder that differs after any write."""
     return sorted(
         (str(path), path.lstat().st_mtime_ns, path.lstat().st_size, path.lstat().st_mode, path.lstat().st_ino)
         for path in [folder, *folder.rglob("*")]
@@ -55,7 +55,7 @@ def copy(source: object, to: object = "disk", **options: object) -> StageReport:
 
 
 class MemorySource:
-    """A source of files in memory; a test can observe its opens."""
+    """A source of files in memory; a test can observe each open."""
 
     name = "memory"
     can_hang = False
@@ -98,7 +98,7 @@ class WalkedSource(MemorySource):
 
 
 class _ForwardFile(io.BytesIO):
-    """A file that only supports short, sequential reads."""
+    """A file that supports only short, sequential reads."""
 
     def __init__(self, source: WalkedSource, data: bytes) -> None:
         super().__init__(data)
@@ -114,5 +114,5 @@ class _ForwardFile(io.BytesIO):
 
 
 def kept_partials(folder: Path) -> list[Path]:
-    """Return the partial data of interrupted runs in a folder."""
+    """Return the partial data that interrupted runs left in a folder."""
     return sorted(folder.glob(".colabkit-*-kept.partial"))

@@ -1,7 +1,8 @@
-"""The table of all error messages in the words of Python, a magic, a terminal and the launcher.
+"""The table of all error messages, as shown in Python, by a magic, in a terminal and in the launcher.
 
 `python tests/doubles/message_table.py` writes the table to `docs/messages.md`. The messages are read from the source:
-each call of `cannot()` and of the checks that make one is a row, and `{...}` stands for what is only known at run time.
+each call of `cannot()` and of the checks that raise an error is a row, and `{...}` stands for a value known only at run
+time.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from colabkit.notebook.verbs import VERBS
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "messages.md"
 MOST = 4
-"""Alternatives of a text that are shown, such as those of a conditional expression."""
+"""Maximum number of alternatives to show for a text, such as those of a conditional expression."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the source that makes a message."""
+    """A call in the source that creates a message."""
 
     module: str
     line: int
@@ -35,7 +36,7 @@ class Site:
     message: Message
 
     def rendered(self) -> dict[str, str]:
-        """Return the message in the words of each front end."""
+        """Return the message as each front end shows it."""
         verb = next((verb for verb in VERBS if set(self.message.options) <= {one.name for one in verb.options}), None)
         action = self.message.action if isinstance(self.message.action, str) else ""
         by_action = next((verb for verb in VERBS if action.split(" ")[0] == verb.name), verb)
@@ -49,7 +50,7 @@ class Site:
 
 
 class SourceReader:
-    """Reads the texts of messages from the syntax tree of one module."""
+    """Reads message texts from the syntax tree of a module."""
 
     def __init__(self, path: Path) -> None:
         self.module = path.relative_to(ROOT / "colabkit").as_posix()
@@ -59,7 +60,7 @@ class SourceReader:
         self.exits = [one.end_lineno or one.lineno for one in leaving]
 
     def sites(self) -> Iterator[Site]:
-        """Return the messages of the module in the order of the source."""
+        """Return the module's messages in source order."""
         for function, node, error in _calls(self.tree, None, ""):
             scope = dict(self.constants)
             if function is not None:
@@ -72,13 +73,13 @@ class SourceReader:
                     yield Site(self.module, node.lineno, error, cannot(*texts))
 
     def _values_at(self, name: ast.Name, scope: dict[str, list[ast.expr]]) -> list[ast.expr]:
-        """Return what a name may hold: its values since the statement before that leaves the function, or the last."""
+        """Return the possible values of a name: all assigned since the last `return` or `raise`, or the latest."""
         earlier = [one for one in scope.get(name.id, []) if one.lineno <= name.lineno]
         left_at = max((line for line in self.exits if line < name.lineno), default=0)
         return [one for one in earlier if one.lineno > left_at] or earlier[-1:] or scope.get(name.id, [])
 
     def _texts(self, node: ast.expr, scope: dict[str, list[ast.expr]], depth: int) -> Iterator[Text]:
-        """Return the alternatives of a text; what is not known becomes `{expression}`."""
+        """Return the possible texts of an expression; unknown parts become `{expression}`."""
         unknown = "{" + _short(node) + "}"
         if depth > 4:
             yield unknown
@@ -132,7 +133,7 @@ def _value(node: ast.expr) -> object:
 
 
 class _Placeholder(str):
-    """A value that is only known at run time; a line shows it like any other value."""
+    """A stand-in for a value that is known only at run time; its repr has no quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -148,7 +149,7 @@ def _joined(node: ast.expr) -> str:
 
 
 def _short(node: ast.expr) -> str:
-    """Return the last name in an expression, which says most about its value."""
+    """Return the name in an expression that describes its value best."""
     names = [
         one.id if isinstance(one, ast.Name) else one.attr
         for one in ast.walk(node)
@@ -162,7 +163,7 @@ def _short(node: ast.expr) -> str:
 
 
 def _assigned(statements: list[ast.stmt]) -> Iterator[tuple[str, list[ast.expr]]]:
-    """Return the names that statements assign, with all values that they assign."""
+    """Return the names that statements assign, each with all assigned values."""
     values: dict[str, list[ast.expr]] = {}
     for statement in statements:
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -185,7 +186,7 @@ def _statements(function: ast.AST) -> list[ast.stmt]:
 
 
 def _calls(node: ast.AST, function: ast.AST | None, error: str) -> Iterator[tuple[ast.AST | None, ast.Call, str]]:
-    """Return the calls of `cannot()`, each with the function around it and the name of the error that gets it."""
+    """Return the calls of `cannot()`, each with the enclosing function and the name of the error that receives it."""
     for child in ast.iter_child_nodes(node):
         inner = child if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "cannot":

@@ -21,9 +21,9 @@ def small_vit(classes: int = 10, seed: int = 0) -> nn.Module:
 def resnet18(classes: int = 10, width: int = 64, seed: int = 0) -> nn.Module:
     """Return a residual network of 18 layers for 224x224 images in RGB; its first stage has `width` channels.
 
-    He et al. 2015, "Deep Residual Learning for Image Recognition", table 1; with `width=64` it has their sizes.
-    Below a width of 16 in channels-last, the backward pass of its 1x1 convolutions writes past its memory on a CPU with
-    AVX-512 (https://github.com/uxlfoundation/oneDNN/issues/6035; below 8 on others).
+    With `width=64`, it has the sizes in table 1 of He et al. 2015, "Deep Residual Learning for Image Recognition".
+    With channels-last tensors, the backward pass of 1x1 convolutions writes out of bounds if `width` is below 16 on a
+    CPU with AVX-512, or below 8 on another (https://github.com/uxlfoundation/oneDNN/issues/6035).
     """
     torch.manual_seed(seed)
     layers: list[nn.Module] = [
@@ -59,7 +59,7 @@ def small_cnn(classes: int = 10, width: int = 16, seed: int = 0) -> nn.Module:
 
 
 def batches(count: int = 4, size: int = 8, side: int = 8) -> Batches:
-    """Return batches of random images in 10 classes."""
+    """Return batches of random images of 10 classes."""
     random = torch.Generator().manual_seed(5)
     images = torch.rand(count, size, 3, side, side, generator=random)
     return list(zip(images, torch.randint(0, 10, (count, size), generator=random), strict=True))

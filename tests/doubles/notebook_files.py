@@ -1,7 +1,7 @@
-"""Reads the notebooks of the repository, and writes them in one format.
+"""Read the notebooks of the repository, and write them in one format.
 
-`python tests/doubles/notebook_files.py` rewrites all of them in this format: without outputs and execution counts, with
-the cells' ids and sorted keys.
+`python tests/doubles/notebook_files.py` rewrites all notebooks without outputs and execution counts, with cell IDs
+and sorted keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs notebooks in real kernels: of this environment, and of one with Colab's IPython, ipykernel and ipywidgets."""
+"""Run notebooks in real kernels: of this environment, or of one with Colab's IPython, ipykernel and ipywidgets."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Ran:
     seconds: float
 
     def outputs(self, cell: str) -> list[NotebookNode]:
-        """Return the outputs of a cell, given by its id."""
+        """Return the outputs of the cell with this ID."""
         (found,) = [one for one in code_cells(self.notebook) if one.id == cell]
         return found.outputs
 
     def text(self, cell: str = "") -> str:
-        """Return all text output of a cell, or of the whole notebook."""
+        """Return all text output of a cell, or of the notebook."""
         chosen = self.outputs(cell) if cell else [each for one in code_cells(self.notebook) for each in one.outputs]
         return "\n".join(each.get("text") or each.get("data", {}).get("text/plain", "") for each in chosen)
 
@@ -82,13 +82,13 @@ class Kernel:
 def kernel(
     folder: Path, python: str, *, search: Sequence[Path] = (ROOT,), work: Path | None = None, **environ: str
 ) -> Iterator[Kernel]:
-    """Run a kernel for the block.
+    """Run a kernel within the block.
 
     Args:
-        folder: folder for everything that it writes.
-        python: its interpreter.
-        search: folders to search for modules before its own.
-        work: its working folder; None for a new one.
+        folder: folder for all files that the kernel writes.
+        python: the kernel's interpreter.
+        search: folders to search for modules before the default ones.
+        work: the kernel's working folder; None creates one.
         environ: additional environment variables.
     """
     with _started(folder, [python, "-m", "ipykernel_launcher"], search, work, environ) as started:
@@ -97,10 +97,10 @@ def kernel(
 
 @contextmanager
 def colab_kernel(folder: Path, **environ: str) -> Iterator[Kernel]:
-    """Run a kernel like hosted Colab's for the block; skip the test without an environment with Colab's versions.
+    """Run a kernel like hosted Colab's within the block; skip the test without an environment with Colab's versions.
 
     Args:
-        folder: folder for everything that it writes.
+        folder: folder for all files that the kernel writes.
         environ: additional environment variables.
     """
     command = [python_of("colab"), str(TESTS / "colab_kernel.py")]

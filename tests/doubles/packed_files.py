@@ -1,4 +1,4 @@
-"""Folders of photos to pack, ways to pack them, and the content of the packs."""
+"""Write folders of photos, pack them, and read the content of the packs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WAYS = {
 def photos(
     folder: Path, per_class: int = 4, size: tuple[int, int] = (24, 32), kind: str = "JPEG", **options: Any
 ) -> Path:
-    """Write class folders of photos, height x width as in `size`, and return the folder."""
+    """Write photos with this (height, width) into class folders, and return the folder around them."""
     for label, name in enumerate(("ants", "bees", "cats")):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(per_class):
@@ -93,7 +93,7 @@ def kept_shards(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Return the identity of a file, which differs after it is written again."""
+    """Return an identity of a file that changes when the file is rewritten."""
     return path.stat().st_ino, path.stat().st_mtime_ns
 
 
@@ -137,7 +137,7 @@ def assert_same(path: Path, other: Path) -> None:
 
 
 def flip_byte(path: Path, at: int, bits: int = 1) -> None:
-    """Change some bits of a byte of a file."""
+    """Flip these bits of one byte in a file."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -146,7 +146,7 @@ def flip_byte(path: Path, at: int, bits: int = 1) -> None:
 
 
 def stored(path: Path, split: str = "train", field: str = "X") -> list[Any]:
-    """Return the stored samples of a split: rows, or bytes."""
+    """Return the stored samples of a split, as rows or as bytes."""
     info = read_pack(path)
     if not info.fields[field].is_ragged:
         return list(np.array(info.map(f"{field}_{split}")))
@@ -160,7 +160,7 @@ def labels_of(path: Path, split: str = "train") -> list[Any]:
 
 
 def fork(monkeypatch: pytest.MonkeyPatch, chunk_samples: int = 2, cpus: int = 2) -> None:
-    """Make samples in forked processes regardless of their number and speed, with this many in a task."""
+    """Make samples in forked processes, however few and fast they are, with this many samples per task."""
     monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
     monkeypatch.setattr(sample_writer, "_TINY_S", float("inf"))
     monkeypatch.setattr(sample_writer, "_FORKING_S", -1.0)

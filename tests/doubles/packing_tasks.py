@@ -30,7 +30,7 @@ class Squares:
 
 
 class Noise:
-    """A map-style dataset of images of one size."""
+    """A map-style dataset of random images of one size."""
 
     def __len__(self) -> int:
         return 40
@@ -41,7 +41,7 @@ class Noise:
 
 
 def die_once(flag: Path, path: str) -> int:
-    """Kill the first process that requests one of the samples."""
+    """Kill the first process that makes sample `bees/004.png`."""
     if path == "bees/004.png" and not flag.exists():
         flag.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +49,7 @@ def die_once(flag: Path, path: str) -> int:
 
 
 def hold(folder: Path, path: str) -> int:
-    """At one of the samples, write a file and hang; later calls for this sample return."""
+    """Write a file and hang at the first call for `bees/004.png`; later calls return."""
     if path == "bees/004.png" and not (folder / "held").exists():
         (folder / "held").touch()
         threading.Event().wait()
@@ -57,7 +57,7 @@ def hold(folder: Path, path: str) -> int:
 
 
 def fail(path: str) -> int:
-    """Raise a custom error at one of the samples."""
+    """Raise a custom error for `bees/004.png`."""
     if path == "bees/004.png":
         raise ZeroDivisionError("of mine")
     return 1

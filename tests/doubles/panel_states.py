@@ -1,4 +1,4 @@
-"""States of the panel, and fakes of its inputs and its screen, for its tests and pictures."""
+"""Panel states, and fakes of the panel's inputs and screen, for its tests and pictures."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Frames:
 
 
 class Machine:
-    """A fake sampler that returns a given state of the machine."""
+    """A fake sampler that returns a fixed state of the machine."""
 
     cost_share = 0.001
 

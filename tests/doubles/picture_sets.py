@@ -21,7 +21,7 @@ def png(number: int) -> bytes:
 
 
 def class_folders(place: Path) -> Path:
-    """Write the pictures in a folder for each class."""
+    """Write the pictures into one folder for each class."""
     for n in range(24):
         path = place / NAMES[n % 3] / f"{n:02d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def class_folders(place: Path) -> Path:
 
 
 def archive_of(tree: Path, path: Path) -> Path:
-    """Write a tree as an archive in the format of the name's suffix, not in the order of its classes."""
+    """Write a tree to an archive in the format of the name's suffix, with files not sorted by class."""
     files = sorted(tree.rglob("*.png"), key=lambda file: file.name)
     if path.suffix == ".zip":
         with zipfile.ZipFile(path, "w") as archive:

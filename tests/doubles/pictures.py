@@ -1,4 +1,4 @@
-"""Pictures and image files for the tests of decoding, and their decoding by Pillow."""
+"""Pictures and image files for decoding tests, and the results of Pillow to compare with."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def by_pillow(data: bytes, channels: int = 3) -> np.ndarray:
     image = Image.open(io.BytesIO(data))
     mode = "L" if channels == 1 else "RGB"
     if channels == 1:
-        # A JPEG stores its luminance.
+        # Read the luminance that a JPEG stores instead of computing it from RGB, as colabkit does.
         image.draft("L", None)
     image = ImageOps.exif_transpose(image)
     if image.mode == "P":
@@ -80,13 +80,13 @@ def fill_row(data: bytes, out: np.ndarray, fit: bool = False) -> None:
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the largest difference of two arrays of one shape."""
+    """Return the largest difference between two arrays of the same shape."""
     assert one.shape == other.shape
     return int(np.abs(one.astype(int) - other.astype(int)).max())
 
 
 def take(package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode JPEG files with one package, None for Pillow; Pillow never receives files that the package decodes."""
+    """Decode JPEG files with this package, or with Pillow for None; skip the test if the package is missing."""
     chosen = None
     if package is not None:
         try:

@@ -1,4 +1,4 @@
-"""Planned faults of a drive, which can be replayed.
+"""Planned drive faults, which can be replayed.
 
 A plan is JSON: `{"seed": 0, "mtime_grain_s": 2.0, "faults": [{"on": "read", "path": "*/003.png", "do": "short"}]}`.
 """
@@ -21,13 +21,13 @@ DEEDS = ("error", "short", "vanish", "hide", "change", "hang", "die")
 
 _ALL_BYTES = bytes(range(256))
 _TICK_S = 0.01
-# Time between two changes, longer than the grain of any coarse clock.
+# A change makes a file this much newer, which exceeds the resolution of any file system's clock.
 _CHANGE_S = 60
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that occurs at some requests.
+    """A fault of a drive in some of its requests.
 
     Args:
         on: `"open"`, `"read"`, `"list"` or `"stat"`. The kernel itself stats paths that are opened.
@@ -69,7 +69,7 @@ class Plan:
         signals: two shared numbers: the first becomes 1 when hung requests are released, the second counts faults.
         seed: seed that picks the paths of faults with `one_in`.
         faults: the arguments of each `Fault`; if several are due, the first one occurs.
-        mtime_grain_s: modification times are rounded down to multiples of it.
+        mtime_grain_s: modification times are rounded down to multiples of this.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Plan:
         return left_out
 
     def disguise(self, path: str, found: Any) -> None:
-        """Apply planned changes to the result of a stat."""
+        """Apply planned changes to the result of a stat call."""
         changes = self._changes[path]
         found.st_size += changes
         modified = found.st_mtimespec

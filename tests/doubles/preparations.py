@@ -1,4 +1,4 @@
-"""Calls of `prepare()` with checked reports, and sessions that start without local data."""
+"""Call `prepare()` and check its report, and start sessions without local data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colabkit.packs.preparing.prepared_pack import PreparedPack
 
 
 def ready(source: object, **options: Any) -> PreparedPack:
-    """Prepare without progress bars, and check that the files that the report names exist."""
+    """Prepare without progress bars, and check that the files in the report exist."""
     prepared = prepare(source, progress=False, **options)
     report = prepared.report
     assert verify(report.path, progress=False).is_good
@@ -39,5 +39,5 @@ def forget_local(near_storage: Path) -> None:
 
 
 def left_over(near_storage: Path) -> list[str]:
-    """Return the threads that still run, and unfinished files."""
+    """Return the threads that are still running, and unfinished files."""
     return [*map(str, reader_threads()), *leftovers(near_storage), *map(str, near_storage.rglob("*.staged"))]

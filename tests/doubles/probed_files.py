@@ -19,13 +19,13 @@ def fill(folder: Path, files: int, folders: int = 1, size: int = 5000) -> Path:
 
 
 def add_large(folder: Path, mebibytes: int) -> Path:
-    """Write a large file of zeros, without taking space."""
+    """Add a large sparse file of zeros."""
     folder.mkdir(exist_ok=True)
     return truncate(folder / "large.bin", mebibytes << 20)
 
 
 def truncate(path: Path, size: int) -> Path:
-    """Write a file of zeros, without taking space."""
+    """Write a sparse file of zeros."""
     with path.open("wb") as file:
         file.truncate(size)
     return path

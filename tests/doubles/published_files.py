@@ -39,7 +39,7 @@ def bring(path: Path, to: object, **options: Any) -> PublishReport:
 
 
 def assert_nothing_is_open(folder: Path) -> None:
-    """Assert that no reader thread and no open file of a folder remains."""
+    """Assert that no reader thread is running and no file of a folder is open."""
     assert reader_threads() == []
     descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     names = [os.readlink(path) for path in descriptors if os.path.lexists(path)]

@@ -1,4 +1,4 @@
-"""The samples that the ranks of one training receive from their loaders in each step."""
+"""The samples that the ranks of a training receive from their loaders in each step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from colabkit.loading import Loader
 
 State = dict[str, Any]
-# For each step and rank, the numbers of its samples.
+# Sample numbers for each step and rank.
 Steps = list[list[list[int]]]
 
 

@@ -1,4 +1,4 @@
-"""The threads that read concurrently."""
+"""The reader threads that are running."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""README's table of magics and commands, generated from the table of options.
+"""The README's table of magics and commands, generated from the table of options.
 
     python tests/doubles/readme_tables.py
 
-prints the table for the place between README's marks.
+prints the table, which belongs between the marks in the README.
 """
 
 from __future__ import annotations

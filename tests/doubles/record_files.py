@@ -1,4 +1,4 @@
-"""Writes record files of every format with their usual libraries."""
+"""Write record files of every format with their usual libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [(2, 3), (40, 60), (1, 1), (90, 90)]
 
 
 def image(number: int, kind: str = "PNG") -> bytes:
-    """Return an image file of noise, with a size from under 100 bytes to several pages of an LMDB."""
+    """Return a noise image as a file; by `number`, it takes from under 100 bytes to several pages of an LMDB."""
     random = np.random.default_rng(number)
     file = io.BytesIO()
     pixels = random.integers(0, 256, (*SIZES[number % len(SIZES)], 3), dtype=np.uint8)
@@ -28,7 +28,7 @@ def image(number: int, kind: str = "PNG") -> bytes:
 
 
 def lmdb_of(path: Path, values: Mapping[bytes, bytes], subdir: bool = True, **options: Any) -> Path:
-    """Write an LMDB with LMDB's own library."""
+    """Write an LMDB database with the lmdb package."""
     with lmdb.open(str(path), map_size=1 << 28, subdir=subdir, sync=False, **options) as environment:
         for begin in range(0, len(values), 500):
             with environment.begin(write=True) as transaction:
@@ -38,14 +38,14 @@ def lmdb_of(path: Path, values: Mapping[bytes, bytes], subdir: bool = True, **op
 
 
 def shards_of(pattern: str, samples: Iterable[Mapping[str, Any]], per_shard: int) -> None:
-    """Write shards with webdataset's own writer."""
+    """Write shards with webdataset's writer."""
     with webdataset.ShardWriter(pattern, maxcount=per_shard, verbose=0) as writer:
         for sample in samples:
             writer.write(sample)
 
 
 def tar_of(path: Path, *members: tuple[str, bytes]) -> Path:
-    """Write a tar with members of these names in this order."""
+    """Write a tar whose members have these names, in this order."""
     with tarfile.open(path, "w") as archive:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -70,12 +70,12 @@ def framed(*records: bytes) -> bytes:
 
 
 def example(**features: Any) -> bytes:
-    """Return a `tf.train.Example`, encoded here; a name's `__` becomes a slash. Values are lists of one type."""
+    """Return an encoded `tf.train.Example`; `__` in a name becomes a slash. Values are lists of one type."""
     return delimited(1, b"".join(feature(name.replace("__", "/"), values) for name, values in features.items()))
 
 
 def feature(name: str, values: list[Any]) -> bytes:
-    """Return one entry of the features of an example."""
+    """Return one encoded entry of an example's feature map."""
     if values and isinstance(values[0], bytes):
         encoded = delimited(1, b"".join(delimited(1, value) for value in values))
     elif values and isinstance(values[0], float):
@@ -86,12 +86,12 @@ def feature(name: str, values: list[Any]) -> bytes:
 
 
 def delimited(number: int, data: bytes) -> bytes:
-    """Return a field of bytes in protobuf's encoding."""
+    """Return a length-delimited field in protobuf's encoding."""
     return varint(number << 3 | 2) + varint(len(data)) + data
 
 
 def varint(value: int) -> bytes:
-    """Return a whole number in protobuf's encoding."""
+    """Return an integer in protobuf's varint encoding."""
     digits = bytearray()
     while value > 127:
         digits.append(value & 127 | 128)

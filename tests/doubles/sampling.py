@@ -13,7 +13,7 @@ def sampled(values: Iterable[Any], count: int) -> Sequence[Any]:
 
     Args:
         values: the parameters; a tuple stands for several arguments.
-        count: number that run without `--full`; 1 means only the first.
+        count: number of parameters that run without `--full`; 1 runs only the first.
     """
     listed = list(values)
     saved = {0} if count == 1 else {round(number * (len(listed) - 1) / (count - 1)) for number in range(count)}

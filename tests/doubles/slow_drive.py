@@ -36,12 +36,12 @@ SHARED_BYTES = 8 * 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _TICK_S = 0.01
-# A shorter idle time of the line is ignored, because readers wake up a little late.
+# Shorter idle times of the connection do not count as lost bandwidth, because readers wake up a little late.
 _CATCH_UP_S = 0.01
 _THREADS = 128
-# Maximum size of one request: the kernel's 256 pages.
+# Maximum size of one request in bytes: the kernel's limit of 256 pages.
 _MOST_BYTES = 1 << 20
-# Maximum number of read-ahead requests of the kernel, as for Colab's Drive.
+# Maximum number of read-ahead requests that the kernel queues, as for Colab's Drive.
 _MOST_READ_AHEAD = 1000
 
 
@@ -71,14 +71,14 @@ class Behaviour:
 
 
 class Drive:
-    """The file system's operations for mfusepy; `getattr` and `read` have the signatures of `_without_copies`.
+    """File system operations for mfusepy; `getattr` and `read` have the signatures of `_without_copies`.
 
     Args:
         root: the folder to show.
         behaviour: speed and features.
         shared: descriptor of the shared numbers.
-        log: descriptor that takes the paths of opened files, each ending with a zero byte.
-        plan: planned faults: the arguments of a `planned_faults.Plan`.
+        log: descriptor to which the paths of opened files are written, each ending with a zero byte.
+        plan: the arguments of a `planned_faults.Plan`.
     """
 
     use_ns = True
@@ -92,22 +92,22 @@ class Drive:
         self._numbers = numbers_at(shared)
         self._plan = Plan(self._numbers[GO_ON : FAULTS + 1], **plan) if plan else None
         self._log = log
-        # Guards the numbers, the line and the log.
+        # Guards the shared numbers, `_line_free` and the log.
         self._lock = threading.Lock()
-        # Time at which the last byte reserved so far will have arrived.
+        # Time at which all bytes requested so far will have arrived.
         self._line_free = 0.0
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(behaviour.at_once):
             self._places.put(None)
 
     def init_with_config(self, connection: Any, config: Any) -> None:
-        # libfuse needs this both here and as an option.
+        # libfuse needs `max_read` both here and as a mount option.
         connection.max_read = _MOST_BYTES
         connection.max_background = _MOST_READ_AHEAD
         connection.congestion_threshold = _MOST_READ_AHEAD
 
     def _begin(self, kind: int, latency_s: float) -> int:
-        """Count a request, take a slot, which the caller releases, and wait for the latency."""
+        """Count a request, take a slot, which the caller releases, and wait for the latency to pass."""
         numbers = self._numbers
         with self._lock:
             numbers[COUNT + kind] = number = numbers[COUNT + kind] + 1
@@ -129,7 +129,7 @@ class Drive:
             raise OSError(failing, os.strerror(failing))
 
     def _transfer(self, size: int) -> None:
-        """Wait until this many bytes have passed the line, after all bytes requested before."""
+        """Wait until this many bytes have been transferred, after all bytes requested earlier."""
         with self._lock:
             self._numbers[READ_BYTES] += size
             now = time.monotonic()
@@ -276,7 +276,7 @@ def _without_copies(fuse: type) -> type:
 
     class Fuse(fuse):
         def _wrapper(self, function: Any, *arguments: Any) -> int:
-            # Otherwise Python creates and frees its state of libfuse's thread, and maps memory for it, at each request.
+            # Otherwise Python creates and frees its state for libfuse's thread in each request, and maps memory for it.
             if not hasattr(thread, "is_kept"):
                 ctypes.pythonapi.PyGILState_Ensure()
                 thread.is_kept = True
@@ -325,7 +325,7 @@ def serve(
 
 
 def shared_numbers() -> tuple[int, memoryview]:
-    """Return the descriptor of new shared numbers, and the numbers."""
+    """Create shared numbers, and return their descriptor and the numbers."""
     shared = os.memfd_create("shared", 0)
     os.ftruncate(shared, SHARED_BYTES)
     numbers = numbers_at(shared)

@@ -1,4 +1,4 @@
-"""The contract of every source, as checks that its tests call."""
+"""The contract of every source, as checks for its tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNDECODABLE = os.fsdecode(b"dogs/caf\xe9.jpg")
 
 
 def check_source(source: Source, expected: Mapping[str, bytes], is_sorted: bool = True) -> None:
-    """Check a source with exactly these files."""
+    """Check a source that must contain exactly these files."""
     listing = source.list()
     paths = [item.path for item in listing.items]
     assert paths == (sorted(expected) if is_sorted else list(expected))
@@ -52,7 +52,7 @@ def contents(source: Source | str | Path) -> dict[str, bytes]:
 
 
 def check_threads(source: Source, items: tuple[Item, ...], expected: Mapping[str, bytes]) -> None:
-    """Check that every item has the same bytes if 8 threads read all of them concurrently."""
+    """Check that 8 threads that concurrently read all items get the same bytes."""
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda item: (item.path, read_item(source, item, Retries())), items * 8))
     assert all(data == expected[path] for path, data in found)

@@ -1,4 +1,4 @@
-"""A hook for `file_hook` that fails at one change of the file system, like a full disk or Ctrl-C."""
+"""A hook for `file_hook` that fails at one file change, like a full disk or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Strike:
-    """A hook that strikes once, at the `number`-th change of the file system; `error` is the resulting error."""
+    """A hook that calls `act` once, at the `number`-th file change; `error` is the error that reached the caller."""
 
     error: BaseException
 
@@ -31,7 +31,7 @@ class Strike:
 
     @property
     def struck(self) -> bool:
-        """Whether this change was reached."""
+        """Whether the `number`-th file change was reached."""
         return self.left <= 0
 
 
@@ -42,7 +42,7 @@ def struck_runs(
     error: type[BaseException],
     step: int = 1,
 ) -> Iterator[tuple[int, Strike]]:
-    """Yield the number of each change at which `work` was struck, after it raised `error`, until it succeeds."""
+    """Let `act` fail `work` at its 1st, 2nd, … file change, and yield each number, until `work` succeeds."""
     for number in itertools.count(1, step):
         strike = Strike(number, act)
         file_hook(strike)
@@ -50,7 +50,7 @@ def struck_runs(
             work()
         except error as raised:
             assert strike.struck
-            # A notebook also keeps the last error with all its frames.
+            # Keep the error with all its frames, because a notebook also does.
             strike.error = raised
         else:
             break
@@ -61,7 +61,7 @@ def struck_runs(
 
 
 def killed_runs(killed_at: Callable[[int, partial[object]], bool], work: partial[object]) -> Iterator[int]:
-    """Yield the number of each change at which a process running `work` was killed, until it succeeds."""
+    """Kill `work` in a process at its 1st, 2nd, … file change, and yield each number, until `work` succeeds."""
     for number in itertools.count(1):
         if not killed_at(number, work):
             return

@@ -1,4 +1,4 @@
-"""Tar archives, plain and compressed, made of the bytes of files."""
+"""Tar archives, plain and compressed, made from the bytes of files."""
 
 from __future__ import annotations
 

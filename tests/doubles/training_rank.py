@@ -1,7 +1,7 @@
-"""One process of a training under `torchrun`: DDP over a pack of numbers; it records its samples.
+"""One process of a `torchrun` job: it trains with DDP on a pack of numbers and records its samples.
 
 Called as `training_rank.py PACK FOLDER BATCH_SIZE EPOCHS STOP_AFTER`: it trains for EPOCHS epochs with checkpoints in
-FOLDER, or is stopped after STOP_AFTER steps by a signal to one process only, and writes `FOLDER/RANK-STEP.json`.
+FOLDER, or until a signal to only one process stops it after STOP_AFTER steps, and writes `FOLDER/RANK-STEP.json`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DEADLINE_S = 90
 
 
 def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
-    """Train as described above."""
-    # End even if the launcher was killed.
+    """Train as the module's docstring describes."""
+    # End this process even if the launcher is killed and cannot end it.
     signal.alarm(2 * DEADLINE_S)
     torch.set_num_threads(1)
     is_launched = distributed.is_initialized()
     if "RANK" in os.environ and not is_launched:
         distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=DEADLINE_S))
     trained(pack, folder, batch_size, epochs, stop_after)
-    # The model's DDP holds the group, whose threads must end before the process.
+    # Free the DDP wrapper, which holds the process group: the group's threads must end before the process.
     gc.collect()
     if distributed.is_initialized() and not is_launched:
         distributed.destroy_process_group()
@@ -42,7 +42,7 @@ def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) 
 def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
     """Train and record the results."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
-    # DDP copies the first rank's weights to all ranks.
+    # Each rank starts with other weights, which DDP replaces by those of rank 0.
     torch.manual_seed(rank)
     model = nn.Linear(1, 2)
     with torch.no_grad():
@@ -63,7 +63,8 @@ def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: st
 
     def note(done: meters.StepDone) -> None:
         seen.append((done.epoch, list(last)))
-        if done.step == int(stop_after) and rank == 0:  # the other one only hears of it
+        # Only rank 0 receives the signal; the other ranks must learn of it from rank 0.
+        if done.step == int(stop_after) and rank == 0:
             signal.raise_signal(signal.SIGINT)
 
     try:

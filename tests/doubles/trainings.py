@@ -1,4 +1,4 @@
-"""Trainings that tests run: with steps that change nothing, complete ones, and ones in processes that are killed."""
+"""Trainings for tests: with steps that do nothing, with real models, and in processes that are killed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ EPOCHS = 4
 
 DEADLINE_S = 100.0
 
-# The server has no threads, and imports the modules of all children once: the first update of an optimizer imports
+# A fork server has no threads, and imports modules once for all children. The first update of an optimizer imports
 # `torch._dynamo`, which takes seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "pytest", "colabkit.augment", "colabkit.training.trainer"])
 
 
 def train(step: Any, loader: Any, **options: Any) -> TrainReport:
-    """Train, by default with a step that changes nothing."""
+    """Train; a step without a state saves an empty one."""
     if not hasattr(step, "state_dict"):
         options = {"state": {}, **options}
     return colabkit.train(step, loader, **options)
@@ -111,7 +111,10 @@ def history(report: TrainReport) -> list[tuple[object, ...]]:
 
 
 def make_packs(folder: Path) -> dict[str, PackedDataset]:
-    """Return the digits, and color images like CIFAR's; `COLABKIT_CIFAR` may name its archive of JPEG files."""
+    """Return packs of the digits and of 32x32 color images.
+
+    The color images are random, or from the archive of CIFAR-10 JPEG files at `COLABKIT_CIFAR`.
+    """
     digits = folder / "digits.h5"
     colabkit.stage("samples:digits", folder / "digits", progress=False)
     colabkit.pack(folder / "digits", digits, progress=False)
@@ -180,7 +183,7 @@ class NotedTraining:
         return colabkit.train(self, self.loader, state=self._usual.parts, save_to=self._folder, **arguments)
 
     def came_to(self) -> tuple[list[Tensor], dict[int, list[list[int]]]]:
-        """Return the weights, and for each epoch the samples of its steps; of a repeated step, the last run counts."""
+        """Return the weights, and for each epoch the samples of its steps; for a repeated step, the last run counts."""
         steps: dict[tuple[int, int], list[int]] = {}
         for line in self._log.read_text().splitlines():
             epoch, step, numbers = json.loads(line)
@@ -190,7 +193,7 @@ class NotedTraining:
 
 
 def stop_after(step: int) -> Callable[[meters.StepDone], None]:
-    """Return a callback that raises Ctrl-C after a step."""
+    """Return a callback that interrupts training after a step, like Ctrl-C."""
 
     def stop(done: meters.StepDone) -> None:
         if done.step == step:

@@ -1,4 +1,4 @@
-"""Image trees, unfinished files of colabkit, and skips for missing tools."""
+"""Write image trees, find colabkit's unfinished files, and skip tests whose tools are missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def make_tree(folder: Path, images_per_class: int, size: tuple[int, int] = (6, 5), prefix: str = "") -> Path:
-    """Write class folders of random but reproducible PNG images, height x width as in `size`."""
+    """Write random but reproducible PNG images with this (height, width) into class folders."""
     random = np.random.default_rng(7)
     for name in ("ants", "bees", "cats"):
         target = folder / prefix / name
@@ -28,7 +28,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files below a folder by their paths."""
+    """Return the bytes of all files below a folder by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

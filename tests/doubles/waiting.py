@@ -1,4 +1,4 @@
-"""Waiting for another thread or process; it takes long only if a test fails."""
+"""Wait for another thread or process; this takes long only if a test fails."""
 
 from __future__ import annotations
 

@@ -14,5 +14,5 @@ CONTENT = random.Random(1).randbytes(700_001)
 
 
 def get(server: WebServer, to: Path, **options: object) -> FetchReport:
-    """Fetch the server's file."""
+    """Fetch the file of a test server."""
     return fetch(server.url, to, progress=False, **options)

@@ -1,4 +1,4 @@
-"""The kernel's messages to the browser."""
+"""A fake of the kernel's messages to the browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shell of Colab's kernel, which is recognized by the name of its module."""
+"""The shell of Colab's kernel, which colabkit recognizes by its module name."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 
 
 class Shell(ZMQInteractiveShell):
-    """A shell like Colab's, without its additions."""
+    """A shell with the name of Colab's, but without Colab's additions."""

@@ -13,19 +13,19 @@ from typing import Any
 from google.colab import _message
 
 served: list[Any] = []
-"""The mounts so far; tests end the remaining ones."""
+"""The mounts so far; tests unmount the remaining ones."""
 
 LOG = ".config/Google/DriveFS/Logs/drive_fs.txt"
 
 
 class TIMEOUT(Exception):
-    """Like `pexpect.TIMEOUT`, which no pattern of the wait for DriveFS catches."""
+    """Like `pexpect.TIMEOUT`, which Colab does not catch while it waits for DriveFS."""
 
 
 def plan() -> dict[str, Any]:
     """Return the behavior that the test requests.
 
-    `hosted`, `consent`, `mount`, `push`, `log`, `prints`, `point`, `root` (files), `latency_s`.
+    The keys are `hosted`, `consent`, `mount`, `push`, `log`, `prints`, `point`, `root` (files), `latency_s`.
     """
     return json.loads(Path(os.environ["COLAB_DOUBLE"]).read_text())
 
@@ -75,7 +75,7 @@ def _ask_for_consent(wanted: dict[str, Any]) -> None:
     if answer == "hangs":
         time.sleep(3600)
     if answer == "never comes":
-        # The request then returns None, which Colab ignores.
+        # Without an answer, the request returns None, which Colab ignores.
         return
     if answer == "refused":
         raise _message.MessageError("Error: credential propagation was unsuccessful")
