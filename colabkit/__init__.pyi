@@ -9,6 +9,7 @@ from .monitoring import Advice as Advice
 from .monitoring import Diagnosis as Diagnosis
 from .monitoring import dashboard as dashboard
 from .monitoring import diagnose as diagnose
+from .monitoring import log_to as log_to
 from .monitoring import watch as watch
 from .notebook import DemoReport as DemoReport
 from .notebook import demo as demo

@@ -2,6 +2,7 @@
 
 - `doctor`: `diagnose()` and `watch()` turn meters and telemetry into a verdict and advice.
 - `panel`: `dashboard()` records a run and shows it live, as HTML or text.
+- `trackers`: `log_to()` logs a run to TensorBoard, W&B or MLflow.
 
 To add a doctor rule, write a function in `doctor/data_rules.py` or `doctor/machine_rules.py`, and list it in
 `doctor/rules.py`.

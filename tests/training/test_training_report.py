@@ -153,6 +153,7 @@ def test_the_table_and_the_summary_have_all_incidents(tmp_path):
 
 
 def test_the_data_frame_has_one_row_per_epoch(data):
+    pytest.importorskip("pandas")
     losses = iter([2.0, 1.0])
     report = train(lambda batch: 3.0, Loader(data, 4), epochs=2, validate=lambda: {"loss": next(losses)})
     frame = report.to_pandas()

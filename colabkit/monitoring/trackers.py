@@ -1,0 +1,116 @@
+"""`log_to()`: log a training run to TensorBoard, Weights & Biases or MLflow, with the shares of its step time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from colabkit.foundation import InvalidOption, LoaderMeters, cannot, check_whole_number, kind_of, meters
+
+_ACT = "log the training"
+_SHARES = {"data_wait": "wait_s", "copy": "copy_s", "compute": "compute_s", "other": "other_s"}
+
+
+def log_to(writer: Any, *, every: int = 50) -> AbstractContextManager[None]:
+    """Log each `train()` call inside a `with` block to your TensorBoard writer, W&B run or MLflow.
+
+    Logs the values of the step as `train/loss`, those of validations as `val/loss`, the shares of the step time since
+    the previous entry as `time/data_wait`, `time/copy`, `time/compute` and `time/other`, in [0, 1], and
+    `time/samples_per_s`. Under `torch.distributed`, use it in rank 0 only. If the writer raises an error, a warning is
+    logged once, and training continues without it.
+
+    Args:
+        writer: a `SummaryWriter`, the run that `wandb.init()` returns, the module `mlflow` with an active run, or any
+            object with `log_metrics(values, step=)`. It stays open.
+        every: steps between two entries; the last step of each epoch is logged, too. Values on a GPU are read at these
+            steps only, since reading waits for the GPU.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        InvalidOption: if `writer` is none of these, or `every` is not a whole number of 1 or more.
+
+    Example:
+        >>> import colabkit
+        >>> class Printer:
+        ...     def log_metrics(self, values, step):
+        ...         print(step, sorted(values))
+        >>> with colabkit.log_to(Printer()):
+        ...     report = colabkit.train(lambda batch: 0.5, colabkit.Loader([[1.0], [2.0]], 1))
+        2 ['time/compute', 'time/copy', 'time/data_wait', 'time/other', 'time/samples_per_s', 'train/loss']
+    """
+    check_whole_number(_ACT, "every", every, 1)
+    return _logging(_RunLog(_log_function(writer), every))
+
+
+def _log_function(writer: Any) -> Callable[[Mapping[str, float], int], object]:
+    """Return a function that logs the values of a step to a writer."""
+    # A class has the methods, too, but cannot log.
+    if not isinstance(writer, type):
+        if callable(log_metrics := getattr(writer, "log_metrics", None)):
+            return lambda values, step: log_metrics(dict(values), step=step)
+        if callable(add_scalar := getattr(writer, "add_scalar", None)):
+
+            def add_scalars(values: Mapping[str, float], step: int) -> None:
+                for name, value in values.items():
+                    add_scalar(name, value, step)
+
+            return add_scalars
+        if callable(log := getattr(writer, "log", None)) and callable(getattr(writer, "finish", None)):
+            return lambda values, step: log(dict(values), step=step)
+    expected = "a SummaryWriter, a W&B run, the module mlflow, or an object with log_metrics(values, step=)"
+    next_step = "For example, pass torch.utils.tensorboard.SummaryWriter() or wandb.init()"
+    raise InvalidOption(cannot(_ACT, f"writer is {kind_of(writer)}", expected, next_step))
+
+
+@contextmanager
+def _logging(run: _RunLog) -> Iterator[None]:
+    unsubscribe = meters.subscribe(run.listen)
+    try:
+        yield
+    finally:
+        unsubscribe()
+
+
+class _RunLog:
+    """Collects the events of a run and logs the newest values every few steps."""
+
+    def __init__(self, log: Callable[[Mapping[str, float], int], object], every: int) -> None:
+        self._log = log
+        self._every = every
+        self._counts: LoaderMeters | None = None
+        self._newest: meters.StepDone | None = None
+
+    def listen(self, event: meters.Event) -> None:
+        """Handle an event of the meters."""
+        if isinstance(event, meters.StepDone):
+            self._newest = event
+            if not event.step % self._every:
+                self._log_newest()
+        elif isinstance(event, meters.RunStarted):
+            self._counts, self._newest = event.meters, None
+            self._before = event.meters.snapshot()
+        elif isinstance(event, meters.ValidationDone):
+            # Steps come before the validation that follows them, since W&B ignores entries of earlier steps.
+            self._log_newest()
+            self._log({f"val/{name}": value for name, value in event.values.items()}, event.step)
+        elif isinstance(event, meters.RunEnded) or (
+            isinstance(event, meters.EpochStarted) and event.meters is self._counts
+        ):
+            self._log_newest()
+
+    def _log_newest(self) -> None:
+        """Log the newest step, unless it was logged."""
+        if self._newest is None or self._counts is None:
+            return
+        done, self._newest = self._newest, None
+        values = {f"train/{name}": float(value) for name, value in done.values.items()}  # type: ignore[arg-type]
+        now = self._counts.snapshot()
+        spent = now - self._before
+        if spent.seconds > 0:
+            values |= {f"time/{name}": getattr(spent, share) / spent.seconds for name, share in _SHARES.items()}
+            values["time/samples_per_s"] = spent.samples / spent.seconds
+            self._before = now
+        self._log(values, done.step)
