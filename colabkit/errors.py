@@ -7,7 +7,7 @@ ColabkitError
 ├── BadSource (ValueError)              the source exists, but has the wrong kind or content
 ├── BadArchive (ValueError)             an archive is truncated, corrupt or unsafe to extract
 ├── BadImage (ValueError)               a file cannot be decoded as an image
-├── SourceChanged (OSError)             the source changed while it was read
+├── SourceChanged (OSError)             the source changed while it was being read
 ├── TargetExists (FileExistsError)      the target already holds something else
 ├── NotEnoughSpace (OSError)            the data does not fit at its destination
 ├── FileFailed (OSError)                the file system refused an operation
@@ -15,10 +15,10 @@ ColabkitError
 ├── Corrupt (ValueError)                a sealed file no longer matches its checksums
 ├── MissingSplit (KeyError)             a pack has no split of this name
 ├── NotMounted (FileNotFoundError)      Drive, or the requested mount, is not mounted
-├── MountFailed (OSError)               Drive cannot be mounted, with the cause
+├── MountFailed (OSError)               Drive cannot be mounted; `cause` states the reason
 ├── UnsentWrites (RuntimeError)         the operation would lose writes that are not uploaded yet
 ├── TimedOut (TimeoutError)             no response before the deadline
-├── FetchFailed (OSError)               a download failed, with the cause
+├── FetchFailed (OSError)               a download failed; the message states the cause
 ├── MissingPackage (ImportError)        an optional package is not installed
 ├── NoNotebook (RuntimeError)           the operation works only in a notebook
 ├── PackingFailed (RuntimeError)        a packing process died, on this machine or on a cluster

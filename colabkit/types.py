@@ -1,7 +1,8 @@
 """Types that colabkit's functions accept or return, for annotations.
 
-Most are created only by colabkit: the parts of reports, and what `dashboard()`, `open_launcher()`, `supervised_step()`
-and `watch()` return. You can implement three of them yourself: `Source`, `Stateful` and `MapDataset` are protocols.
+Most are created only by colabkit: the parts of reports, and the return types of `dashboard()`, `open_launcher()`,
+`supervised_step()` and `watch()`. You can implement three of them yourself: `Source`, `Stateful` and `MapDataset` are
+protocols.
 """
 
 from colabkit.foundation import (

@@ -1,4 +1,4 @@
-"""Validation of arguments, which raises `InvalidOption`, and the import of optional packages.
+"""Argument checks that raise `InvalidOption`, and the import of optional packages.
 
 In all checks, `act` is the verb and object of the message, for example `"load 'birds.h5'"`, `name` is the name of the
 argument, and `value` its value.
@@ -28,7 +28,7 @@ _UNITS_S = {
 
 
 def check_one_of(act: Text, name: str, value: object, choices: Iterable[object], next_step: Text = "") -> None:
-    """Raise `InvalidOption` unless a value equals one of the choices in type and value."""
+    """Raise `InvalidOption` unless a value equals one of the choices and has its type."""
     allowed = list(choices)
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         return
@@ -130,7 +130,7 @@ def check_duration(act: Text, name: str, value: object, *, needs_unit: bool = Fa
 
 
 def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
-    """Return (height, width) of one integer or a pair of integers; raise `InvalidOption` for other values."""
+    """Convert an integer or a pair of integers to (height, width); raise `InvalidOption` for other values."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         next_step = ("For example, use ", option(name, 224), " or ", option(name, (240, 320)))
@@ -139,7 +139,7 @@ def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number; booleans are not."""
+    """Return whether a value is a finite number; booleans do not count."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -166,8 +166,8 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
         name: name of the module.
         act: verb and object for the message.
         purpose: purpose of the package, for example `"to draw"`.
-        package: name of the package for pip; by default the name of the top-level module.
-        next_step: advice for the message; by default to install the package.
+        package: name of the package for pip; by default, the name of the top-level module.
+        next_step: advice for the message; by default, to install the package.
 
     Raises:
         MissingPackage: if the package is not installed.

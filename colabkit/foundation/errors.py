@@ -20,13 +20,13 @@ class OneLineError(BaseException):
 
     @property
     def message(self) -> Message | None:
-        """The parts of the message: action, found, expected and next step; None for an error of another form."""
+        """The parts of the message: action, found, expected and next step; None if the error has another form."""
         return self.args[0] if self.args and isinstance(self.args[0], Message) else None
 
     def __str__(self) -> str:
         if self.args and has_references(self.args[0]):
             return self.words.render(self.args[0])
-        # KeyError would show a single text in quotes.
+        # KeyError would show a single argument in quotes.
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
     def _render_traceback_(self) -> list[str]:
@@ -37,7 +37,7 @@ class OneLineError(BaseException):
 
 
 class ColabkitError(OneLineError, Exception):
-    """Base class of colabkit's errors; the message ends with what to do next."""
+    """Base class of colabkit's errors; each message ends with the next step to take."""
 
 
 class InvalidOption(ColabkitError, ValueError):
@@ -96,7 +96,7 @@ class MountFailed(ColabkitError, OSError):
     """Google Drive cannot be mounted.
 
     Attributes:
-        cause: reason of the failure: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"top folder"`, `"quota"`,
+        cause: reason for the failure: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"top folder"`, `"quota"`,
             `"folder"`, `"timeout"`, `"in use"`, `"failing"`, `"dead"`, `"hung"` or `"unknown"`.
     """
 
@@ -136,4 +136,4 @@ class TrainingDiverged(ColabkitError, FloatingPointError):
 
 
 class LaunchFailed(ColabkitError, RuntimeError):
-    """One of several training processes failed; its output contains details."""
+    """One of several training processes failed; its output contains the details."""

@@ -1,8 +1,8 @@
 """All changes to the file system.
 
 Every output file or folder is created atomically: it is written to a private partial next to its final path (see
-`partials`) and then renamed. At any time, even after a kill, the final path is either missing, the complete old
-version, or the complete new version.
+`partials`) and then renamed. At any time, even after a kill, the final path is missing, or holds either the complete
+old version or the complete new one.
 
 Each operation that changes the file system first calls `_step`. Tests set a hook there to count the operations, or to
 raise an error or kill the process at the n-th. The count is complete, since no other module writes files.
@@ -127,7 +127,7 @@ def copy_range(fd: int, offset: int, size: int, to_fd: int, to_offset: int, path
         try:
             copied = os.copy_file_range(fd, to_fd, size, offset, to_offset)
         except (AttributeError, OSError):
-            # Not supported on this platform or between these file systems.
+            # This platform or these file systems do not support `copy_file_range`.
             block = os.pread(fd, min(size, _COPY_BYTES), offset)
             copied = os.pwrite(to_fd, block, to_offset)
         if not copied:
@@ -210,7 +210,7 @@ def write_file(path: Path, data: Buffer, durable: bool = False) -> None:
 
 @contextmanager
 def create_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Create an HDF5 file whose first page is a user block, which HDF5 does not use."""
+    """Create an HDF5 file whose first page is a user block, which HDF5 itself ignores."""
     import h5py
 
     # Create the file first, since the system's error messages are shorter and clearer than those of HDF5.
@@ -272,7 +272,7 @@ def used_bytes(path: Path) -> int:
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the disk space in bytes of a file or of all files in a folder; files removed meanwhile count 0."""
+    """Return the disk space in bytes of a file or of all files in a folder; files removed meanwhile count as 0."""
     total = 0
     for file in (
         [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
@@ -295,7 +295,7 @@ def check_space(act: str, needed: int, path: Path, available: int | None = None)
         NotEnoughSpace: if there is too little space; the message contains both sizes.
     """
     free = free_bytes(path)
-    # On tmpfs, files take RAM, of which a cgroup may allow less than the file system reports.
+    # Files on tmpfs take RAM, and a cgroup may allow less of it than the file system reports as free.
     if is_tmpfs(path):
         free = min(free, memory_limits(read_file).available_bytes)
     if available is not None:

@@ -1,4 +1,4 @@
-"""Locks between processes, and waiting for them. `flock` releases a lock when its process ends."""
+"""Locks between processes, and functions that wait for them. `flock` releases a lock when its process ends."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _watch_forks() -> None:
 
 
 def _let_go() -> None:
-    """Release the parent's locks in a forked process, which may outlive it; the descriptors stay open."""
+    """Release the parent's locks in a forked process, which may outlive the parent; the descriptors stay open."""
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for fd in _locks:
         os.dup2(null, fd, inheritable=False)

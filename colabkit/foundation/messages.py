@@ -1,8 +1,8 @@
-"""Messages as data: text with references to options and calls, which each front end writes in its own words.
+"""Messages as data: text with references to options and calls, which each front end renders in its syntax.
 
 A message is written once, with `option("refresh", True)` and `call("mount")` in it. Python shows them as `refresh=True`
-and `colabkit.mount()`; the notebook room's subclasses of `Words` show them as `--refresh` and `%mount`, or as the label
-of a field in the launcher.
+and `colabkit.mount()`; the subclasses of `Words` in `colabkit.notebook` show them as `--refresh` and `%mount`, or as
+the label of a field in the launcher.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LONGEST = 80
 
 
 class Code(str):
-    """A value of an option that is shown as it is written, such as the name of a variable, instead of quoted."""
+    """An option value that is shown without quotes, such as the name of a variable."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -27,8 +27,8 @@ class OptionRef:
 
     Attributes:
         name: name of the parameter in Python.
-        value: its value; `...` names the option only.
-        is_omitted: whether the text asks to omit it.
+        value: its value; `...` to name only the option.
+        is_omitted: whether the reference is advice to omit the option.
     """
 
     name: str
@@ -53,10 +53,10 @@ class CallRef:
 
 @dataclass(frozen=True, slots=True)
 class PythonOnly:
-    """A part of a text that only Python's words show, because other front ends cannot do what it says.
+    """A part of a message that is shown only in Python, because other front ends cannot follow it.
 
     Attributes:
-        text: The part, with its separators, such as `", or pass a function"`.
+        text: the part, with its separators, such as `", or pass a function"`.
     """
 
     text: Text
@@ -67,22 +67,22 @@ Text: TypeAlias = "str | OptionRef | CallRef | PythonOnly | Message | tuple[Text
 
 
 def option(name: str, value: Any = ...) -> OptionRef:
-    """Refer to an option by the name of its parameter, and to a value of it."""
+    """Return a reference to an option, by its parameter name, and optionally to a value."""
     return OptionRef(name, value)
 
 
 def omit(name: str) -> OptionRef:
-    """Refer to omitting an option; the text starts with a verb in lower case, such as `omit size=`."""
+    """Return a reference that renders as advice to omit an option, in lower case, such as `omit size=`."""
     return OptionRef(name, is_omitted=True)
 
 
 def call(name: str, *arguments: Any, **options: Any) -> CallRef:
-    """Refer to a call of `colabkit.name()`; an argument `...` stands for any."""
+    """Return a reference to a call of `colabkit.name()`; the argument `...` stands for any value."""
     return CallRef(name, arguments, options)
 
 
 def in_python(text: Text) -> PythonOnly:
-    """Return a part of a text that only Python's words show, with its separators."""
+    """Mark a part of a message, with its separators, that is shown only in Python."""
     return PythonOnly(text)
 
 
@@ -100,7 +100,7 @@ def _repr(value: object) -> str:
 
 
 class Words:
-    """The words of a front end; this base class writes Python."""
+    """The wording of options and calls in a front end; this base class writes Python."""
 
     def option(self, name: str, value: Any) -> str:
         """Return the option with a value, or only its name if `value` is `...`."""
@@ -117,11 +117,11 @@ class Words:
         return f"colabkit.{call.name}({', '.join(arguments)})"
 
     def python_only(self, text: Text) -> str:
-        """Return a text about what only Python can do; other front ends return an empty text."""
+        """Return a part of a message that only Python shows; other front ends return an empty text."""
         return self.render(text)
 
     def render(self, text: Text) -> str:
-        """Return a text with its references in these words."""
+        """Return a text with its references rendered for this front end."""
         if isinstance(text, str):
             return text
         if isinstance(text, tuple):
@@ -170,19 +170,19 @@ class Message:
     __str__ = render
 
     def replaced(self, old: str, new: str) -> Message:
-        """Return the message with another text, such as a path, in place of one."""
+        """Return the message with one text, such as a path, replaced by another."""
         parts = (self.action, self.found, self.expected, self.next_step)
         return Message(*(_replaced(part, old, new) for part in parts))
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of the options that the message refers to; those of the next step are first."""
+        """The names of the options that the message refers to; those of the next step come first."""
         parts = (self.next_step, self.found, self.expected, self.action)
         return tuple(dict.fromkeys(name for part in parts for name in _options_in(part)))
 
 
 def has_references(value: object) -> bool:
-    """Return whether a value is a reference, or a text of several parts with at least one."""
+    """Return whether a value is a reference, or a tuple of text parts that contains one."""
     if isinstance(value, tuple):
         return any(map(has_references, value))
     return isinstance(value, OptionRef | CallRef | PythonOnly | Message)

@@ -126,8 +126,8 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
     """Expand `drive:` to the Drive mount and `~` to the home folder.
 
     Args:
-        path: path from the user.
-        act: verb and object for messages.
+        path: path given by the user.
+        act: verb and object for the message.
         table: the mounts; by default the current ones.
 
     Raises:

@@ -89,7 +89,7 @@ class Partial:
                 if os.path.lexists(path):
                     file_changes.remove(path)
         except OSError:
-            # Do not hide the original error.
+            # An error while removing the partial must not hide the original error.
             if error is None:
                 raise
 
@@ -197,7 +197,7 @@ class KeptPartial(Partial):
                     unlock(self._lock)
 
     def is_begun(self) -> bool:
-        """Return whether the folder contains any partial of this work."""
+        """Return whether the folder contains a partial of this work."""
         return bool(self._partials())
 
     def is_busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Permutations as pure functions: computing the samples at some positions takes time only for those positions.
+"""Permutations as pure functions: any range of positions is computed directly, without the positions before it.
 
 Up to 65,536 samples are sorted by random words, all at once. This takes less than 1 ms if NumPy sorts with vector
 instructions (2.0 or later on x86), otherwise 3 ms. The last few orders are cached.
@@ -34,9 +34,9 @@ _ROUNDS = 8
 _SORTED_UP_TO = 1 << 16
 _INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
 _RANDOM_BITS = np.array(~_INDEX_BITS)
-# Up to this size, the network is measurably biased: among 10**5 permutations, some occur too often.
+# Up to this size, numbers are sorted, since the network is biased: some of 10**5 permutations occur too often.
 _EACH_SORTED_UP_TO = 32
-# In columns. Larger tables take milliseconds and megabytes to build and are only a third faster.
+# Maximum number of columns. Larger tables take milliseconds and megabytes to build and are only a third faster.
 _TABLES_UP_TO = 4096
 _UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)
 
@@ -132,7 +132,7 @@ def permute_each(positions: Positions, sizes: Positions, keys: Words64) -> None:
 
 
 def _at_sorted(positions: Positions, sizes: Positions, keys: Words64) -> Positions:
-    """Return the number at each position after sorting the numbers below its size by their hash words."""
+    """For each position, sort the numbers below its size by hash words and return the number at that position."""
     numbers = np.arange(sizes.max())
     words = hashed(keys[:, None], numbers)
     words[numbers >= sizes[:, None]] = np.iinfo(np.uint64).max
@@ -142,7 +142,7 @@ def _at_sorted(positions: Positions, sizes: Positions, keys: Words64) -> Positio
 
 @functools.lru_cache(maxsize=4)
 def _sorted_words(n: int, key: int) -> Words64:
-    """Return a complete small order: sorted words of 48 random bits above 16 bits with the index of the sample."""
+    """Return a small permutation as sorted words: 48 random bits above the 16 bits of the sample index."""
     numbers, steps = _first_steps()
     words, scratch = np.empty(n, np.uint64), np.empty(min(n, CHUNK), np.uint64)
     for first in range(0, n, CHUNK):
@@ -159,13 +159,13 @@ def _sorted_words(n: int, key: int) -> Words64:
 
 @functools.cache
 def _first_steps() -> tuple[Words64, Words64]:
-    """Return the numbers of a chunk, and the offset of SplitMix64's state at each of them."""
+    """Return the numbers in the first chunk, and the offset of SplitMix64's state for each."""
     numbers = np.arange(CHUNK, dtype=np.uint64)
     return numbers, numbers * np.uint64(GAMMA)
 
 
 def _samples(words: Words64) -> Positions:
-    """Return the sample indices in the lower bits of words."""
+    """Return the sample indices, which are the lower bits of words."""
     return (words & _INDEX_BITS).view(np.int64)
 
 
@@ -187,7 +187,7 @@ def _look_up_cells(cells: Positions, columns: int, tables: list[Positions]) -> N
     column -= added
     for place, table in enumerate(rounds):
         changed, other = (column, row) if place % 2 else (row, column)
-        # Nothing is clipped, but the default mode would copy `out`.
+        # No index is out of range to be clipped, but the default mode would copy `out`.
         table.take(other, out=added, mode="clip")
         changed += added
     of_columns.take(column, out=added, mode="clip")

@@ -1,4 +1,4 @@
-"""Figures: their common style, creation and encoding. The optional Matplotlib is imported with the first figure.
+"""Figures: their common style, creation and encoding. Matplotlib, which is optional, is imported with the first figure.
 
 The colors are those of Okabe and Ito's palette with a contrast of at least 3:1 on white and on black. No information is
 shown by color alone.
@@ -86,7 +86,7 @@ def add_legend(axes: Axes, side: Literal["left", "right"] = "right") -> None:
 
 
 def shorten_text(text: Text, width_px: float) -> None:
-    """Truncate a text of a figure to a width in pixels."""
+    """Truncate text in a figure to a width in pixels."""
     whole = text.get_text()
     with warnings.catch_warnings(action="ignore"):
         while whole and (wide := text.get_window_extent().width) > width_px:
@@ -98,7 +98,7 @@ def encode_figure(figure: Figure, kind: str, **options: Any) -> bytes:
     """Return a figure as the bytes of an image file; `kind` is a format such as `"png"` or `"pdf"`."""
     written = io.BytesIO()
     with warnings.catch_warnings():
-        # Characters that are missing in the font are drawn as boxes.
+        # Matplotlib draws characters that the font lacks as boxes, and would warn about each.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(written, format=kind, **options)
     return written.getvalue()
@@ -136,6 +136,6 @@ def svg_of(figure: Figure, title: str, description: str) -> str:
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", body)
     texts = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
-    # Matplotlib sets no fill color for black text, so it inherits this one.
+    # Matplotlib sets no fill color for black text, so the text inherits this one.
     head = '<svg role="img" fill="currentColor" style="display:block;max-width:100%;height:auto;margin:8px 0 2px"'
     return body.replace("<svg", head, 1).replace(">", f">{texts}", 1)

@@ -102,7 +102,7 @@ class ProgressBar:
 
     The bar shows the count, the rate and the remaining time, and, if applicable, files, retries and the time without
     progress. Nothing is shown if `enabled` is false, or if the output is neither a notebook nor a terminal, to keep
-    logs clean. Within `shown_by()`, the progress is passed to its function instead.
+    logs clean. Within `shown_by()`, the progress is passed to that function instead.
 
     Args:
         action: description of the operation, shown before the bar.
@@ -185,7 +185,7 @@ class ProgressBar:
 
 @contextlib.contextmanager
 def heartbeat(action: str, timeout: float, enabled: bool = True) -> Iterator[Callable[[float], None]]:
-    """Show the elapsed seconds of a timeout; the block calls the yielded function with the elapsed seconds."""
+    """Show how much of a timeout has elapsed; the block calls the yielded function with the elapsed seconds."""
     with ProgressBar(action, round(timeout), " s", enabled) as bar:
         shown = 0
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: each word is a pure function of a key and a counter, so words can be computed singly.
+"""Counter-based random numbers: each word is a pure function of a key and a counter, so any word is computed directly.
 
 Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014): SplitMix64.
 """
@@ -27,7 +27,7 @@ _SHIFTS = [np.array(bits, np.uint64) for bits in (30, 27, 31)]
 
 
 class Stream(enum.IntEnum):
-    """Purposes of random words; mixed into the key, so that different purposes get different words."""
+    """Purposes of random words, which are mixed into the key so that different purposes get different words."""
 
     BLOCKS = 1
     SHORT_BLOCK = 2
@@ -52,7 +52,7 @@ def round_keys(key: int, count: int) -> list[int]:
 
 
 def hashed(keys: int | Words64, numbers: npt.NDArray[np.integer]) -> Words64:
-    """Return a random 64-bit word per number; for a given key, different numbers have different words.
+    """Return a random 64-bit word for each number; for a given key, different numbers have different words.
 
     Args:
         keys: one key for all numbers, or an array of keys that broadcasts with `numbers`.

@@ -1,4 +1,4 @@
-"""The base class of reports, which public functions return: text in a terminal, a small table in a notebook.
+"""The base class of the reports that public functions return: text in a terminal, a small table in a notebook.
 
 This module also contains the HTML helpers. Names of files, classes and errors must pass through `escape`.
 """
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from colabkit.foundation.messages import PYTHON, Words
 
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
-# In characters. Shorter cells, such as a number with its unit, are not wrapped; longer ones, such as paths, are.
+# Cells of up to this many characters, such as numbers with units, are not wrapped; longer ones, such as paths, are.
 _SHORT = 24
 
 
@@ -59,7 +59,7 @@ class Report(ABC):
     """Base class of the frozen dataclasses that public functions return.
 
     Subclasses implement `_summary` and `_rows`, from which `repr`, HTML and text tables are generated. They name
-    options and calls by `self._words`.
+    options and calls with `self._words`.
     """
 
     _words: ClassVar[Words] = PYTHON
@@ -78,7 +78,7 @@ class Report(ABC):
         return True
 
     def speak(self, words: Words) -> None:
-        """Use the words of a front end in the summary and the table; `to_dict()` is unaffected."""
+        """Name options and calls as a front end does, in the summary and the table; `to_dict()` is unaffected."""
         object.__setattr__(self, "_words", words)
 
     def __repr__(self) -> str:

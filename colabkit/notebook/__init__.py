@@ -1,7 +1,7 @@
-"""Notebook: the user interfaces, that is magics, the command line, the launcher and the demo.
+"""Notebook: the user interfaces, namely magics, the command line, the launcher and the demo.
 
 - `verbs`: the table of verbs and their options, shared by magics, commands, launcher and completion.
-- `options`: converts words of a line to keyword arguments, and messages back to such words.
+- `options`: converts the words of a line to keyword arguments, and writes messages in the syntax of a line.
 - `lines`: parses and completes the line of a magic.
 - `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.
 - `command_line`: the command `colabkit`. `launcher`: the panel with buttons. `demonstration`: `demo()`.

@@ -1,6 +1,6 @@
 """The cell magics: `%%train` uses the cell as the training step; `%%dashboard` runs it with the live panel.
 
-The code of the cell is compiled once, with its own line numbers, and runs in the user's namespace.
+The code of the cell is compiled once, keeps its line numbers, and runs in the user's namespace.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def run_beside_panel(shell: InteractiveShell, cell: str, **options: Any) -> None
 
 
 def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
-    """Run a cell's body once for each batch, in one call of `colabkit.train()`, and return its report.
+    """Run a cell's body once for each batch, in one call to `colabkit.train()`, and return its report.
 
     In the body, `batch` is the loader's batch, `x` its first field and `y` its second, or None. If the batch is a dict
     with fields X and Y, `x` and `y` are these. `step` and `epoch` count from 0 over the whole run, including the part
-    before a resume. If the body sets `loss`, a number or a dict of numbers, the step returns it. Between two steps, for
-    example during validation, these variables except `loss` have their previous values.
+    before a resume. If the body sets `loss` to a number or a dict of numbers, the step returns it. Between two steps,
+    for example during validation, all these variables except `loss` have the values from before the training.
     """
     namespace = shell.user_ns
     words = split_line(line, namespace)
@@ -78,7 +78,7 @@ class _CellStep:
         self._namespace = namespace
         self._loader = loader
         self._steps = 0
-        # Epoch number of the loader at the first step; the loader may have been used before.
+        # The loader's epoch number at the first step, which is not 0 if the loader was used before.
         self._first_epoch: int | None = None
 
     def __call__(self, batch: Any) -> Any:
@@ -96,11 +96,11 @@ class _CellStep:
         return _checked(self._namespace["loss"]) if names.has_loss() else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the loader's number of the first epoch."""
+        """Return the step count and the loader's number for the first epoch."""
         return {"steps": self._steps, "first_epoch": self._first_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the counts of a state."""
+        """Restore the counts from a state."""
         self._steps, self._first_epoch = state_dict["steps"], state_dict["first_epoch"]
 
 
@@ -135,7 +135,7 @@ def _pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _checked(loss: Any) -> Any:
-    """Return the loss, or raise `InvalidOption` if a step must not return it."""
+    """Return the loss, or raise `InvalidOption` if it is not a valid return value of a step."""
     from colabkit.training import is_number
 
     if isinstance(loss, Mapping) or is_number(loss):
@@ -162,7 +162,7 @@ def _given(namespace: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Non
 
 
 def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, Any], given: set[str]) -> colabkit.Loader:
-    """Return the `Loader` that a word names, or a new one for the pack or dataset that it names."""
+    """Return the `Loader` that the word names, or a new one for the pack or dataset that it names."""
     found = _named(namespace, name)
     flags = [one.flag for one in LOADING if one.name in given]
     if isinstance(found, colabkit.Loader):
@@ -235,12 +235,12 @@ class CellCode:
     Magics and `!` lines in it work as usual.
 
     Args:
-        shell: IPython shell in whose namespace it runs.
+        shell: IPython shell in whose namespace the code runs.
         cell: text below the magic's line.
-        is_shown: whether to display its last expression, as in any cell.
+        is_shown: whether to display the value of the last expression, as in any cell.
 
     Raises:
-        InvalidOption: if it is not valid Python; the message quotes the line.
+        InvalidOption: if the cell is not valid Python; the message quotes the line.
     """
 
     def __init__(self, shell: InteractiveShell, cell: str, *, is_shown: bool = False) -> None:
@@ -270,14 +270,14 @@ class CellCode:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Show tracebacks of errors in the block from the cell's own line on, without the frames of colabkit."""
+        """Start the tracebacks of errors in the block at the cell's line, without the frames of colabkit."""
         try:
             yield
         except BaseException as error:
             trace = self._own(error.__traceback__)
             is_one_line = isinstance(error, OneLineError | SyntaxError) or os.environ.get("COLABKIT_DEBUG") == "1"
             if trace is not None and not is_one_line:
-                # Errors with slots accept no attribute and are shown with all frames.
+                # Exceptions with `__slots__` accept no new attributes, so they are shown with all frames.
                 with contextlib.suppress(AttributeError):
                     error._render_traceback_ = partial(self._rendered, error, trace)  # type: ignore[attr-defined]
             raise

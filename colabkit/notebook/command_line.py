@@ -1,9 +1,9 @@
-"""The command `colabkit`: the verbs of the magics in a terminal.
+"""The command `colabkit`, which runs the verbs of the magics in a terminal.
 
 The exit status is 0 on success. It is 1 after an error of colabkit or in the user's file, if the report is not good (a
-damaged pack, a stopped training, a loader that `doctor` finds too slow), or if standard output is closed. It is 2 for
-invalid arguments, and 130 after Ctrl-C. An error is one line on standard error, after the traceback if the user's file
-failed.
+damaged pack, an interrupted training run, a loader that `doctor` finds too slow), or if standard output is closed. It
+is 2 for invalid arguments, and 130 after Ctrl-C. An error is one line on standard error, after the traceback if the
+user's file failed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _printed(text: str) -> bool:
-    """Print a report in the terminal's encoding, and return False if its reader, such as `head`, has ended."""
+    """Print a report in the terminal's encoding; return False if the reading program, such as `head`, has ended."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -104,7 +104,7 @@ def _failed(message: str) -> int:
 
 @contextmanager
 def _panel() -> Iterator[None]:
-    """Show the live panel during a training."""
+    """Show the live panel during training in the block."""
     from colabkit.monitoring import show_beside_training
 
     end = show_beside_training()
@@ -140,7 +140,7 @@ def _module(file: str) -> ModuleType:
     sys.modules[spec.name] = module
     _loaded.add(file)
     if (folder := str(path.parent)) not in sys.path:
-        # Like `python FILE.py`, so that the file can import modules beside it.
+        # Like `python FILE.py`, so that the file can import modules next to it.
         sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module

@@ -1,7 +1,8 @@
 """`demo()`: compare training straight from a slow drive with staging, packing and training, on real images.
 
-Every figure in its table is measured in that run. The slow drive is simulated by a delay for each opened file, so it
-needs neither FUSE nor root. The baseline is a `DataLoader` with two workers that open and decode the files one by one.
+Every figure in its table is measured in that run. The slow drive is simulated by a delay for each opened file, so the
+demo needs neither FUSE nor root. The baseline is a `DataLoader` with two workers that open and decode the files one by
+one.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class DemoReport(Report):
         sample_shape: height, width and channels of the images in the pack.
         latency_s: simulated seconds for opening a file on the slow drive.
         naive_images_per_s: images per second when training straight from the files.
-        naive_wait_share: fraction of that time spent waiting for data, in [0, 1].
+        naive_wait_share: fraction of the time spent waiting for data in that training, in [0, 1].
         packed_images_per_s: images per second when training from the pack.
-        packed_wait_share: fraction of that time spent waiting for data, in [0, 1].
+        packed_wait_share: fraction of the time spent waiting for data in that training, in [0, 1].
         part_s: seconds of staging, packing and training, and of the loader's parts, which work in the background.
         epochs: number of epochs trained from the pack.
         accuracy: fraction of correctly classified images in a held-out split, in [0, 1].
@@ -160,7 +161,7 @@ def demo(
     keep: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> DemoReport:
-    """Train a small network on images of a simulated slow drive, first straight from the files, then from a pack.
+    """Train a small network on images on a simulated slow drive, first straight from the files, then from a pack.
 
     Args:
         data: folder or archive with one folder of images per class, with or without train and test folders. None uses
@@ -169,7 +170,7 @@ def demo(
         size: height and width to resize images to. None keeps small images of one size, and resizes others to 64x64.
         latency: seconds that the slow drive takes to open a file.
         keep: empty or new folder in which to keep the local copy, the pack and the checkpoints; None removes them.
-        progress: print what is being done, and show the live panel.
+        progress: print each stage of the demo, and show the live panel.
 
     Returns:
         The throughput, the time spent waiting for data, and the accuracy.
@@ -267,14 +268,14 @@ def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 
 def _as_files(source: Source, folder: Path, progress: bool) -> Source:
-    """Return the source as single files; an archive is extracted first."""
+    """Return the source as individual files; an archive is extracted first."""
     if isinstance(source, ArchiveSource):
         return FolderSource(stage(source, folder, progress=progress).path)
     return source
 
 
 def _shape(source: Source, labelled: Labelling) -> tuple[int, int]:
-    """Return the images' own height and width if they are small and equal, otherwise the default size."""
+    """Return the images' common height and width if they are small and of one size, otherwise the default size."""
     some = labelled.items[:: max(1, len(labelled.items) // _PEEKED)]
     peeked = {_image_shape(source, item) for item in some}
     if len(peeked) == 1 and max(own := peeked.pop()) <= _LARGEST_KEPT:
@@ -321,7 +322,7 @@ class _NaiveDataset(Dataset[tuple[Tensor, int]]):
 def _train_naively(
     drive: Source, labelled: Labelling, shape: tuple[int, int], batch_size: int, device: str
 ) -> tuple[float, float]:
-    """Return images per second and the fraction of time spent waiting, over a few batches after the first one."""
+    """Train on a few batches; return images per second and the fraction of time spent waiting, without the first."""
     assert labelled.values is not None
     samples = tuple((labelled.items[number], int(labelled.values[number])) for number in labelled.splits["train"])
     dataset = _NaiveDataset(drive, samples, shape)

@@ -51,10 +51,10 @@ class DataWord(str):
 
 
 def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
-    """Split a magic's line into words, with shell quoting; `{name}` and `$name` become the variable's `DataWord`.
+    """Split a magic's line into words as a shell does, and replace `{name}` and `$name` by the variable's value.
 
     Raises:
-        InvalidOption: if a quote is not closed, or the variable has no such attribute.
+        InvalidOption: if a quote is not closed, or a variable lacks the named attribute.
     """
     return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
 
@@ -68,7 +68,7 @@ def split_typed_line(line: str) -> tuple[list[str], str]:
 
 
 def quote_word(word: str, begun: str) -> str | None:
-    """Quote a word in the style of its typed start `begun`; return None if that style cannot represent it."""
+    """Quote a word like its typed start `begun`; return None if that kind of quote cannot represent the word."""
     if begun.startswith('"'):
         return '"' + word.replace("\\", "\\\\").replace('"', '\\"')
     if begun.startswith("'"):
@@ -155,7 +155,7 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
         shell: IPython shell whose variables are offered.
         magic: name of the magic with its percent signs.
         rest: text between the magic and the cursor.
-        symbol: end of that text, which the completion replaces; IPython splits words at more characters than spaces.
+        symbol: end of that text, which the completion replaces; IPython splits words not only at spaces.
     """
     words, begun = split_typed_line(rest)
     verb: Verb | None
@@ -182,7 +182,7 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
 
 
 def _option_at(verb: Verb, words: list[str], begun: str) -> tuple[Option | None, str]:
-    """Return the option whose value ends the line (None if an option's name does), and the part typed so far."""
+    """Return the option whose value is being typed, or None for an option's name, and the part typed so far."""
     places = [option for option in verb.options if not option.flag]
     by_flag = {option.flag: option for option in verb.options if option.flag}
     valued: Option | None = None
@@ -213,7 +213,7 @@ def _flags(verb: Verb) -> Iterator[str]:
 
 
 def _variables(namespace: Mapping[str, Any], shell: InteractiveShell) -> list[str]:
-    """Return the names of the user's variables, without modules."""
+    """Return the names of the user's variables, except modules."""
     own = namespace.keys() - shell.user_ns_hidden.keys()
     return sorted(name for name in own if name[0] != "_" and not isinstance(namespace[name], ModuleType))
 
@@ -241,6 +241,6 @@ def _listed(path: str) -> list[str]:
 
 
 def _fitting(found: Iterable[str], typed: str, symbol: str) -> list[str]:
-    """Return the words that start with `typed`, each cut to the part from where `symbol` begins."""
+    """Return the words that start with `typed`, each without the part of `typed` that precedes `symbol`."""
     whole = (quote_word(word, typed) for word in found)
     return [word[len(typed) - len(symbol) :] for word in whole if word is not None and word.startswith(typed)]

@@ -201,7 +201,7 @@ def _is_of(namespace: dict[str, Any], trace: TracebackType | None) -> bool:
 
 
 def _known_to_ipython(magic: Callable[..., Any], name: str, text: str) -> Callable[..., Any]:
-    """Set name and help of a magic, and turn off IPython's variable expansion in its line."""
+    """Set the name and help text of a magic, and turn off IPython's variable expansion in its line."""
     magic.__name__ = name
     magic.__doc__ = text
     magic._ipython_magic_no_var_expand = True  # type: ignore[attr-defined]  # noqa: SLF001 - IPython's own API
@@ -218,7 +218,7 @@ def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dic
 
 
 def _check_is_named(verb: Verb, line: str, words: list[str]) -> None:
-    """Raise `InvalidOption` for an expression, whose words would be taken for the path of a report and arguments."""
+    """Raise `InvalidOption` for an expression, whose words would be parsed as a report's path and arguments."""
     if any(_EXPRESSION.match(word) and not os.path.exists(word) for word in words):
         next_step = f"Assign it to a variable, for example loader, and run %{verb.name} loader"
         found, expected = "it is an expression", "the name of a variable"
@@ -237,7 +237,7 @@ class CellPanels:
         self._options: dict[str, Any] = {}
         self._open: list[Dashboard] = []
         self._is_on = False
-        # Whether any cell so far published events; None before the first cell.
+        # Whether any cell has published events; None before the first cell.
         self._has_heard: bool | None = None
 
     def show(self, **options: Any) -> None:
@@ -251,7 +251,7 @@ class CellPanels:
             self._shell.events.register("post_run_cell", self._leave)
 
     def hide(self) -> bool:
-        """Stop showing the panel, and return whether cells ran without anything to show. May be called twice."""
+        """Stop showing the panel, and return whether cells ran but published no events. May be called twice."""
         is_vain = self._is_on and self._has_heard is False and not any(panel.has_heard for panel in self._open)
         if self._is_on:
             self._is_on = False

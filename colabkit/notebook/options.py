@@ -1,8 +1,8 @@
-"""Convert between the words of a line and the arguments of a function, according to the table of verbs.
+"""Convert the words of a line to function arguments and back, according to the table of verbs.
 
-`parser_of` and `arguments_of` convert words to arguments. `LineWords` writes the options and calls in messages as a
-line does. A value of kind `object` is a Python object, given as the name of a variable in a notebook and as
-`FILE.py:NAME` in a terminal.
+`parser_of` and `arguments_of` convert words to arguments. `LineWords` writes the options and calls in messages in the
+syntax of a line, such as `--refresh`. A value of kind `object` is a Python object, given as the name of a variable in a
+notebook and as `FILE.py:NAME` in a terminal.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def parse_value(kind: str, text: str) -> Any:
     """Convert the text of an option to its value.
 
     Raises:
-        argparse.ArgumentTypeError: If the text is invalid, with a message of the form `'TEXT' is not EXPECTED`.
+        argparse.ArgumentTypeError: if the text is invalid, with a message of the form `'TEXT' is not EXPECTED`.
     """
     parse, expected = _KINDS[kind]
     try:
@@ -115,7 +115,7 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
 
 
 def given_in(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
-    """Return the names of the options that a line contains, even with their default values; modifies the parser."""
+    """Return the names of the options in a line, including those set to their defaults; modifies the parser."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no public API for this
         action.default = argparse.SUPPRESS
     return set(vars(parser.parse_args(words)))
@@ -203,9 +203,9 @@ _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
 
 
 class LineWords(Words):
-    """The words of a line in a notebook or a terminal: `--refresh` and `%mount`, or `colabkit mount`.
+    """The wording of messages for a line in a notebook or a terminal: `--refresh` and `%mount`, or `colabkit mount`.
 
-    What a line cannot contain, such as a function or an option of another verb, stays Python.
+    Values that a line cannot contain, such as functions, and options of other verbs are written in Python.
 
     Args:
         verb: the verb that was run.
@@ -228,7 +228,7 @@ class LineWords(Words):
         return f"omit {(option and (option.flag or option.name)) or super().option(name, ...)}"
 
     def python_only(self, text: Text) -> str:
-        """Return an empty text."""
+        """Return an empty text, since a line cannot do what only Python can."""
         return ""
 
     def call(self, call: CallRef) -> str:
@@ -238,9 +238,9 @@ class LineWords(Words):
 
 
 def speak(found: Any, verb: Verb, words: LineWords) -> None:
-    """Let a report, or the report of a pack, use the words of a line.
+    """Make a report, or the report of a pack, name options and calls in the syntax of a line.
 
-    The doctor's advice stays in Python, since it is about the code that creates the `Loader`.
+    The doctor's advice keeps Python syntax, since it is about the code that creates the `Loader`.
     """
     report = getattr(found, "report", found)
     if isinstance(report, Report) and verb.name != "doctor":
@@ -252,7 +252,7 @@ def _option_text(option: Option, value: Any) -> str:
     if value is ...:
         return option.flag or option.name
     if option.kind == "objects":
-        # A dict of names and variables in Python, only the names of the variables in a line.
+        # Python takes a dict of names and variables, a line only the names of the variables.
         return " ".join([option.flag, *value]) if isinstance(value, Mapping) else ""
     return "" if isinstance(value, Code) else _given(option, value)
 

@@ -146,11 +146,11 @@ class DiskReport(Report):
     """A disk or tmpfs.
 
     Attributes:
-        folder: a folder on it.
-        fstype: type of its file system.
-        total_bytes: its size.
+        folder: a folder on the disk.
+        fstype: file system type.
+        total_bytes: size of the disk.
         free_bytes: free space for this user, according to the file system.
-        budget_bytes: bytes that can be written; for tmpfs limited by the available RAM.
+        budget_bytes: bytes that can be written; on tmpfs, limited by the available RAM.
     """
 
     folder: str
@@ -174,7 +174,7 @@ class DiskReport(Report):
 
 
 def can_hang(path: str, table: Iterable[Mount]) -> bool:
-    """Return whether accessing an absolute path can hang because it leads through a remote mount, also by symlinks.
+    """Return whether accessing an absolute path can hang, since it or its symlinks lead through a remote mount.
 
     Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, does not count,
     since Python itself runs from it.
@@ -248,7 +248,7 @@ def disks(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
 
 
 def tmpfs(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
-    """Return every tmpfs that this user can write to, without those reserved for the system."""
+    """Return every tmpfs that this user can write to, except those reserved for the system."""
     points = dict.fromkeys(
         mount.point for mount in table if mount.fstype == "tmpfs" and not mount.readonly and not _is_system(mount.point)
     )
@@ -288,5 +288,5 @@ def _working_folder() -> tuple[str, ...]:
     try:
         return (os.getcwd(),)
     except OSError:
-        # The folder was removed, for example by a cell, or its mount is gone.
+        # The working folder was removed, for example by a notebook cell, or its mount is gone.
         return ()

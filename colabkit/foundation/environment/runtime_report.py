@@ -104,7 +104,7 @@ def current_place() -> Place:
 
 
 def _exists(path: str) -> bool:
-    """Return whether a path exists; if accessing it can hang, compare it with mount points and the home folder."""
+    """Return whether a path exists; if accessing it can hang, only compare it with mount points and the home folder."""
     table = mounts()
     if not can_hang(path, table):
         return os.path.exists(path)

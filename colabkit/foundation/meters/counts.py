@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from colabkit.foundation.meters.steps import Clock, StepTimes, StepTotals
 
-# Earlier passes whose steps the GPU may not have finished.
+# Maximum number of earlier passes that are kept because the GPU may not have finished their steps.
 _EARLIER = 4
 _RECENT_CALLS = 256
 # Names of running totals that several classes share.
@@ -27,7 +27,7 @@ class LoaderFacts:
 
     Attributes:
         kind: how batches are made: `"gathered"` rows or `"decoded"` images in threads, samples one at a time in
-            `"processes"`, rows gathered on the `"device"`, or by a `"foreign"`, third-party loader.
+            `"processes"`, rows gathered on the `"device"`, or by a third-party loader, `"foreign"`.
         samples: samples per epoch over all processes.
         batch_size: batch size of this process.
         device: device of the batches, for example `"cpu"` or `"cuda:0"`.
@@ -192,7 +192,7 @@ class LoaderMeters:
         queued: number of batch groups in the ready queue, summed over all requests.
         queue_room: capacity of the ready queue in groups, summed over all requests.
         retries: number of retried reads of a remote source.
-        spent: the step times.
+        spent: totals of the step times.
         facts: facts about the loader; None if unknown.
         clock: clock of the newest pass, to which `train()` reports the duration of each step.
     """
@@ -223,7 +223,7 @@ class LoaderMeters:
 
     @contextmanager
     def busy(self, part: str, samples: int, handled_bytes: int) -> Iterator[None]:
-        """Count the work in the block for `part`."""
+        """Time the block and count its work for `part`."""
         started, cpu_started = time.perf_counter(), time.thread_time()
         yield
         cpu_s = time.thread_time() - cpu_started

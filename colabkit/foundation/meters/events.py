@@ -142,7 +142,7 @@ def publish(event: Event) -> None:
 def used(counts: LoaderMeters) -> None:
     """Record that a loop over a loader begins; the meters are not kept alive.
 
-    A loader that is used again after others becomes the leader, such as the training loader among validation loaders.
+    If loaders alternate, such as those for training and validation, `latest()` returns the one used first.
     """
     _loaders[:] = [known for known in _loaders if known() is not None]
     if all(known() is not counts for known in _loaders):
@@ -161,9 +161,9 @@ def finished(report: object) -> None:
 
 
 def latest() -> object | None:
-    """Return the latest training report or the meters of the latest loader that still exists; None without either.
+    """Return the latest training report or the meters of the latest loader that still exists; None if there is neither.
 
-    Among loaders that are used alternately, it is the first one.
+    If several loaders are used alternately, the first one counts as the latest.
     """
     for known in (*_leader, *reversed(_loaders)):
         if (counts := known()) is not None:

@@ -1,12 +1,12 @@
 """Step times: how each step splits into waiting for data, exposed copy, compute and other work on the host.
 
 On the CPU, the host's clock measures this directly. A GPU runs asynchronously, so three events per step are recorded in
-its stream. They are read without blocking a few steps later, when they have completed:
+its stream. They are read a few steps later, when they have completed, so that reading does not block:
 
     end of step i-1 │ idle │ stream waits for batch │ exposed copy │ batch ready │ compute │ end of step i
 
-The stream is idle while the host waits for data or does other work. The idle time counts as waiting for data up to the
-time that the host has waited; the rest is other work.
+The stream is idle while the host waits for data or does other work. The idle time counts as waiting for data, up to the
+time that the host waited; the rest is other work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 _Noted = TypeVar("_Noted")
 
 _RECENT_STEPS = 512
-# Steps that a stream may lag behind; older ones are not counted.
+# Maximum number of unfinished steps in a stream; older ones are not counted.
 _UNREAD = 256
 
 
@@ -55,7 +55,7 @@ _Step: TypeAlias = tuple[float, float, float, float, int, bool]
 
 @dataclass(slots=True)
 class StepTotals:
-    """Totals of all complete steps, and the newest steps; `left_s` is the end of the newest, by `time.perf_counter`.
+    """Totals of all complete steps, and the newest steps; `left_s` is when the newest ended, by `time.perf_counter`.
 
     Clocks refer to this object instead of the meters, so that no reference cycle keeps the meters alive.
     """
@@ -146,7 +146,7 @@ class HostClock:
 
     @property
     def is_behind(self) -> bool:
-        """Whether some steps are still pending: never."""
+        """Whether some steps are still pending; always false, since steps are counted when they end."""
         return False
 
     @property
@@ -228,7 +228,7 @@ class _DeviceStep(NamedTuple):
         after: point at which the batch is ready.
         end: end of the step.
         wait_s: seconds that the host waited for the batch.
-        apart_s: seconds between the steps that count for neither.
+        apart_s: seconds between the previous step and this one that count for neither.
         samples: number of samples in the batch.
     """
 

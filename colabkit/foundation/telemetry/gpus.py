@@ -327,7 +327,7 @@ class Gpus:
             found = [device for device in named if device.names[0].endswith(uuid)]
             if len(found) != 1:
                 return
-            # A card can be listed twice.
+            # CUDA can list a card twice; keep its first number.
             numbers.setdefault(found[0], number)
         if numbers:
             kept = {card.device: card for card in self._cards}
@@ -398,7 +398,7 @@ class _Card:
         )
 
     def _asked(self, figure: str) -> Any:
-        """Return a value by the first query that succeeds, and drop queries that failed permanently."""
+        """Return the result of the first query that succeeds, and drop queries that failed permanently."""
         for way in tuple(self._ways[figure]):
             try:
                 if (found := way()) is not None:
@@ -433,7 +433,7 @@ def _torch_memory(cuda: Any, number: int) -> tuple[int | None, int | None]:
     """Return the bytes allocated and reserved by torch on a card; None if torch has not used it."""
     if cuda is not None:
         with contextlib.suppress(Exception):
-            # A custom allocator, another torch version, or fewer devices than cards.
+            # The call fails with some custom allocators and torch versions, and if there are fewer devices than cards.
             stats = cuda.memory_stats_as_nested_dict(number)
             reserved = stats["reserved_bytes"]["all"]
             if reserved["peak"]:

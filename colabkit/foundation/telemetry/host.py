@@ -45,9 +45,9 @@ class HostSnapshot:
     Attributes:
         at_s: time of the snapshot, by `time.monotonic`.
         cpus: number of CPUs that this process may use, which can be fractional.
-        cpu_rate: share of these CPUs that any process used.
-        own_cpu_rate: share of these CPUs that this process and its children used.
-        children_cpu_rate: share of these CPUs that the children used.
+        cpu_rate: share of these CPUs used by all processes.
+        own_cpu_rate: share of these CPUs used by this process and its children.
+        children_cpu_rate: share of these CPUs used by the children.
         busiest_core_rate: utilization of the busiest allowed core.
         ram_used_bytes: RAM that is not available, including tmpfs.
         ram_total_bytes: RAM under the lowest limit.
@@ -61,12 +61,12 @@ class HostSnapshot:
             twice.
         network_bytes_per_s: bytes per second received by all network interfaces except loopback; on the host of a
             container, bridged traffic counts twice.
-        disk_free_bytes: free space on the disk of the folder for local copies.
+        disk_free_bytes: free space on the disk that holds local copies.
         disk_total_bytes: size of that disk.
         shm_free_bytes: free space in `/dev/shm`.
         shm_total_bytes: size of `/dev/shm`.
-        cpu_stall_rate: share of the time in which some task waited for a CPU, by the kernel's pressure counters of this
-            process's cgroup, or else of the machine.
+        cpu_stall_rate: share of the time in which some task waited for a CPU, from the kernel's pressure counters for
+            this process's cgroup or, if it has none, for the machine.
         io_stall_rate: share of the time in which some task waited for storage, from the same counters.
         memory_stall_rate: share of the time in which some task waited for memory, from the same counters.
         gpus: the GPUs that this process may use; empty without a driver.
@@ -187,7 +187,7 @@ class Host:
         self._room = self._near_room()
 
     def _near_room(self) -> tuple[int | None, int | None]:
-        """Return free and total bytes of the disk of the folder for local copies, which need not exist."""
+        """Return free and total bytes of the disk for local copies, whose folder need not exist."""
         table = mounts(self._read)
         if can_hang(self._near, table):
             return None, None

@@ -32,7 +32,7 @@ class Sampler:
         telemetry: takes the snapshots; by default a new `Telemetry`, opened and closed in the thread because drivers
             can be slow.
         period_s: seconds between snapshots.
-        points: number of newest snapshots to keep, and of snapshots spread over the whole run.
+        points: number of newest snapshots to keep, and also of snapshots spread over the run.
         clock: returns the current time in seconds, on the scale of `HostSnapshot.at_s`.
         cpu_clock: returns the CPU seconds of the calling thread.
     """
@@ -70,7 +70,7 @@ class Sampler:
             thread.start()
             self._thread = thread
         except RuntimeError as error:
-            # The limit on threads is reached.
+            # The process has reached its limit on threads.
             self._say(error)
         return self
 
@@ -135,7 +135,7 @@ class Sampler:
         try:
             self._keep(telemetry.snapshot())
         except Exception as error:
-            # Skip this snapshot.
+            # The next snapshot may succeed.
             self._say(error)
         cost_s = self._cpu_clock() - began_s
         self._cost_s += cost_s

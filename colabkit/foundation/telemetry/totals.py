@@ -74,12 +74,12 @@ class Family:
         self._children: list[Any] = []
         self._started = ""
         self._due_s = clock()
-        # Totals of servers so far.
+        # Totals of servers so far, which are subtracted.
         self._servers: dict[Any, Totals] = {}
         self._uncounted: tuple[float, ...] = (0.0, 0.0, 0, 0)
 
     def totals(self) -> Totals:
-        """Return the totals, without the work of a child before it was found, which takes at most 5 s."""
+        """Return the totals, without the work of children before they are found, which takes at most 5 s."""
         started = self._started_children()
         if self._clock() >= self._due_s or started != self._started:
             self._started = started
@@ -142,7 +142,7 @@ class Family:
 
 
 def _is_server(child: Any) -> bool:
-    """Return whether a child belongs to another session than this process."""
+    """Return whether a child is in a different session from this process."""
     try:
         return os.getsid(child.pid) != os.getsid(0)
     except (AttributeError, OSError):

@@ -41,7 +41,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 _RECENT_S = 60.0
 _WARM_UP = 3
-_SETTLED_EVERY = 16  # batches
+# Number of batches between two updates of the meters.
+_SETTLED_EVERY = 16
 # Rules about training steps, which do not apply when a loader is timed without training.
 _OF_A_STEP = ("wrong_device",)
 
@@ -287,7 +288,7 @@ def _length(loader: Any) -> int | None:
     try:
         return len(loader)
     except Exception:
-        # torch raises several types for datasets and samplers without a length.
+        # torch raises several exception types for datasets and samplers without a length.
         return None
 
 

@@ -8,15 +8,15 @@ from colabkit.monitoring.doctor.forecast import forecast_run
 from colabkit.monitoring.doctor.run_profile import RunProfile
 
 _SMALL_READ = 256 << 10
-# Share of the CPUs below which CPUs count as idle.
+# CPUs count as idle if less than this share of them is used.
 _IDLE = 0.6
-# Share of the RAM that may be in use after data is copied there.
+# Maximum share of the RAM that may be in use after data is copied into it.
 _ROOMY_RAM = 0.85
 _SLOW_START = 0.1
 _BURSTY = 0.1
 _THROTTLED = 2.0
 _READ_TWICE = 2.0
-# Share of the time assumed to remain after a fix, at least.
+# Minimum share of the time that is assumed to remain after a fix.
 _LEAST_LEFT = 0.1
 # Transforms that shrink samples.
 _SIZING = ("ResizedCrop", "CenterCrop", "Resize")
@@ -175,11 +175,11 @@ def more_workers(run: RunProfile) -> Advice | None:
     if not run.is_starved or facts.workers is None or rate is None or rate >= _IDLE or facts.is_far:
         return None
     most = round(run.machine.cpus)
-    # This transform runs in the one thread that hands batches over, so workers do not speed it up.
+    # This transform runs in the single thread that delivers batches, so more workers do not speed it up.
     one_transforms = facts.kind == "processes" and run.bottleneck == "augment"
     if facts.workers >= most or facts.kind in ("gathered", "device") or one_transforms:
         return None
-    # The step waits for the workers only. Without workers, the wait is the time to make a batch.
+    # The workers limit the speed: each makes one batch per `workers` steps. Without workers, the wait is this time.
     a_batch_s = run.step.seconds * facts.workers if facts.workers else run.step.wait_s
     speed = min(forecast_run(run).samples_per_s(workers=most), run.step.samples * most / max(a_batch_s, 1e-9))
     workers, cpus = format_things(facts.workers, "worker"), format_things(most, "CPU")
@@ -356,7 +356,7 @@ def _fits_in_ram(run: RunProfile) -> bool:
 
 
 def _row_bytes(run: RunProfile) -> float | None:
-    """Return the bytes of a decoded sample, or of a stored one if nothing was decoded."""
+    """Return the size in bytes of a decoded sample, or of a stored one if nothing was decoded."""
     for name in ("decode", "augment"):
         part = run.part(name)
         if part.samples:
@@ -385,7 +385,7 @@ def _is_hdf5(run: RunProfile) -> bool:
 
 
 def _packing(run: RunProfile) -> str:
-    """Return the call that packs the samples decoded, from the original files even if an encoded pack is loaded."""
+    """Return the call that packs decoded samples, from the original files even if the loader reads an encoded pack."""
     facts = run.facts
     if facts.source is None and facts.encoding == "python":
         return "colabkit.pack(dataset, 'pack.h5')"

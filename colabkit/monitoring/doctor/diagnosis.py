@@ -98,7 +98,7 @@ class Diagnosis(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether the verdict is `"compute"` or `"unknown"`, so that no bottleneck was found outside the step."""
+        """Whether no bottleneck was found outside the step: the verdict is `"compute"` or `"unknown"`."""
         return self.verdict in ("compute", "unknown")
 
     @property

@@ -2,12 +2,12 @@
 
 This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021). The
 costs of the step and of the loader's workers come from the run itself. Costs that a fix adds are measured on this
-machine when a rule first needs them: gathering rows, and opening a cached file. Caches and memory bandwidth shared by
-step and loader are not modelled, so a prediction is an upper bound and is shown as "up to".
+machine when a rule first needs them: gathering rows, and opening a cached file. The caches and memory bandwidth that
+step and loader share are not modelled, so a prediction is an upper bound and is shown as "up to".
 
 On the CPU, a step competes with its loader. A multithreaded step stalls while a worker occupies one of its cores,
-threads that need the GIL run one at a time, and worker processes get the cores that the step leaves idle. So on the
-CPU the model lets step and loader take turns.
+threads that need the GIL run one at a time, and worker processes get the cores that the step leaves idle. The model
+therefore assumes that step and loader take turns on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from colabkit.monitoring.doctor.run_profile import RunProfile
 _LEAST_SHARE = 0.2
 _PROBE_BYTES, _PROBE_ROWS, _PROBES = 16 << 20, 1 << 16, 5
 _PROBE_FILES = 16
-_WORD = 8  # bytes
+# In bytes; rows are gathered as int64.
+_WORD = 8
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ class Forecast:
         here_s: float = 0.0,
         saved_s: float = 0.0,
     ) -> float:
-        """Return the samples per second with changed costs.
+        """Predict the samples per second after some of the costs change.
 
         Args:
-            cpu_s: CPU seconds per sample; None for the current value.
-            wall_s: seconds of a worker per sample; None for the current value.
-            workers: number of workers; None for the current value.
+            cpu_s: new CPU seconds per sample; None for the current value.
+            wall_s: new seconds that a worker takes per sample; None for the current value.
+            workers: new number of workers; None for the current value.
             here_s: seconds per batch that the loader takes in the step's thread.
-            saved_s: seconds by which the step becomes shorter.
+            saved_s: seconds by which each step becomes shorter.
         """
         cpu_s = self.cpu_s if cpu_s is None else cpu_s
         wall_s = max(cpu_s, self.wall_s if wall_s is None else wall_s)
@@ -94,8 +95,8 @@ class Forecast:
     def from_near_files(self) -> float:
         """Return the samples per second with files on the local disk, in the page cache.
 
-        Uses the measured CPU time per sample. It may be too high, since workers that wait for each file run with cold
-        CPU caches.
+        The prediction uses the measured CPU time per sample, which may be too high, since workers that wait for each
+        file run with cold CPU caches.
         """
         near_s = self.cpu_s + self.near_read_s
         return self.samples_per_s(cpu_s=near_s, wall_s=near_s)
@@ -167,7 +168,7 @@ def file_read_s() -> float:
             try:
                 Path(__file__).read_bytes()
             except OSError:
-                # The package is not in a folder, for example in a zip file.
+                # The package is not installed in a folder but, for example, imported from a zip file.
                 return 0.0
         took_s.append((time.thread_time() - began_s) / _PROBE_FILES)
     return min(took_s)

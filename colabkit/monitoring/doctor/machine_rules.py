@@ -8,7 +8,7 @@ from colabkit.monitoring.doctor.forecast import forecast_run
 from colabkit.monitoring.doctor.run_profile import RunProfile
 
 _EXPOSED_COPY = 0.05
-# In bytes/s; a T4 copies about 12 GB/s from pinned memory.
+# Copies below this speed, in bytes/s, count as slow; a T4 copies about 12 GB/s from pinned memory.
 _SLOW_LINK = 4e9
 _IDLE_GPU, _BUSY_GPU = 0.5, 0.9
 _OTHER_WORK = 0.10
@@ -19,16 +19,16 @@ _TENSOR_CORES = frozenset(
 )
 _SLOWED = 0.2
 _SLOWED_BY = {"power": "its power limit"}
-# Above the few hundred MiB that CUDA itself takes per process.
+# More than the few hundred MiB that CUDA itself takes per process.
 _OTHERS_BYTES = 2 << 30
 _ON_GPU = "model.to('cuda'); colabkit.Loader(..., device='cuda')"
-# Share of the usable CPUs.
+# Share of the usable CPUs that other processes may use before the doctor reports them.
 _FOREIGN_CPUS = 0.25
 _RAM = 0.85
 _SHM = 0.1
 _DISK_BYTES = 2 << 30
 _PANEL = 0.01
-# The first frames come at the shortest interval; each costly frame doubles it, up to 8 s.
+# In the first seconds, the panel's cost is ignored, since the panel is still adapting its frame rate.
 _PANEL_SETTLED_S = 20.0
 
 

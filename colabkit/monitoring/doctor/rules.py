@@ -18,7 +18,7 @@ from colabkit.monitoring.doctor.run_profile import RunProfile
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the doctor, identified by the name of its function.
+    """A doctor rule, identified by the name of its function.
 
     Attributes:
         look: returns advice about a run, or None.

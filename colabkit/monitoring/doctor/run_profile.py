@@ -18,7 +18,7 @@ from colabkit.foundation import (
 from colabkit.monitoring.doctor.diagnosis import HIGH, MODERATE, Shares
 
 ENOUGH_STEPS = 50
-# A few long steps are enough for a verdict: 8 steps that took 5 seconds together.
+# A few long steps are enough for a verdict: 8 steps that took 5 seconds in total.
 _FEW_STEPS, _LONG_S = 8, 5.0
 # The first steps fill caches, run cuDNN's benchmarks and compile; SPDL also drops 20.
 _WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2
@@ -350,12 +350,12 @@ def settled_steps(steps: Sequence[StepTimes], warm: int = _WARM_UP_STEPS) -> lis
     """
     skipped = min(warm, int(_WARM_UP_SHARE * len(steps)))
     settled = [step for step in steps[skipped:] if not step.is_first]
-    # Keep first steps if each pass has one step only.
+    # If each pass has only one step, all steps are first steps, so keep them.
     return settled or [*steps[skipped:]]
 
 
 def has_enough_steps(steps: Sequence[StepTimes]) -> bool:
-    """Return whether the steps are enough for a verdict: 50, or at least 8 that took 5 seconds together."""
+    """Return whether the steps are enough for a verdict: 50, or at least 8 that took 5 seconds in total."""
     return len(steps) >= ENOUGH_STEPS or (len(steps) >= _FEW_STEPS and sum(step.seconds for step in steps) >= _LONG_S)
 
 

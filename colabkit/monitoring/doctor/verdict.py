@@ -28,7 +28,7 @@ _PARTS = {
 
 
 class Doctor:
-    """Diagnoses one run while it continues; the verdict changes after two looks in a row with a different result.
+    """Diagnoses a run while it is active; the verdict changes after two consecutive looks with a different result.
 
     Args:
         precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.

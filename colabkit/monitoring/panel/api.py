@@ -173,14 +173,14 @@ class Dashboard:
         self._runs += kind is meters.RunStarted
         is_inner = self._runs > 1
         if kind is meters.RunEnded:
-            # An end may arrive twice, or belong to a run that began before the panel was opened.
+            # A `RunEnded` may arrive twice, or belong to a run that began before the panel was opened.
             self._runs = max(0, self._runs - 1)
         if self._asked is None or _open[-1:] != [self]:
             return
         try:
             self._take_in(event, is_inner)
         except BaseException:
-            # A run that is interrupted while it starts sends no end.
+            # A run that is interrupted while it starts sends no `RunEnded`.
             self._runs -= kind is meters.RunStarted
             raise
 

@@ -27,7 +27,7 @@ Phase: TypeAlias = Literal["starting", "running", "waiting", "finished", "stoppe
 UNKNOWN = "n/a"
 # Larger speedup factors are not shown.
 _MOST_TIMES = 100
-# Shorter waits end before the text can be read.
+# Shorter waits are not shown, since they end before the text can be read.
 _LONG_WAIT_S = 1.0
 _MOST_VALUES = 6
 # Longest code line that is shown, in characters.
@@ -186,7 +186,7 @@ def done_share(state: PanelState) -> float | None:
 
 
 def segments(state: PanelState) -> tuple[Segment, ...]:
-    """Return how the step time is split."""
+    """Return the segments of the step time, one for each part."""
     shares = state.diagnosis.shares if state.diagnosis else None
     is_known = shares is not None and shares.wait + shares.copy + shares.compute + shares.other > 0
     return tuple(
@@ -234,7 +234,7 @@ def gauges(state: PanelState) -> tuple[Gauge, ...]:
 
 
 def advice_text(state: PanelState) -> AdviceText:
-    """Return the best piece of advice. If the loss is not finite, it is about the loss, not about speed."""
+    """Return the best piece of advice; if the loss is not finite, this is advice about the loss."""
     loss = state.values.get("loss")
     if loss is not None and not math.isfinite(loss):
         return AdviceText("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)
@@ -320,6 +320,6 @@ def _filled(name: str, used_bytes: int | None, total_bytes: int | None) -> Gauge
         return Gauge(name, UNKNOWN, None)
     share = min(1.0, max(0.0, used_bytes / total_bytes))
     number, _, unit = format_bytes(total_bytes).partition(" ")
-    # In the unit of the total.
+    # Show the used amount in the same unit as the total.
     used = share * float(number)
     return Gauge(name, f"{used:.{0 if used >= 99.95 else 1}f}/{number} {unit}", share)

@@ -18,11 +18,11 @@ from colabkit.foundation import escape, plotting
 from colabkit.monitoring.panel import content
 from colabkit.monitoring.panel.content import PanelState, thinned
 
-# Characters that a data URL may contain unquoted.
+# Characters that need not be percent-encoded in a data URL.
 _PLAIN = ' "=/:;,()'
 # Vertical resolution of a curve.
 _STEPS = 64
-# Color of the patterns.
+# Color of the pattern lines.
 PALE = "#fff8"
 _HATCH = (
     '<pattern id="h" width="6" height="6" patternUnits="userSpaceOnUse">'
@@ -38,10 +38,10 @@ _COLORS = (plotting.VERMILLION, plotting.PURPLE, plotting.BLUE, plotting.GREY)
 # Legend symbols of the segments, in the style of the bar.
 _SIGNS = ("▨", "▥", "■", "⊟")
 _LIVE_POINTS, _FINAL_POINTS = 32, 120
-# Below this width, texts have two lines.
+# Below this panel width, texts may take two lines.
 _NARROW_PX = 600
 _ALMOST_FULL = 0.9
-# In characters: the capacity of two lines.
+# Longest call that is shown, in characters; two lines hold this many.
 _SHOWN_OF_A_CALL = 140
 
 
@@ -151,7 +151,7 @@ def line_chart(alt: str, points: Sequence[float], low: float | None, high: float
     """Return a curve with a shaded area below it; with fewer than two points, a dashed placeholder.
 
     Args:
-        alt: text alternative of the picture.
+        alt: alternative text for the picture.
         points: values from left to right.
         low: value at the bottom; None for the smallest point.
         high: value at the top; None for the largest point.

@@ -1,4 +1,4 @@
-"""Record a run: combine meter events, samples of the machine and the doctor's diagnosis into the panel's state."""
+"""Record a run: combine meter events, host snapshots and the doctor's diagnosis into the state that the panel shows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NOW_S = 5.0
 # Long enough to average over bursts, since loaders make batches in groups.
 _LATELY_S = 15.0
 _MINUTE_S = 60.0
-# Points per curve, of the last minute and of the whole run.
+# Maximum number of points per curve: for the last minute, and for the whole run.
 _NEWEST, _WHOLE = 60, 240
-# The doctor is the most expensive part, and a verdict needs time to be read.
+# The doctor takes more time than the rest of the panel, and users need time to read a verdict.
 _LOOK_S = 2.0
 
 
@@ -101,7 +101,7 @@ class RunRecorder:
             self._phase, self._waiting_s = "waiting", event.wait_s
 
     def _epoch_started(self, event: meters.EpochStarted) -> None:
-        """Follow the first loader and ignore others, such as the loader of a validation."""
+        """Follow the first loader and ignore others, such as a validation loader."""
         if self._meters is None or (event.meters is self._meters and not self._in_run):
             self._watch(event.meters)
             self._epoch, self._step, self._steps_per_epoch = event.epoch + 1, 0, event.batches
@@ -179,7 +179,7 @@ class RunRecorder:
             self._loss.add(self._values.values.get("loss"))
 
     def _lately(self, now_s: float, spent: MetersSnapshot) -> tuple[float, MetersSnapshot]:
-        """Return a time window in seconds and its meters: a recent one during the run, all of it afterwards."""
+        """Return the seconds and the meters of a recent time window, or of the whole run once it has ended."""
         if self._ended_s is not None:
             return now_s - self._started_s, spent
         self._window.append((now_s, spent))

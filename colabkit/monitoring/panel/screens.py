@@ -1,4 +1,4 @@
-"""The places where the panel is shown: below a notebook cell, as a widget, or in a terminal."""
+"""The screens that show the panel: below a notebook cell, as a widget, or in a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Screen(Protocol):
 class NotebookScreen:
     """Updates one output of the running cell; the last frame stays in the saved notebook as HTML and text.
 
-    The display handle needs neither widgets nor scripts, so it looks the same in Colab, Jupyter, Kaggle and VS Code.
+    It needs neither widgets nor scripts, so the panel looks the same in Colab, Jupyter, Kaggle and VS Code.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class NotebookScreen:
 class WidgetScreen(NotebookScreen):
     """Updates one HTML widget; at the end, the last frame replaces it as HTML and text.
 
-    The messages per frame are small, and the saved notebook can be read without widgets.
+    Each frame sends only a small message, and the saved notebook can be read without widgets.
 
     Args:
         widgets: the module `ipywidgets`.
@@ -67,7 +67,7 @@ class WidgetScreen(NotebookScreen):
             self.close()
         elif self._widget is None:
             self._widget = self._widgets.HTML(value=html)
-            # Displays the widget as it does itself, but in an output that the last frame can replace.
+            # Display the widget as ipywidgets would, but in an output that the last frame can replace.
             view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
             self._show({"application/vnd.jupyter.widget-view+json": view, "text/plain": text})
         else:
@@ -98,7 +98,7 @@ class TerminalScreen:
             return
         encoding = self._stream.encoding or "utf-8"
         lines = text.encode(encoding, "replace").decode(encoding).splitlines()
-        # Lines that the terminal wraps or scrolls out cannot be rewritten.
+        # Lines that the terminal wraps or scrolls out of view cannot be rewritten.
         if not final:
             columns, rows = shutil.get_terminal_size()
             lines = [line[: columns - 1] for line in lines[: rows - 1]]

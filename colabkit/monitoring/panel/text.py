@@ -8,7 +8,7 @@ from colabkit.monitoring.panel import content
 from colabkit.monitoring.panel.content import PanelState, thinned
 
 _HEIGHTS = "▁▂▃▄▅▆▇█"
-# Fill characters of the segments of the step time.
+# Fill characters for the segments of the step time.
 _FILLS = ("▒", "▓", "█", "░")
 _BAR = 24
 _CURVE = 24

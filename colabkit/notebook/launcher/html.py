@@ -89,7 +89,7 @@ def hint(text: str, indent_px: int) -> str:
 
 
 def message(text: str, *, is_error: bool = False) -> str:
-    """Return a status or error message; empty without text."""
+    """Return a status or error message; empty if there is no text."""
     if not text:
         return ""
     color = _ALARM if is_error else ACCENT
@@ -101,13 +101,13 @@ def message(text: str, *, is_error: bool = False) -> str:
 
 
 def numbers(progress: Progress) -> str:
-    """Return the figures of the progress, to be shown below its bar."""
+    """Return the progress figures that are shown below the bar."""
     style = f"{_FONT};color:{_TEXT};{_FAINT};font-variant-numeric:tabular-nums"
     return f"<div style='{style}'>{escape(_as_text(progress))}</div>"
 
 
 def _as_text(progress: Progress) -> str:
-    """Return the figures of the progress: amount done, rate, and remaining time."""
+    """Return the progress as text: amount done, rate, and remaining time."""
     unit = progress.unit.strip()
     count = format_bytes if unit == "B" else format_count
     of = "" if progress.total is None else f" of {count(progress.total)}"
@@ -126,7 +126,7 @@ def _as_text(progress: Progress) -> str:
 
 
 def report(found: Report, *, is_open: bool) -> str:
-    """Return a report as its summary line and a table that unfolds; it is unfolded if `is_open`."""
+    """Return a report as its summary line and a collapsible table, which is expanded if `is_open`."""
     line, _, table = found._repr_html_().partition("</div>")
     return (
         f"<details{' open' if is_open else ''} style='{_FONT};color:{_TEXT};border-top:1px solid {LINE};padding:8px 0;"
@@ -141,7 +141,7 @@ def keep(html: str, kept: str) -> str:
 
 
 def code(text: str) -> str:
-    """Return the code of a cell, which one click selects."""
+    """Return the code of a cell, formatted so that one click selects it."""
     style = (
         f"font:12px/18px ui-monospace,monospace;color:{_TEXT};background:{_SURFACE};margin:0;padding:10px 12px;"
         "border-radius:4px;overflow-x:auto;white-space:pre;user-select:all"

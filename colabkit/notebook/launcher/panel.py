@@ -3,9 +3,9 @@
 The form's settings become a pipeline of public calls. The panel shows their progress, errors and reports, and a cell
 that makes the same calls.
 
-A click does its work at once, in the kernel's main thread: Drive's consent dialog needs that thread, and some front
-ends only repaint while the kernel is busy. If a kernel handles clicks in another thread, the work is passed to the main
-thread.
+A click is handled immediately in the kernel's main thread, since Drive's consent dialog needs that thread, and some
+front ends repaint only while the kernel is busy. If a kernel handles clicks in another thread, the work is passed to
+the main thread.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def close_launchers() -> None:
 class Launcher:
     """The launcher's panel; `close()` removes it.
 
-    The results of a run are also displayed in a separate output. It is hidden while the panel is alive; in a saved
-    notebook, it is all that can be read.
+    The results of a run are also displayed in a separate output, which is hidden while the panel is alive. In a saved
+    notebook, only this output remains readable.
 
     Args:
         widgets: the package ipywidgets.
@@ -167,7 +167,7 @@ class Launcher:
                 self._loop.call_soon_threadsafe(self._work, action)
                 return
         except BaseException:
-            # For example, the front end or the event loop is gone.
+            # Starting can fail, for example if the front end or the event loop is gone.
             self._busy.release()
             raise
         self._work(action)
@@ -214,7 +214,7 @@ def _pipeline(settings: Settings, action: Action) -> Pipeline:
 
 
 def _code(settings: Settings) -> str:
-    """Return a cell that does the same as the last button, or a comment with the error in the settings."""
+    """Return a cell that does the same as the last button, or a comment that states the error in the settings."""
     try:
         return code_of(_pipeline(settings, "train"))
     except ColabkitError as error:

@@ -108,8 +108,8 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
 
     Args:
         settings: values of the form.
-        action: the button.
-        needs_mount: whether `drive:` needs a mount; False if another folder replaces it.
+        action: action of the button.
+        needs_mount: whether `drive:` requires a mount; False if another folder replaces it.
 
     Raises:
         InvalidOption: if a value is invalid.
@@ -146,7 +146,7 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
 
 
 def is_read_by_pack(source: str) -> bool:
-    """Return whether `pack()` reads a source with this name itself, without staging."""
+    """Return whether `pack()` reads a source with this name directly, without staging."""
     return _READ_BY_PACK.search(source) is not None
 
 
@@ -183,7 +183,7 @@ def _value(act: str, entered: Option, text: str) -> Any:
 
 
 def _folder_name(source: str, options: Mapping[str, Any]) -> str:
-    """Return the name of the folder of a pack and its checkpoints, which depends on source and options."""
+    """Return the name of the folder for a pack and its checkpoints; it depends on the source and the options."""
     bare = re.split(r"[?#]", source, maxsplit=1)[0].rstrip("/") if "://" in source else source
     path = bare.partition("://")[2].partition("/")[2] if "://" in source else bare.rpartition(":")[2]
     stem = PurePosixPath(path).name.partition(".")[0]
@@ -193,7 +193,7 @@ def _folder_name(source: str, options: Mapping[str, Any]) -> str:
 
 
 def _shown(source: str) -> str:
-    """Return a source without parts of an address that may be secret."""
+    """Return a source, without the parts of an address that may be secret."""
     if "://" not in source:
         return source
     address = address_of(source)
@@ -277,7 +277,7 @@ def _naming(source: str, results: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
-    """Raise an error for labels that cannot be packed or trained on, judged by file names, before files are copied."""
+    """Raise an error if file names show, before any copying, that the labels cannot be packed or trained on."""
     packing = next((call.arguments for call in pipeline.calls if call.name == "packed"), None)
     if packing is None:
         return
@@ -286,7 +286,7 @@ def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
         labelled = label_samples(listing, pipeline.source, labels=labels, splits=splits)
     except ColabkitError:
         if any(is_read_by_pack(item.path) or item.path.endswith(".tar") for item in listing.items):
-            # A folder of records, whose labels are only known once they are read.
+            # The labels of a folder of records are known only once the records are read.
             return
         raise
     if pipeline.training is not None:
@@ -294,7 +294,7 @@ def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
 
 
 def _check_kind(source: str, kind: str) -> None:
-    """Raise `InvalidOption` unless there is one class per image, as the small network needs."""
+    """Raise `InvalidOption` unless there is one class per image, as the small network requires."""
     if kind != "class":
         found = "the images have no labels" if kind == "none" else f"the labels are of kind {kind!r}"
         next_step = ("Check ", option("labels"), ", or train with a custom loss in code")

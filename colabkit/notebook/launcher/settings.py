@@ -36,7 +36,7 @@ FIELDS = {
 """The labels of the fields, by the names of `Settings`, in the form's order."""
 
 PACK_OPTIONS = ("size", "encoding", "labels", "splits", "channels", "on_bad")
-"""The fields that are options of `pack()` of the same name; the form shows them in a section that unfolds."""
+"""The fields that are options of `pack()` with the same name; the form shows them in a collapsible section."""
 
 _MAY_BE_EMPTY = ("size", "labels", "splits")
 _PACK = next(verb for verb in VERBS if verb.name == "pack")
@@ -82,7 +82,7 @@ def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
 
     Args:
         found: report of `runtime()`.
-        local_folder: folder of local copies on disk.
+        local_folder: folder for local copies on disk.
     """
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
     return [
@@ -103,10 +103,10 @@ def _free(place: DiskReport | None) -> str:
 
 
 class FieldWords(LineWords):
-    """The words of the launcher: the labels of its fields, such as `Labels: none`, and magics for everything else.
+    """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for all else.
 
     Args:
-        action: name of the pressed button.
+        action: action of the clicked button.
     """
 
     def __init__(self, action: str) -> None:
@@ -124,7 +124,7 @@ class FieldWords(LineWords):
         if not words:
             return super().option(name, value)
         text = f"{label}: {words[-1]}"
-        # Training without labels is not possible, so the advice to use none is about the pack.
+        # The network cannot be trained without labels, so "none" is only advice for packing.
         return f"{text} when you pack" if (self._action, name, value) == ("train", "labels", None) else text
 
     def omit(self, name: str) -> str:
@@ -135,7 +135,7 @@ class FieldWords(LineWords):
 
 
 def in_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, ...]]:
-    """Return an error's message in the words of the form, and the names of the fields that it is about."""
+    """Return an error's message with the form's labels, and the names of the fields that it is about."""
     error.words = FieldWords(action)
     if error.message is None:
         return str(error), ()

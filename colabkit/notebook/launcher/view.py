@@ -38,7 +38,7 @@ class View:
         widgets: the package ipywidgets.
         destinations: choices for the destination of local copies, from `places`.
         clicked: called with the action of a clicked button.
-        code: returns the code for the settings, or a comment with the error in them.
+        code: returns the code for the settings, or a comment that states the error in them.
         kept: CSS class of the elements that are hidden while the panel is alive.
 
     Attributes:
