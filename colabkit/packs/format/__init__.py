@@ -1,10 +1,11 @@
-r"""Layout, seal and checks of a pack file; `packing` decides what goes into it.
+r"""The pack file format: its layout, seal and integrity checks; `packing` decides what a pack contains.
 
 A pack is plain HDF5: `<field>_<split>` datasets at the root. They are contiguous, so each has one offset in the file
 and can be memory-mapped without HDF5. `X_train` holds samples, `Y_train` labels, `crc_train` the CRC32 of each sample's
 bytes. Samples that differ in length are stored back to back in one flat `uint8` dataset; `X_train_index` then holds the
-offset and length of each. The root attribute `colabkit_meta` describes fields, classes, source, options and counts as
-JSON. The dataset `colabkit_notes` holds entries that are too long for the attribute, such as the list of omitted files.
+offset and length of each sample. The root attribute `colabkit_meta` describes fields, classes, source, options and
+counts as JSON. The dataset `colabkit_notes` holds entries that are too long for the attribute, such as the list of
+omitted files.
 
 The seal is written last, into the user block: the first page of the file, which HDF5 ignores.
 

@@ -44,7 +44,7 @@ class Field:
     is_ragged: bool = False
 
     def data_set(self, split: str) -> str:
-        """Return the name of its dataset."""
+        """Return the name of the field's dataset in a split."""
         return f"{self.name}_{split}"
 
     def index(self, split: str) -> str:
@@ -116,7 +116,7 @@ class PackInfo:
         return tuple(Shard(**about) for about in self.meta.get("shards", ()))
 
     def sample_fields(self) -> tuple[Field, ...]:
-        """Return the fields that a sample's CRC covers, in the order in which their bytes are joined."""
+        """Return the fields that a sample's CRC covers, in the order in which their bytes are concatenated."""
         split = self.splits[0]
         return tuple(field for field in self.fields.values() if field.data_set(split) not in self.table_crcs)
 

@@ -38,11 +38,11 @@ _DIGEST_LENGTH = 64
 _BLOCK_BYTES = 1 << 20
 _REQUIRED = ("classes", "encoding", "label_kind", "sample_shape", "source")
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# Kinds of allowed dtypes: numbers, and byte strings of fixed length.
+# Allowed dtype kinds: numbers, and byte strings of fixed length.
 _KINDS = "biufcS"
 # Longer metadata values are stored in a dataset because an attribute is limited to 64 KiB.
 _LONG_CHARS = 2000
-# Most digits that an offset, a size or a CRC takes.
+# Maximum number of digits in an offset, a size or a CRC.
 _DIGITS = 20
 
 
@@ -73,7 +73,7 @@ def create_pack(
             properties.set_layout(h5py.h5d.CONTIGUOUS)
             properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            # Packing the same samples again gives the same bytes.
+            # Omit timestamps, so that packing the same samples again gives the same bytes.
             properties.set_obj_track_times(False)
             kind = h5py.h5t.py_create(np.dtype(one.dtype), logical=True)
             space = h5py.h5s.create_simple(one.shape)
@@ -112,7 +112,7 @@ def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str,
 
 
 def _check_room(data_sets: list[DataSet]) -> None:
-    """Raise `InvalidOption` if the seal, one page, has no room for this many datasets."""
+    """Raise `InvalidOption` if the page reserved for the seal is too small for this many datasets."""
     longest = 256 + sum(2 * _DIGITS + 8 + len(one.name) + _DIGITS for one in data_sets)
     if longest > file_changes.HDF5_USER_BLOCK_BYTES:
         found = f"the list of its {len(data_sets)} datasets takes up to {longest} bytes"
@@ -191,7 +191,7 @@ def _check_fields(info: PackInfo) -> None:
 
 
 def _check_table(info: PackInfo, name: str, kinds: str, rank: int) -> None:
-    """Raise `Corrupt` if a table is not covered by the seal, or has another dtype or rank."""
+    """Raise `Corrupt` if a table is not covered by the seal, or has an unexpected dtype or rank."""
     found = info.data_sets[name]
     dtype = np.dtype(found.dtype)
     if name not in info.table_crcs or dtype.kind not in kinds or dtype.itemsize > 8 or len(found.shape) != rank:
@@ -199,7 +199,7 @@ def _check_table(info: PackInfo, name: str, kinds: str, rank: int) -> None:
 
 
 def is_pack(path: Path) -> bool:
-    """Return whether a file begins like a pack, finished or not."""
+    """Return whether a file starts like a pack, finished or not."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -228,7 +228,7 @@ def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
 
 
 def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotSealed:
-    """Return the error for a file that does not begin like a pack of this format version."""
+    """Return the error for a file that does not start like a pack of this format version."""
     if head.startswith(_NAME):
         version = head[len(_NAME) :][:8].partition(b"\n")[0].decode("ascii", "replace")
         other = f"it has pack format {version}"
@@ -250,11 +250,11 @@ def hdf5_start(fd: int, length: int) -> int | None:
 
 
 def outside_digest(fd: int, length: int, spans: Iterable[Sequence[int]]) -> str:
-    """Return the SHA-256 of all bytes after the user block that are in none of the spans (offset, size)."""
+    """Return the SHA-256 of all bytes after the user block that are outside the spans (offset, size)."""
     digest = hashlib.sha256()
     position = file_changes.HDF5_USER_BLOCK_BYTES
     for offset, size in [*spans, (length, 0)]:
-        # In blocks, since the spans in a damaged file may leave all of its bytes outside.
+        # Read in blocks, because the spans in a damaged file may exclude nearly all of its bytes.
         while position < offset:
             block = os.pread(fd, min(_BLOCK_BYTES, offset - position), position)
             if not block:

@@ -1,4 +1,4 @@
-"""Interpretation of labels, with the same rules for table cells, results of functions and arrays."""
+"""Interprets labels, with the same rules for table cells, function results and arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = "text, whole numbers, floats, bools or lists"
 _CONVERT: Text = ("Convert the values, or choose others with ", option("labels"))
 _MOST_CLASSES = 100_000
 _LARGEST_CLASS = np.iinfo(np.int64).max
-# Limit for the table of labels, which is held in memory.
+# Maximum size of the label table, which is held in memory.
 _MOST_TABLE_BYTES = 4 << 30
 
 
@@ -45,7 +45,7 @@ class LabelValues:
 def infer_array(values: npt.NDArray[Any]) -> LabelValues | None:
     """Interpret an array `[n]` or `[n, K]` as labels; None if it cannot hold labels.
 
-    Integers and bools `[n]` are classes, 0 and 1 `[n, K]` are labels, floats are regression targets.
+    Integers and bools `[n]` are classes, `[n, K]` of 0 and 1 is multi-label, and floats are regression targets.
 
     Raises:
         ValueError: if a label is NaN or cannot be stored; the message is only the reason.
@@ -83,7 +83,7 @@ def convert_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
 
 
 def kind_of_stored(dtype: npt.DTypeLike, ndim: int) -> LabelKind:
-    """Return the kind of labels stored with this dtype and number of dimensions."""
+    """Return the label kind implied by the stored dtype and number of dimensions."""
     return "regression" if np.dtype(dtype).kind == "f" else "multilabel" if ndim > 1 else "class"
 
 
@@ -97,7 +97,7 @@ def name_classes(values: npt.NDArray[Any]) -> tuple[str, ...]:
 
 
 def number_classes(cells: Sequence[Any]) -> LabelValues:
-    """Number the sorted distinct values of the cells as classes."""
+    """Return class labels that number the distinct values of the cells in sorted order."""
     number = {value: index for index, value in enumerate(sorted(set(cells)))}
     values = np.fromiter(map(number.__getitem__, cells), np.int64, len(cells))
     return LabelValues("class", tuple(map(str, number)), values)
@@ -112,14 +112,17 @@ def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dt
 def infer_cells(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> LabelValues:
     """Interpret the cells of one column as labels, by the cells' types rather than their values.
 
-    - Text is classes, sorted. Bools are the classes False and True. Integers are classes: from 0 to 99,999 they keep
-      their value, and the largest value determines the number of classes; otherwise they are numbered in order.
+    - Text values are classes, in sorted order. Bools are the classes False and True. Integers are classes: from 0 to
+      99,999, they keep their value, and the largest value determines the number of classes; otherwise they are numbered
+      in order.
     - Floats are regression targets, even if some or all are whole numbers. Lists of floats of one length are several
       targets.
-    - Lists and sets of text or integers are the labels that a sample has, among all distinct ones, sorted. Lists of one
-      length that hold only 0 and 1, or bools, state for each label whether the sample has it.
+    - Lists and sets of text or integers are multi-label: each contains the labels of its sample, and all distinct
+      labels are numbered in sorted order. Lists of one length that hold only 0 and 1, or bools, state for each label
+      whether the sample has it.
 
-    NumPy and PyTorch numbers and arrays are treated like plain ones. `act`, `what` and `items` are for messages.
+    NumPy and PyTorch numbers and arrays are treated like plain Python values. `act`, `what` and `items` are for
+    messages.
 
     Raises:
         BadSource: if a cell is empty or NaN, or if cells have different or unsupported types.
@@ -134,7 +137,7 @@ def infer_cells(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item
             values = np.array(cells)
             return LabelValues("class", name_classes(values), values.astype(np.int64))
         return number_classes(cells)
-    # JSON and text may write 1.0 as 1.
+    # Integers among floats are floats too, because JSON and text files may contain 1 for 1.0.
     if kinds in ({float}, {float, int}):
         return LabelValues("regression", (), column.targets())
     if kinds <= _LISTS:
@@ -194,7 +197,7 @@ class _LabelCells:
                 raise BadSource(cannot(act, found, "a value for every sample", next_step))
 
     def named(self, row: int) -> str:
-        """Return the type of a cell and the path of its sample, for a message."""
+        """Describe a cell for a message: its type and the path of its sample."""
         names = {str: "text", bool: "a bool", int: "a whole number", float: "a float"}
         cell = self.cells[row]
         return f"{names.get(type(cell)) or kind_of(cell)} for {self.items[row].path!r}"

@@ -64,7 +64,7 @@ class Labelling:
         classes: names of the classes, or of the K labels or targets; empty for a single target or no labels.
         values: `int64 [n]` class numbers, `uint8 [n, K]` labels, or `float32 [n]` or `[n, K]` targets; None for no
             labels.
-        splits: sample numbers, `int64`, of each non-empty split in the order of the pack; splits are in the order
+        splits: `int64` sample numbers of each non-empty split, in the order of the pack; the splits are in the order
             train, dev, test.
         left_out: files that are not samples, with the reason.
     """
@@ -99,7 +99,7 @@ def label_samples(
             ten bins of a single target. None uses a column named `split`, ignoring case, otherwise folders named like
             splits, otherwise all samples are `train`. Splits are called `train, training, dev, val, valid, validation,
             test` or `testing`.
-        seed: seed of the shares; the same seed gives the same splits.
+        seed: seed for splitting by shares; the same seed gives the same splits.
 
     Raises:
         BadSource: if there are no samples or no labels, if cells are empty or of several kinds, or if a split is
@@ -207,7 +207,7 @@ def _split_samples(
         places = by_folder if own is None else _split_places(act, f"the column {own!r}", columns[own], items)
     else:
         shares = shares_of(act, splits)
-        # A column with any other value does not define splits of the source.
+        # A split column with any other value does not define splits.
         cells = [SPLITS[place] for place in np.unique(by_folder)] if own is None else columns[own]
         names = {split_named(cell) for cell in cells}
         if None not in names and names != {SPLITS[0]}:
@@ -220,7 +220,7 @@ def _split_samples(
 
 
 def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> Indices:
-    """Return the split of each cell, as index into `SPLITS`."""
+    """Return the split of each cell, as an index into `SPLITS`."""
     splits = [split_named(cell) for cell in cells]
     if None in splits:
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
@@ -262,7 +262,7 @@ class _FolderTree:
         raise BadSource(cannot(act, found, f"folders named {', '.join(SPLITS)} or similar", next_step))
 
     def splits(self) -> Indices:
-        """Return the split of each row of the listing, as index into `SPLITS`."""
+        """Return the split of each row of the listing, as an index into `SPLITS`."""
         splits = {folder: split_named(parts[0]) for folder, parts in self._inside.items()} if self._has_splits else {}
         return self._by_row({folder: SPLITS.index(splits.get(folder) or SPLITS[0]) for folder in self._folders})
 
@@ -270,7 +270,8 @@ class _FolderTree:
         """Return the classes of the samples in these rows.
 
         Raises:
-            BadSource: if a sample is in no class folder, or if names lack extensions and are therefore not file names.
+            BadSource: if a sample is not in a class folder, or if names lack extensions and are therefore not file
+                names.
         """
         named = {folder: self._class_of(folder) for folder in self._folders}
         next_step = ("Sort the files into folders", _BY_FUNCTION, ", or pass ", option("labels", None))
@@ -292,11 +293,11 @@ class _FolderTree:
         return np.fromiter(chain.from_iterable(sorted_rows), np.int64)
 
     def _class_of(self, folder: str) -> str:
-        """Return the class of a folder's samples; empty if it is outside of all class folders."""
+        """Return the class of a folder's samples; empty if the folder is outside all class folders."""
         return next(iter(self._inside[folder][self._has_splits :]), "")
 
     def _by_row(self, numbers: Mapping[str, int]) -> Indices:
-        """Return the number of each row's folder; 0 for rows that are not samples."""
+        """Return the number assigned to each row's folder; 0 for rows that are not samples."""
         found = np.zeros(len(self._items), np.int64)
         for folder, rows in self._folders.items():
             found[rows] = numbers[folder]
@@ -304,7 +305,7 @@ class _FolderTree:
 
 
 def _strip_wrapping(inside: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the folders' path components without wrapper folders, down to classes or splits."""
+    """Remove wrapper folders from the folders' path components, so that they begin with a split or a class."""
     while True:
         tops = {parts[0] if parts else "" for parts in inside.values()}
         if len(tops) != 1 or split_named(next(iter(tops))) or any(len(parts) < 2 for parts in inside.values()):
@@ -313,7 +314,7 @@ def _strip_wrapping(inside: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, 
 
 
 def _by_folder(items: Sequence[Item], rows: Iterable[int]) -> dict[str, list[int]]:
-    """Return rows by the folder of their items."""
+    """Group rows by the folder that contains their items."""
     folders: dict[str, list[int]] = defaultdict(list)
     for row in rows:
         folders[items[row].path.rpartition("/")[0]].append(row)

@@ -1,4 +1,4 @@
-"""Assignment of samples to splits and folds: pure, seeded functions with the same result on every machine."""
+"""Pure, seeded functions that assign samples to splits and folds, with the same result on every machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MOST_BINS = 10
 
 
 def split_named(name: object) -> str | None:
-    """Return the split for a name, ignoring case; None if it is not a name of a split."""
+    """Return the split that a name stands for, ignoring case; None if it stands for none."""
     return SPLIT_FOLDERS.get(name.lower()) if isinstance(name, str) else None
 
 
@@ -64,11 +64,12 @@ def shares_of(act: str, splits: object) -> dict[str, float]:
 
 
 def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int) -> dict[str, Indices]:
-    """Return the sample numbers of each split, `int64` and sorted: each number below `n` is in one split.
+    """Return the sorted `int64` sample numbers of each split; each of the `n` samples is in exactly one split.
 
-    Each stratum is shuffled and divided separately by its rounded shares. Every split thus has the stratum's share to
-    within one sample, and adding a stratum leaves the others unchanged. Strata are `[n]`, for example classes; None
-    treats all samples as one stratum. Shares may have any names. The same seed gives the same splits.
+    Each stratum is shuffled and divided separately, with split sizes rounded to whole samples. Every split thus gets
+    its share of each stratum to within one sample, and adding a stratum does not change how the others are split.
+    Strata are `[n]`, for example classes; None treats all samples as one stratum. Splits may have any names. The same
+    seed gives the same splits.
 
     Raises:
         InvalidOption: if the shares do not add up to 1, there are not `n` strata, or a split would be empty.
@@ -96,9 +97,9 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
 def strata_of(kind: LabelKind, values: npt.NDArray[Any] | None, shares: Mapping[str, float]) -> Indices | None:
     """Return the strata for splitting samples with these labels, `int64 [n]`; None for no strata.
 
-    Each class is a stratum. With several labels, each combination is one; combinations too rare for the smallest share
-    to get a sample form one common stratum. A regression target is divided into up to ten bins of equal count. Several
-    targets have no strata.
+    Each class is a stratum, and so is each combination of several labels; combinations too rare to give the smallest
+    share a sample form one common stratum. A regression target is divided into up to ten bins of equal count. With
+    several targets, there are no strata.
     """
     if values is None or kind == "none" or (kind == "regression" and values.ndim > 1):
         return None
@@ -129,10 +130,10 @@ def fold_numbers(
     """Return the fold of each sample, `int64 [n]`, from 0 to `k - 1`; no fold is empty.
 
     Without groups, the folds' sizes differ by at most one sample, and so do their counts of each stratum. With groups,
-    all samples of a group are in one fold. Groups are assigned from the heaviest to the lightest, each to the fold that
-    has least of its strata so far, or among equals to the smallest fold. This keeps the sum of squares of the folds'
-    shares of all strata low. scikit-learn's `StratifiedGroupKFold` does the same with their standard deviation, and
-    `GroupKFold` is the case without strata.
+    all samples of a group are in one fold. Groups are assigned from the heaviest to the lightest, each to the fold with
+    the smallest share of the group's strata so far; ties go to the smallest fold. This keeps the sum of squares of the
+    folds' shares of all strata low. scikit-learn's `StratifiedGroupKFold` does the same with their standard deviation,
+    and `GroupKFold` is the case without strata.
 
     Args:
         n: number of samples.
@@ -215,7 +216,7 @@ def _members(act: str, strata: npt.NDArray[Any] | None, n: int) -> list[tuple[An
 
 
 def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int) -> Indices:
-    """Return values as integers from 0 that preserve their order."""
+    """Replace each value with an integer from 0 that preserves the order of the values."""
     array = np.asarray(values)
     if array.shape != (n,):
         expected = f"one value for each of {format_things(n, 'sample')}"

@@ -85,11 +85,11 @@ class PackReport(Report):
         pack_bytes: size of the pack in bytes, including all shards.
         shards: number of files that hold the samples.
         seconds: duration of the call in seconds.
-        made_by: workers that made the samples: processes, threads or tasks of an executor.
+        made_by: workers that made the samples: processes, threads or executor tasks.
         retries: number of reads that failed and were retried.
         left_out: files that are not samples, with the reason.
         bad: samples that could not be decoded, with the reason.
-        note: explanation of the encoding that was chosen.
+        note: reason for the chosen encoding.
         reused: whether the same pack already existed.
     """
 
@@ -196,16 +196,17 @@ def pack(
             numbers are regression targets, lists and several columns of 0 and 1 are multi-label.
         splits: shares of `train`, `dev` and `test`, stratified by class; a column; or a function of a sample's path.
             None uses a split column or split folders if the source has them; otherwise all samples are `train`.
-        fields: additional columns to store, or for each field a column or a function of a sample's path.
+        fields: columns to store as additional fields, or a mapping of field names to columns or functions of a sample's
+            path.
         seed: seed for assigning samples to splits.
         on_bad: what to do with a file that cannot be decoded: `"raise"` an error, `"skip"` it, or store a `"blank"`
-            (black) image in its place. The pack and the report list all of them.
-        max_bad: maximum number of bad files before an error is raised: a share such as 0.1, or a whole number. A share
-            above 0 allows at least one.
+            (black) image in its place. The pack and the report list all bad files.
+        max_bad: maximum number of bad files, as a share such as 0.1 or a whole number; more bad files are an error. A
+            share above 0 allows at least one bad file.
         shard_bytes: write several files of about this size, for example `"256MiB"`, and `out` as their index. An
             interrupted call resumes after the last complete shard.
         executor: a `concurrent.futures` executor, such as `Client.get_executor()` of Dask, that packs one shard per
-            task. All machines must see source and target at the same paths.
+            task. All machines must see the source and the target at the same paths.
         threads: number of files read concurrently; `"auto"` adapts it to the source.
         resume: reuse complete shards that an interrupted call left.
         overwrite: replace an existing pack at `out`.
@@ -353,7 +354,7 @@ class _PackCall:
         if info.meta["plan"] != key:
             other = f"{str(final)!r} already contains a pack of {info.meta['source']!r} with other samples or options"
             raise TargetExists(cannot(act, other, "", _REPLACE))
-        # Remove what a call left that was killed just before it finished.
+        # Remove the leftovers of a call that was killed just before it finished.
         reclaim(final)
         return _report(info, time.monotonic() - self.started, None)
 

@@ -1,4 +1,4 @@
-"""Arrays as the samples of a pack, read in chunks so that an array in a file is never loaded as a whole."""
+"""Takes the samples of a pack from arrays, in chunks so that an array stored in a file is never loaded completely."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         masked = f"the array {name!r} has masked values"
         raise InvalidOption(cannot(act, masked, "", "Fill them, for example with filled(0)"))
     if isinstance(value, list | tuple) and value and all(isinstance(one, str | bytes) for one in value):
-        # NumPy's own text and bytes types would drop trailing zeros.
+        # NumPy's text and bytes dtypes would drop trailing null characters.
         value = np.array(value, object)
     is_lazy = is_array(value) and not hasattr(value, "numpy") and not hasattr(value, "iloc")
     try:
@@ -109,7 +109,7 @@ class ArraySampleMaker(MemorySampleMaker):
         return f"sample {number}"
 
     def lengths(self, numbers: Indices) -> Indices | None:
-        """Return the size in bytes of each sample's text; None if samples are rows."""
+        """Return the size of each sample's text in bytes; None if samples are array rows."""
         if not self.fields[0].is_ragged:
             return None
         texts = self._column(self.fields[0], numbers)
@@ -135,7 +135,7 @@ class ArraySampleMaker(MemorySampleMaker):
         rows = numbers if self._chosen is None else self._chosen[numbers]
         owners = np.searchsorted(self._ends, rows, "right")
         pieces: list[Any] = []
-        # Each split has its own array.
+        # Handle one array at a time, because each split has a separate one.
         for owner in dict.fromkeys(owners.tolist()):
             array = self._columns[made.name][owner]
             mine = rows[owners == owner] - (int(self._ends[owner - 1]) if owner else 0)
@@ -181,7 +181,7 @@ def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn])
 
 
 def digest_of_column(column: Rows | TextColumn) -> list[Any]:
-    """Return plain values that identify an array: content or dtype, shape and CRC32s."""
+    """Return JSON-serializable values that identify an array: its content type or dtype, its shape and CRC32s."""
     if isinstance(column, TextColumn):
         lengths = np.fromiter(map(len, column.values), np.int64, len(column))
         return [column.content, len(column), crc32(b"".join(column.values)), crc32(lengths.data)]
@@ -192,13 +192,13 @@ def digest_of_column(column: Rows | TextColumn) -> list[Any]:
 
 
 def _rows_at_once(rows: Rows) -> int:
-    """Return the number of rows to read at once."""
+    """Return the number of rows to read in one step, which limits memory use."""
     row_bytes = int(np.prod(rows.shape[1:], dtype=np.int64)) * int(rows.dtype.itemsize)
     return max(1, _STEP_BYTES // max(1, row_bytes))
 
 
 def _take(array: Rows, rows: Indices) -> npt.NDArray[Any]:
-    """Return rows of an array; for arrays in files, read contiguous blocks that include the rows in between."""
+    """Return rows of an array; from arrays in files, read contiguous blocks, including unneeded rows in between."""
     if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return np.asarray(array[int(rows[0]) : int(rows[-1]) + 1])
     if isinstance(array, np.ndarray):

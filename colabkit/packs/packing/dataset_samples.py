@@ -1,4 +1,4 @@
-"""Map-style datasets as the samples of a pack, read sample by sample in one thread."""
+"""Takes the samples of a pack from map-style datasets, which one thread reads sample by sample."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class UnstorableValue(BadImage):
 
 @dataclass(frozen=True, slots=True)
 class ImageFormat:
-    """How images are stored; arguments as in `pack()`."""
+    """Storage options for images; see `pack()`."""
 
     encoding: Encoding
     channels: int
@@ -71,7 +71,7 @@ class ImageFormat:
     quality: int
 
     def pixels(self, value: Any) -> Pixels:
-        """Convert an image to `uint8 [H, W, C]`, scaled to the size if any; Pillow images are treated like files."""
+        """Convert an image to `uint8 [H, W, C]`, scaled if a size is set; Pillow images are treated like files."""
         if isinstance(value, Image.Image):
             return decode_pillow(value, self.channels, self.size)
         pixels = _numbers(SAMPLES, value)
@@ -97,7 +97,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         act: verb and object for messages.
         datasets: the dataset of each split.
         images: how images are stored.
-        label: key of the labels in mappings; "auto" uses common ones, None ignores labels.
+        label: key of the labels in mappings; "auto" tries common keys, None ignores labels.
         classes: class names; text labels are converted to their index.
         skips_bad: whether the first samples may be bad.
 
@@ -152,7 +152,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         self.has_bools = LABELS in values and "bool" in str(getattr(values[LABELS], "dtype", type(values[LABELS])))
         labels = next((made for made in self.fields if made.name == LABELS), None)
         self.label_kind: LabelKind = "none" if labels is None else kind_of_stored(labels.dtype, 1 + len(labels.shape))
-        # How many labels or targets a sample has; 0 for a class or a single target.
+        # Number of labels or targets of each sample; 0 for a class or a single target.
         self.label_count = labels.shape[0] if labels is not None and labels.shape else 0
 
     def path(self, number: int) -> str:
@@ -199,7 +199,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         self._lock = threading.Lock()
 
     def _where(self, number: int) -> tuple[str, int]:
-        """Return the split of a sample and its index there."""
+        """Return the split of a sample and its index within that split."""
         if self._chosen is not None:
             number = int(self._chosen[number])
         at = int(np.searchsorted(self._ends, number, "right"))
@@ -208,7 +208,7 @@ class DatasetSampleMaker(MemorySampleMaker):
     def _sample(self, number: int) -> Any:
         split, row = self._where(number)
         try:
-            # A thread pool as executor may pack several shards at once.
+            # If the executor is a thread pool, it may pack several shards at once.
             with self._lock:
                 return self._datasets[split][row]
         except (ColabkitError, MemoryError):
@@ -234,7 +234,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         if not sample:
             next_step = "Return (x, y) from the dataset"
             raise BadSource(cannot(self._act, "the first sample is an empty tuple", "x or (x, y)", next_step))
-        # Datasets of packs have the names of their fields.
+        # Datasets of a pack have field names.
         names = getattr(next(iter(self._datasets.values())), "fields", None)
         if isinstance(names, tuple) and len(names) == len(sample) and names[0] == SAMPLES:
             return {name: (number,) for number, name in enumerate(names) if name != LABELS or self._label}
@@ -252,7 +252,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return places
 
     def _by_key(self, sample: Mapping[Any, Any], within: KeyPath) -> dict[str, KeyPath]:
-        """Return the fields of a mapping: a key for images is `X`, a key for labels is `Y`."""
+        """Return the fields of a mapping: the image key becomes `X`, and the label key becomes `Y`."""
         label = next((key for key in LABEL_KEYS if key in sample and _may_be_label(sample[key])), None)
         if self._label not in ("auto", None):
             label = self._label
@@ -280,7 +280,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         if name == SAMPLES and _is_image(value):
             pixels = self._images.pixels(value)
             return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels
-        # An image in another field is a mask, whose numbers are not colors.
+        # Images in other fields are masks, whose values are not colors.
         if isinstance(value, Image.Image):
             return np.array(_numbers(name, value))
         if name == LABELS:

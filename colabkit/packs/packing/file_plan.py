@@ -1,4 +1,4 @@
-"""The plan of a pack of files: samples, labels, additional fields and encoding."""
+"""Plans a pack of files: its samples, labels, additional fields and encoding."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class FileCollection:
 
     @cached_property
     def _are_arrays(self) -> bool:
-        """Whether samples are arrays, judged by file names, or for record files by the first record's content."""
+        """Whether samples are arrays, judging by file names or, for record files, by the first record's content."""
         if isinstance(self._source, RangeSource):
             return read_item(self._source, self._items[0], Retries()).startswith(_NPY_MAGIC)
         return all(item.path.lower().endswith(_ARRAYS) for item in self._items)
@@ -86,7 +86,7 @@ class FileCollection:
 
         Args:
             final: path of the pack; the free space there affects `encoding="auto"`.
-            is_unequal: whether the images are known to have several sizes.
+            is_unequal: whether the images are known to differ in size.
 
         Raises:
             BadImage: if none of the probed images can be decoded, or one cannot and bad files are errors.
@@ -162,7 +162,7 @@ class FileCollection:
     def _probe(self, most: int) -> tuple[list[tuple[tuple[int, ...], np.dtype[Any]]], float]:
         """Decode samples spread over the source; return the shape and dtype of each and the mean decoding time.
 
-        As long as all of them are bad and bad samples are allowed, further samples are decoded.
+        If all of them are bad and bad samples are allowed, further samples are decoded until one is good.
         """
         options = self._options
         is_sequential = getattr(self._source, "is_sequential", False)
@@ -199,7 +199,7 @@ class FileCollection:
         return kinds, decode_s / len(kinds)
 
     def _further_fields(self) -> tuple[list[tuple[SampleField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
-        """Return the fields made by functions, and those from columns, labels first."""
+        """Return the fields made by functions, and the fields from columns, with the labels first."""
         labelled, made, tables = self._labelled, [], []
         if labelled.values is not None:
             tables.append(FieldTable(Field(LABELS, "labels"), labelled.values))
@@ -277,7 +277,7 @@ def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
         contents, sealed_ns = copy.contents_digest()
         if all(item.mtime_ns <= sealed_ns for item in items):
             return copy.seal.source, contents
-    # The root distinguishes tables in memory, which have no name of their own.
+    # The root distinguishes tables in memory, which have no unique names.
     root = source.root if isinstance(source, ManifestSource) else ""
     return f"{source.name}\0{root}" if root else source.name, ""
 

@@ -1,4 +1,4 @@
-"""Files as the samples of a pack: read as a whole, then decoded to one size, re-encoded or stored unchanged."""
+"""Makes the samples of a pack from files, which are decoded to one size, re-encoded or stored unchanged."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SampleReading(Reading):
 
 
 def read_sample(source: Source, item: Item, retries: Retries, *, is_strict: bool) -> bytes | BrokenMember:
-    """Return all bytes of an item, or the reason why it is damaged unless that is an error."""
+    """Return all bytes of an item, or, unless damage is an error, the reason why the item is damaged."""
     try:
         return read_item(source, item, retries)
     except BadArchive as error:
@@ -116,10 +116,10 @@ class FileSampleMaker(SampleMaker):
         size: height and width of all images; None keeps each image's size.
         is_strict: whether a damaged member of an archive is an error.
         shape: shape of a row for `raw`.
-        dtype: dtype of the row; other than uint8 only for `.npy` files.
+        dtype: dtype of the row; always uint8 except for `.npy` files.
         is_image: whether samples are images rather than arrays.
         quality: JPEG quality for `jpeg`.
-        extra: additional fields, each with the function of a sample's path that makes it.
+        extra: additional fields, each with the function that computes it from a sample's path.
     """
 
     source: Source
@@ -197,7 +197,7 @@ class FileSampleMaker(SampleMaker):
         try:
             self._decode_row(data, row)
         except BadImage:
-            # Decoding again distinguishes an image of another size from a broken one.
+            # Decode again to distinguish an image of another size from a broken one.
             row[:] = self._encoded(data)
 
     @cached_property

@@ -212,7 +212,7 @@ def _work(
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that can be sent to the parent: unchanged if it survives pickling, otherwise as RuntimeError."""
+    """Return an error that can be sent to the parent: unchanged if it survives pickling, otherwise a RuntimeError."""
     text = "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, ColabkitError):
         error.add_note(f"In a worker process:\n{text}")

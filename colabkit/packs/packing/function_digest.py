@@ -1,4 +1,4 @@
-"""Digests of user functions by behavior, since a function edited in a notebook keeps its name."""
+"""Digests of what user functions do, because a function edited in a notebook keeps its name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _BOOKKEEPING = {
 def function_digest(function: Callable[..., Any]) -> str:
     """Return a digest that changes when a function's behavior changes.
 
-    It covers the code, the defaults, the values, functions and classes that the function refers to, and class and state
-    of a callable object. Functions and classes of installed packages count by name only. A value that cannot be
-    pickled, such as a lock, gives a different digest at each call.
+    The digest covers the code, the defaults, the values, functions and classes that the function refers to, and the
+    class and state of a callable object. Functions and classes from installed packages count by name only. A value that
+    cannot be pickled, such as a lock, gives a different digest at each call.
     """
     return _Digests().of(function).hex()[:16]
 
@@ -62,7 +62,7 @@ class _Digests:
                 return _hashed("plain", _marshalled(value))
             return self._all(type(value).__name__, parts)
         if type(value) in (set, frozenset):
-            # The order of a set differs between processes.
+            # Sort the digests, because the order of a set differs between processes.
             return _hashed("set", *sorted(map(self.of, value)))
         if isinstance(value, MappingProxyType):
             return self.of(dict(value))
@@ -97,7 +97,7 @@ class _Digests:
         name = f"{function.__module__}.{function.__qualname__}"
         code, cells = function.__code__, function.__closure__ or ()
         if _is_installed(code.co_filename):
-            # For a decorator of an installed package, only the wrapped functions count.
+            # For a decorator from an installed package, only the wrapped functions count.
             held = [cell.cell_contents for cell in cells if _is_filled(cell)]
             wrapped = [one for one in held if isinstance(one, FunctionType)]
             return self._all("function", (name, getattr(function, "__wrapped__", None), *wrapped))
@@ -105,7 +105,7 @@ class _Digests:
         return self._all("function", (name, code, function.__defaults__, function.__kwdefaults__, *cells, *named))
 
     def _of_object(self, value: Any) -> bytes:
-        """Return the digest of an object's pickle state, with functions included by behavior instead of by name."""
+        """Return the digest of an object's pickle state; functions count by their code instead of their names."""
         try:
             if hasattr(value, "detach") and hasattr(value, "numpy"):
                 # The pickle state of a tensor contains a memory address.

@@ -1,4 +1,4 @@
-"""Plans of packs of arrays and of map-style datasets, by split."""
+"""Plans packs of arrays and of map-style datasets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from colabkit.packs.packing.pack_plan import FieldTable, PackPlan, digest_of
 
 
 class MapDataset(Protocol):
-    """A map-style dataset: its samples by number, and its length. PyTorch and Hugging Face datasets are examples."""
+    """A map-style dataset, such as one from PyTorch or Hugging Face: it has a length and returns samples by index."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -159,7 +159,7 @@ def _about(
 
 
 def _refuse(options: PackOptions, refused: Mapping[str, bool], kind: str) -> None:
-    """Raise `InvalidOption` if one of the options is refused because it does not apply to this kind of source."""
+    """Raise `InvalidOption` for the first option marked as refused, which does not apply to this kind of source."""
     for name, is_refused in refused.items():
         if is_refused:
             found = (option(name, getattr(options, name)), f" does not apply to {kind}")
@@ -229,7 +229,7 @@ def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
     own = getattr(dataset, "classes", None)
     if isinstance(own, list | tuple) and own:
         return tuple(name if isinstance(name, str) else str(name) for name in own)
-    # Hugging Face datasets describe their columns here.
+    # Hugging Face datasets describe their columns in `features`.
     features = getattr(dataset, "features", None)
     if isinstance(features, Mapping):
         for name in LABEL_KEYS if key in ("auto", None) else (key,):

@@ -71,7 +71,7 @@ class PackOptions:
 
     @cached_property
     def image_size(self) -> tuple[int, int] | None:
-        """Height and width of all images; None keeps each image's own size."""
+        """Height and width of all images; None keeps each image's size."""
         return height_and_width(self.act, self.size)
 
     @cached_property
@@ -89,7 +89,7 @@ class PackOptions:
         return named
 
     def most_bad(self, samples: int) -> int:
-        """Return how many of `samples` may be bad."""
+        """Return the maximum number of bad samples among `samples`."""
         if self.on_bad == "raise":
             return 0
         if isinstance(self.max_bad, int) or self.max_bad > 1:
@@ -97,7 +97,7 @@ class PackOptions:
         return max(1, int(self.max_bad * samples)) if self.max_bad else 0
 
     def plain(self) -> list[Any]:
-        """Return the options as plain values for comparing packs; functions as digests of their behavior."""
+        """Return the options as JSON-serializable values for comparing packs; functions become digests."""
         size, seed = self.image_size, self.seed if isinstance(self.splits, Mapping) else None
         return [
             *(size and list(size), self.encoding, self.quality, self.channels, _plain(self.labels)),

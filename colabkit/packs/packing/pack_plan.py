@@ -1,4 +1,4 @@
-"""The plan of a pack: samples, their maker and the layout, all fixed before anything is written."""
+"""The plan of a pack: its samples, their maker and the layout, all fixed before anything is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LISTED_BAD = 5
 
 
 class UnequalSample(BadImage):
-    """A sample whose shape or dtype differs from the first one; the message is only the reason.
+    """A sample whose shape or dtype differs from that of the first sample; the message is only the reason.
 
     Attributes:
         next_step: what to do next, for a message with this reason.
@@ -85,7 +85,7 @@ class SampleField(Field):
 
 
 class SampleMaker(ABC):
-    """Makes the samples of a pack by number; can be pickled for other processes.
+    """Makes the samples of a pack, which are requested by number; can be pickled for other processes.
 
     Attributes:
         fields: fields of each sample, `X` first.
@@ -106,7 +106,7 @@ class SampleMaker(ABC):
         """Yield the fields of some samples, omitting bad ones."""
 
     def lengths(self, numbers: Indices) -> Indices | None:
-        """Return the size in bytes of each sample's `X`, if that is ragged and the sizes are known in advance."""
+        """Return the size of each sample's `X` in bytes if `X` is ragged and the sizes are known in advance."""
         return None
 
     def blank(self, number: int) -> tuple[Value, ...]:
@@ -191,7 +191,7 @@ class PackPlan:
 
     @property
     def act(self) -> str:
-        """The action for messages, verb and object."""
+        """Verb and object for messages."""
         return f"pack {self.name!r}"
 
     @property
@@ -216,7 +216,7 @@ class PackPlan:
 
     @property
     def row_bytes(self) -> int:
-        """Size of a sample in bytes, without ragged fields and tables."""
+        """Size of a sample in bytes, excluding ragged fields and tables."""
         return sum(one.row_bytes for one in self.maker.fields)
 
     @cached_property
@@ -258,7 +258,7 @@ class PackPlan:
         """Return the layout of a pack.
 
         Args:
-            kept: which samples of each split are in the pack.
+            kept: indices of each split's samples that are stored in the pack.
             lengths: sizes of the kept samples of ragged fields; a missing field is laid out without bytes.
         """
         laid = []
@@ -304,10 +304,10 @@ class PackPlan:
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:
-    """Return whether a pack can store a numeric dtype; PyTorch has no longer types."""
+    """Return whether a pack can store a numeric dtype; PyTorch does not support wider ones."""
     return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
 
 def digest_of(*values: object) -> str:
-    """Return the SHA-256 of plain values in hex."""
+    """Return the SHA-256 of JSON-serializable values in hex."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -59,7 +59,7 @@ def write_pack(
     """Write a plan to one sealed file.
 
     Rows are written directly at their final position. If lengths are not known in advance, or bad samples leave gaps,
-    samples are first written to temporary files and copied at the end. A shard without a good sample is not written.
+    samples are first written to temporary files and copied at the end. A shard without good samples is not written.
 
     Raises:
         BadSource: if no sample is good.
@@ -107,7 +107,7 @@ def check_free(plan: PackPlan, final: Path) -> None:
 
 
 def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
-    """Return what an earlier call wrote to `path`, if it is a finished pack of the plan described by `about`."""
+    """Return the result of an earlier call if `path` holds a finished pack of the plan described by `about`."""
     try:
         info = read_pack(path)
     except ColabkitError:
@@ -176,7 +176,7 @@ class Compaction:
 
     @cached_property
     def kept(self) -> Mapping[str, Indices]:
-        """The samples of each split in the pack, in order: all except skipped bad ones."""
+        """Indices of each split's samples in the pack, in order: all except skipped bad samples."""
         is_kept = {split: np.ones(count, bool) for split, count in self._plan.counts.items()}
         if self._plan.on_bad == "skip":
             for one in self.bad:
@@ -197,7 +197,7 @@ class Compaction:
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Size in bytes of each kept sample of ragged fields."""
+        """Size of each kept sample of ragged fields, in bytes."""
         found = {}
         bad = {split: [one.index for one in self.bad if one.split == split] for split in self.kept}
         for name, lengths in [*self._known.items(), *((name, rows[:, 1]) for name, rows in self._spooled.items())]:
@@ -265,7 +265,7 @@ def _write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], com
             for name, values in _tables(plan, split, kept, compaction):
                 crcs[name] = write_table(fd, values, placed[name], path)
             for made in plan.maker.fields:
-                # The rows of such a table are already written.
+                # This table was written together with the samples, so only its CRC is missing.
                 if made.is_table:
                     crcs[made.data_set(split)] = _stored_crc(fd, placed[made.data_set(split)])
     finally:

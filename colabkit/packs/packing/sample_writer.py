@@ -28,14 +28,14 @@ from colabkit.packs.packing.pack_plan import (
 )
 from colabkit.storage import Block, Item, Retries, Threads, concurrently
 
-# Target duration of a chunk: long compared to handing it over, short enough that all workers finish together.
+# Target duration of a chunk: long compared to its handover, short enough that all workers end at about the same time.
 _CHUNK_S = 0.015
 _CHUNK_SAMPLES = 1024
 _CHUNK_BYTES = 8 << 20
-# Samples in a chunk if their sizes are unknown.
+# Number of samples in a chunk if their sizes are unknown.
 _UNSIZED_SAMPLES = 16
 _MEASURED_S = 0.005
-# Samples that take less time than this are made in processes; threads would mostly wait for the GIL.
+# Samples that take less time than this are made in processes, because threads would mostly wait for the GIL.
 _TINY_S = 1e-3
 # Work shorter than this is not worth starting processes.
 _FORKING_S = 0.2
@@ -157,8 +157,8 @@ class SampleWriter:
     def _ranges(self, first: int, count: int) -> Iterator[SampleRange]:
         """Yield all samples from number `first` on, counted across splits, in ranges of at most `count`.
 
-        Neither the rows nor the files of a range exceed 8 MiB, unless it is a single sample. This bounds memory use,
-        and the duration of a range if later files are larger than the measured ones.
+        Neither the rows nor the files of a range exceed 8 MiB, unless the range is a single sample. This bounds memory
+        use, and the duration of a range if later files are larger than the measured ones.
         """
         step = max(1, min(count, _CHUNK_SAMPLES, _CHUNK_BYTES // max(1, self._plan.row_bytes)))
         before = 0
@@ -180,7 +180,7 @@ class SampleWriter:
 
 
 class FileSampleWriter(SampleWriter):
-    """Makes samples from files, with a suitable number of threads or processes; for arguments see `SampleWriter`."""
+    """Makes samples from files, with a suitable number of threads or processes; see `SampleWriter` for arguments."""
 
     def __init__(self, plan: PackPlan, path: Path, placed: dict[str, DataSet], retries: Retries) -> None:
         super().__init__(plan, path, placed, retries)
@@ -212,7 +212,7 @@ class FileSampleWriter(SampleWriter):
         return self._ends[split]
 
     def _write_measured(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
-        """Make the first samples here, then choose threads or processes by the measured time per sample."""
+        """Make the first samples in this thread, then choose threads or processes by the measured time per sample."""
         made, spent_s, samples = 0, 0.0, self._plan.samples
         while made < samples and spent_s < _MEASURED_S:
             few = next(self._ranges(made, max(1, made)))

@@ -21,7 +21,7 @@ from colabkit.storage import Threads
 
 _TICK_S = 0.25
 _LOOKED_S = 0.5
-# Seconds to wait for running tasks, which check their sign more often and then end.
+# Seconds to wait for running tasks to end; they check for their sign file more often.
 _END_S = 10.0
 # Limit for the bytes of arrays in submitted tasks, since arrays are pickled with the task.
 _SENT_BYTES = 1 << 30
@@ -71,7 +71,7 @@ class _WatchingBar(ProgressBar):
         self.look()
 
     def look(self) -> None:
-        """Raise `PackingFailed` if the sign is gone; checks at most twice a second."""
+        """Raise `PackingFailed` if the sign file no longer exists; checks at most twice a second."""
         if time.monotonic() - self._looked < _LOOKED_S:
             return
         self._looked = time.monotonic()
@@ -130,7 +130,7 @@ def run_tasks(
                 yield numbers[future], written
             on_wait()
     finally:
-        # Do not replace the original error by a failure to remove the sign.
+        # A failure to remove the sign must not replace the original error.
         with contextlib.suppress(OSError):
             file_changes.remove(sign)
         running = [future for future in waiting if not future.cancel()]

@@ -138,7 +138,7 @@ def reclaim(final: Path) -> None:
 
 
 class ShardFolder(partials.KeptPartial):
-    """The hidden folder of a pack of shards, with a list of the files next to the index that belong to the pack.
+    """The hidden folder of a sharded pack, with a list of the files next to the index that belong to the pack.
 
     Args:
         index: path of the index.
@@ -240,7 +240,7 @@ class _ShardSet:
         return self.plan.shard(*self.ranges[number], self._about(number))
 
     def _about(self, number: int) -> dict[str, Any]:
-        """Return the metadata of a shard: that of the pack, and the shard's number and range."""
+        """Return the metadata of a shard: the pack's metadata, and the shard's number and range."""
         return {**self.plan.about, "left_out": (), "shard": [number, len(self.ranges), *self.ranges[number]]}
 
     def _wait(self) -> None:
@@ -291,8 +291,8 @@ def divide_samples(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
 
 
 def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
-    """Return a digest of the contents, the columns and the file times, which identifies compatible shards."""
-    # The options contain a note with timings, which differ between calls.
+    """Return a digest of the contents, the columns and the file times; shards with the same digest can be reused."""
+    # Omit the options, because their note contains timings, which differ between calls.
     about = {name: value for name, value in plan.about.items() if name != "options"}
     made = [[one.name, list(one.shape), one.dtype, one.is_ragged] for one in plan.maker.fields]
     digest = hashlib.sha256()

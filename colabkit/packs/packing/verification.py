@@ -34,7 +34,7 @@ class VerifyReport(Report):
 
     Attributes:
         path: path of the pack; for several shards, of the index.
-        samples: number of samples checked.
+        samples: number of checked samples.
         damaged: split and index of each sample that does not match its CRC.
         damaged_files: names of the files with damaged samples.
         seconds: duration of the check in seconds.
@@ -120,7 +120,7 @@ def shards_of(info: PackInfo) -> Iterator[PackInfo]:
     """Yield the files that hold the samples of a pack, after comparing each seal with the index.
 
     Raises:
-        Corrupt: if a shard has another seal than in the index.
+        Corrupt: if the seal of a shard differs from the one in the index.
         SourceMissing, BadSource, NotSealed: if a shard is missing or is not a pack.
     """
     if not info.shards:

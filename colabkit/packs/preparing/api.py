@@ -59,7 +59,7 @@ from colabkit.storage import (
 # With two digests, a file name stays within 255 bytes even at 4 bytes per character.
 _NAME_CHARS = 56
 _LOCK, _NOTES = "lock", "notes.json"
-# Number of folder entries whose size and time are compared; of further entries only the names are.
+# Maximum number of folder entries whose size and time are compared; for further entries, only names are compared.
 _STATED_ENTRIES = 1000
 
 
@@ -91,7 +91,7 @@ def prepare(
        samples are verified.
     3. Pack the source.
 
-    A local pack that is not saved yet is then saved, so the next session only has to stage one file. If saving fails,
+    A local pack that is not saved yet is then saved, so the next session needs to stage only one file. If saving fails,
     the report contains the reason.
 
     The state of a folder is the names, sizes and modification times of its direct entries; the state of a file is its
@@ -187,14 +187,14 @@ class _Preparation:
         self.notes = self.read_notes()
 
     def run(self) -> PreparedPack:
-        """Use the fastest route."""
+        """Return the pack by the fastest route."""
         if not self.is_far:
             self.read_state()
         found = self.find_local()
         if found is not None and (self.save_folder is None or self.is_saved(found.path)):
             return self.prepared(found, "local")
         if found is None and self.read_state() is None:
-            # Raises an error, unless the source was created in the meantime.
+            # This raises the error for a missing source, unless the source was created in the meantime.
             self.pack_to(self.path)
         way: Literal["local", "saved", "packed"] = "local"
         with self.alone() as is_alone:
@@ -217,7 +217,7 @@ class _Preparation:
         return self.state
 
     def find_local(self) -> PackInfo | None:
-        """Return the local pack of the source's state, or the newest if that is unknown; None if none can be opened."""
+        """Return the local pack for the source's state, or the newest if the state is unknown; None if none opens."""
         if self.refresh:
             return None
         started = time.monotonic()
@@ -228,7 +228,7 @@ class _Preparation:
 
     @property
     def path(self) -> Path:
-        """Path of the local pack of the source's state."""
+        """Path of the local pack for the source's state."""
         return self.folder / f"{_digest(self.state or '')}.h5"
 
     def saved_path(self, local: Path) -> Path:
@@ -360,7 +360,7 @@ def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Pat
 
 
 def state_of(name: str, *, is_far: bool) -> str | None:
-    """Return text that changes when a source changes, cheap even on a slow mount; None if the source does not exist."""
+    """Return a string that changes with the source, cheaply even on a slow mount; None if the source does not exist."""
     if not os.path.isabs(name):
         return ""
     retries = Retries()
@@ -380,7 +380,7 @@ def state_of(name: str, *, is_far: bool) -> str | None:
 
 
 def _entry_state(path: str) -> tuple[int, int, int]:
-    """Return type, size and time of a file, folder or link; a folder's size is meaningless and returned as 0."""
+    """Return the type, size and time of a file, folder or link; a folder's size is meaningless and returned as 0."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

@@ -77,19 +77,19 @@ class PrepareReport(Report):
 
     @property
     def _seconds(self) -> dict[str, float | None]:
-        """Seconds of each way, by its name for users."""
+        """Duration of each route in seconds, by the route's name in reports."""
         return {"local pack": self.local_s, "saved pack": self.saved_s, "packing the source": self.packed_s}
 
 
 def with_reasons(report: PrepareReport, unsaved: Text, unused: Text) -> PrepareReport:
-    """Set the reasons of a report, which front ends show in their words, and return the report."""
+    """Set a report's `unsaved` and `unused` reasons, which are worded for each front end, and return the report."""
     object.__setattr__(report, "_unsaved", unsaved)
     object.__setattr__(report, "_unused", unused)
     return report
 
 
 class PreparedPack(Pack):
-    """A pack with a `report` of how `prepare()` obtained it.
+    """A pack with a `report` on how `prepare()` obtained it.
 
     Example:
         >>> import colabkit
@@ -113,7 +113,7 @@ class PreparedPack(Pack):
         return self.report.is_good
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that `json.dumps` accepts."""
+        """Return the report as a dictionary of JSON-serializable values."""
         return self.report.to_dict()
 
     def __repr__(self) -> str:
