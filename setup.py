@@ -83,7 +83,15 @@ setup(
         "cluster": ["distributed>=2024.1"],
         "fetch": ["fsspec>=2024.2"],
         # Only `pytest --full` tests the loader and packing with these packages.
-        "integrations": ["accelerate>=1.0", "distributed>=2024.1", "keras>=3.3", "kornia>=0.7", "lightning>=2.4"],
+        "integrations": [
+            "accelerate>=1.0",
+            "distributed>=2024.1",
+            "keras>=3.3",
+            "kornia>=0.7",
+            "lightning>=2.4",
+            "polars>=1.0",
+            "transformers>=4.46",
+        ],
         "manifest": ["pandas>=2.1", "pyarrow>=14"],
         "plot": ["matplotlib>=3.7"],
         "records": ["google-crc32c>=1.5", "lmdb>=1.4", "protobuf>=4.25"],

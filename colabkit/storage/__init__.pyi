@@ -42,6 +42,7 @@ from .sources.items import Source as Source
 from .sources.lmdb_records import DATA_FILE as DATA_FILE
 from .sources.lmdb_records import LmdbSource as LmdbSource
 from .sources.manifest import ManifestSource as ManifestSource
+from .sources.manifest import is_frame as is_frame
 from .sources.ranges import RangeSource as RangeSource
 from .sources.reads import Retries as Retries
 from .sources.reads import read_item as read_item

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from packed_files import WAYS, assert_refused, files_of, fork, labels_of, names_in, packed, stored
-from trees import leftovers
+from trees import leftovers, needs
 
 from colabkit.errors import BadSource, InvalidOption, TargetExists
 from colabkit.packs.dataset.opened_pack import open_pack
@@ -177,3 +179,19 @@ def test_a_function_whose_results_cannot_be_stored_is_an_error(tmp_path, tree, v
             fields={"made": lambda path: [[1, 2], [3, 4]] if path.endswith(first) else [[1], [2, 3]]},
             progress=False,
         )
+
+
+def test_a_frame_of_another_package_is_a_table_of_paths_and_not_a_dataset(tmp_path, table):
+    path = packed(table, tmp_path / "p.h5", fields=["age"])
+    assert pack(pa.Table.from_pandas(table), path, fields=["age"], progress=False).reused
+
+
+@pytest.mark.full
+def test_columns_of_polars_are_fields(tmp_path):
+    needs("polars", importlib.util.find_spec("polars") is not None)
+    import polars as pl
+
+    frame = pl.DataFrame({"Y": [1.5, 2.5], "name": ["one", "two"]})
+    pack({"X": np.zeros((2, 3), np.float32), "Y": frame["Y"], "name": frame["name"]}, tmp_path / "p.h5")
+    data = open_pack(tmp_path / "p.h5")["train"]
+    assert [(label.item(), name) for _, label, name in (data[0], data[1])] == [(1.5, "one"), (2.5, "two")]

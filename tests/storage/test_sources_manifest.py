@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from source_contract import UNDECODABLE, write_tree
+from trees import needs
 
 from colabkit.errors import BadSource, FileFailed, InvalidOption, MissingPackage, SourceChanged, SourceMissing
 from colabkit.storage.sources import manifest, reads
 from colabkit.storage.sources.items import Listing
-from colabkit.storage.sources.manifest import ManifestSource
+from colabkit.storage.sources.manifest import ManifestSource, is_frame
 from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.registry import open_source
+from colabkit.storage.staging.places import identity_of
 
 FILES = {"a/1.png": b"1", "a/2.png": b"22", "b/3.png": b"333"}
 
@@ -62,6 +68,59 @@ def test_every_kind_of_table_has_the_same_listing(tree, write, monkeypatch):
     assert paths(listing) == list(FILES)
     assert listing.columns == {"label": ("x", None, "z"), "count": (1, 2, 3)}
     assert [item.path for item in listing.extras] == ([] if write == "frame" else [f"t.{write}"])
+
+
+class Convertible:
+    """A table of another package, such as Ray Data, which converts itself."""
+
+    def __init__(self, frame: pd.DataFrame, path_type: str | None = None) -> None:
+        self._frame = frame
+        if path_type is not None:
+            # Hugging Face describes columns like this; a decoded image has no dtype of text.
+            self.features = {name: SimpleNamespace(dtype=path_type) for name in frame.columns}
+
+    def __len__(self) -> int:
+        return len(self._frame)
+
+    def __getitem__(self, row: int) -> dict[str, object]:
+        return dict(self._frame.iloc[row])
+
+    def to_pandas(self) -> pd.DataFrame:
+        return self._frame
+
+
+def frames_of(package: str, frame: pd.DataFrame) -> tuple[object, object]:
+    """Return a table of a package, and its column of paths if the package has columns."""
+    if package == "polars":
+        needs("polars", importlib.util.find_spec("polars") is not None)
+        import polars as pl
+
+        made = pl.DataFrame(frame.to_dict("list"))
+        return made, made["path"]
+    if package == "arrow":
+        return pa.Table.from_pandas(frame), None
+    return Convertible(frame, "string" if package == "hugging face" else None), None
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("package", [pytest.param("polars", marks=pytest.mark.full), "arrow", "ray", "hugging face"])
+def test_frames_of_other_packages_are_taken_like_those_of_pandas(tree, package, monkeypatch):
+    frame = pd.DataFrame({"path": list(FILES), "age": [1.5, 2.5, 3.5]})
+    made, series = frames_of(package, frame)
+    monkeypatch.chdir(tree)
+    found, expected = open_source(made).list(), open_source(frame).list()
+    assert (found.items, found.columns) == (expected.items, expected.columns)
+    assert identity_of(made, extract=False) == identity_of(frame, extract=False)
+    if series is not None:
+        assert paths(open_source(series).list()) == list(FILES)
+
+
+def test_a_dataset_of_images_and_an_array_are_no_tables_of_paths():
+    frame = pd.DataFrame({"image": [b"pixels"]})
+    array = SimpleNamespace(dtype=np.dtype("f4"), to_pandas=lambda: frame)
+    assert not is_frame(Convertible(frame, "binary"))
+    assert not is_frame(array)
+    assert not is_frame(Convertible)
 
 
 def test_cells_are_plain_python_values(tree):

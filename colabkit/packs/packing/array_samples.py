@@ -59,7 +59,8 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         value = np.array(value, object)
     is_lazy = is_array(value) and not hasattr(value, "numpy") and not hasattr(value, "iloc")
     try:
-        kind = value.dtype.kind if is_lazy else ""
+        # The dtypes of polars have no kind.
+        kind = getattr(value.dtype, "kind", "") if is_lazy else ""
         rows = value if kind in tuple("biufc") and not isinstance(value, np.ndarray) else np.asarray(value)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{' '.join(str(error).split()):.80}" or type(error).__name__

@@ -25,6 +25,7 @@ from colabkit.packs.packing.array_samples import (
 from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSampleMaker, ImageFormat
 from colabkit.packs.packing.options import PackOptions, check_field_names
 from colabkit.packs.packing.pack_plan import FieldTable, PackPlan, digest_of
+from colabkit.storage import is_frame
 
 
 class MapDataset(Protocol):
@@ -44,15 +45,15 @@ def is_arrays(source: object) -> bool:
     """Return whether a source is an array, a mapping of fields to arrays, or a mapping of splits to such mappings."""
     if isinstance(source, Mapping):
         return not is_dataset(source) and not any(is_dataset(part) for part in source.values())
-    # A pandas Series is not an array here but a table of paths.
-    return is_array(source) and not hasattr(source, "iloc")
+    # A Series is not an array here but a table of paths.
+    return is_array(source) and not is_frame(source)
 
 
 def is_dataset(source: object) -> bool:
     """Return whether a source is a map-style dataset, or a mapping of splits to datasets."""
     if isinstance(source, Mapping):
         return bool(source) and all(is_dataset(part) for part in source.values())
-    if isinstance(source, str | bytes | list | tuple) or is_array(source) or hasattr(source, "iloc"):
+    if isinstance(source, str | bytes | list | tuple) or is_array(source) or is_frame(source):
         return False
     return hasattr(type(source), "__getitem__") and hasattr(type(source), "__len__")
 

@@ -1,4 +1,4 @@
-"""A table of paths as a source: a pandas DataFrame, a CSV or Parquet file, or a list."""
+"""A table of paths as a source: a DataFrame of pandas or another package, a CSV or Parquet file, or a list."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from colabkit.foundation import (
     InvalidOption,
     MissingPackage,
     Mount,
+    Report,
     SourceMissing,
     call,
     can_hang,
@@ -52,6 +53,40 @@ class _Table:
     columns: Mapping[str, tuple[Any, ...]]
 
 
+def is_frame(value: Any) -> bool:
+    """Return whether a value is a table or one column of pandas, or one that converts itself by `to_pandas()`.
+
+    These are frames of polars, Arrow and Ray Data. A Hugging Face dataset is one if its column of paths is text, and
+    otherwise a map-style dataset of samples. An array is none, even if it converts itself.
+    """
+    if hasattr(value, "iloc"):
+        return True
+    if isinstance(value, type | Report) or not callable(getattr(value, "to_pandas", None)):
+        return False
+    if hasattr(value, "dtype"):
+        # A Series of polars, or an array of xarray.
+        return str(value.dtype) == "String"
+    features = getattr(value, "features", None)
+    if features is None:
+        return True
+    names = [*features]
+    at = _path_column(names)
+    return at is not None and getattr(features[names[at]], "dtype", None) in ("string", "large_string")
+
+
+def as_pandas(act: str, table: Any) -> Any:
+    """Return a table of another package as a pandas DataFrame or Series; other values unchanged.
+
+    Raises:
+        MissingPackage: if pandas or pyarrow is not installed.
+    """
+    if hasattr(table, "iloc") or not is_frame(table):
+        return table
+    for package in ("pandas", "pyarrow"):
+        import_optional(package, act, f"to read {kind_of(table)}")
+    return table.to_pandas()
+
+
 class ManifestSource:
     """The files that a table lists, one per row, with its other columns as plain values; empty cells are None.
 
@@ -63,7 +98,8 @@ class ManifestSource:
     pickled copy can open the items that were listed before, but does not contain the table.
 
     Args:
-        table: a DataFrame, the path of a `.csv`, `.tsv` or `.parquet` file, or a list or Series of paths.
+        table: a DataFrame of pandas or polars, an Arrow table, a dataset of Ray or Hugging Face, the path of a `.csv`,
+            `.tsv` or `.parquet` file, or a list or Series of paths.
 
     Raises:
         InvalidOption: if `table` is none of these.
@@ -79,6 +115,7 @@ class ManifestSource:
             self._file = user_path(table, f"read {os.fspath(table)!r}")
             self.name = str(self._file)
         self._act = f"read {self.name!r}"
+        table = as_pandas(self._act, table)
         is_table = isinstance(table, list | tuple) or hasattr(table, "iloc")
         if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):
             found = f"it is {kind_of(table)}" if self._file is None else f"its name ends in {self._file.suffix!r}"

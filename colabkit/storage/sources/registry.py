@@ -36,7 +36,7 @@ from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import ArchiveSource, Source
 from colabkit.storage.sources.lmdb_records import DATA_FILE, LMDB_SUFFIXES, LmdbSource
-from colabkit.storage.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_manifest
+from colabkit.storage.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_frame, is_manifest
 from colabkit.storage.sources.ranges import RangeSource
 from colabkit.storage.sources.tar_archive import TAR_SUFFIXES, TarSource, is_tar
 from colabkit.storage.sources.tfrecord import TfRecordSource, is_tfrecord_name
@@ -68,6 +68,8 @@ _WHOLE_SUFFIXES = (
 class PathTable(Protocol):
     """A pandas DataFrame that lists one file in each row, or a Series of paths.
 
+    Frames of polars, Arrow tables, and datasets of Ray and Hugging Face are accepted as well.
+
     The column of paths is the first of `path, file, filename, file_name, filepath, file_path, image, image_path,
     img_path` that exists, ignoring case, or the only column.
     """
@@ -96,7 +98,7 @@ def open_source(source: AnySource) -> Source:
     """
     if isinstance(source, Source):
         return source
-    if isinstance(source, list | tuple) or hasattr(source, "iloc"):
+    if isinstance(source, list | tuple) or is_frame(source):
         return ManifestSource(source)
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not name or not isinstance(name, str):

@@ -60,7 +60,7 @@ def stage(
     is staging the same source, the call waits for it.
 
     Args:
-        source: a folder; a zip or tar archive; any other file; a table of paths (pandas DataFrame, `.csv`, `.parquet`
+        source: a folder; a zip or tar archive; any other file; a table of paths (DataFrame, `.csv`, `.parquet`
             or a list of paths); an https address or Drive link, through `fetch()`; a bucket's folder (`gs://`,
             `s3://`); `samples:digits`; or a `Source`.
         to: `"auto"` uses tmpfs if enough RAM remains for training, otherwise disk; `"tmpfs"` and `"disk"` force one;

@@ -41,6 +41,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import Address, address_of
 from colabkit.storage.sources.items import Item, Source
+from colabkit.storage.sources.manifest import as_pandas, is_frame
 from colabkit.storage.sources.registry import AnySource
 from colabkit.storage.staging.local_copy import LocalCopy
 
@@ -112,11 +113,10 @@ def _table_lines(source: Any) -> list[str]:
     """Return the rows of a table of paths as text."""
     if isinstance(source, list | tuple):
         return [os.fspath(path) for path in source if isinstance(path, str | os.PathLike)]
-    to_csv = getattr(source, "to_csv", None)
-    if to_csv is None:
+    if not is_frame(source):
         found, expected = f"it is {kind_of(source)}", "a path, an address or a table of paths"
         raise InvalidOption(cannot(f"read {source!r:.60}", found, expected, "Pass the path as a string"))
-    return [str(to_csv(index=False))]
+    return [str(as_pandas(f"read {_TABLE!r}", source).to_csv(index=False))]
 
 
 def _digest(*words: str) -> str:
