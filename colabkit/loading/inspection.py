@@ -20,7 +20,7 @@ _NO_BATCHES = (str, bytes, int, float, type(None), os.PathLike, type, torch.nn.M
 def may_be_loader(of: Any) -> bool:
     """Return whether an object may be a loader: an iterable that is not known to yield anything other than batches.
 
-    Models, arrays and tables are iterable but are not loaders. A list is one if it may hold batches.
+    Models, arrays and tables are iterable but are not loaders. A list counts as a loader if it may hold batches.
     """
     if isinstance(of, str | bytes | Mapping | set | range | torch.nn.Module) or hasattr(of, "shape"):
         return False
@@ -50,7 +50,7 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
     if shape is not None:
         try:
             return int(shape[0]) if len(shape) else 1
-        # A `shape` of another package may be anything.
+        # The `shape` of an object of another package may have any type.
         except Exception:
             return 1
     if isinstance(batch, Mapping):

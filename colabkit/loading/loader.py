@@ -54,7 +54,7 @@ from colabkit.loading.engine.user_code import (
 from colabkit.loading.inspection import bytes_in, name_of
 from colabkit.loading.sampler.orders import Order
 
-# In batches. A GPU's clock holds the events of unsettled steps, so their number has to stay bounded.
+# In batches. Until `settle` is called, a GPU's clock keeps the events of all steps, so their number must be bounded.
 _SETTLED_EVERY = 64
 
 
@@ -88,8 +88,8 @@ class Loader(DataLoaderSource):
         seed: seed of the order and of the transforms.
         drop_last: whether to drop a last batch that is not full; invalid with a sampler that yields batches.
         device: device of the batches; None means the CPU.
-        transform: transform of the images of each batch: of `colabkit.augment`, of torchvision, or any callable.
-            Combine several with `Compose([...])`: of `colabkit.augment` for batches, of torchvision for single samples.
+        transform: transform of the images of each batch: one of `colabkit.augment` or of torchvision, or any callable.
+            Combine several with `Compose([...])` of the same package.
         sampler: order of the samples, instead of `shuffle`: one of `colabkit.sampler`, such as `Balanced(labels)`, or
             any iterable with a length that yields sample indices, or lists of them (batches). For torch's samplers the
             order depends on their generator's seed, on `seed` and on the epoch. The same holds for other samplers that
@@ -113,19 +113,19 @@ class Loader(DataLoaderSource):
         prefetch_batches: number of batches to make ahead; None chooses by their size.
         persistent_workers: whether to keep worker processes between epochs, which saves about 0.1 s per epoch. They do
             not see later changes of the dataset. Threads do not need it.
-        rank: rank of this process; None asks `torch.distributed`.
-        world_size: number of processes; None asks `torch.distributed`.
+        rank: rank of this process; None uses that of `torch.distributed`.
+        world_size: number of processes; None uses that of `torch.distributed`.
 
     Raises:
         InvalidOption: if an argument is invalid.
-        BadImage: during iteration, if an image cannot be decoded, or if no image of an epoch can.
+        BadImage: during iteration, if an image cannot be decoded, or if no image of an epoch can be decoded.
         LoaderFailed: during iteration, if the dataset, a transform or `collate_fn` fails; its cause is the error.
 
     Attributes:
         meters: counts and seconds of each stage, and the time that you waited for batches.
         tier: where samples live, and why. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (the kernel or the loader reads
             them ahead) or `"source"` (each epoch decodes them or calls the dataset again). `tier.reason` names the
-            deciding sizes, and `tier.rows` is the number of cached decoded samples.
+            sizes that led to this choice, and `tier.rows` is the number of cached decoded samples.
         bad_samples: names of image files that could not be decoded, with the reasons.
 
     Example:
@@ -418,7 +418,7 @@ class Loader(DataLoaderSource):
         self.meters.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     def _describe(self, order: Order | None, draws: Draws) -> str:
-        """Describe the transform of a batch for a message; samples of a custom sampler by their position."""
+        """Describe the transform of a batch for a message; samples of a custom sampler are described by position."""
         if order is None:
             count, first = len(draws.positions), draws.positions.item(0)
             return f"transforming {format_things(count, 'sample')} from position {first} of epoch {draws.epoch}"

@@ -130,7 +130,7 @@ def test_more_ranks_than_samples_left_in_an_epoch_are_refused():
     loaders = ranks(9, 1, 1)
     assert in_order(steps(loaders, 7)) == list(range(7))
     state = state_of(loaders)
-    with pytest.raises(InvalidOption, match="2 samples of the epoch, which are left, cannot be shared by 3 processes"):
+    with pytest.raises(InvalidOption, match="2 remaining samples cannot be shared by 3 processes"):
         ranks(9, 1, 3, state)
     assert in_order(steps(ranks(9, 2, 2, state))) == [7, 8]
     assert in_order(steps(ranks(9, 2, 1, state))) == [7, 8]

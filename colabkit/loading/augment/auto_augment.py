@@ -39,7 +39,7 @@ OPERATIONS = (
     "AutoContrast",
     "Equalize",
 )
-"""The operations, in the order of their numbers."""
+"""Names of the operations; the number of an operation is its index."""
 
 _SIGNED = slice(OPERATIONS.index("ShearX"), OPERATIONS.index("Sharpness") + 1)
 
@@ -55,12 +55,13 @@ class TrivialAugmentWide(Transform):
     Augmentation" (ICCV 2021).
 
     Args:
-        num_magnitude_bins: number of different strengths of an operation, 2 or more.
+        num_magnitude_bins: number of strengths per operation, 2 or more.
         interpolation: `"nearest"` or `"bilinear"`, for shears, translations and rotations.
         fill: pixel value outside the image, 0 to 255 for `uint8` images.
 
     Raises:
-        InvalidOption: if an argument is invalid, or, when it is applied, if the images do not have 1 or 3 channels.
+        InvalidOption: if an argument is invalid, or, when the transform is applied, if the images do not have 1 or 3
+            channels.
 
     Example:
         >>> import torch
@@ -91,8 +92,8 @@ class TrivialAugmentWide(Transform):
         check_images("augment images", images, self.fill)
         check_channels("augment images", images)
         numbers, magnitudes = self.choices(draws)
-        # Bring the images of one kernel together, so that each kernel runs once. Kernels are fastest on channels in
-        # contiguous memory.
+        # Sort the images by operation, so that each kernel runs only once. Kernels are fastest in contiguous memory
+        # format.
         order = np.argsort(numbers, kind="stable")
         numbers, magnitudes = numbers[order], magnitudes[order]
         at = torch.from_numpy(order).to(images.device, non_blocking=True)
@@ -122,7 +123,7 @@ class TrivialAugmentWide(Transform):
             for name in ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
         )
         cosine, sine = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
-        # Rows of the matrices from places in the result to places in the image, in pixels from the center.
+        # Rows of the matrices that map positions in the result to positions in the image, in pixels from the center.
         x_row = cosine, shear_x - sine, shear_x * height / 2 - np.trunc(translate_x)
         y_row = shear_y + sine, cosine, shear_y * width / 2 - np.trunc(translate_y)
         work = floating(images)
@@ -132,7 +133,7 @@ class TrivialAugmentWide(Transform):
         x = torch.arange(width, dtype=work.dtype, device=work.device) - (width - 1) / 2
         y = (torch.arange(height, dtype=work.dtype, device=work.device) - (height - 1) / 2)[:, None]
         grid = torch.stack([x_x * x + x_y * y + x_1, y_x * x + y_y * y + y_1], 3)
-        # Places outside the image sample 0, which becomes the fill value.
+        # Positions outside the image sample 0, which becomes the fill value.
         work = grid_sample(work.sub_(self.fill), grid, self.interpolation, align_corners=False).add_(self.fill)
         return work if images.is_floating_point() else work.round_()
 
@@ -144,7 +145,7 @@ def _magnitudes(bins: int) -> Factors:
     """Return the strengths of each operation, `float64 [14, bins]`."""
     highest = {"ShearX": 0.99, "ShearY": 0.99, "TranslateX": 32.0, "TranslateY": 32.0, "Rotate": 135.0}
     highest |= dict.fromkeys(("Brightness", "Contrast", "Color", "Sharpness"), 0.99)
-    # These are the numbers of torchvision only if they are computed in float32, as there.
+    # Computed in float32, as in torchvision, because other dtypes would round the values differently.
     rows = [torch.linspace(0, highest.get(name, 0.0), bins, device="cpu") for name in OPERATIONS]
     rows[OPERATIONS.index("Posterize")] = (8 - torch.arange(bins, device="cpu") / ((bins - 1) / 6)).round()
     rows[OPERATIONS.index("Solarize")] = torch.linspace(1, 0, bins, device="cpu")
@@ -152,9 +153,9 @@ def _magnitudes(bins: int) -> Factors:
 
 
 def _adjusted(images: Tensor, numbers: Numbers, magnitudes: Factors) -> Tensor:
-    """Return images of another brightness, contrast or saturation."""
+    """Return images with adjusted brightness, contrast or saturation."""
     work = floating(images)
-    # The three operations are in the order of these kinds.
+    # `OPERATIONS` lists brightness, contrast and color in the order of the constants from `BRIGHTNESS`.
     adjust(work, numbers - OPERATIONS.index("Brightness") + BRIGHTNESS, 1 + magnitudes, largest_value(images))
     return work
 
@@ -176,7 +177,7 @@ def _sharpened(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
 
 
 def _posterized(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
-    """Return images that keep only some bits of each pixel."""
+    """Return images that keep only the highest bits of each pixel."""
     if not images.is_floating_point():
         (mask,) = per_image(images, 256 - 2 ** (8 - magnitudes))
         return images.bitwise_and(mask)
@@ -197,7 +198,7 @@ def _solarized(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
 
 
 def _auto_contrasted(images: Tensor, _: Numbers, __: Factors) -> Tensor:
-    """Return images with each channel stretched to the whole range."""
+    """Return images with each channel stretched to the full value range."""
     work, largest = floating(images), largest_value(images)
     low, high = work.amin((2, 3), keepdim=True), work.amax((2, 3), keepdim=True)
     is_flat = low == high
@@ -212,7 +213,7 @@ def _equalized(images: Tensor, _: Numbers, __: Factors) -> Tensor:
     counts = torch.zeros((*flat.shape[:2], 256), dtype=torch.int64, device=images.device)
     counts.scatter_add_(2, flat, torch.ones_like(counts[..., :1]).expand_as(flat))
     below = counts.cumsum(2) - counts
-    # As in torchvision and Pillow, pixels of the largest value do not count.
+    # As in torchvision and Pillow, pixels with the largest value are not counted.
     step = (flat.shape[2] - counts.gather(2, flat.amax(2, keepdim=True))).div_(255, rounding_mode="floor")
     table: Tensor = (below + step // 2).div_(step.clamp(min=1), rounding_mode="floor").clamp_(max=255)
     # A channel with too few pixels below its largest value does not change.

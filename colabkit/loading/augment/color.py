@@ -1,6 +1,6 @@
-"""Transforms of colors: `ColorJitter`, and the kernels that it shares with `TrivialAugmentWide`.
+"""Color transforms: `ColorJitter`, and the kernels that it shares with `TrivialAugmentWide`.
 
-The formulas, and for `uint8` images the rounding down after each step, are torchvision's.
+The formulas are torchvision's. As there, `uint8` images are rounded down after each step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ Factors = npt.NDArray[np.float64]
 class ColorJitter(Transform):
     """Change the brightness, contrast, saturation and hue of each image by random factors, in a random order.
 
-    Floating-point images are expected in [0, 1]. Saturation and hue do not change gray images, which have 1 channel.
+    Floating-point images are expected in [0, 1]. Changing saturation or hue has no effect on gray images (1 channel).
 
     Args:
-        brightness: largest change of the factor that multiplies the pixels: it is uniform in `[max(0, 1 - brightness),
-            1 + brightness]`. Two numbers are the smallest and largest factor. None leaves the brightness unchanged.
+        brightness: largest deviation from 1 of the factor that multiplies the pixels, which is uniform in `[max(0, 1 -
+            brightness), 1 + brightness]`. Two numbers are the smallest and largest factor. None leaves the brightness
+            unchanged.
         contrast: the same for the distance of the pixels from the mean gray value.
         saturation: the same for the distance of the pixels from their own gray value.
         hue: largest shift of the hue, at most 0.5, which is half of the color circle; two numbers are the smallest and
             largest shift.
 
     Raises:
-        InvalidOption: if an argument is invalid, or, when it is applied, if the images do not have 1 or 3 channels.
+        InvalidOption: if an argument is invalid, or, when the transform is applied, if the images do not have 1 or 3
+            channels.
 
     Example:
         >>> import torch
@@ -92,7 +94,7 @@ def adjust(images: Tensor, kinds: npt.NDArray[np.int64], factors: Factors, large
         images: floating-point `[B, 1 or 3, H, W]`.
         kinds: `BRIGHTNESS`, `CONTRAST` or `SATURATION` for each image, `int64 [B]`.
         factors: `float64 [B]`.
-        largest: largest value of a pixel; 255 rounds down.
+        largest: largest possible pixel value; with 255, results are rounded down.
     """
     if images.shape[1] == 1:
         factors = np.where(kinds == SATURATION, 1.0, factors)
@@ -118,7 +120,7 @@ def _gray(images: Tensor, largest: float) -> Tensor:
 
 
 def _shift_hue(images: Tensor, shifts: Factors, largest: float) -> Tensor:
-    """Return images `[B, 3, H, W]` with their hue shifted; 1 is the whole color circle."""
+    """Return images `[B, 3, H, W]` with their hue shifted; a shift of 1 is a full turn of the color circle."""
     (shift,) = per_image(images, shifts * 6)
     red, green, blue = images.div(largest).split(1, 1)
     high = torch.maximum(torch.maximum(red, green), blue)
@@ -141,7 +143,7 @@ def floating(images: Tensor) -> Tensor:
 
 
 def largest_value(images: Tensor) -> float:
-    """Return the largest value of a pixel: 255 of a byte, 1 of a floating-point number."""
+    """Return the largest possible pixel value: 255 for bytes, 1 for floating-point numbers."""
     return 1.0 if images.is_floating_point() else 255.0
 
 
@@ -152,7 +154,7 @@ def clip(images: Tensor, largest: float) -> Tensor:
 
 
 def per_image(like: Tensor, *values: Factors) -> Tensor:
-    """Return one number per image for each of the arrays `[B]`, as `[len(values), B, 1, 1, 1]`, moved in one copy."""
+    """Move arrays `[B]` to the device of `like` in one copy, and return them as `[len(values), B, 1, 1, 1]`."""
     table = torch.from_numpy(np.stack(values)).to(like.dtype)
     return table.to(like.device, non_blocking=True)[:, :, None, None, None]
 

@@ -44,12 +44,12 @@ class _Steps(Transform):
 class Compose(_Steps):
     """Apply several transforms in sequence, each with its own random stream.
 
-    A nested `Compose` is flattened. Any other callable receives only the images of the whole batch and returns the new
-    ones. If it draws random numbers, it has to seed them itself.
+    A nested `Compose` is flattened. A callable that is not a `Transform` receives only the images of the batch and
+    returns the new images. If it draws random numbers, it has to seed them itself.
 
     Args:
         transforms: list of transforms, in the order in which they apply.
-        others: always an error: pass one list instead of several arguments.
+        others: not supported; pass one list instead of several arguments.
 
     Raises:
         InvalidOption: if the list is empty, an item is not callable, or an item transforms single samples.
@@ -96,7 +96,7 @@ class Compose(_Steps):
 
 
 class _Folded(Geometry):
-    """Consecutive crops and flips combined into one: at most one crop, with the flips around it."""
+    """Consecutive crops and flips combined into one: at most one crop, with the flips before and after it."""
 
     def __init__(self, steps: tuple[tuple[int, Geometry], ...]) -> None:
         self.steps = steps
@@ -168,7 +168,7 @@ def split_steps(
 
 
 def steps_of(transform: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """Return the steps of a `Compose` or of a part of one; any other transform is its own single step."""
+    """Return the steps of a `Compose` or of a part of one; any other transform is returned as the only step."""
     return tuple(step for _, step in transform.steps) if isinstance(transform, _Steps) else (transform,)
 
 

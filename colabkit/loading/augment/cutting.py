@@ -1,7 +1,8 @@
 """Cut boxes out of images and resize them: `uint8` images on the CPU one at a time, other tensors as a batch.
 
-This calls the kernel behind `torch.nn.functional.interpolate` directly, 4 times as fast. The kernel copies strided
-input slowly, so it gets a contiguous crop. It writes into the given memory, which saves an allocation and a copy.
+`cut` calls the kernel behind `torch.nn.functional.interpolate` directly, which is 4 times as fast. The kernel copies
+strided input slowly, so it receives a contiguous crop. It writes to the given array, which saves an allocation and a
+copy.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Boxes:
 
 
 _SMALL = 64 * 64
-"""Pixels up to which NumPy mirrors an image faster than torch, which has more overhead per call but less per pixel."""
+"""Largest number of pixels that NumPy mirrors faster than torch, which has more overhead per call, less per pixel."""
 
 _resample: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear2d_aa  # noqa: SLF001
 
@@ -94,8 +95,8 @@ def cut(
     """Fill `out` with a box of an image, resized to the size of `out` and optionally flipped.
 
     Resizing is bilinear with antialiasing, byte-identical to `torch.nn.functional.interpolate(antialias=True)`. This
-    function is thread-safe. The box may extend beyond the image, where it gets the value `fill`. Its height and width
-    may be fractions of a pixel if it lies inside the image.
+    function is thread-safe. The part of a box outside the image gets the value `fill`. Height and width may be
+    fractional if the box is inside the image.
 
     Args:
         pixels: `uint8 [H, W, C]`, contiguous within each row; may be read-only.
@@ -127,7 +128,7 @@ def cut(
         image = torch.from_numpy(box if mirrored and not scales else box.copy()).permute(2, 0, 1)[None]
         _resample(image, out.shape[:2], False, *scales, out=torch.from_numpy(out).permute(2, 0, 1)[None])
         if mirrored and scales:
-            # The kernel aligns a box of a fractional width at the left, so it is mirrored afterwards.
+            # The kernel aligns a box of fractional width at the left, so mirror the result instead of the image.
             out[...] = _mirrored(out)
     else:
         out[...] = box
@@ -138,11 +139,11 @@ def cut(
 def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) -> Pixels:
     """Cut boxes of one size, `uint8 [B, h, w, C]`, out of a C-contiguous batch `uint8 [B, H, W, C]`.
 
-    Each box has the size of the result and may extend beyond its image, where it gets the value `fill`.
+    Each box has the size of the result. The part of a box outside its image gets the value `fill`.
     """
     count, rows, columns, channels = pixels.shape
     height, width = size
-    # An empty batch has no padding to compute from its boxes.
+    # An empty batch has no boxes from which to compute the padding.
     if not count:
         return np.empty((0, height, width, channels), np.uint8)
     top, left = boxes.top, boxes.left

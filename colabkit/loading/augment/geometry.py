@@ -30,7 +30,7 @@ class Geometry(Transform):
     """Base class of crops and flips; the box of each sample fully defines the result.
 
     Attributes:
-        size: height and width of the result; None for those of the image.
+        size: height and width of the result; None keeps those of the image.
         resizes: whether the box may differ in size from the result.
         fill: pixel value outside the image.
 
@@ -94,7 +94,7 @@ class RandomResizedCrop(Geometry):
     The algorithm is torchvision's. It tries 10 boxes whose area and log aspect ratio are uniform, and places the first
     one that fits at a uniform position. If none fits, it takes the largest central box with an allowed aspect ratio. A
     box of at least twice the result's size starts at a multiple of 2, 4 or 8 pixels, so that JPEGs can be scaled while
-    they are decoded without displacing it.
+    they are decoded without displacing the box.
 
     Args:
         size: height and width of the result in pixels; one number means both.
@@ -146,7 +146,8 @@ class RandomResizedCrop(Geometry):
             top[failed] = (rows[failed, 0] - height[failed]) // 2
             left[failed] = (columns[failed, 0] - width[failed]) // 2
         is_snapped = np.zeros(len(sizes), np.bool_)
-        # A JPEG can be divided while it is decoded if the corner of its box lies on a pixel of the result.
+        # A JPEG can be scaled down while it is decoded only if the corner of the box falls on a pixel of the scaled
+        # image.
         for factor in FACTORS:
             is_large = (height >= factor * self.size[0]) & (width >= factor * self.size[1]) & ~is_snapped
             top = np.where(is_large, _snapped(top, rows[:, 0] - height, factor), top)
@@ -165,7 +166,7 @@ class RandomResizedCrop(Geometry):
 
 
 def _snapped(corner: Sizes, room: Sizes, factor: int) -> Sizes:
-    """Return the nearest multiples of `factor` that are at most `room`."""
+    """Return the multiples of `factor` nearest to the corners that are at most `room`."""
     nearest: Sizes = np.minimum(np.rint(corner / factor).astype(np.int64), room // factor) * factor
     return nearest
 
@@ -180,7 +181,7 @@ class RandomCrop(Geometry):
         fill: pixel value of the padding, 0 to 255 for `uint8` images.
 
     Raises:
-        InvalidOption: if an argument is invalid, or, when it is applied, if an image is too small.
+        InvalidOption: if an argument is invalid, or, when the crop is applied, if an image is too small.
 
     Example:
         >>> import torch
@@ -247,8 +248,8 @@ class CenterCrop(Geometry):
     def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
         """Return the box of each sample, at the same position as in torchvision."""
         room = sizes - self.size
-        # As in torchvision, an odd pixel of padding goes to the bottom and right, and an offset that ends in half a
-        # pixel is rounded to the even number.
+        # As in torchvision, an odd pixel of padding goes to the bottom and right, and an offset halfway between two
+        # whole numbers is rounded to the even one.
         corner = np.where(room < 0, -(-room // 2), np.rint(room / 2).astype(np.int64))
         return Boxes.of_size(corner[:, 0], corner[:, 1], self.size)
 
@@ -354,7 +355,7 @@ def _between(uniforms: Uniforms, low: float, high: float) -> Uniforms:
 
 
 def _place(uniforms: Uniforms, room: Sizes) -> Sizes:
-    """Return uniform whole numbers from 0 to the remaining room, inclusive."""
+    """Return uniform whole numbers from 0 to `room`, inclusive."""
     return np.floor(uniforms * (room + 1)).astype(np.int64)
 
 

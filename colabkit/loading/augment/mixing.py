@@ -65,7 +65,7 @@ class Normalize(Transform):
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
         self._computed = torch.float64 if dtype == torch.float64 else torch.float32
         self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
-        # (x - mean) / std is one multiplication and one addition, even with the division by 255.
+        # Fold the division by 255 into the scale, so that it takes no extra operation.
         self._scale = _by_channel([1 / s for s in std])
         self._scale_of_bytes = _by_channel([1 / (255 * s) for s in std])
         self._shift = _by_channel([-m / s for m, s in zip(mean, std, strict=True)])
@@ -153,7 +153,7 @@ class Cutout(Transform):
 
 
 def _between(first: Tensor, last: Tensor, length: int) -> Tensor:
-    """Return which of `length` rows or columns are in the ranges from `first` to before `last`, `bool [B, length]`."""
+    """Return a mask of the rows or columns from `first` up to, but excluding, `last`, `bool [B, length]`."""
     at = torch.arange(length, device=first.device)
     return (at >= first[:, None]) & (at < last[:, None])
 
@@ -169,7 +169,7 @@ class _LabelMixing(Transform):
         self.alpha = check_number("mix images", "alpha", alpha, 0.001, example=0.2)
 
     def _mixed_labels(self, labels: Any, shares: npt.NDArray[np.float64]) -> Tensor:
-        """Return class probabilities `[B, num_classes]`, in which each sample's own label has this share, `[B]`."""
+        """Return class probabilities `[B, num_classes]`; each sample's own label is weighted by its share, `[B]`."""
         one_hot = self._one_hot(labels, len(shares))
         own = torch.from_numpy(shares).to(one_hot.dtype).to(one_hot.device, non_blocking=True)[:, None]
         return one_hot.roll(1, 0).lerp_(one_hot, own)
@@ -212,10 +212,11 @@ class MixUp(_LabelMixing):
 
     Args:
         num_classes: number of classes.
-        alpha: parameter of the beta distribution, 0.001 or more; with smaller values one of the two images dominates.
+        alpha: parameter of the beta distribution, 0.001 or more; the smaller it is, the more one of the two images
+            dominates.
 
     Raises:
-        InvalidOption: if an argument is invalid, or, when it is applied, if a label is not one of these classes.
+        InvalidOption: if an argument is invalid, or, when the transform is applied, if a label is not a valid class.
 
     Example:
         >>> import torch
@@ -240,7 +241,7 @@ class MixUp(_LabelMixing):
             draws: the random numbers of the B samples.
 
         Raises:
-            InvalidOption: if the images or labels have another shape or dtype.
+            InvalidOption: if the images or labels have an unsupported shape or dtype.
         """
         check_images("mix images", images)
         shares = _symmetric_beta(self.alpha, draws.uniforms(2))
@@ -254,7 +255,7 @@ class MixUp(_LabelMixing):
 
 
 class CutMix(_LabelMixing):
-    """Replace a box of each image by the same box of the previous sample in the batch, and mix their labels.
+    """Replace a box in each image with the same box from the previous sample in the batch, and mix their labels.
 
     The first sample takes its box from the last one. Labels `int64 [B]` become class probabilities `float32 [B,
     num_classes]`, which `cross_entropy` accepts directly: the share of each label is the share of its pixels. Each
@@ -264,10 +265,11 @@ class CutMix(_LabelMixing):
 
     Args:
         num_classes: number of classes.
-        alpha: parameter of the beta distribution, 0.001 or more; with smaller values one of the two images dominates.
+        alpha: parameter of the beta distribution, 0.001 or more; the smaller it is, the more one of the two images
+            dominates.
 
     Raises:
-        InvalidOption: if an argument is invalid, or, when it is applied, if a label is not one of these classes.
+        InvalidOption: if an argument is invalid, or, when the transform is applied, if a label is not a valid class.
 
     Example:
         >>> import torch
@@ -292,12 +294,12 @@ class CutMix(_LabelMixing):
             draws: the random numbers of the B samples.
 
         Raises:
-            InvalidOption: if the images or labels have another shape or dtype.
+            InvalidOption: if the images or labels have an unsupported shape or dtype.
         """
         check_images("mix images", images)
         uniforms = draws.uniforms(4)
         sizes = np.array(images.shape[2:])
-        # As in torchvision, the sides are even numbers of pixels before the box is clipped.
+        # As in torchvision, the sides of the box have an even number of pixels before it is clipped.
         half = (0.5 * np.sqrt(1 - _symmetric_beta(self.alpha, uniforms[:, :2]))[:, None] * sizes).astype(np.int64)
         center = (uniforms[:, 2:] * sizes).astype(np.int64)
         first, last = (center - half).clip(0), np.minimum(center + half, sizes)

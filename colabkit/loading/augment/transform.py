@@ -1,4 +1,4 @@
-"""The base of all transforms: pure functions of a batch, its labels and the random numbers of its samples."""
+"""Base classes of the transforms, which are pure functions of a batch, its labels and its samples' random numbers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Draws:
 
 
 def _hashed(value: int) -> int:
-    """Return the number that SplitMix64 generates after the state `value`."""
+    """Return the number that SplitMix64 generates from the state `value`."""
     return mixed((value + GAMMA) & MASK)
 
 
@@ -73,7 +73,7 @@ class Transform:
 
     Attributes:
         whole_batch: whether the result of a sample depends on the other samples, so the batch has to be complete.
-        changes_labels: whether it changes labels; if not, a loader may call `apply` without them.
+        changes_labels: whether the transform changes labels; if not, a loader may call `apply` without them.
 
     Example:
         >>> import torch
@@ -132,7 +132,7 @@ class PerBatch(Transform):
         function: takes the images of a batch, `[B, C, H, W]`, and returns the transformed batch.
 
     Raises:
-        InvalidOption: if it is not callable.
+        InvalidOption: if `function` is not callable.
 
     Example:
         >>> import colabkit, torch
@@ -167,7 +167,7 @@ class PerSample:
             they can be stacked.
 
     Raises:
-        InvalidOption: if it is not callable.
+        InvalidOption: if `function` is not callable.
 
     Example:
         >>> import colabkit, torch
@@ -190,10 +190,10 @@ class PerSample:
 
 
 def is_per_sample(transform: Any) -> bool:
-    """Return whether a transform is for one sample: a `PerSample`, or one of torchvision.
+    """Return whether a transform takes single samples: a `PerSample` or a torchvision transform.
 
-    Torchvision transforms would use the same random draw for the whole batch. An `nn.Sequential` is for one sample if
-    all its modules are; other modules, such as those of kornia, are assumed to take batches.
+    Torchvision transforms would use the same random draw for the whole batch. An `nn.Sequential` takes single samples
+    if all its modules do; other modules, such as those of kornia, are assumed to take batches.
     """
     if isinstance(transform, nn.Sequential):
         return len(transform) > 0 and all(map(is_per_sample, transform))
@@ -201,7 +201,7 @@ def is_per_sample(transform: Any) -> bool:
 
 
 def check_images(act: str, images: Tensor, fill: float = 0) -> None:
-    """Raise `InvalidOption` unless these are `uint8` or floating-point images of a batch that can hold `fill`.
+    """Raise `InvalidOption` unless `images` is a `uint8` or floating-point batch whose dtype can hold `fill`.
 
     `act` is the verb and object of the message.
     """

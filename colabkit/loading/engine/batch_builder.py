@@ -31,9 +31,9 @@ from colabkit.packs import stack_samples
 # Several pieces per thread, so that no thread idles while another builds the rest of a batch.
 _PIECES_A_THREAD = 4
 _LEAST_PIECE = 4
-# Bytes gathered at once. Two buffers of this size fit in a third-level cache.
+# Bytes gathered at once. Two buffers of this size fit in an L3 cache.
 _GATHERED_BYTES = 5 << 20
-# Bytes of a row up to which a field is gathered for a whole plan at once.
+# Largest row size in bytes for which a field is gathered for all batches of a plan at once.
 _SMALL_ROW = 256
 
 
@@ -44,7 +44,7 @@ class TransformStages:
     Attributes:
         geometry: crops and flips that worker threads apply while they gather or decode samples.
         by_slice: steps that worker threads apply to slices of a batch, without its labels.
-        by_batch: steps of colabkit that need the complete batch or its labels; a worker thread applies them.
+        by_batch: colabkit transforms that need the complete batch or its labels; a worker thread applies them.
         at_last: steps that run in the user's thread when a batch is requested: custom functions, and steps on a GPU.
     """
 
@@ -70,7 +70,7 @@ def split_transform(
     """Split a transform into stages.
 
     Args:
-        transform: a transform of colabkit, or any callable on a batch of images.
+        transform: a transform of colabkit, or any callable that takes a batch of images.
         on_device: whether batches go to a GPU, which then runs all steps that work on a batch.
         by_sample: whether crops have to run sample by sample, because samples differ in size.
         resized: whether crops that resize run sample by sample, from the stored rows.
@@ -97,13 +97,13 @@ def _takes_any_slice(step: object) -> bool:
 
 @dataclass(frozen=True)
 class PrefetchDepth:
-    """How much is built ahead.
+    """How many batches are built ahead, and by how many threads.
 
     Attributes:
         plan_batches: largest number of batches that are planned together.
         group_batches: largest number of batches that threads build together, as one group.
         groups: number of groups in progress or waiting.
-        threads: number of threads that build groups; with 0 the caller's thread does.
+        threads: number of threads that build groups; with 0, the caller's thread builds them.
         begins_inline: whether the first batches are built in the caller's thread even if there are threads.
     """
 
@@ -123,10 +123,10 @@ class BatchBuilder:
         columns: columns of the dataset.
         stages: stages of the transform; the builder applies those of worker threads.
         images: options for decoding, if samples are image files.
-        depth: how much is built ahead.
+        depth: how many batches are built ahead.
         decoder: decoder of the epoch, if samples are image files.
         seed_and_epoch: seed and epoch of the samples' random numbers.
-        pinned: pinned buffers of batches for a GPU, else None.
+        pinned: pinned buffers for batches that go to a GPU, else None.
     """
 
     options: LoaderOptions
@@ -168,7 +168,7 @@ class BatchBuilder:
         return height, width, shape[2]
 
     def of_epoch(self, seed: int, epoch: int, ahead: FileReadAhead | None) -> BatchBuilder:
-        """Return a builder for one epoch that shares the buffers; `ahead` reads the files of a remote source."""
+        """Return a builder for one epoch, with the same buffers; `ahead` reads the files of a remote source."""
         builder = copy.copy(self)
         builder.seed_and_epoch = seed, epoch
         if self.images is not None:
@@ -293,8 +293,8 @@ def _leave_out(batch: Batch, bad: list[int]) -> None:
 class InlineGather:
     """Gather batches of rows, a few at a time, in the caller's thread.
 
-    Gathering some megabytes takes less than a millisecond, so the overhead around it matters. Two small buffers that
-    alternate stay in the processor's cache: the user holds one while the other is filled.
+    Gathering some megabytes takes less than a millisecond, so the overhead per batch matters. Two small, alternating
+    buffers stay in the processor's cache: the user holds one while the other is filled.
 
     Args:
         columns: columns of the dataset, without image files.
@@ -310,7 +310,7 @@ class InlineGather:
         }
         self._row_bytes = sum(row_bytes.values())
         self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, *row_bytes.values(), 1)))
-        # A slot grows for the few batches that are larger.
+        # A slot grows if a group of batches has more samples than this.
         samples = min(self._batches_at_once * batch_size, max(1, columns.count))
         self._slots = {
             place: GatherSlots(column, samples)

@@ -31,7 +31,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 BATCHES_TOGETHER = 32
 """Largest number of batches that are built together; more may be planned together."""
 
-# Positions computed at first: enough for a small epoch, and fast enough for the single batch of the first plan.
+# Number of positions in the first chunk: enough for a small epoch, and fast enough not to delay the first batch.
 _FIRST_CHUNK = 1024
 _CHUNK = 65536
 
@@ -63,7 +63,7 @@ class BatchPlan:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Start and stop of each batch among the samples."""
+        """Start and stop of each batch, as indices into the plan's samples."""
         return [*itertools.pairwise(itertools.accumulate(self.sizes, initial=0))]
 
     def slice(self, first: int, stop: int | None = None) -> BatchPlan:
@@ -134,10 +134,10 @@ class EpochRange:
 
     All ranks get the same number of batches, and each sample occurs once. The last global batch holds the remaining
     samples. If these are fewer than one per rank, the last two global batches share their samples equally, so that no
-    rank gets an empty batch, nor more than `batch_size` samples.
+    rank gets an empty batch or more than `batch_size` samples.
 
     Attributes:
-        start: number of samples of the epoch that were received before.
+        start: number of samples of the epoch that were received before this range.
         stop: position at which the range ends.
         batch_size: samples per batch of one rank.
         share: rank of this process.
@@ -165,7 +165,7 @@ class EpochRange:
 
     @property
     def indivisible(self) -> int:
-        """The number of samples at the end that the ranks cannot share in equally many batches; usually 0."""
+        """Number of last samples that cannot be split into the same number of batches for each rank; usually 0."""
         full, rest = divmod(self.stop - self.start, self._step)
         is_shared = rest >= self.share.world_size or (full and self.batch_size > 1)
         return 0 if is_shared else rest
@@ -198,7 +198,7 @@ class EpochRange:
             begins[-1] = self.stop - self.indivisible
         last = self.start + step * (batches - 1)
         if batches > 1 and self.stop - last < self.share.world_size and first < batches <= first + count + 1:
-            # The last batch has fewer samples than ranks, so it begins in the middle of the last two.
+            # The last batch would have fewer samples than ranks, so it takes half of the samples of the last two.
             begins[batches - 1 - first] = (last - step + self.stop) // 2
         return begins
 
@@ -214,7 +214,7 @@ class EpochRange:
 
 
 class _ChunkedOrder:
-    """An order computed in chunks up to `stop`, because one call costs as much as some thousands of positions."""
+    """An order computed in chunks up to `stop`, because a call costs as much as several thousand positions."""
 
     def __init__(self, order: Order, stop: int) -> None:
         self._order = order
@@ -245,11 +245,11 @@ class OrderPlanner:
         return len(self._range(start))
 
     def samples(self, start: int) -> int:
-        """Return the number of samples in these batches."""
+        """Return the number of samples in the batches left after `start` samples."""
         return self._range(start).samples()
 
     def plans(self, epoch: int, start: int, most_batches: int) -> Iterator[BatchPlan]:
-        """Yield plans of the batches after `start` samples: first of one batch, then of more, up to a limit."""
+        """Yield plans of the batches after `start` samples: first of one batch, then of up to `most_batches`."""
         whole = self._range(start)
         order = _ChunkedOrder(self.order, whole.stop)
         first, count, batches = 0, 1, len(whole)
@@ -265,8 +265,8 @@ class OrderPlanner:
 def next_count(batches: int, most_batches: int) -> int:
     """Return the number of batches to plan after a plan of `batches`.
 
-    Plans that are built together grow step by step, so that the next batch is ready soon. If more batches are planned
-    than built together, the limit is used at once, because every plan has a fixed cost.
+    Plans grow step by step, so that the first batches are ready soon. If a plan may hold more batches than are built
+    together, its size does not delay the first batch, so the limit applies at once: every plan has a fixed cost.
     """
     if most_batches > BATCHES_TOGETHER:
         return most_batches
@@ -305,7 +305,7 @@ class DeferredErrors(Generic[T]):
 def fetch_ahead(items: Iterable[T], is_enough: Callable[[deque[T]], bool]) -> Generator[T, None, None]:
     """Yield items in order, but always fetch enough of them ahead.
 
-    An error of `items` is raised after the items before it.
+    An error of `items` is raised after all earlier items have been yielded.
 
     Args:
         items: items to fetch.
@@ -364,7 +364,7 @@ def announce_plans(
 
 
 def split_values(values: list[Any], sizes: Sequence[int]) -> list[Any]:
-    """Split the values of some batches by their sizes."""
+    """Split the concatenated values of several batches into batches of the given sizes."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     return [stack_samples(values[start:stop]) for start, stop in itertools.pairwise(stops)]
 
@@ -411,7 +411,7 @@ def fields_of(batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """Return all tensors of a batch, in its order."""
+    """Return all tensors of a batch, in the order of its fields."""
     if isinstance(batch, Tensor):
         return [batch]
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()

@@ -1,4 +1,4 @@
-"""The columns (fields) that batches are built from: of a packed split, of files, or of arrays and tensors."""
+"""The columns (fields) from which batches are built: those of a packed split, of files, or of arrays and tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colabkit.loading.engine.gather import RowGather
 from colabkit.packs import LABELS, SAMPLES, FileDataset, Pack, PackedDataset
 
 _CHANNELS = (1, 3, 4)
-# A list of at most this many arrays, each longer than this, probably holds fields, not samples.
+# A list of at most 4 arrays with more than 4 rows each probably holds fields, not samples.
 _FEW = 4
 
 Structure: TypeAlias = Literal["alone", "tuple", "dict"]
@@ -127,8 +127,8 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
 def fingerprint_of(act: str, dataset: Any) -> str:
     """Return a text that identifies a dataset.
 
-    It is computed from some samples of arrays, or from type and length of other datasets. It does not depend on
-    whether samples are loaded in rows or one by one.
+    For arrays, the text depends on some of the samples; for other datasets, on type and length. It is the same whether
+    samples are loaded in batches or one by one.
     """
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
         return own
@@ -151,10 +151,10 @@ def check_channels(act: str, columns: DatasetColumns) -> None:
 
 
 def unwrap_subset(act: str, dataset: Any) -> Any:
-    """Replace torch's `Subset` of a packed split or of files by a view of it; return other datasets unchanged.
+    """Replace torch's `Subset` of a packed split or of files with a view; return other datasets unchanged.
 
     Raises:
-        InvalidOption: if it is a whole pack.
+        InvalidOption: if the dataset is a pack instead of one of its splits.
     """
     if isinstance(dataset, Pack):
         next_step = f"Pass pack[{next(iter(dataset), 'train')!r}]"

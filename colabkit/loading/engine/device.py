@@ -1,7 +1,7 @@
 """Batches on a GPU: copied there on a separate stream, or gathered there from rows in GPU memory.
 
 Copies are synchronized in both directions. Device memory is allocated on the user's stream, so the caching allocator
-hands it out in the order of that stream. The copy stream first waits for the user's stream, which may still use the
+reuses it in the order of that stream's work. The copy stream first waits for the user's stream, which may still use the
 memory's former content; then the user's stream waits for the copy. All loaders share one copy stream per device and
 process, because the allocator caches memory separately for each stream.
 """
@@ -42,7 +42,7 @@ class DeviceTransfer:
 
     Args:
         device: the GPU.
-        slots: buffers of the host batches, to which each buffer is returned after its copy.
+        slots: pool that lends the buffers of the host batches; each buffer is returned to it after the copy.
         counts: meters of the loader, for `transfer`.
     """
 
@@ -63,14 +63,15 @@ class DeviceTransfer:
 
         Args:
             batches: batches of any structure, each with its number of samples.
-            buffer: buffer of the slots that holds the batches; None for memory that torch manages and keeps until it
-                is copied.
+            buffer: buffer of `slots` that holds the batches; None if torch manages their memory and keeps it until the
+                copies end.
         """
-        # A blocking event, because waiting must not spin on one of few CPU cores.
+        # With `blocking=True`, a thread that waits for the event sleeps; otherwise it would keep a CPU core busy.
         copied = torch.cuda.Event(blocking=True)
         for batch, samples in batches:
             current = torch.cuda.current_stream(self._device)
-            # Collected before the copy, because the copy of a custom mapping may share its values.
+            # Collect the tensors before they are copied: a copy of a custom mapping may replace the values of the
+            # original.
             tensors = tensors_in(batch)
             on_device = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
             started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -121,7 +122,7 @@ def send(
     groups: Iterable[tuple[list[Batch], Tensor | None]],
     is_enough: Callable[[int], bool],
 ) -> Generator[Batch, None, None]:
-    """Yield batches on the device; an error is raised after the batches before it.
+    """Yield batches on the device; an error of `groups` is raised after all earlier batches.
 
     Args:
         transfer: copies the batches; it is closed at the end.

@@ -181,7 +181,7 @@ class RowGather:
     Args:
         maps: rows of each file, contiguous `[N, ...]`, of one shape and dtype, on one device.
         numbers: row numbers of a view's samples, counted through all files; None for all rows.
-        are_images: whether rows are `[H, W, C]`.
+        are_images: whether rows are images `[H, W, C]`.
     """
 
     def __init__(self, maps: Sequence[Tensor], numbers: Tensor | None, are_images: bool) -> None:
@@ -198,7 +198,7 @@ class RowGather:
             if self.row_bytes % dtype.itemsize == 0 and all(rows.data_ptr() % dtype.itemsize == 0 for rows in as_bytes)
         )
         self._wide_maps = [rows.view(self._wide) for rows in as_bytes]
-        # Rows of one element are gathered three times as fast from a vector.
+        # Rows of one element are gathered three times as fast from a 1-D tensor.
         if self.row_bytes == self._wide.itemsize:
             self._wide_maps = [rows.view(-1) for rows in self._wide_maps]
         self._stops = torch.tensor([len(rows) for rows in maps], device="cpu").cumsum(0)
@@ -268,7 +268,7 @@ class RowGather:
         return indices if self.numbers is None else self.numbers[indices]
 
     def on(self, device: torch.device, step_bytes: int) -> RowGather:
-        """Return the rows of this view in the memory of a device, copied in steps of `step_bytes`."""
+        """Copy the rows to a device in steps of `step_bytes`, and return a `RowGather` over the copies."""
         count = self.count
         rows = torch.empty((count, *self.shape), dtype=self.dtype, device=device)
         step = max(1, step_bytes // max(1, self.row_bytes))
@@ -303,7 +303,7 @@ class RowGather:
 class GatherSlots:
     """Buffers to gather rows into, each reused when no tensor shares its memory any more.
 
-    They avoid the overhead of `PageableSlots` for each lent buffer, which is 4% of an epoch of small images.
+    They avoid the overhead per buffer of `PageableSlots`, which is 4% of the time of an epoch with small images.
     """
 
     def __init__(self, rows: RowGather, samples: int) -> None:
@@ -361,7 +361,7 @@ class _GatherSlot:
 
         Call this only while the buffer is free.
         """
-        # The last batch of several ranks, or a batch of a custom sampler, may be larger.
+        # The last batch of several ranks, or a batch of a custom sampler, may have more samples than usual.
         if count > self._samples:
             self._allocate(count)
         wide = self._wide if count == self._samples else self._wide[:count]

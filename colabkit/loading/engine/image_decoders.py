@@ -84,7 +84,7 @@ class ImageOptions:
         dataset: dataset that reads the files.
         files: number of channels, and size of blank images.
         row_shape: shape of every decoded image, `[H, W, C]`; None if images keep their sizes until they are cropped.
-        is_resized: whether images are resized to the row shape; if not, an image of another size is bad.
+        is_resized: whether images are resized to the row shape; if not, an image of any other size is a bad sample.
         cache: cache of decoded rows.
         bad: the files that could not be decoded.
     """

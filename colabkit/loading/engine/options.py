@@ -96,7 +96,7 @@ class LoaderOptions:
 
 
 def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:
-    """Return why an argument requires loading samples one by one, and how to avoid it; None if none does."""
+    """If an argument requires loading samples one by one, return why, and how to avoid it; otherwise return None."""
     if options.collate_fn is not None:
         return "collate_fn= takes samples one by one", "omit collate_fn="
     if isinstance(options.transform, PerSample):
@@ -110,7 +110,7 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
     """Raise `InvalidOption` for arguments that do not apply to samples loaded one by one.
 
     Args:
-        given: for each of these arguments by name, whether it is given.
+        given: whether each such argument is given, by name.
         why: why samples are loaded one by one, as a clause, and how to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
@@ -137,7 +137,7 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
     """Raise `InvalidOption` if an epoch yields no batch, or if the ranks cannot share its samples after `start`."""
     left = EpochRange.of(len(order), start, batch_size, share, drop_last)
     if left.indivisible and (start or len(left)):
-        samples = f"{format_things(left.stop - start, 'sample')}{' of the epoch, which are left,' if start else ''}"
+        samples = f"{format_things(left.stop - start, 'remaining sample' if start else 'sample')}"
         found = f"{samples} cannot be shared by {share.world_size} processes in equally many batches of {batch_size}"
         next_step: Text = ("Use a larger ", option("batch_size"), ", or ", option("drop_last", True))
         if not len(left):

@@ -26,10 +26,10 @@ from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fit
 from colabkit.loading.inspection import files_of, is_far, path_of
 from colabkit.packs import FileDataset, PackedDataset
 
-# Bytes of batches built together. Two such groups fit in a processor's cache.
+# Largest size in bytes of a group of batches that are built together. Two groups fit in a processor's cache.
 _GROUP_BYTES = 8 << 20
 _DEVICE_GROUP_BYTES = 64 << 20
-# Least and largest number of batches planned together; between them, as many as hold _PLAN_BYTES.
+# Smallest and largest number of batches that are planned together; in between, as many as fit in _PLAN_BYTES.
 _PLAN_BATCHES = 32, 128
 _PLAN_BYTES = 256 << 20
 _LEAST_AHEAD = 4
@@ -78,7 +78,7 @@ class BatchPipeline:
         return self.engine
 
     def facts(self, dataset: Any, count: int, transform: str | None) -> LoaderFacts:
-        """Return the facts about this loader that a verdict is based on."""
+        """Return the facts about this loader on which a verdict is based."""
         kind: Literal["gathered", "decoded", "processes", "device"]
         encoding: Literal["raw", "encoded", "python"] | None = "raw"
         if isinstance(self.engine, ProcessEngine):
@@ -155,7 +155,7 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
         row_shape = None
     else:
         stages, row_shape = _image_stages(options, columns, columns.images)
-    # Threads crop `uint8` samples, which must be able to hold the fill value.
+    # Threads crop `uint8` samples, so the fill value has to be valid for this dtype.
     if stages.geometry is not None:
         check_fill(act, stages.geometry.fill)
     row_bytes = None if rows is None else rows.row_bytes
@@ -192,7 +192,7 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
 def _image_stages(
     options: LoaderOptions, columns: DatasetColumns, dataset: ImageDataset
 ) -> tuple[TransformStages, tuple[int, int, int] | None]:
-    """Return the stages for image files, and the shape of decoded rows; None if a crop brings images to one size."""
+    """Return the stages for image files, and the shape of decoded rows, or None if a crop gives all images one size."""
     on_device = options.is_on_gpu
     crops = split_transform(options.transform, on_device=on_device, by_sample=True, resized=True)
     if options.size is None and crops.geometry is not None and crops.geometry.size is not None:

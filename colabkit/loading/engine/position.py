@@ -41,7 +41,7 @@ class LoaderPosition:
 
     def _set_order(self, order: Order | Iterable[Any]) -> None:
         self.order = order
-        # Cached, because checking a protocol is slow.
+        # Cached, because `isinstance` is slow for a protocol.
         self.pure_order = order if isinstance(order, Order) else None
 
     @property
@@ -84,7 +84,7 @@ class LoaderPosition:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Start iterations of the block after the received samples, and restore the position after the block."""
+        """Start iterations in the `with` block after the received samples, and restore the position afterwards."""
         before = self.next, self.received
         self.next = self.received
         try:
@@ -121,7 +121,7 @@ class LoaderPosition:
 
         Args:
             state: result of `state_dict`.
-            is_end: returns whether an epoch is known to have no batch after a number of samples.
+            is_end: returns whether an epoch is known to have no batch left after a number of samples.
             world_size: current number of processes.
 
         Raises:

@@ -89,17 +89,17 @@ class WorkerFailure:
 class WorkerBatch:
     """A batch from a worker, or the error that replaces it.
 
-    The queue between processes pickles its items in a thread of its own. An error there would lose the batch, and the
-    user would wait forever. The batch is therefore pickled separately, and an error replaces it.
+    The queue between processes pickles its items in a separate thread. An error there would lose the batch, and the
+    user would wait forever. The batch is therefore pickled beforehand; if this fails, the error replaces it.
 
     Attributes:
         batch: result of `collate_fn`.
         samples: number of samples passed to `collate_fn`.
-        busy_s: seconds that the worker took for it.
+        busy_s: seconds that the worker took to make the batch.
         error: error that replaces the batch.
-        cpu_s: CPU seconds that the worker took for it, and for sending the batch before it.
-        wait_s: seconds that the worker was idle before it.
-        made_at: time of completion by `time.perf_counter()`, whose origin all processes share.
+        cpu_s: CPU seconds that the worker took to make this batch and to send the previous one.
+        wait_s: seconds that the worker was idle before it made the batch.
+        made_at: time of completion from `time.perf_counter()`, whose reference point is the same in all processes.
     """
 
     batch: Any
@@ -134,7 +134,7 @@ class WorkerBatch:
 
 
 class _KeyedDataset(Dataset[Any]):
-    """A map-style dataset that makes a batch from a list of keys, each of which seeds its own sample."""
+    """A map-style dataset that makes a batch from a list of keys; each key seeds the random numbers of its sample."""
 
     def __init__(self, dataset: Any, sample_transform: Callable[[Any], Any] | None, collate: Any) -> None:
         self._dataset = dataset
@@ -144,7 +144,7 @@ class _KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> WorkerBatch:
         is_alone, began = get_worker_info() is None, time.perf_counter()
-        # A worker process has a second thread, which sends batches.
+        # In a worker process, count the CPU time of all threads, because a second one sends the batches.
         cpu_s = time.thread_time if is_alone else time.process_time
         cpu_began_s = cpu_s()
         with restored_generators() if is_alone else nullcontext():
@@ -237,7 +237,7 @@ class ProcessEngine:
                 size = bytes_in(made.batch)
                 self._counts.add("samples", made.samples, size, made.busy_s, made.wait_s, cpu_s=made.cpu_s)
                 if self._most_ahead:
-                    # The batch was in the queue at every request since it was made.
+                    # The batch was in the queue during each request that followed its completion.
                     self._counts.queued += sum(made.made_at <= at for at in requests)
                     self._counts.queue_room += self._most_ahead
                 yield Batch(made.batch, positions, end, was_ready=made.made_at <= requests[-1])
@@ -333,9 +333,9 @@ class _ProcessPool:
         )
 
     def begin(self, keys: Iterable[list[SampleKey]]) -> Iterator[WorkerBatch]:
-        """Return the batches of some keys; the remaining batches of earlier keys are dropped."""
+        """Return an iterator over the batches of `keys`; the remaining batches of earlier keys are dropped."""
         self._sampler.keys = keys
-        # Its generator is on the CPU, whatever the default device.
+        # The generator is on the CPU, whatever the default device is.
         with torch.device("cpu"):
             self._ready = iter(self._loader)
         return self._ready

@@ -25,7 +25,7 @@ from colabkit.packs import FileDataset, PackedDataset
 from colabkit.storage import STALLED_S, Calls, Item, Level, Retries, read_item
 
 _STEP_BYTES = 32 << 20
-# MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not define.
+# MADV_POPULATE_READ, since Linux 5.14; Python's mmap module does not define it.
 _POPULATE_READ = 22
 _HELD_BYTES = 256 << 20
 _TICK_S = 0.25
@@ -96,7 +96,7 @@ class PagePopulator:
     """Read the pages of mapped rows into memory, in order, in a background thread.
 
     Otherwise the first epoch would load them one page fault at a time, in random order. The thread calls `madvise`
-    through ctypes, which releases the GIL. Old kernels reject the call, and the thread ends.
+    through ctypes, which releases the GIL. If an old kernel rejects the call, the thread ends.
 
     Args:
         maps: mapped rows of each file.
@@ -107,7 +107,7 @@ class PagePopulator:
         self._maps = maps
         self._numbers = numbers
         self._ranges: Indices | None = None
-        # Index of the current range, and bytes of it that are read; None when all ranges are read.
+        # Index of the current range, and the number of its bytes that have been read; None when all ranges are read.
         self._reached: tuple[int, int] | None = (0, 0)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -128,7 +128,7 @@ class PagePopulator:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread if nobody else uses it; a thread that waits for the disk ends after its current step."""
+        """Stop the thread if no iteration uses it; if it waits for the disk, it ends after the current step."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -216,7 +216,7 @@ class FileReadAhead:
         self._thread.start()
 
     def announce(self, plan: BatchPlan) -> None:
-        """Queue samples that will be fetched in this order."""
+        """Queue the samples of a plan, in the order in which they will be fetched."""
         with self._changed:
             self._coming.update(zip(plan.positions.tolist(), plan.indices.tolist(), strict=True))
             self._changed.notify_all()

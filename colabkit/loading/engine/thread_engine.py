@@ -46,7 +46,7 @@ logger = logging.getLogger("colabkit")
 _TICK_S = 0.25
 _FILES_AHEAD = 512
 _HAND_OVER_S = 2e-4
-# Consecutive gathers for which a thread would have been faster, before one takes over.
+# Number of consecutive gathers for which a thread would have been faster before a thread takes over.
 _CONVINCED = 3
 _CLOSE_S = 10.0
 _NO_PLAN = BatchPlan(np.empty(0, np.int64), np.empty(0, np.int64), (), ())
@@ -56,12 +56,12 @@ _OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
 class ThreadPool:
     """Build the batches of plans in daemon threads; `take` returns their groups in order.
 
-    An error is raised after the batches before it, and ends the iteration.
+    An error ends the iteration, after all earlier batches.
 
     Args:
         plans: plans of the batches; one thread at a time fetches the next one.
         builder: builder of the batches.
-        threads: number of threads; with 0 `take` builds the group that it returns.
+        threads: number of threads; with 0, `take` builds the group that it returns.
         groups_ahead: largest number of groups in progress or waiting.
         on_wait: called with the seconds that a thread was idle.
     """
@@ -105,7 +105,7 @@ class ThreadPool:
 
         Raises:
             queue.Empty: if no group is ready within `timeout` seconds.
-            BaseException: the error with which building the group failed.
+            BaseException: the error raised while the group was built.
         """
         while not self._threads and self._ready.empty() and self._step():
             pass
@@ -163,13 +163,13 @@ class ThreadPool:
                 self._changed.wait()
                 waited_s += time.perf_counter() - since
             is_over = self._is_over or (self._is_exhausted and not self._pieces)
-            # A local variable, because a thread that waits must not hold a group, whose buffer could not be used again.
+            # A local variable, because a waiting thread must not keep a group alive: its buffer could not be reused.
             piece = self._pieces.popleft() if self._pieces and not is_over else None
             if piece is None and not is_over:
                 self._room -= 1
                 self._is_opening = True
         if waited_s:
-            # Called without the lock, because it takes another one.
+            # Called without the lock, because the callback takes another one.
             self._on_wait(waited_s)
         if piece is not None:
             self._work(*piece)
@@ -280,7 +280,7 @@ def limit_torch_to_one_thread() -> None:
 
     Otherwise OpenMP starts helper threads for each calling thread, which spin for milliseconds after every call and
     take CPU cores from the model. `torch.set_num_threads` would also affect future threads. If the OpenMP library is
-    not found nothing changes, which is slower but correct.
+    not found, nothing changes, which is slower but correct.
     """
     if (set_threads := _set_threads()) is not None:
         # The first torch call in a thread sets the number of threads, so make it before the limit.

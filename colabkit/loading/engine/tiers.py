@@ -42,7 +42,7 @@ class Tier:
 
     Attributes:
         name: `"gpu"`, `"ram"` or `"disk"`; `"source"` if each epoch decodes samples or calls the dataset again.
-        reason: the sizes that decided, as text.
+        reason: the sizes that led to this choice, as text.
         rows: number of decoded samples that are cached; 0 if nothing is decoded or cached.
     """
 
@@ -55,7 +55,7 @@ class Tier:
 
 
 def fits_on(device: torch.device, needed: int) -> bool:
-    """Return whether a GPU that already holds the model has room for the samples."""
+    """Return whether a GPU that already holds the model has room for `needed` bytes of samples."""
     return needed <= _LATE_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
@@ -67,7 +67,7 @@ class Room:
         gpu_bytes: free memory of the batches' GPU; None if batches stay on the CPU.
         ram_bytes: RAM available under all limits.
         disk_bytes: free space of the local disk.
-        promised_bytes: part of that RAM that caches of this process's other loaders will fill.
+        promised_bytes: part of `ram_bytes` that the caches of this process's other loaders will fill.
     """
 
     gpu_bytes: int | None
@@ -175,7 +175,7 @@ def _too_much(act: str, keep: Keep, shown: str, room: str) -> InvalidOption:
 
 
 def promised_bytes() -> int:
-    """Return the bytes of RAM that this process's caches will still fill, and which look free until then."""
+    """Return the bytes of RAM that this process's caches will still fill; until then, they look free."""
     with _ram_caches_lock:
         return sum((cache.capacity - len(cache)) * prod(cache.shape) for cache in _ram_caches)
 
@@ -183,8 +183,8 @@ def promised_bytes() -> int:
 class RowCache:
     """Cache decoded rows of one shape by sample index; thread-safe.
 
-    RAM is used only as rows are added. On disk the space of a nameless file is reserved at once; the kernel frees it
-    when the process ends.
+    RAM is used only as rows are added. On disk, the space is reserved at once, in a file without a name, which the
+    kernel frees when the process ends.
 
     Args:
         count: number of samples.

@@ -1,4 +1,4 @@
-"""Run user code: seed its random numbers, report its errors with the samples, and plan batches of its samplers."""
+"""Run user code: seed its random numbers, report its errors with the samples, and plan batches of custom samplers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_process(owner: int, batches: Generator[Any, None, None]) -> None:
         batches: its batches.
     """
     if os.getpid() != owner:
-        # Closing them would wait for the threads, too, and so would the garbage collector.
+        # Keep the generator alive: to close it, or to collect it as garbage, would wait for the missing threads.
         _orphans.append(batches)
         found = "the process was forked during the iteration"
         next_step = "Start a new iteration in the child process"
@@ -62,7 +62,7 @@ def loader_failed(text: str, next_step: str) -> LoaderFailed:
         next_step: how to reproduce the error.
     """
     found = " ".join(text.split()).rstrip(" .:")
-    # torchvision's old ToTensor raises this for tensors.
+    # torchvision's old ToTensor raises this error for tensors.
     if "pic should be PIL Image" in found and "torch.Tensor" in found:
         next_step = "Replace ToTensor with v2.ToDtype(torch.float32, scale=True), or with Normalize of colabkit.augment"
     return LoaderFailed(cannot("make a batch", found, "", next_step))
@@ -85,7 +85,7 @@ def reporting_errors(describe: Callable[[], str], next_step: str = _RUN_TRANSFOR
 
 
 def reporting_loading_errors() -> AbstractContextManager[None]:
-    """Raise `LoaderFailed` for errors of user code that `reporting_errors` inside the block does not attribute."""
+    """Raise `LoaderFailed` for errors of user code in the block that no inner `reporting_errors` has reported."""
     next_step = "Check the sampler, the transform and one sample of the dataset"
     return reporting_errors(lambda: "loading samples", next_step)
 
@@ -94,7 +94,7 @@ def check_collated(transform: object, images: Any, samples: int) -> None:
     """Raise `LoaderFailed` if a custom `collate_fn` dropped samples from a batch that a transform needs.
 
     Args:
-        transform: transform to apply; those of colabkit draw random numbers for each sample.
+        transform: transform to apply; transforms of colabkit draw random numbers for each sample.
         images: first field of the batch.
         samples: number of samples passed to `collate_fn`.
     """
@@ -130,7 +130,7 @@ def seed_by_draws(draws: Draws, device: torch.device | None = None) -> None:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of Python, NumPy and torch with 53 bits, and of all GPUs only that of `device`."""
+    """Seed the generators of Python, NumPy and torch with a 53-bit number; of all GPUs, seed only `device`."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     # `torch.manual_seed` would seed the generators of all GPUs.
@@ -156,7 +156,7 @@ def restored_generators(device: torch.device | None = None) -> Iterator[None]:
 
 
 _MAYBE_MASKS = {bool, np.bool_, torch.Tensor}
-# These hold the items that they yield, so they can be counted without consuming anything.
+# These types store their items, so the items can be counted without consuming an iterator.
 _STORED = (Sequence, np.ndarray, torch.Tensor)
 # Batches requested from a sampler at once. The limit is low because a sampler may depend on the training so far.
 _AHEAD_BATCHES = 32
@@ -191,7 +191,7 @@ class SamplerPlanner:
     share: Share
 
     def batches(self, start: int) -> int:
-        """Return the number of batches left after `start` samples; an estimate inside an epoch of lists."""
+        """Return the number of batches left after `start` samples; an estimate inside an epoch of a batch sampler."""
         if not self.yields_batches:
             return max(self._least(start), len(self._range(start)))
         if isinstance(self.sampler, _STORED):
@@ -199,7 +199,7 @@ class SamplerPlanner:
         return max(self._least(start), len(self.sampler) - start // self._size_of_batches)
 
     def samples(self, start: int) -> int:
-        """Return the number of samples in these batches; an estimate for a batch sampler."""
+        """Return the number of samples in the batches left after `start` samples; an estimate for a batch sampler."""
         if not self.yields_batches:
             return max(self._least(start), self._range(start).stop - start)
         if isinstance(self.sampler, _STORED):
@@ -262,8 +262,8 @@ class SamplerPlanner:
 
 
 def yields_batches(sampler: Iterable[Any]) -> bool:
-    """Return whether a custom sampler yields batches (lists of indices), judged by its first item."""
-    # These samplers compute the whole order for their first item.
+    """Return whether a custom sampler yields batches (lists of indices), according to its first item."""
+    # Avoid requesting an item: these samplers compute the complete order before they yield the first one.
     if type(sampler) in _OF_SINGLE_SAMPLES:
         return False
     with restored_generators():
@@ -283,11 +283,11 @@ def seed_of(sampler: Any) -> int:
 
 
 def _start_sampler(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
-    """Start iterating a sampler, with the same order again for the same epoch where possible.
+    """Start iterating over a sampler, and make the order of each epoch reproducible where possible.
 
     `set_epoch` is called if the sampler has it. Torch samplers read their generator before they yield the first sample,
-    so until then it is replaced by one that depends on the epoch; otherwise a resumed epoch would have another order.
-    For samplers that shuffle by the global generators, those are seeded likewise and restored afterwards.
+    so until then it is replaced by one that depends on the epoch; otherwise a resumed epoch would have a different
+    order. The global generators are seeded in the same way, for samplers that use them, and restored afterwards.
     """
     generators = []
     for each in _nested(sampler):

@@ -1,4 +1,5 @@
 """Sample orders: pure functions of the seed and the epoch that compute any range of positions directly.
 
-No permutation is stored, so an epoch of a billion samples starts immediately, and resuming an epoch is slicing it.
+No permutation is stored, so an epoch of a billion samples starts immediately, and a resumed epoch is a slice of the
+full one.
 """

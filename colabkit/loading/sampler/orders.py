@@ -1,4 +1,4 @@
-"""Sample orders: their protocol, and the orders with every sample once: sequential, shuffled, shuffled by blocks."""
+"""The protocol of sample orders, and the orders that contain every sample once: sequential and shuffled ones."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ class Sequential(PureOrder):
 
     @property
     def seed(self) -> int:
-        """0: this order has no randomness."""
+        """Always 0, because this order has no randomness."""
         return 0
 
 
 @dataclass(frozen=True)
 class Shuffled(PureOrder):
-    """Shuffle all samples, in a different order for each epoch, given by `epoch_order`.
+    """Shuffle all samples, in a different order for each epoch, computed by `epoch_order`.
 
     Args:
         n: number of samples in the dataset.
@@ -166,8 +166,8 @@ class BlockShuffled(PureOrder):
     """Shuffle all samples within windows of blocks, so reading touches only `window_blocks` blocks at a time.
 
     Blocks of consecutive samples are shuffled, and every `window_blocks` blocks of the result form a window, inside
-    which all samples are shuffled. A short last block may land anywhere. Each epoch has a different order. Time and
-    memory depend only on the length of the requested range, plus a table of at most 65,536 blocks.
+    which all samples are shuffled. A short last block may end up at any position. Each epoch has a different order.
+    Time and memory depend only on the length of the requested range, plus a table of at most 65,536 blocks.
 
     Args:
         n: number of samples in the dataset.
@@ -207,8 +207,8 @@ class BlockShuffled(PureOrder):
         return f"block {self.block_samples}x{self.window_blocks}"
 
     def _samples(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        # Places are numbered as if the short block were full, so all blocks and windows start at multiples; the missing
-        # samples are skipped. Only the full blocks are permuted, and the short one is inserted between them.
+        # Positions are numbered as if the short block were full, so all blocks and windows start at multiples; the
+        # missing samples are skipped. Only the full blocks are permuted, and the short one is inserted between them.
         block = min(self.block_samples, self.n)
         full_blocks, rest = divmod(self.n, block)
         lack = block - rest if rest else 0
@@ -233,7 +233,7 @@ class BlockShuffled(PureOrder):
         places -= numbers * block
         is_short = numbers == short
         numbers -= numbers > short
-        # If the short block is last, its own number is one too large for the permutation.
+        # If the short block is last, its number is one too large for the permutation.
         np.minimum(numbers, full_blocks - 1, out=numbers)
         permute(numbers, full_blocks, key_of(self.seed, epoch, Stream.BLOCKS))
         numbers[is_short] = full_blocks

@@ -85,7 +85,7 @@ class Balanced(PureOrder):
 
     @property
     def n(self) -> int:
-        """Samples in the dataset."""
+        """Number of samples in the dataset."""
         return int(self._members.size)
 
     def __repr__(self) -> str:
@@ -133,8 +133,8 @@ class Weighted(PureOrder):
     With replacement, each position is drawn independently, and the time for a range of positions depends only on its
     length. Without replacement, each sample occurs at most once per epoch: samples are sorted by exponential random
     numbers divided by their weights, which is equivalent to drawing one at a time from the remaining samples. This
-    takes O(n log n) once per epoch, and the order of the last epoch is cached (8 bytes per sample). A sample of weight
-    0 is never drawn. With replacement, a weight below 2**-53 of the sum is in practice never drawn either.
+    takes O(n log n) once per epoch, and the order of the most recent epoch is cached (8 bytes per sample). A sample of
+    weight 0 is never drawn. With replacement, a weight below 2**-53 of the sum is in practice never drawn either.
 
     Args:
         weights: weight of each sample, numbers of 0 or more `[N]`: an array, list or tensor. The sum need not be 1.
@@ -183,7 +183,7 @@ class Weighted(PureOrder):
 
     @property
     def n(self) -> int:
-        """Samples in the dataset."""
+        """Number of samples in the dataset."""
         return int(self.weights.size)
 
     def __repr__(self) -> str:
