@@ -44,14 +44,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
         see_own_mounts_only()
-    # A shell starts background jobs with SIGINT ignored, which child processes inherit. A handler is not inherited, so
-    # programs that tests start get the default action again.
+    # A shell starts background jobs with SIGINT ignored, and child processes inherit that. They do not inherit a
+    # handler, so programs that tests start get the default action again.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("full" if config.getoption("--full") else "fast")
 
 
 def see_own_mounts_only() -> None:
-    """Enter a new mount namespace, so that no worker finds the Drive that another worker mounts.
+    """Enter a new mount namespace, so that no test worker finds a Drive that another one mounts.
 
     The numbers are `CLONE_NEWNS` of `<linux/sched.h>`, and `MS_REC` and `MS_PRIVATE` of `<linux/mount.h>`.
     """
@@ -62,7 +62,7 @@ def see_own_mounts_only() -> None:
 
 @pytest.fixture
 def report_row(pytestconfig: pytest.Config) -> Callable[[str, str, object], None]:
-    """Return a function that adds a row to the table of `--report`: a failure, the reaction, and the message."""
+    """Return a function that adds a row to the `--report` table: a failure, colabkit's reaction, and its message."""
     rows = pytestconfig.stash.setdefault(ROWS, [])
     return lambda symptom, act, text: rows.append((symptom, act, repr(text) if isinstance(text, Report) else str(text)))
 
@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def main_module_stays() -> Iterator[None]:
-    """Restore the main module, which IPython's shells replace; spawned processes import it by its path."""
+    """Restore the main module, which IPython's shells replace but spawned processes import by path."""
     yield
     sys.modules["__main__"] = MAIN
 
@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    # With several workers, the slowest tests start first.
+    # Start the slowest tests first, so that no worker is left with them at the end.
     items.sort(key=lambda item: item.path.parent.name != "system")
 
 
@@ -112,7 +112,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Store local copies of `to="auto"` and `to="disk"` in a folder of the test."""
+    """Store local copies for `to="auto"` and `to="disk"` in a folder of the test."""
     # mktemp() would list the folders of all previous tests.
     folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
     folder.mkdir()
@@ -121,7 +121,7 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     try:
         folder.rmdir()
     except OSError:
-        # The folder is not empty.
+        # `rmdir()` is faster for the usual empty folder, but fails for others.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -133,7 +133,7 @@ def image_tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]]:
-    """Return a function that sets the hook called before each change of the file system; it is removed afterwards."""
+    """Return a function that sets the hook called before each file change; the hook is removed after the test."""
 
     def set_hook(hook: Callable[[str, Path], None] | None) -> None:
         file_changes.hook = hook
@@ -144,7 +144,7 @@ def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]
 
 @pytest.fixture(scope="module")
 def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
-    """Return a function that kills work at its `number`-th file change; it returns whether work got that far."""
+    """Return a function that kills work at its `number`-th file change, and returns whether the work got that far."""
     with Killing() as killing:
         yield killing.at
 
@@ -166,7 +166,7 @@ def heard() -> Iterator[list[meters.Event]]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Compute in one thread, as forked processes must, so that results are bit-identical."""
+    """Compute in one thread, so that results are bit-identical to those of forked processes, which must use one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

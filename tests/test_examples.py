@@ -28,7 +28,7 @@ LONGEST = 8
 
 
 def needs_example(thing: object) -> bool:
-    """Return whether users call a public name; reports and errors are only returned or raised."""
+    """Return whether users call a public name; they only receive reports and errors."""
     is_received = inspect.isclass(thing) and issubclass(thing, (Report, BaseException))
     return not isinstance(thing, ModuleType) and callable(thing) and not is_received
 
@@ -42,7 +42,7 @@ PUBLIC = {
 
 
 def documentation(name: str) -> str:
-    """Return the docstring of a public name; a class does not inherit the one of its base class."""
+    """Return the docstring of a public name; a class does not inherit its base class's docstring."""
     return inspect.cleandoc(PUBLIC[name].__doc__ or "")
 
 
@@ -116,7 +116,7 @@ def test_example_runs_as_written(
     if name in FIXTURES:
         request.getfixturevalue(FIXTURES[name])
     monkeypatch.chdir(tmp_path)
-    # Functions of `__main__` are pickled by value, as in a notebook.
+    # Functions in `__main__` are pickled by value, as in a notebook.
     variables = {"__name__": "__main__"}
     example = doctest.DocTestParser().get_doctest(documentation(name), variables, name, None, None)
     output: list[str] = []

@@ -1,4 +1,4 @@
-"""The page of all error messages is up to date, and every message keeps the rules of writing."""
+"""The page of all error messages is up to date, and every message follows the writing rules."""
 
 from __future__ import annotations
 

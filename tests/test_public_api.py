@@ -51,7 +51,7 @@ def test_every_public_object_method_and_argument_is_documented() -> None:
 
 
 def annotations_in_help(thing: Any) -> Iterator[tuple[str, str, types.ModuleType]]:
-    """Yield the annotations that `help()` shows for a function or class, each with its place and its module."""
+    """Yield the annotations that `help()` shows for a function or class, each with its argument or field and module."""
     owners = [base for base in inspect.getmro(thing) if "colabkit" in base.__module__] if inspect.isclass(thing) else []
     functions = {} if inspect.isclass(thing) else {"": thing}
     for owner in owners:
@@ -64,16 +64,16 @@ def annotations_in_help(thing: Any) -> Iterator[tuple[str, str, types.ModuleType
                 functions.setdefault(f".{name}", function)
     for name, function in functions.items():
         for argument, text in function.__annotations__.items():
-            # The methods that dataclasses generate have types instead of texts; they repeat the fields.
+            # Skip the methods that dataclasses generate: they repeat the fields, with types as annotations.
             if isinstance(text, str):
                 yield f"{name}({argument})", text, sys.modules[function.__module__]
 
 
 def private_names(annotation: str, module: types.ModuleType) -> Iterator[str]:
-    """Yield the aliases and the classes of colabkit in an annotation that are not public."""
+    """Yield colabkit's private aliases and classes in an annotation."""
     public = [getattr(space, name) for space in (colabkit, *NAMESPACES) for name in space.__all__]
     for node in ast.walk(ast.parse(annotation, mode="eval")):
-        # A name that is missing is a builtin, or is imported from another package for type checking only.
+        # A missing name is a builtin, or is imported from another package only for type checking.
         found = getattr(module, node.id, None) if isinstance(node, ast.Name) else None
         if found is None or isinstance(found, TypeVar) or any(found is one for one in public):
             continue

@@ -1,4 +1,4 @@
-"""The README: its code blocks run, its links exist, and its newest version is that of the package."""
+"""The README's code blocks run, its links exist, and its newest version is the package's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ QUOTED = re.compile(r"'[^']*'")
 
 
 def shape(output: str) -> str:
-    """Return an output without its numbers and paths, which differ between runs."""
+    """Return an output without numbers and paths, which differ between runs."""
     return AMOUNT.sub("#", QUOTED.sub("'...'", output.strip()))
 
 

@@ -1,4 +1,4 @@
-"""The structure of the package: imports between subpackages, no cycles, unique class names, and short files."""
+"""The package's structure: imports between subpackages, no cycles, unique class names, and short files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tree_of(file: Path) -> ast.Module:
 
 @cache
 def imports_of(module: str) -> tuple[tuple[str, str], ...]:
-    """Return the modules of colabkit that a module imports, also for type checking only, each with the line."""
+    """Return the colabkit modules that a module imports, also for type checking, each with the import statement."""
     file = MODULES[module]
     found = []
     for node in ast.walk(tree_of(file)):
@@ -58,7 +58,7 @@ def imports_of(module: str) -> tuple[tuple[str, str], ...]:
         else:
             continue
         known = [target for target in targets if target in MODULES]
-        # `from package import module` imports the module; `from module import name` the module itself.
+        # `from package import module` imports `module`; `from module import name` also imports `module`.
         deepest = {target for target in known if not any(other.startswith(f"{target}.") for other in known)}
         found += [(target, ast.unparse(node)) for target in deepest]
     return tuple(found)
@@ -69,7 +69,7 @@ def test_modules_import_only_from_their_own_subpackage_and_earlier_ones() -> Non
     for module in MODULES:
         for target, line in imports_of(module):
             if not subpackage_of(module) or (subpackage_of(module) == SUBPACKAGES[-1] and target == "colabkit"):
-                # Public namespaces may import from every subpackage; the last one may use `colabkit` as users do.
+                # Public namespaces may import from every subpackage; the last subpackage may import `colabkit`.
                 continue
             if not subpackage_of(target) or SUBPACKAGES.index(subpackage_of(target)) > SUBPACKAGES.index(
                 subpackage_of(module)
@@ -162,7 +162,7 @@ def test_init_modules_describe_every_module_and_export_only_used_names() -> None
 
 @cache
 def used_names() -> dict[str, set[str]]:
-    """Return, for each subpackage, the names that other code imports from it."""
+    """Return the names that other code imports from each subpackage."""
     used: dict[str, set[str]] = defaultdict(set)
     line = re.compile(r"from (?:colabkit)?\.(\w+) import (\([^)]*\)|[^\n\\(\"]*)")
     for root in (PACKAGE, ROOT / "tests", ROOT / "notebooks"):

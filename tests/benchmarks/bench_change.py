@@ -4,16 +4,16 @@
     python tests/benchmarks/bench_change.py ../before
 
 Each round starts one new process for each checkout, and the two take turns. New processes are needed because two
-processes of the same code can differ by a tenth as long as they run, due to their memory layout. The table shows the
-ratio of medians over the rounds with a bootstrapped 95% interval; above 1, this checkout is faster. Workloads use
-public calls that both checkouts have:
+processes with the same code can differ by 10% for their entire run, due to their memory layout. The table shows the
+ratio of medians over the rounds with a bootstrapped 95% interval; above 1, this checkout is faster. The workloads use
+only public calls that both checkouts have:
 
-- `loader`: epochs of 50,000 shuffled images of 32x32 from a pack, batch 512
-- `decode`: an epoch of random crops of 224 from 300 photos, batch 32
-- `packing`: 3,000 small JPEGs to a raw pack; `packing photos`: 300 photos to 128x128
+- `loader`: epochs of 50,000 shuffled 32x32 images from a pack, batch size 512
+- `decode`: an epoch of random 224x224 crops from 300 photos, batch size 32
+- `packing`: packing 3,000 small JPEG files as raw images; `packing photos`: packing 300 photos as 128x128 images
 - `staging`: copying 3,000 small files
-- `training`: steps of a small network with `train()`, batch 64
-- `first batch`: from `open_pack()` to the first batch in a new process; `import`: importing `Loader`
+- `training`: steps of a small network with `train()`, batch size 64
+- `first batch`: from `open_pack()` to the first batch in a new process; `import`: the import of `Loader`
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each round, before and after: the median of several turns after a warm-up."""
+    """Return each round's seconds for both checkouts: the median of several turns after a warm-up."""
     checkouts = {"before": os.path.abspath(before), "after": str(CHECKOUT)}
     local = os.path.join(folder, "near")
     commands = {which: [sys.executable, __file__, path, "--child", name, folder] for which, path in checkouts.items()}
@@ -77,7 +77,7 @@ def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[floa
 
 
 def compared(before: list[float], after: list[float]) -> tuple[float, float, float]:
-    """Return the ratio of medians and its 95% interval, by resampling whole rounds 2,000 times."""
+    """Return the ratio of medians and its 95% interval from 2,000 resamples of the rounds."""
     chance = random.Random(0)
     pairs = list(zip(before, after, strict=True))
 
@@ -101,7 +101,7 @@ def write_data(folder: Path) -> None:
 
 
 def serve(name: str, folder: str) -> None:
-    """Run a workload once for each line of input, and print its seconds."""
+    """Run a workload once for each line of input, and print the seconds of each run."""
     run = WORKLOADS[name](Path(folder))
     for _ in sys.stdin:
         print(run(), flush=True)

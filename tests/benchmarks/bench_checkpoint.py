@@ -1,14 +1,14 @@
-"""Measure the cost of a 500 MB checkpoint for training: the call itself, and the slowdown of steps during writing.
+"""Measure how much a 500 MB checkpoint slows training: the blocking call, and the steps while it is written.
 
     python tests/benchmarks/bench_checkpoint.py --folder /content
 
 1. How long `CheckpointFolder.save()` blocks its caller, compared with a plain copy of the same tensors into new memory
    and into reused memory, and with `torch.save` in the caller's thread, as in a hand-written loop.
-2. How many small steps per second run while the checkpoint is written, compared with the same loop alone just before
+2. How many small steps per second run while the checkpoint is written, compared with the same loop just before
    and after, and with `torch.save` in a plain thread.
 
-The content resembles a model and Adam: three tensors of each of 60 sizes. The steps train a small CNN with batches of
-64.
+The content resembles the states of a model and Adam: 60 sizes with three tensors each. The steps train a small CNN with
+batches of 64.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def folder_of(bench: Bench) -> Path:
 
 
 def made(megabytes: int) -> dict[str, Any]:
-    """Return the states of a model and of Adam with this total size."""
+    """Return tensors like the states of a model and of Adam, with this total size."""
     sizes = [1 + number % 6 for number in range(LAYERS)]
     unit = megabytes * 1_000_000 // (4 * 3 * sum(sizes))
     model = {f"layer{number}.weight": torch.randn(size * unit) for number, size in enumerate(sizes)}
@@ -65,7 +65,7 @@ def tensors_of(content: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def the_call(bench: Bench) -> None:
-    """Measure how long the caller is blocked."""
+    """Measure how long `save()` blocks its caller."""
     content, folder = made(bench.options.megabytes), folder_of(bench)
     tensors = tensors_of(content)
     memory = [torch.empty_like(tensor) for tensor in tensors]
@@ -98,7 +98,7 @@ def the_call(bench: Bench) -> None:
 
 
 def the_steps(bench: Bench) -> None:
-    """Measure steps per second during writing, compared with those alone."""
+    """Measure steps per second with and without a checkpoint being written."""
     torch.set_num_threads(bench.options.threads)
     content, folder = made(bench.options.megabytes), folder_of(bench)
     step = small_step()
@@ -106,7 +106,7 @@ def the_steps(bench: Bench) -> None:
         step()
 
     def rate(until: Callable[[], bool]) -> tuple[float, float]:
-        """Return the steps per second and the seconds of a loop that runs until a condition holds."""
+        """Run steps until a condition holds; return the steps per second, and the seconds."""
         count, started = 0, time.perf_counter()
         while not until():
             step()

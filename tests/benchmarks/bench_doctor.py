@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_doctor.py [--only traces,runs] [--json out.json]
 
 The verdict of a run must be the planted bottleneck. The predicted speed after the fix is compared with the measured
-one; each is the median of three to nine rounds in which both runs alternate. The prediction that counts is that of
-`diagnose(loader, headspace=headspace(step, loader))`. The prediction without `headspace()` and the agreement of fixed
-runs with each other are reported too. Each scenario runs in its own process and takes one to three minutes; scenarios
-with a slow drive need FUSE.
+speed; each is the median of three to nine rounds in which the slow and the fixed run alternate. The requirements apply
+to the prediction of `diagnose(loader, headspace=headspace(step, loader))`. The benchmark also reports the prediction
+without `headspace()`, and how well the fixed runs agree with each other. Each scenario runs in a new process and takes
+one to three minutes; scenarios with a slow drive need FUSE.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
-    """Return the table row of a trace, and whether the doctor is right."""
+    """Return the table row of a trace, and whether the diagnosis is right."""
     found = trace.judge()
     rules = [advice.rule for advice in found.advice]
     is_right = found.verdict == trace.verdict
@@ -111,7 +111,7 @@ def is_right(found: dict[str, Any]) -> bool:
 
 
 def off_by(found: dict[str, Any], speed: str = "expected") -> float | None:
-    """Return the error of a prediction as a share of the speed after the fix; None if there is no prediction.
+    """Return the relative error of a predicted speed; None if there is no prediction.
 
     Args:
         found: results of a run.
@@ -123,7 +123,7 @@ def off_by(found: dict[str, Any], speed: str = "expected") -> float | None:
 
 
 def agreement(speeds: list[float]) -> float:
-    """Return how often the median of two rounds is within 15% of that of the others: how steady the machine is."""
+    """Return how often the median of two rounds is within 15% of the other rounds' median, as on a steady machine."""
     pairs = list(itertools.combinations(range(len(speeds)), 2))
     close = 0
     for pair in pairs:

@@ -1,8 +1,8 @@
-"""Benchmarks that need a GPU: copies, training compared with cached batches, samples in GPU memory, and memory growth.
+"""Measure GPU copies, training compared with cached batches, samples in GPU memory, and memory growth.
 
     python tests/benchmarks/bench_gpu.py
 
-Without a GPU, it prints a line and ends. Samples are random 224x224x3 images, packed at the start. The model is a
+Without a GPU, the script only prints a line. Samples are random 224x224x3 images, packed at the start. The model is a
 ResNet-18 in bfloat16. The last table shows the requirements.
 """
 
@@ -77,12 +77,12 @@ def make_dataset(folder: Path) -> colabkit.PackedDataset:
 
 
 def ratio(figures: dict[str, list[float]], bare: str, ours: str) -> float:
-    """Return the ratio of two systems' medians."""
+    """Return the ratio between the medians of two systems."""
     return statistics.median(figures[ours]) / statistics.median(figures[bare])
 
 
 def bare_gather(dataset: colabkit.PackedDataset) -> Callable[[], float]:
-    """Return the limit of the `gpu` tier: rows gathered on the device in a new random order into one buffer."""
+    """Return a run at the limit of the `gpu` tier: it gathers rows on the device into one buffer, in random order."""
     rows = dataset.rows.cuda()
     wide = rows.view(len(rows), -1).view(torch.int64)
     buffer = torch.empty(BATCH, wide.shape[1], dtype=torch.int64, device="cuda")

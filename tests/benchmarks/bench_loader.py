@@ -3,9 +3,9 @@
     python tests/benchmarks/bench_loader.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
 
 Every system runs in a new process, in interleaved rounds: a warm-up epoch, then complete shuffled epochs for at least
-three seconds, or turns of a few epochs that alternate with another system. The consumer only takes batches. All data is
-in the page cache. `--peers` runs the other loaders in this Python, `--peers-python` in their own environment, which you
-can create on Debian or Ubuntu:
+three seconds, or turns of a few epochs that alternate with another system. The consumer ignores the batches. All data
+is in the page cache. `--peers` runs the other loaders in this Python, `--peers-python` in a separate environment, which
+you can create on Debian or Ubuntu:
 
     apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
     uv venv --python 3.11 peers
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass
 class LoaderBench(Bench):
-    """The data of the benchmark, created on first use; `broken` has the reasons for failures of other writers."""
+    """The benchmark's data, created on first use; `broken` has the reasons why other packages' writers failed."""
 
     broken: dict[Path, str] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class LoaderBench(Bench):
         return target
 
     def photo_files(self, times: int) -> Path:
-        """Return the photos, each repeated this many times."""
+        """Return a folder that contains each photo this many times."""
         plain, target = extract_photos(self.options.photos, self.folder / "photos"), self.folder / f"photos-{times}"
         if not target.is_dir():
             for folder in sorted(plain.iterdir()):
@@ -109,7 +109,7 @@ class LoaderBench(Bench):
         return target
 
     def written(self, writer: str, source: Path) -> Path:
-        """Return the output of another package's writer for a source; if it fails, `broken` has the reason."""
+        """Return the path of a source in another package's format; if its writer fails, `broken` has the reason."""
         target = self.folder / f"{source.stem}-{writer.replace(' ', '-').replace(',', '')}" / "data"
         if self.peers_python is None or target.exists() or target in self.broken:
             return target
@@ -124,7 +124,7 @@ class LoaderBench(Bench):
         return target
 
     def run(self, action: str, row: Row, batch_size: int, number: int = 1) -> Found:
-        """Run a system in a new process and return its output, or why there is none."""
+        """Run a system in a new process and return its output, or the reason why there is none."""
         is_peer = row.system in PEERS
         python = self.peers_python if is_peer else sys.executable
         if python is None:
@@ -170,7 +170,7 @@ def link(files: Iterable[Path], folder: Path, times: int) -> None:
 
 
 def cifar(bench: LoaderBench) -> None:
-    """Small raw rows, and the same images in the formats of the other packages."""
+    """Compare loaders on small raw rows, and on the same images in the formats of other packages."""
     files, few = bench.files(), bench.few_files()
     many, some = warm(files), warm(few)
     packed, few_packed = bench.pack(files), bench.pack(few)
@@ -204,7 +204,7 @@ def cifar(bench: LoaderBench) -> None:
 
 
 def bare(bench: LoaderBench) -> None:
-    """Small raw rows compared with a plain loop: a process of each runs at the same time, in turns of about 50 ms.
+    """Compare small raw rows with a plain loop, in two processes that take turns of about 50 ms.
 
     Short turns are needed because the speed of a shared machine can change by half within minutes, which would hide the
     small difference between the two.
@@ -226,7 +226,7 @@ def bare(bench: LoaderBench) -> None:
 
 
 def rows_224(bench: LoaderBench) -> None:
-    """Rows of 150,528 bytes, compared with copying blocks into one buffer, and into two since users hold batches."""
+    """Compare rows of 150,528 bytes with copying blocks into one buffer, and into two because users hold batches."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     count = len(colabkit.open_pack(packed)["train"])
     rows = {
@@ -239,7 +239,7 @@ def rows_224(bench: LoaderBench) -> None:
 
 
 def photos(bench: LoaderBench) -> None:
-    """RandomResizedCrop and flip from raw rows."""
+    """Compare RandomResizedCrop and flip on raw rows."""
     packed = bench.pack(bench.photo_files(PHOTO_TIMES), 256)
     count = len(colabkit.open_pack(packed)["train"])
     rows = {
@@ -252,7 +252,7 @@ def photos(bench: LoaderBench) -> None:
 
 
 def jpeg(bench: LoaderBench) -> None:
-    """RandomResizedCrop and flip from JPEG files."""
+    """Compare RandomResizedCrop and flip on JPEG files."""
     files = bench.photo_files(PHOTO_TIMES)
     rows = jpeg_rows(bench, OURS, "colabkit crops")
     count = rows[OURS].samples
@@ -271,7 +271,7 @@ def jpeg(bench: LoaderBench) -> None:
 
 
 def decoded(bench: LoaderBench) -> None:
-    """RandomResizedCrop and flip from JPEG files, from the second epoch on, when the decoded rows are cached."""
+    """Compare RandomResizedCrop and flip on JPEG files from the second epoch on, when decoded rows are cached."""
     rows = jpeg_rows(bench, DECODED, "colabkit decoded")
     title = f"{rows[DECODED].samples:,} photos, RandomResizedCrop 224 + flip, from the second epoch on"
     middle = bench.compare_rows(title, rows, 128, JPEG_PEERS)
@@ -295,7 +295,7 @@ def best(middle: Mapping[str, float]) -> str:
 
 
 def first(bench: LoaderBench) -> None:
-    """Seconds to the first batch of small raw rows."""
+    """Measure the time to the first batch of small raw rows."""
     files = bench.files()
     count = warm(files)
     packed = bench.pack(files)
@@ -321,7 +321,7 @@ def first(bench: LoaderBench) -> None:
 
 
 def worker(bench: LoaderBench) -> None:
-    """CPU use of the loader's threads with a slow consumer."""
+    """Measure the CPU use of the loader's threads with a slow consumer."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     title = f"CPU of the loader's threads at {PACE:,} images/s of 224x224x3, share of a core"
     middle = repeated(bench, "worker", title, packed, 128, {"cpu_share": 100, "own_share": 100}, "%")
@@ -329,7 +329,7 @@ def worker(bench: LoaderBench) -> None:
 
 
 def order(bench: LoaderBench) -> None:
-    """Time to the first batch of 10^9 samples, and to the first batch after resuming in the middle."""
+    """Measure the time to the first batch of 10^9 samples, at the start and after resuming in the middle."""
     title = f"Time to the first batch of a shuffled order of {ORDER_SAMPLES:,} samples"
     middle = repeated(bench, "order", title, bench.folder / "none", 512, {"first_s": 1e3, "middle_s": 1e3}, "ms")
     bench.need("order: ms to the first batch", middle.get("first_s"), 100, "{:.1f}", at_most=True)
@@ -337,7 +337,7 @@ def order(bench: LoaderBench) -> None:
 
 
 def meters(bench: LoaderBench) -> None:
-    """Share of an epoch of small raw rows that the loader's meters take."""
+    """Measure how much of an epoch of small raw rows the loader's meters take."""
     packed = bench.pack(bench.files())
     title = "Share of an epoch of small rows that the meters take: number of calls times the cost of one"
     middle = repeated(bench, "meters", title, packed, 512, {"share": 100}, "%")
@@ -347,7 +347,7 @@ def meters(bench: LoaderBench) -> None:
 def repeated(
     bench: LoaderBench, action: str, title: str, source: Path, batch_size: int, scales: Mapping[str, float], unit: str
 ) -> dict[str, float]:
-    """Run an action of colabkit alone in several processes, print a table and return the medians."""
+    """Run an action with only colabkit in several processes, print a table and return the medians."""
     found = bench.run_often(action, Row("colabkit", source, 0), batch_size)
     bench.figures[action] = found
     if "missing" in found[-1]:

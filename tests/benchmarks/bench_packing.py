@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_packing.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
 
 Every system runs in a new process, in interleaved rounds, after one untimed run over fewer files. Times are from
-listing the folder to the finished file, without imports. Files are extracted beforehand and in the page cache. The
-other packages need their own environment, which you can create on Debian or Ubuntu:
+listing the folder to the finished file, without imports. Files are already extracted and in the page cache. The other
+packages need a separate environment, which you can create on Debian or Ubuntu:
 
     apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
     uv venv --python 3.11 peers
@@ -12,8 +12,8 @@ other packages need their own environment, which you can create on Debian or Ubu
         wheel ninja simplejpeg psutil h5py pillow litdata mosaicml-streaming webdataset
     uv pip install --python peers/bin/python --no-build-isolation ffcv==1.0.2
 
-litdata's `optimize()` deletes the folders `data` and `chunks` of the temporary folder, so each system gets its
-own temporary folder.
+litdata's `optimize()` deletes the folders `data` and `chunks` of the temporary folder, so each system gets a separate
+temporary folder.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 class PackingBench(Bench):
-    """Small files and photos, which are extracted once, and packs, which are removed immediately."""
+    """The benchmark's small files and photos, extracted once, and its packs, each removed after its run."""
 
     @property
     def archive(self) -> Path:
@@ -101,7 +101,7 @@ class PackingBench(Bench):
 
 
 def cifar(bench: PackingBench) -> None:
-    """The training files, extracted, to a raw pack."""
+    """Compare packing the extracted training files as raw images."""
     source, test = bench.files / "train", bench.files / "test"
     count, names = warm(source), (RAW, "colabkit source", BARE, *PEERS)
     systems = {name: partial(bench.run, name, source, count, warm_up=test) for name in names}
@@ -112,7 +112,7 @@ def cifar(bench: PackingBench) -> None:
 
 
 def from_zip(bench: PackingBench) -> None:
-    """All files, extracted and directly from the archive."""
+    """Compare packing all files from a folder and directly from the archive."""
     count = warm(bench.files)
     bench.archive.read_bytes()
     sources = {"extracted": bench.files, "from the zip": bench.archive}
@@ -122,7 +122,7 @@ def from_zip(bench: PackingBench) -> None:
 
 
 def photos(bench: PackingBench) -> None:
-    """The photos to raw images of 256x256."""
+    """Compare packing the photos as raw 256x256 images."""
     count = warm(bench.photos)
     ours, *bare = "colabkit raw 256", "plain 256, threads", "plain 256, processes"
     systems = {system: partial(bench.run, system, bench.photos, count) for system in (ours, *bare)}
@@ -131,7 +131,7 @@ def photos(bench: PackingBench) -> None:
 
 
 def memory(bench: PackingBench) -> None:
-    """Peak memory of packing: the process and its children, measured by another process."""
+    """Measure the peak memory of packing, in the process and its children, from another process."""
     test, train = bench.files / "test", bench.files / "train"
     rows = []
     for name, system, source in (
@@ -195,7 +195,7 @@ def tree_memory(process: psutil.Process) -> tuple[int, int]:
 
 
 def opening(bench: PackingBench) -> None:
-    """The first open of a large pack in a process."""
+    """Measure the first open of a large pack in a process."""
     path = bench.folder / "big.h5"
     samples = sum(colabkit.pack(bench.archive, path, encoding="raw", progress=False).splits.values())
     ms = [1e3 * child([sys.executable, "-c", OPEN, path], DEADLINE_S)["seconds"] for _ in range(20)]
@@ -207,7 +207,7 @@ def opening(bench: PackingBench) -> None:
 
 
 def flips(bench: PackingBench) -> None:
-    """Flipped bits, truncations and mutations of small packs, raw and with the original file bytes."""
+    """Check that flipped bits, truncations and mutations are found in small packs of raw images and of file bytes."""
     few = bench.folder / "few"
     chance = random.Random(0)
     for split in ("train", "test"):
@@ -232,7 +232,7 @@ def flips(bench: PackingBench) -> None:
 
 
 def damages(path: Path, kind: str, count: int) -> list[tuple[int, str, str]]:
-    """Run all damages in child processes; after a crash, a new child continues with the next damage."""
+    """Check all kinds of damage in child processes; after a crash, a new child process continues with the next one."""
     found: list[tuple[int, str, str]] = []
     while len(found) < count:
         first = len(found)

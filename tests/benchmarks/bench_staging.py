@@ -4,9 +4,9 @@
 
 The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency for each open and listing, one
 bandwidth for all reads, and a maximum number of concurrent requests. It is mounted again for every run, so that nothing
-is cached. Plain threads know all paths beforehand and write nothing; the best number of threads is searched from 1 to
-128. The benchmark needs root or `fusermount3`, and `mfusepy`; `rsync` and `rclone` are compared if available. `--only`
-selects parts.
+is cached. Plain threads know all paths beforehand and write nothing; the benchmark searches for the best number of
+threads from 1 to 128. The benchmark needs root or `fusermount3`, and `mfusepy`; `rsync` and `rclone` are compared if
+available. `--only` selects parts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 @dataclass
 class StagingBench(Bench):
-    """The drive's content (`root`), its mount point (`point`), and the folder for copies."""
+    """The benchmark's drive with its content (`root`) and its mount point (`point`), and the folder for copies."""
 
     targets: int = 0
 
@@ -67,7 +67,7 @@ class StagingBench(Bench):
 
     @property
     def settings(self) -> list[tuple[float, ...]]:
-        """Latency in ms, and number of concurrent requests."""
+        """Latencies in ms, each with the number of concurrent requests."""
         return [tuple(map(float, text.split("/"))) for text in self.options.settings.split(",")]
 
     def fill(self, files: int, big_bytes: int) -> None:
@@ -87,7 +87,7 @@ class StagingBench(Bench):
                 file.write(random.randbytes(min(10**7, big_bytes)))
 
     def drive(self, latency_ms: float, at_once: float, bandwidth: float = BANDWIDTH) -> FuseMount:
-        """Return the slow drive, which is mounted without cached data."""
+        """Return a new mount of the slow drive, without cached data."""
         latency_s = latency_ms / 1e3
         return FuseMount(
             self.point,
@@ -111,7 +111,7 @@ class StagingBench(Bench):
         return self.target(self.tmpfs)
 
     def show(self, title: str, seconds: Mapping[str, list[float]], needed: Mapping[str, float]) -> None:
-        """Print medians, spread and the relative speed of `stage()`, and check the requirements."""
+        """Print medians, spreads and the relative speed of `stage()`, and check the requirements."""
         middle = {name: statistics.median(values) for name, values in seconds.items()}
         speeds = {name: middle[name] / middle["stage()"] for name in seconds}
         rows = [(name, *spread(values, "{:.3f}"), f"{speeds[name]:.3f}") for name, values in seconds.items()]
@@ -149,7 +149,7 @@ def bare_ranges(path: Path, threads: int) -> None:
 
 
 def small(bench: StagingBench) -> None:
-    """Small files at each setting."""
+    """Compare copies of small files at each setting."""
     try:
         for latency_ms, at_once in bench.settings:
             small_at(bench, latency_ms, at_once)
@@ -158,7 +158,7 @@ def small(bench: StagingBench) -> None:
 
 
 def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
-    """Small files: the best plain threads, stage() without options, rclone, rsync and cp; slow ones run only once."""
+    """Compare `stage()` without options with the best plain threads, rclone, rsync and cp; slow ones run only once."""
     folder, rounds = bench.point / "small", bench.rounds
 
     def on_drive(work: Callable[[], object]) -> float:
@@ -168,7 +168,7 @@ def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
     def threads(count: int, share: int = 1) -> Callable[[], object]:
         return lambda: bare(bench.point, bench.paths[::share], count)
 
-    # Few threads take minutes and cannot be the best, so they read an eighth of the files and count eight times.
+    # A few threads take minutes and cannot be the best, so they read an eighth of the files and count eight times.
     shares = {count: 8 if count < at_once / 2 else 1 for count in SWEEP}
     sweep = {count: on_drive(threads(count, share)) * share for count, share in shares.items()}
     shown = ", ".join(f"{count}: {seconds:.2f}" for count, seconds in sweep.items())
@@ -205,7 +205,7 @@ def made(folder: Path) -> Path:
 
 
 def big(bench: StagingBench) -> None:
-    """One big file at each setting."""
+    """Compare copies of one big file at each setting."""
     file = bench.point / "big.bin"
     for latency_ms, at_once in bench.settings:
         systems: dict[str, Callable[[], object]] = {
@@ -226,7 +226,7 @@ def big(bench: StagingBench) -> None:
 
 
 def local(bench: StagingBench) -> None:
-    """One big file from a local disk to the same disk, compared with cp."""
+    """Compare copies of one big file from a local disk to the same disk with cp."""
     file = bench.root / "big.bin"
     seconds: dict[str, list[float]] = {"stage()": [], "cp": []}
     for _ in range(5 * bench.rounds):
@@ -241,7 +241,7 @@ def local(bench: StagingBench) -> None:
 
 
 def memory(bench: StagingBench) -> None:
-    """Peak memory of a process that stages the small files, the big file, and all files."""
+    """Measure the peak memory of a process that stages the small files, the big file, and all files."""
     code = (
         "import sys, colabkit; colabkit.stage(sys.argv[1], sys.argv[2], progress=False);"
         "print([int(line.split()[1]) // 1024 for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
@@ -258,7 +258,7 @@ def memory(bench: StagingBench) -> None:
 
 
 def again(bench: StagingBench) -> None:
-    """The second stage() of all files."""
+    """Measure a second `stage()` of all files."""
     target = bench.target()
     first = colabkit.stage(bench.whole, target, progress=False)
     seconds = [timed(lambda: colabkit.stage(bench.whole, target, progress=False)) for _ in range(5)]
@@ -268,7 +268,7 @@ def again(bench: StagingBench) -> None:
 
 
 def prepare(bench: StagingBench) -> None:
-    """prepare() of a pack that an earlier session saved on the drive."""
+    """Measure `prepare()` with a pack that an earlier session saved on the drive."""
 
     def run() -> None:
         made.append(colabkit.prepare(bench.point / "small", save_to=bench.point / "colabkit", progress=False).report)
@@ -290,7 +290,7 @@ def prepare(bench: StagingBench) -> None:
 
 
 def kill(bench: StagingBench) -> None:
-    """Kill stage() at random times, start it again, compare all bytes, and count files and blocks copied twice."""
+    """Kill `stage()` at random times, start it again, compare all bytes, and count files and blocks copied twice."""
     code = "import sys, colabkit; colabkit.stage(sys.argv[1], sys.argv[2], progress=False)"
     twice = []
     for number in range(bench.options.kills):
@@ -321,7 +321,7 @@ def kill(bench: StagingBench) -> None:
 
 
 def kept(bench: StagingBench, target: Path, name: str) -> tuple[set[str], int]:
-    """Return the drive's paths of complete files in the partial copy, and the recorded blocks."""
+    """Return the paths on the drive of the partial copy's complete files, and the blocks that it records."""
     if target.exists():
         return {f"/{path}" for path in bench.paths}, 10**9
     files, blocks = set(), 0
@@ -335,7 +335,7 @@ def kept(bench: StagingBench, target: Path, name: str) -> tuple[set[str], int]:
 
 
 def same(remote: Path, near: Path) -> None:
-    """Compare all bytes."""
+    """Assert that a copy has the same bytes as the drive."""
     pairs = [(remote, near / remote.name)]
     if remote.is_dir():
         pairs = [(path, near / path.relative_to(remote)) for path in remote.rglob("*") if path.is_file()]

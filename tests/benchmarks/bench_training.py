@@ -2,12 +2,12 @@
 
     python tests/benchmarks/bench_training.py
 
-All systems train the same small convolutional network with the same batches of 64 images of 32x32 on the CPU, in
+All systems train the same small convolutional network with the same batches of 64 32x32 images on the CPU, in
 interleaved epochs:
 
 - a loop in plain torch over a list of batches, `train(supervised_step(...), Loader(...))` over the same samples in
-  memory, and the same with a checkpoint after every 6 steps (`bench_checkpoint.py` measures checkpoints of 500 MB);
-- longer epochs of `train()` without and with a panel, which is shown as in a notebook, through IPython's display
+  memory, and that call with a checkpoint after every 6 steps (`bench_checkpoint.py` measures checkpoints of 500 MB);
+- longer epochs of `train()` with and without a panel, which is shown as in a notebook, through IPython's display
   publisher; a fake front end counts the bytes and discards them.
 """
 
@@ -36,7 +36,7 @@ from models import small_cnn
 BATCH, STEPS = 64, 12
 # Epochs with the panel are longer, so there are fewer of them.
 PANEL_ROUNDS_SHARE = 4
-# Size of a message without its content.
+# Size of a message without its content, in bytes.
 ENVELOPE_BYTES = 650
 
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def steps(bench: Bench) -> None:
-    """Steps by hand, by `train()`, and with checkpoints."""
+    """Compare steps of a hand-written loop, of `train()`, and of `train()` with checkpoints."""
     samples = samples_of(STEPS)
     figures = interleaved(
         {
@@ -65,7 +65,7 @@ def steps(bench: Bench) -> None:
 
 
 def panel(bench: Bench) -> None:
-    """Steps without and with the panel."""
+    """Compare steps of `train()` with and without the panel."""
     InteractiveShell.instance().display_pub = CountingPublisher()
     run = by_train(samples_of(20))
     run()
@@ -89,7 +89,7 @@ def panel(bench: Bench) -> None:
 
 
 class CountingPublisher(CapturingDisplayPublisher):
-    """A fake front end that counts the bytes."""
+    """A fake front end that counts the bytes and frames it receives."""
 
     sent_bytes = 0
     frames = 0
@@ -101,7 +101,7 @@ class CountingPublisher(CapturingDisplayPublisher):
 
 @contextmanager
 def shown(shown_s: list[float]) -> Iterator[None]:
-    """Show the panel within a block, and record its seconds."""
+    """Show the panel within a block, and record the block's seconds."""
     began = time.perf_counter()
     with colabkit.dashboard(screen="notebook"):
         yield
@@ -109,7 +109,7 @@ def shown(shown_s: list[float]) -> Iterator[None]:
 
 
 def samples_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images and labels of this many steps."""
+    """Return random images and labels for this many steps."""
     return torch.randn(BATCH * count, 3, 32, 32), torch.randint(0, 10, (BATCH * count,))
 
 
@@ -148,7 +148,7 @@ def by_train(
 ) -> Callable[[], float]:
     """Return a function that trains an epoch with `train()` and returns the microseconds per step.
 
-    With a context `beside` it, these are the times between the events of steps, without the first one.
+    If a context `beside` the training is given, steps are timed from event to event, without the first step.
     """
     model, optimizer = network()
     step = colabkit.supervised_step(model, optimizer)

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/doctor_runs.py "decoding, a light step"
 
-trains with and without the bottleneck in alternating rounds. It prints as JSON the doctor's diagnoses, with and without
-a measurement of the step alone, and the median speeds before and after.
+trains with and without the bottleneck in alternating rounds. It prints JSON with the median speeds before and after the
+fix, and the doctor's diagnoses with and without a measurement of the step alone.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Run:
     Attributes:
         name: description of the bottleneck.
         verdict: the correct verdict.
-        rules: rules of which one must give advice; empty if none is expected.
+        rules: rules, at least one of which must give advice; empty if no advice is expected.
         before: returns the slow loader, with files in a folder.
         after: returns the fixed loader; None if the fix does not change the loader.
-        width: channels of the model, which determine the time of a step.
-        elsewhere_s: seconds of a step that does not use the CPU, as on a GPU; the doctor is given this value. 0 for a
+        width: number of channels of the model, which determines the time of a step.
+        elsewhere_s: seconds of a step that does not use the CPU, as on a GPU; the doctor receives this value. 0 for a
             model on the CPU.
-        beside: context of other work during the run.
+        beside: context manager that does other work during the run.
         on_step: called after each step.
-        is_mended_by_ending: whether the fix is to end `beside`.
+        is_mended_by_ending: whether the fix is to end the work of `beside`.
     """
 
     name: str
@@ -88,7 +88,7 @@ def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
     def step(batch: Any) -> float:
         images, labels = batch
         images = images.float().div_(255) if images.dtype == torch.uint8 else images
-        # Make the step the same for any loader.
+        # Convert the memory format, so that the step takes equally long with any loader.
         images = images.contiguous(memory_format=torch.channels_last)
         loss = loss_of(model(images), labels)
         loss.backward()
@@ -226,7 +226,7 @@ def rows(count: int = 4096, side: int = SIDE) -> tuple[Tensor, Tensor]:
 
 
 class Files(Dataset[Any]):
-    """Image files read one by one, as in most programs."""
+    """A dataset that reads image files one by one, as most programs do."""
 
     def __init__(self, folder: Path, work: int = 0) -> None:
         self.root = str(folder)
@@ -246,7 +246,7 @@ class Files(Dataset[Any]):
 
 
 class Slow(Dataset[Any]):
-    """Samples in memory with a transform of pure Python."""
+    """A dataset of samples in memory with a transform in pure Python."""
 
     def __init__(self, work: int) -> None:
         self.images, self.labels = rows(1024)
@@ -261,7 +261,7 @@ class Slow(Dataset[Any]):
 
 
 def in_python(work: int) -> int:
-    """Compute slowly."""
+    """Return a result that pure Python computes slowly."""
     total = 0
     for number in range(work):
         total += number * number % 7
@@ -269,10 +269,10 @@ def in_python(work: int) -> int:
 
 
 def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
-    """Return a function that makes a loader of the folder behind a slow drive."""
+    """Return a function that makes a loader of the folder as seen through a slow drive."""
 
     def made(folder: Path) -> Any:
-        # Create the data.
+        # Create the data first, because that would be slow through the drive.
         make(folder)
         mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, **behaviour)
         mount.__enter__()
@@ -286,14 +286,14 @@ MOUNTED: list[FuseMount] = []
 
 
 def unmount() -> None:
-    """Unmount the drive, which also drops its data from the kernel's cache."""
+    """Unmount the drives, which also drops their data from the kernel's cache."""
     while MOUNTED:
         MOUNTED.pop().__exit__(None, None, None)
 
 
 @contextlib.contextmanager
 def busy_processes(folder: Path, count: int = 2) -> Iterator[None]:
-    """Let other processes compute that are not children of this one."""
+    """Keep CPUs busy with processes that are not children of this one."""
     busy = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!;"
     started = subprocess.run(["sh", "-c", busy * count], stdout=subprocess.PIPE, text=True, check=True)
     try:
@@ -318,25 +318,25 @@ def little_memory(folder: Path) -> Iterator[None]:
 
 
 def file_loader(folder: Path, batch: int = 16, count: int = 2400) -> Any:
-    """Return a Loader that reads and decodes image files in every epoch."""
+    """Return a `Loader` that reads and decodes image files in every epoch."""
     crop = colabkit.augment.CenterCrop(SIDE)
     return colabkit.Loader(colabkit.FileDataset(photos(folder, count)), batch, shuffle=True, transform=crop)
 
 
 def cached_files(folder: Path, batch: int = 32, count: int = 320) -> Any:
-    """Return a Loader of image files that caches decoded images."""
+    """Return a `Loader` of image files that caches decoded images."""
     return colabkit.Loader(colabkit.FileDataset(photos(folder, count)), batch, shuffle=True, size=SIDE)
 
 
 def torch_files(folder: Path, workers: int, batch: int = 16, count: int = 2400, work: int = 0) -> Any:
-    """Return torch's DataLoader of image files."""
+    """Return a torch `DataLoader` of image files."""
     return DataLoader(
         Files(photos(folder, count), work), batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )
 
 
 def crops(folder: Path, batch: int = 32, count: int = 640, size: tuple[int, int] = (400, 500), **options: Any) -> Any:
-    """Return a Loader that decodes large photos and cuts small crops in every epoch."""
+    """Return a `Loader` that decodes large photos and takes small crops in every epoch."""
     out = folder / f"large-{count}.h5"
     if not out.exists():
         colabkit.pack(photos(folder, count, size), out, encoding="source", progress=False)
@@ -347,12 +347,12 @@ def crops(folder: Path, batch: int = 32, count: int = 640, size: tuple[int, int]
 
 
 def raw(batch: int, count: int = 640, **options: Any) -> Callable[[Path], Any]:
-    """Return a function that makes a Loader of a raw pack."""
+    """Return a function that makes a `Loader` of a raw pack."""
     return lambda folder: colabkit.Loader(packed(folder, count), batch, shuffle=True, **options)
 
 
 def large_rows(folder: Path, batch: int = 16) -> Any:
-    """Return a Loader of a raw pack that takes longer to read from a slow drive than a run lasts."""
+    """Return a `Loader` of a raw pack that is too large to be read from a slow drive during a run."""
     out = folder / "large-rows.h5"
     if not out.exists():
         images, labels = rows(8000, 2 * SIDE)
@@ -361,19 +361,19 @@ def large_rows(folder: Path, batch: int = 16) -> Any:
 
 
 def arrays(batch: int) -> Callable[[Path], Any]:
-    """Return a function that makes a Loader of tensors."""
+    """Return a function that makes a `Loader` of tensors."""
     return lambda folder: colabkit.Loader(rows(), batch, shuffle=True)
 
 
 def tensors(batch: int, workers: int = 0) -> Callable[[Path], Any]:
-    """Return a function that makes torch's DataLoader of tensors."""
+    """Return a function that makes a torch `DataLoader` of tensors."""
     return lambda folder: DataLoader(
         TensorDataset(*rows()), batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )
 
 
 def logging() -> None:
-    """Host work outside the step: about 20 ms of Python."""
+    """Do about 20 ms of Python work on the host, outside the step."""
     in_python(300_000)
 
 

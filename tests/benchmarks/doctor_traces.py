@@ -1,4 +1,4 @@
-"""Traces of runs with known bottlenecks for bench_doctor.py: values of meters and telemetry."""
+"""Traces of runs with known bottlenecks for bench_doctor.py, as values of meters and telemetry."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Trace:
         name: description of the bottleneck.
         verdict: the correct verdict.
         rule: the rule that must give advice; empty if none is expected.
-        times: mean seconds of a step spent on waiting, copy, compute and other work.
+        times: mean seconds that a step spends on waiting, copying, computing and other work.
         facts: facts about the loader.
-        parts: parts of the loader, per sample: name, busy, waiting and CPU seconds, bytes.
+        parts: name of each part of the loader, with its busy, waiting and CPU seconds and its bytes per sample.
         host: state of the machine.
-        noise: spread of each step's times.
+        noise: standard deviation of each step's times, relative to their means.
         batches_at_once: number of batches that a loader yields together, so that only the first one is waited for.
         shape: function that changes the seconds of step i.
         steps: number of steps.
@@ -96,7 +96,7 @@ WITH_T4 = replace(HOST, gpus=(T4,))
 
 
 def late_every(steps: int, seconds: float) -> Callable[[int, StepTimes], StepTimes]:
-    """Return a shape with occasional long waits."""
+    """Return a `shape` function with one long wait every so many steps."""
     return lambda number, step: step._replace(wait_s=seconds) if number % steps == steps // 2 else step
 
 

@@ -1,4 +1,4 @@
-"""Loaders of other packages, run by `loader_systems.py`, possibly without colabkit."""
+"""Loaders of other packages, which `loader_systems.py` runs, also where colabkit is not installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CROP = 224
 
 @contextmanager
 def own_temporary_folder(beside: Path) -> Iterator[None]:
-    """Use a new temporary folder, because litdata deletes the folders `data` and `chunks` in its temporary folder."""
+    """Use a new temporary folder, because litdata deletes the folders `data` and `chunks` in the temporary folder."""
     with tempfile.TemporaryDirectory(prefix="own-", dir=beside) as own:
         os.environ["TMPDIR"] = tempfile.tempdir = own
         os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = f"{own}/litdata/chunks"
@@ -31,7 +31,7 @@ def own_temporary_folder(beside: Path) -> Iterator[None]:
 
 
 class Again:
-    """A loader whose epochs a function starts."""
+    """A loader that calls a function to start each epoch."""
 
     def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
         self._epoch = epoch
@@ -50,7 +50,7 @@ def tensors(source: str) -> Make:
 
 
 def arrays(source: str) -> tuple[Any, Any]:
-    """Return images, as a map, and labels of a raw pack's training split."""
+    """Return the memory-mapped images and the labels of a raw pack's training split."""
     import h5py
     import numpy as np
 
@@ -61,7 +61,7 @@ def arrays(source: str) -> tuple[Any, Any]:
 
 
 class OneByOne:
-    """The common recipe: each worker opens the file and reads sample by sample."""
+    """The dataset of the common recipe: each worker opens the HDF5 file and reads one sample at a time."""
 
     def __init__(self, path: str) -> None:
         self._path, self._file = path, None
@@ -208,7 +208,7 @@ def hf_datasets(source: str) -> Make:
 
 
 def spdl(source: str) -> Make:
-    """Batches of rows by indexing an array, in two threads."""
+    """Gather batches by indexing the array of rows in two threads."""
     import numpy as np
     import torch
 
@@ -241,7 +241,7 @@ def spdl_epoch(source: Iterable[Any], parts: Callable[[Any], Any]) -> Iterator[A
 
 
 def spdl_crops(source: str) -> Make:
-    """Photos decoded by simplejpeg, cropped and flipped in two threads; a batch is a stack of them."""
+    """Decode photos with simplejpeg, crop and flip them in two threads, and stack them to batches."""
     import torch
     from simplejpeg import decode_jpeg
     from torchvision.datasets import ImageFolder
@@ -249,7 +249,7 @@ def spdl_crops(source: str) -> Make:
     from torchvision.transforms.functional import resized_crop
 
     files = ImageFolder(source).samples
-    # Otherwise each of the two threads would start two more for every photo.
+    # Otherwise, each of the two threads would start two more threads for every photo.
     torch.set_num_threads(1)
 
     def load(file: tuple[str, int]) -> tuple[Any, int]:
@@ -294,7 +294,7 @@ def dali_crops(source: str) -> Make:
 
 
 def dali_of(source: str, decoded: Callable[[Any], Any]) -> Make:
-    """A pipeline without a GPU that yields torch tensors."""
+    """Build a DALI pipeline that runs without a GPU and yields torch tensors."""
     from nvidia.dali import fn, pipeline_def
     from nvidia.dali.plugin.base_iterator import LastBatchPolicy
     from nvidia.dali.plugin.pytorch import DALIGenericIterator

@@ -1,11 +1,11 @@
-"""One way to load batches, in its own process: `python loader_systems.py ACTION SYSTEM SOURCE [MORE]`.
+"""Measure one loader in a separate process: `python loader_systems.py ACTION SYSTEM SOURCE [MORE]`.
 
-- `epochs SYSTEM SOURCE BATCH`: full epochs after a warm-up epoch, for at least three seconds; samples and seconds.
-- `turns SYSTEM SOURCE BATCH`: for each line of input, the seconds of that many full epochs.
+- `epochs SYSTEM SOURCE BATCH`: samples and seconds of full epochs, for at least three seconds after a warm-up epoch.
+- `turns SYSTEM SOURCE BATCH`: for each number on stdin, the seconds of that many full epochs.
 - `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a new process.
-- `worker`, `order`, `meters` `colabkit SOURCE BATCH`: other costs of colabkit's loader.
+- `worker`, `order` or `meters`, then `colabkit SOURCE BATCH`: other costs of colabkit's loader.
 
-It prints one line of JSON, or that the system is not installed. Imports and opening the data are not timed. The
+The script prints one line of JSON, or that the system is not installed. Imports and opening the data are not timed. The
 consumer only takes batches and counts their labels. This file also runs without colabkit, which is one of the systems.
 """
 
@@ -89,7 +89,7 @@ def first(system: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
-    """CPU use of all threads except the consumer's, which takes batches at `PACE`, after one such warm-up epoch."""
+    """Measure the CPU use of all threads but the consumer's, which takes batches at `PACE`, after a warm-up epoch."""
     loader = colabkit_pack(source)(int(batch_size))
     at_pace(loader)
     cpu_s, own_s, started = time.process_time(), time.thread_time(), time.perf_counter()
@@ -109,14 +109,14 @@ def at_pace(batches: Iterable[Any]) -> int:
 
 
 def order(_: str, __: str, batch_size: str) -> dict[str, float]:
-    """Seconds from making a loader of 10^9 samples to its first batch, and the same when resuming in the middle."""
+    """Measure the time to the first batch of a loader of 10^9 samples, at the start and when resuming in the middle."""
     import numpy as np
 
     import colabkit
 
     # This array is never written to, so it uses no memory.
     rows = np.zeros((ORDER_SAMPLES, ORDER_ROW_BYTES), np.uint8)
-    # Make all imports before timing.
+    # Trigger all imports before timing.
     next(iter(colabkit.Loader(rows[:1000], 10)))
     size, middle = int(batch_size), ORDER_SAMPLES // 2
     started = time.perf_counter()
@@ -137,7 +137,7 @@ def order(_: str, __: str, batch_size: str) -> dict[str, float]:
 
 
 def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
-    """Share of an epoch that the meters take: the number of calls of each times the cost of one call."""
+    """Measure the share of an epoch that the meters take: each meter's number of calls times the cost of one call."""
     from colabkit.foundation import meters as watched
 
     loader = colabkit_pack(source)(int(batch_size))
@@ -184,7 +184,7 @@ def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def counted_batch(mine: Any) -> None:
-    """The loader's own counts for every batch."""
+    """Count a batch as the loader does for every batch."""
     given = time.perf_counter()
     mine.batches += 1
     mine.samples += 1
@@ -205,7 +205,7 @@ def colabkit_pack(source: str) -> Make:
     import colabkit
 
     dataset = colabkit.open_pack(source)["train"]
-    # Import it here, like the other packages, because a process needs it only once.
+    # This imports the loader before timing begins, as for the other packages, because a process imports it only once.
     loader = colabkit.Loader
     return lambda size: loader(dataset, size, shuffle=True)
 
@@ -228,7 +228,7 @@ def colabkit_cropping(source: str, **options: Any) -> Make:
 
 
 def bare(source: str) -> Make:
-    """The limit: random rows by `index_select` into one reused buffer, with no thread and no labels."""
+    """Gather random rows with `index_select` into one reused buffer, without threads or labels: the upper limit."""
     import torch
 
     import colabkit
@@ -250,7 +250,7 @@ def bare(source: str) -> Make:
 
 
 def plain_copy(source: str, buffers: int = 1) -> Make:
-    """The same bytes in stored order: blocks of rows copied into reused, alternating buffers."""
+    """Copy blocks of rows in stored order into reused, alternating buffers."""
     import torch
 
     import colabkit

@@ -1,7 +1,7 @@
 """Damage a pack and report which check finds it: `python packing_damage.py flips|mutations PACK FIRST LAST`.
 
-It runs in its own process, because a damaged file might crash it. It prints one line of JSON for each damage
-immediately. Number and kind determine all randomness, so that a crash can be repeated by its number.
+This runs in a separate process, because a damaged file might crash it. It prints one line of JSON for each
+damaged copy immediately. The number and the kind determine all randomness, so that a crash can be repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def regions_of(path: Path) -> dict[str, list[tuple[int, int]]]:
-    """Return start and end of each part of a pack: the seal, the structures and padding, the tables, the samples."""
+    """Return the byte ranges of each part of a pack: the seal, the structures and padding, the tables, the samples."""
     info = colabkit.open_pack(path).info
     length = path.stat().st_size
     regions: dict[str, list[tuple[int, int]]] = {"seal": [(0, 4096)], "structures": [], "tables": [], "samples": []}
@@ -60,7 +60,7 @@ def regions_of(path: Path) -> dict[str, list[tuple[int, int]]]:
 def flipped(
     whole: bytes, regions: dict[str, list[tuple[int, int]]], number: int, chance: random.Random
 ) -> tuple[str, bytes]:
-    """Flip one bit: for even numbers anywhere in the file, otherwise in each part in turn."""
+    """Flip one bit: for odd numbers anywhere in the file, for even numbers in each part in turn."""
     if number % 2:
         place = chance.randrange(len(whole))
         what = next(name for name, spans in regions.items() if any(start <= place < end for start, end in spans))
@@ -106,13 +106,13 @@ def content(path: Path) -> str:
 
 
 def span(whole: bytes, chance: random.Random) -> tuple[int, int]:
-    """Return start and end of a random block; every other one lies in the first pages, where the structures are."""
+    """Return the start and end of a random block; about half of them begin in the first pages, with the structures."""
     start = chance.randrange(len(whole) if chance.random() < 0.5 else min(len(whole), 4 * MAX_BLOCK))
     return start, min(len(whole), start + chance.randint(1, MAX_BLOCK))
 
 
 def zero_tail(whole: bytes, chance: random.Random) -> bytes:
-    """Zero the end of a file but keep its length, as after a crash of the machine."""
+    """Overwrite the end of a file with zeros and keep its length, as after a system crash."""
     saved = chance.randrange(len(whole))
     return whole[:saved] + bytes(len(whole) - saved)
 
@@ -123,7 +123,7 @@ def block(change: Callable[[bytes, int, int, random.Random], bytes]) -> Mutation
 
 
 def moved(whole: bytes, start: int, end: int, chance: random.Random) -> bytes:
-    """Copy bytes from one place of the file over another."""
+    """Copy a block over another part of the file."""
     to = chance.randrange(len(whole) - (end - start) + 1)
     return whole[:to] + whole[start:end] + whole[to + end - start :]
 
@@ -136,7 +136,7 @@ def many_bits(whole: bytes, chance: random.Random) -> bytes:
 
 
 def numbers_edited(whole: bytes, chance: random.Random) -> bytes:
-    """Change digits in the text of the seal, like an attacker who knows its format."""
+    """Change digits in the text of the seal, like an attacker who knows the format."""
     data = bytearray(whole)
     digits = [place for place in range(4096) if whole[place : place + 1].isdigit()]
     for place in chance.sample(digits, min(len(digits), chance.randint(1, 4))):

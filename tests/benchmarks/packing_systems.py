@@ -1,8 +1,8 @@
-"""One way to pack a folder of images, in its own process: `python packing_systems.py SYSTEM SOURCE TARGET`.
+"""Pack a folder of images with one system in a separate process: `python packing_systems.py SYSTEM SOURCE TARGET`.
 
-It prints one line of JSON: the samples, the seconds from listing the folder to the finished file, the CPU seconds of
-the process and its children, and the peak memory of the process; or why the system cannot be imported. Imports are not
-timed. This file also runs without colabkit, which is one of the systems.
+The script prints one line of JSON: the number of samples, the seconds from listing the folder to the finished file, the
+CPU seconds of the process and its children, and the peak memory of the process; or the reason why the system cannot be
+imported. Imports are not timed. This file also runs without colabkit, which is one of the systems.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ def measure(system: str, source: str, target: str) -> None:
     seconds = time.perf_counter() - started
     peak = peak_bytes()
     for child in multiprocessing.active_children():
-        # FFCV does not wait for its workers, but only waited-for children are counted.
+        # FFCV does not wait for its workers, but CPU seconds count only children that have been waited for.
         child.join(10)
     cpu = cpu_seconds() - before
     print("\n" + json.dumps({"samples": samples, "seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak}))
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of the children it has waited for."""
+    """Return the CPU seconds of this process and of the child processes it has waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of this process; ru_maxrss would include its parent's memory at the fork."""
+    """Return the peak memory of this process in bytes; `ru_maxrss` would include its parent's memory at the fork."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
 def imports_alone() -> Run:
-    """colabkit's imports without packing, to subtract their memory."""
+    """Import colabkit without packing, to subtract the memory that imports take."""
     packing()
     return lambda source, target: 0
 
 
 def packing() -> Callable[..., Any]:
-    """Return `colabkit.pack` after making all imports that it makes on demand."""
+    """Return `colabkit.pack` after triggering all imports that it makes on demand."""
     import h5py  # noqa: F401
     import simplejpeg  # noqa: F401
 
@@ -102,17 +102,17 @@ def samples_of(report: Any) -> int:
 
 
 def ffcv() -> Run:
-    """The writer of the documentation: an ImageFolder, a field for the image and one for the label."""
+    """Write as in FFCV's documentation: from an `ImageFolder`, to a field for the image and one for the label."""
     return ffcv_of("raw", image_folder)
 
 
 def ffcv_jpg() -> Run:
-    """FFCV cannot store the original bytes: it re-encodes with its default quality of 90 at the photo's size."""
+    """Re-encode photos at their size and FFCV's default quality of 90, because FFCV cannot store original bytes."""
     return ffcv_of("jpg", image_folder)
 
 
 def ffcv_rows() -> Run:
-    """The rows of a raw pack."""
+    """Write the rows of a raw pack with FFCV."""
     return ffcv_of("raw", Rows)
 
 
@@ -136,7 +136,7 @@ def image_folder(source: str) -> Any:
 
 
 class Rows:
-    """Rows of a raw pack in the form that FFCV's writer expects."""
+    """The rows of a raw pack as the dataset that FFCV's writer expects."""
 
     def __init__(self, path: str) -> None:
         self._images, self._labels = arrays(path)
@@ -149,7 +149,7 @@ class Rows:
 
 
 def arrow() -> Run:
-    """The rows of a raw pack, with Hugging Face's datasets."""
+    """Write the rows of a raw pack with Hugging Face's datasets."""
     from datasets import Array3D, Dataset, Features, Value
 
     def run(source: str, target: str) -> int:
@@ -174,7 +174,7 @@ def litdata_jpeg() -> Run:
 
 
 def litdata(sample: Callable[[tuple[str, int]], dict[str, Any]]) -> Run:
-    """`optimize()` with two workers and chunks of 64 MB, as in its documentation."""
+    """Run litdata's `optimize()` with two workers and chunks of 64 MB, as in its documentation."""
     from litdata import optimize
     from torchvision.datasets import ImageFolder
 
@@ -202,7 +202,7 @@ def litdata_image(file: tuple[str, int]) -> dict[str, Any]:
 
 
 def mds_raw() -> Run:
-    """Arrays decoded by torchvision's loader in one process, because the writer has no workers."""
+    """Write arrays that torchvision's loader decodes, in one process because MDS's writer has no workers."""
     import numpy as np
     from streaming import MDSWriter
     from torchvision.datasets import ImageFolder
@@ -218,7 +218,7 @@ def mds_raw() -> Run:
 
 
 def mds_jpeg() -> Run:
-    """The original file bytes, as in its converter for ImageNet."""
+    """Write the original file bytes, as MDS's converter for ImageNet does."""
     from streaming import MDSWriter
     from torchvision.datasets import ImageFolder
 
@@ -233,12 +233,12 @@ def mds_jpeg() -> Run:
 
 
 def webdataset() -> Run:
-    """The original file bytes in shards of 10,000, as in its recipe for ImageNet."""
+    """Write the original file bytes in shards of 10,000, as in WebDataset's recipe for ImageNet."""
     return webdataset_of(10_000, lambda files: files)
 
 
 def webdataset_shuffled() -> Run:
-    """The original file bytes in a random order, in shards of 1,000, an equal number for each of two workers."""
+    """Write the original file bytes in random order, in shards of 1,000, equally many for each of two workers."""
     return webdataset_of(1000, lambda files: random.sample(files, len(files)))
 
 
@@ -258,7 +258,7 @@ def webdataset_of(shard_samples: int, order: Callable[[Files], Files]) -> Run:
 
 
 def bare() -> Run:
-    """Two forked processes decode into one shared memory map, without a file, a digest or checks."""
+    """Decode in two forked processes into one shared memory map, without a file, a digest or checks."""
     import numpy as np
     from simplejpeg import decode_jpeg
 
@@ -290,7 +290,7 @@ def bare_size_processes() -> Run:
 
 
 def bare_size(workers: Callable[[Callable[[Iterable[int]], None], list[range]], None]) -> Run:
-    """Two threads or processes decode, resize and crop around the center; big photos are scaled during decoding."""
+    """Decode, resize and center-crop in two threads or processes; big photos are scaled while they are decoded."""
     import numpy as np
     from PIL import Image
     from simplejpeg import decode_jpeg, decode_jpeg_header
@@ -305,7 +305,7 @@ def bare_size(workers: Callable[[Callable[[Iterable[int]], None], list[range]], 
                 with open(files[number][0], "rb") as file:
                     data = file.read()
                 height, width = decode_jpeg_header(data)[:2]
-                # colabkit's rule: the decoder scales if at least twice the requested size remains.
+                # Follow colabkit's rule: the decoder scales if at least twice the requested size remains.
                 factor = next((by for by in (8, 4, 2) if min(height, width) >= 2 * by * SIZE), 1)
                 pixels = decode_jpeg(data, min_height=-(-height // factor), min_width=-(-width // factor))
                 height, width = pixels.shape[:2]
@@ -322,7 +322,7 @@ def bare_size(workers: Callable[[Callable[[Iterable[int]], None], list[range]], 
 
 
 def listed(source: str) -> Files:
-    """Return the files of a tree with one folder for each class, and their labels."""
+    """Return the files of a tree that has one folder for each class, with their labels."""
     classes = sorted(os.listdir(source))
     return [
         (f"{source}/{name}/{file}", label)
@@ -332,7 +332,7 @@ def listed(source: str) -> Files:
 
 
 def halves(workers: Callable[..., None], decode: Callable[[Iterable[int]], None], count: int) -> None:
-    # Interleave the files, so that both have the same work regardless of the order of sizes.
+    # Interleave the files, so that both workers have the same work regardless of the order of sizes.
     workers(decode, [range(first, count, WORKERS) for first in range(WORKERS)])
 
 

@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: data, processes, interleaved rounds, tables and requirements."""
+"""Helpers for the benchmarks: data, processes, interleaved rounds, tables and requirements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Found: TypeAlias = dict[str, Any]
 class Bench:
     """A benchmark in several parts: its folder, measurements, requirements and failures.
 
-    A subclass adds `RUNS`, the parts by name; each is a function of the benchmark.
+    A subclass defines `RUNS`, which maps the parts' names to functions of the benchmark.
     """
 
     folder: Path
@@ -88,10 +88,10 @@ class Bench:
 
         Args:
             title: title of the table.
-            systems: functions, each called with the number of the round.
-            base: systems that the others are compared with.
-            first: number of the first round; results of round 0 do not count.
-            often: systems that run three times in each round, because they vary most between processes.
+            systems: functions by name, each called with the number of the round.
+            base: names of the systems that the others are compared with.
+            first: number of the first round; round 0 is a warm-up, whose results do not count.
+            often: names of the systems that run three times in each round, because they vary most between processes.
             note: text below the table.
         """
         missing: dict[str, str] = {}
@@ -126,7 +126,7 @@ class Bench:
 
 
 def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every system once as a warm-up, then once in each round; return each system's figures."""
+    """Run every system once as a warm-up, then once in each round; return the figures of each system."""
     for run in systems.values():
         run()
     figures: dict[str, list[float]] = {name: [] for name in systems}
@@ -137,7 +137,7 @@ def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict
 
 
 def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: str, json_path: str | None) -> None:
-    """Print median, spread and ratio to the baseline of each system; write all figures as JSON if requested."""
+    """Print each system's median, spread and ratio to the baseline; write all figures as JSON if requested."""
     base = statistics.median(figures[baseline])
     rows = [(name, *spread(values), f"{statistics.median(values) / base:.2f}") for name, values in figures.items()]
     rounds = len(next(iter(figures.values())))
@@ -148,7 +148,7 @@ def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: 
 
 
 def paired(figures: Mapping[str, list[float]], name: str, other: str) -> float:
-    """Return the median of the rounds' ratios, because a temporary slowdown of the machine affects both systems."""
+    """Return the median of the rounds' ratios, which a temporary slowdown of the machine does not change."""
     return statistics.median(one / two for one, two in zip(figures[name], figures[other], strict=True))
 
 
@@ -167,12 +167,12 @@ def needs_table(verdicts: Iterable[tuple[str, str, str, str]]) -> None:
 
 
 def spread(values: Sequence[float], form: str = "{:,.0f}") -> tuple[str, str, str]:
-    """Return median, least and largest of some values as text."""
+    """Return the median, minimum and maximum of some values as text."""
     return form.format(statistics.median(values)), form.format(min(values)), form.format(max(values))
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table in Markdown; rows may be short."""
+    """Print a Markdown table; rows may have fewer cells than the header."""
     lines = [[*row, *[""] * (len(head) - len(row))] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
@@ -205,9 +205,9 @@ def take_turns(
     line: str = "",
     environments: Mapping[str, Mapping[str, str]] = {},
 ) -> dict[str, list[float]]:
-    """Return the seconds of turns of processes that run at the same time, each asleep when it is not its turn.
+    """Return the seconds of each process's turns; processes run at the same time, and sleep when it is not their turn.
 
-    Each process works once for each line of its input, and prints the seconds; its first turn does not count.
+    Each process runs its work once for each line on stdin, and prints the seconds; the first turn does not count.
     """
     os.sync()
     with ExitStack() as living:
@@ -248,7 +248,7 @@ def extract(archive: str | Path, folder: Path) -> Path:
 
 
 def extract_photos(archive: str | Path, folder: Path) -> Path:
-    """Extract photos as a tree with one folder for each class: their own folders, or one for all."""
+    """Extract photos to a tree with one folder for each class; photos of a flat archive share one."""
     with zipfile.ZipFile(archive) as opened:
         is_flat = all("/" not in name for name in opened.namelist())
     extract(archive, folder / "all" if is_flat else folder)
@@ -264,7 +264,7 @@ def warm(folder: Path) -> int:
 
 
 def machine() -> str:
-    """Return processor, cores and versions as one line."""
+    """Return the processor, the number of cores and the versions as one line."""
     cores = len(os.sched_getaffinity(0))
     versions = []
     for package in PACKAGES:

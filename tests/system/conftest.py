@@ -1,4 +1,4 @@
-"""Fixtures of tests that mount: a fake hosted Colab, and skips without FUSE or rclone."""
+"""Fixtures for tests with mounts: a fake hosted Colab, and skips without FUSE or rclone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder has a valid checkpoint after SIGKILL or a full disk at any change of files."""
+"""A checkpoint folder has a valid checkpoint after SIGKILL or a full disk at any file change."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_a_kill_at_any_operation_of_a_save_keeps_the_newest_valid_checkpoint(tmp
         step, passed_over = found(folder)
         assert passed_over == []
         seen.add(step)
-        # The same step again, or another run.
+        # Save the same step again, or a step of another run.
         following = 30 if number % 2 else 25
         if step < 30 or following == 30:
             save(folder, following)
             assert found(folder) == (following, [])
-            # The next save also removes leftovers.
+            # That save also removes leftovers.
             assert len(steps_at(folder)) == 2
         restored(folder, before)
     assert seen == {20, 30}
@@ -114,7 +114,7 @@ def test_a_kill_while_a_remote_checkpoint_is_fetched_lets_it_be_fetched_again(
 def every_full_disk(
     work: Callable[[], object], set_hook: Callable[..., None], lasting: bool
 ) -> Iterator[ColabkitError | None]:
-    """Yield after each failure of `work` due to a full disk at its 1st, 2nd, … change, until it succeeds."""
+    """Fail `work` with a full disk at its 1st, 2nd, … file change, and yield after each failure, until it succeeds."""
     number = 1
     while True:
         hook = AtChange(number, fill_disk, lasting)

@@ -28,7 +28,7 @@ Remote = Callable[..., RcloneMount]
 
 @pytest.fixture
 def cached(colab: Colab) -> Path:
-    """Mount Drive in Colab with files in its cache, and return the cache folder."""
+    """Mount Drive in the fake Colab with files in its cache, and return the cache folder."""
     folder = colab.home / DRIVEFS_FOLDER
     for name in ("123/content_cache/d0", "123/metadata.db", "Logs/drive_fs.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def cached(colab: Colab) -> Path:
 
 @pytest.fixture
 def remote(tmp_path: Path, rclone: None) -> Remote:
-    """Return a function that mounts `tmp_path / "root"` at `tmp_path / "point"` by rclone."""
+    """Return a function that mounts `tmp_path / "root"` at `tmp_path / "point"` with rclone."""
     (tmp_path / "root").mkdir()
     return partial(RcloneMount, tmp_path / "point", tmp_path / "root", tmp_path / "cache")
 
@@ -110,7 +110,7 @@ def test_drivefs_is_mounted_again_with_the_same_options_or_the_error_says_what_i
     assert colab.count("mount") == 5
 
 
-# google-drive-ocamlfuse
+# Tests with google-drive-ocamlfuse
 
 
 def test_ocamlfuse_is_unmounted_cleared_and_mounted_again_with_the_same_arguments(tmp_path):

@@ -51,7 +51,7 @@ def test_an_existing_mount_is_reused_without_asking_for_consent_again(colab, tmp
     assert (report.path / "notes.txt").read_text() == "hello"
     assert "drive:" in repr(report)
     assert colabkit.mount().state == "was mounted already"
-    # Errors of listings are no reason to remount, which could lose writes.
+    # Listing errors are no reason to remount, which could lose writes.
     colab.served.fail(errno.EIO)
     assert colabkit.mount().state == "was mounted already"
     colab.served.fail(0)
@@ -166,7 +166,7 @@ def test_every_failure_of_google_colab_raises_one_error_with_its_cause(colab):
     log = colab.home / DRIVEFS_LOG
     log.parent.mkdir(parents=True)
     for plan, cause, words in FAILURES:
-        # An old line of the log is not taken for the cause.
+        # An old line in the log must not be reported as the cause.
         log.write_text("E QUOTA_EXCEEDED yesterday\n")
         colab.plan(**plan)
         error = refused()

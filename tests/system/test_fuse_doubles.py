@@ -29,7 +29,7 @@ BIG_BYTES = 2_000_000
 
 Mounted = Callable[..., FuseMount]
 
-# Only `--full` tests the fakes themselves; tests of colabkit use them in each run.
+# The fakes themselves are tested only with `--full`, because colabkit's tests use them in every run.
 pytestmark = pytest.mark.full
 
 
@@ -251,7 +251,7 @@ def test_planned_hangs_can_be_released_and_a_killed_drive_leaves_a_dead_mount(
     assert in_child(READ, mount.point / "birds/04.txt") == "bird 04"
     mount.go_on()
     assert in_child(READ, mount.point / "birds/03.txt") == "bird 03"
-    # The second read of this file looks for its end.
+    # The child's second read, which looks for the end of the file, ends the drive's process.
     assert "Errno" in in_child(READ, mount.point / "birds/05.txt")
     assert "Errno 107" in in_child(READ, mount.point / "birds/04.txt")
     assert mounted_at(mount.point) == ["fuse.drive"]

@@ -25,7 +25,7 @@ def pip(python: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def would_install(python: Path, tree: Path) -> dict[str, str]:
-    """Return names and versions of the packages that pip would install in this environment for a source tree."""
+    """Return the names and versions of the packages that pip would install in an environment for a source tree."""
     report = tree.parent / "report.json"
     done = pip(python, "install", "--quiet", "--dry-run", "--report", report, tree)
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return a copy of the files from which pip builds the package."""
+    """Return a copy of the files that pip needs to build the package."""
     copy = tmp_path / "tree"
     shutil.copytree(ROOT / "colabkit", copy / "colabkit", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):

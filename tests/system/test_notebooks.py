@@ -24,7 +24,7 @@ LINE_MAGIC = re.compile(r"^(\s*(?:\w+ = )?)%(\w+)(.*)$", re.MULTILINE)
 CELL_MAGIC = re.compile(r"\A%%(\w+)(.*)\n")
 PIP = re.compile(r"^\s*[%!]pip (.*)$", re.MULTILINE)
 MOST_LINES = 18
-# On a small screen, Colab cuts off longer lines.
+# Colab cuts off longer lines on a small screen.
 MOST_COLUMNS = 100
 MOST_LINES_OF_A_FUNCTION = 5
 

@@ -44,7 +44,7 @@ def drive(tmp_path: Path) -> Iterator[Colab]:
 
 
 def run_on_drive(colab: Colab, folder: Path) -> Ran:
-    """Run the template in a new kernel on a new machine, without local copies."""
+    """Run the template in a new kernel without local copies, as on a new machine."""
     notebook = with_parameters("colabkit_template", SOURCE="drive:digits", SAVE_TO="drive:saved", EPOCHS=2)
     with colab_kernel(folder, COLAB_DOUBLE=str(colab._file), HOME=str(colab.home)) as started:
         return started.run(notebook)

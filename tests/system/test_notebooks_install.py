@@ -62,7 +62,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(python: Path, folder: Path, work: Path, install_from: str) -> tuple[str, str]:
-    """Run the first cells; return the output of the installation and the path of the installed colabkit."""
+    """Run the first cells; return the installation's output and the path of the installed colabkit."""
     notebook = with_parameters("colabkit_template", INSTALL_FROM=install_from)
     last = [cell.id for cell in notebook.cells].index("install")
     notebook.cells = [*notebook.cells[: last + 1], nbformat.v4.new_code_cell(WHERE, id="where")]

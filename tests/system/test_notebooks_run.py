@@ -1,7 +1,7 @@
 """Every notebook runs twice in one kernel, with this environment's packages and with Colab's.
 
-With this environment's packages it uses its own settings, in Colab's kernel smaller ones. Without `--full`, only the
-template runs, with this environment's packages.
+With this environment's packages, a notebook keeps its default settings; in Colab's kernel, it runs with smaller ones.
+Without `--full`, only the template runs, with this environment's packages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Twice: TypeAlias = tuple[Ran, Ran]
 
 @pytest.fixture(scope="module", params=["newest", pytest.param("colab", marks=pytest.mark.full)])
 def stack(request: pytest.FixtureRequest) -> str:
-    """Return the name of the packages to run with: the newest, or Colab's."""
+    """Return the name of the package versions to run with: the newest, or Colab's."""
     return request.param
 
 
@@ -37,7 +37,7 @@ class Runs:
     """Runs notebooks with both stacks concurrently, twice each, in a separate kernel for each notebook and stack.
 
     Args:
-        folder: folder for everything that the notebooks write.
+        folder: folder for all files that the notebooks write.
         pool: a pool with a thread for each stack.
         is_full: whether both stacks are needed.
     """

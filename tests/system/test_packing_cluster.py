@@ -1,4 +1,4 @@
-"""Packing on a real cluster: Dask's workers run the tasks, and a killed worker is replaced."""
+"""Packing works on a real cluster: Dask's workers run the tasks, and a killed worker is replaced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def packed(source: Path, out: Path, executor: Any, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    """Return a client of two worker processes, and check that no process remains."""
+    """Return a Dask client with two worker processes, and check that no process remains."""
     distributed = pytest.importorskip("distributed")
     threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
     ports = listening()
@@ -46,7 +46,7 @@ def client() -> Iterator[Any]:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Return whether this is the helper process that Python starts with the first spawned process, and keeps."""
+    """Return whether this is the resource tracker, which Python starts with the first spawned process and keeps."""
     try:
         return "resource_tracker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""After a kill of `pack()` or `prepare()` at any change of files, no pack is incomplete and the next call succeeds."""
+"""After a kill of `pack()` or `prepare()` at any file change, no pack is incomplete and the next call succeeds."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ every = pytest.mark.parametrize("options", WORKS.values(), ids=WORKS)
 
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
-    """Return a folder of only 3 images, because a test kills at every operation."""
+    """Return a folder of only 3 images, because tests kill packing at every file change."""
     return make_tree(tmp_path / "three", 1)
 
 
 def check_leftovers(folder: Path, expected: tuple[object, ...]) -> None:
-    """Check that the complete pack is the only file below a folder that opens."""
+    """Check that each file below a folder that opens as a pack is the complete pack."""
     for path in folder.rglob("*"):
         try:
             found = whole_content(path)
         except ColabkitError:
             continue
-        # The kill came between sealing and renaming.
+        # After a kill between sealing and renaming, the complete pack has a temporary name.
         assert found == expected
 
 
@@ -71,7 +71,7 @@ def test_a_kill_while_overwriting_keeps_the_complete_old_pack(tmp_path, options,
 
 
 def state_of(path: Path, *contents: dict[str, list[tuple[bytes, ...]]]) -> str:
-    """Return the name of the complete content at a path, or that it is absent."""
+    """Return the index of the content that a path holds completely, or "absent" if there is no file."""
     if not path.exists():
         return "absent"
     found = content(path)
@@ -114,7 +114,7 @@ def test_a_kill_while_overwriting_shards_leaves_the_old_or_the_new_pack_or_none(
     while killed_at(len(states) + 1, work):
         states.append(state_of(out, before, expected))
         if len(states) % 9 == 0 or (states[-1] == "absent" and len(states) % 2):
-            # A pack with other options also removes all leftovers.
+            # Packing with other options also removes all leftovers.
             options: dict[str, Any] = {"size": 4} if len(states) % 3 else {}
             last = sharded(three, out, 2 * ROW, overwrite=states[-1] != "absent", **options)
             assert verify(out, progress=False).is_good

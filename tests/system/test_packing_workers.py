@@ -43,7 +43,7 @@ def nothing_stays() -> Iterator[None]:
 
 
 def children(pid: int | None = None) -> list[int]:
-    """Return the child processes that a process has not waited for."""
+    """Return the IDs of the child processes that a process has not waited for."""
     found = []
     for entry in os.scandir("/proc"):
         try:
@@ -68,7 +68,7 @@ def descriptors() -> int:
 
 
 def at_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any, str], object]) -> None:
-    """Call `act` with each range of samples in the worker that makes them, `"before"` and `"after"` they are made."""
+    """In each worker, call `act` with each range of samples, both `"before"` and `"after"` these are made."""
     write = sample_writer.FileSampleWriter.write_range
 
     def written(self: Any, samples: Any) -> Any:
@@ -81,7 +81,7 @@ def at_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any, str], object]) 
 
 
 def at_range(monkeypatch: pytest.MonkeyPatch, start: int, act: Callable[[], None], when: str = "before") -> None:
-    """Call `act` in the worker that makes the range that begins at a sample."""
+    """Call `act` in the worker that makes the range of samples from `start`."""
     at_each(monkeypatch, lambda samples, at: act() if (samples.start, at) == (start, when) else None)
 
 
@@ -225,7 +225,7 @@ class _Sticky(Exception):
         (ZeroDivisionError("no"), ZeroDivisionError, "no"),
         (KeyError("a"), KeyError, "'a'"),
         (MemoryError("much"), MemoryError, "much"),
-        # Other packages change pickle so that it can restore this error.
+        # Some other packages change pickle so that it can restore this error.
         (_Odd(1, 2), (RuntimeError, _Odd), "odd 1 2"),
         (_Sticky(), RuntimeError, "_Sticky in a worker process: sticky"),
         (OSError(errno.ENOSPC, "full"), NotEnoughSpace, "Cannot pack .*full"),
@@ -296,7 +296,7 @@ def test_ctrl_c_during_packing_leaves_no_files_and_processes(tmp_path, tree, mon
 
 
 class Packing:
-    """A packing process in its own process group, whose workers wait in the middle until they are released."""
+    """A packing process in a new process group, whose workers wait in the middle until they are released."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         folder = tree.parent

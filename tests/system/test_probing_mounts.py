@@ -28,7 +28,7 @@ Mounted = Callable[..., FuseMount]
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Mounted]:
-    """Return a function that mounts `tmp_path / "root"` until the test ends; then no process may access it."""
+    """Return a function that mounts `tmp_path / "root"` until the test ends; then no process may be using it."""
     needs("FUSE", has_fuse())
     with contextlib.ExitStack() as stack:
 
@@ -63,7 +63,7 @@ def test_the_measured_rates_match_the_latency_of_the_mount_and_no_file_is_read_t
     assert report.open_s <= report.open_p95_s < 3 * LATENCY_S
     for rate, level in zip(report.small, SMALL_LEVELS, strict=True):
         assert rate.concurrency == level
-        # Each file takes one open and one read.
+        # Each file takes one open and one read, which have the same latency.
         assert rate.reads_per_s == pytest.approx(level / (2 * LATENCY_S), rel=0.35)
         assert rate.bytes_per_s == pytest.approx(5000 * rate.reads_per_s, rel=0.01)
     for rate, level in zip(report.large, LARGE_LEVELS, strict=True):

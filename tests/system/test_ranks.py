@@ -1,4 +1,4 @@
-"""`train()` in several processes: they share the samples, one of them writes, and a different number can resume."""
+"""`train()` in several processes: they share the samples, one of them writes, and more or fewer can resume."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCHRUN_S = 200.0
 
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a pack of the numbers from 0 to 40."""
+    """Return the path of a pack of the numbers from 0 to 40."""
     rows = np.arange(COUNT, dtype=np.int64).reshape(-1, 1)
     return seal_fields(tmp_path_factory.mktemp("packs") / "numbers.h5", {"X": {"train": rows}}, {"X": "array"}, None)
 
@@ -40,7 +40,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     pack: Path, folder: Path, world_size: int, *, stop_after: int = -1, by_torchrun: bool = False
 ) -> list[dict[str, Any]]:
-    """Train in this many processes, and return the records of each."""
+    """Train in this many processes, and return the record of each."""
     folder.mkdir(exist_ok=True)
     for old in records(folder):
         old.unlink()
@@ -73,7 +73,7 @@ def by_epoch(ranks: list[dict[str, Any]]) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, numbers: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the records of an uninterrupted training in one process and in two."""
+    """Return the records of uninterrupted trainings in one process and in two."""
     folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
     return {1: trained(numbers, folders[0], 1), 2: trained(numbers, folders[1], 2, by_torchrun=True)}
 
@@ -237,7 +237,7 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
     def work() -> None:
         def press(done: meters.StepDone) -> None:
             if done.step == 3 and distributed.get_rank() == 0:
-                # A terminal or runtime that ends also signals all processes.
+                # When a terminal or runtime ends, it also signals all processes.
                 os.kill(os.getppid(), number)
 
         colabkit.train(

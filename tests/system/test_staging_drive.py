@@ -93,9 +93,8 @@ def test_transient_errors_are_retried_and_counted(root, drive, number):
     ]
     with drive(*faults) as mount:
         report = copy(mount.point / "data")
-    assert report.retries == (
-        3 * 2 if number == errno.ESTALE else 3 * 2 + 3 + 1
-    )  # the kernel itself retries an open that fails with ESTALE
+    # The kernel itself retries an open that fails with ESTALE.
+    assert report.retries == (3 * 2 if number == errno.ESTALE else 3 * 2 + 3 + 1)
     assert data_of(report.path) == data_of(root / "data")
 
 
@@ -148,7 +147,7 @@ def test_a_file_modified_while_it_is_read_is_detected(root, drive, near_storage,
 
 @pytest.fixture
 def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give up reads after half a second."""
+    """Make `stage()` give up reads after half a second."""
     monkeypatch.setattr(engine, "STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.folder.STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.concurrency.STALLED_S", 0.5)

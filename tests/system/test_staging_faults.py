@@ -1,4 +1,4 @@
-"""`stage()` with a full disk, a kill or an interrupt at every operation, and with concurrent processes."""
+"""`stage()` with a full disk, a kill or an interrupt at every file change, and in concurrent processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = ("folder", "archive", "kept archive")
 
 @pytest.fixture
 def source(tmp_path):
-    """Return a function that creates a tiny source of a kind."""
+    """Return a function that creates a tiny source of a given kind."""
 
     def make(kind: str) -> Path:
         folder = tmp_path / "far" / "tree"
@@ -47,14 +47,14 @@ def source(tmp_path):
 
 
 def copy(source: Path, local: Path, kind: str, threads: int = 1, refresh: bool = False) -> Path:
-    """Stage a source of some kind and return the folder of the copy."""
+    """Stage a source of this kind and return the folder of the local copy."""
     options = {"threads": threads, "refresh": refresh, "extract": kind != "kept archive"}
     report = stage(source, local, progress=False, **options)
     return report.path.parent if kind == "kept archive" else report.path
 
 
 def content(local: Path) -> dict[str, bytes] | None:
-    """Return the bytes of a local copy's files; None if nothing is at its path."""
+    """Return the bytes of a local copy's files by path; None if nothing exists at its path."""
     if not os.path.lexists(local):
         return None
     files = [path for path in local.rglob("*") if path.is_file()]
@@ -107,7 +107,7 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_refresh_leaves_the_old_or_th
         assert content(local) == whole(remote, kind), f"at operation {number}"
         assert leftovers(tmp_path) == [] or strike.operation in ("rename", "remove"), f"at operation {number}"
     assert content(local) == whole(remote, kind)
-    # The next run removes leftovers that could not be removed before.
+    # The next run removes leftovers that the failed run could not remove.
     copy(remote, local, kind)
     assert leftovers(tmp_path) == []
 

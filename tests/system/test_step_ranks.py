@@ -1,4 +1,4 @@
-"""`supervised_step()` in two processes: combined gradients, one set of names, and equal results."""
+"""`supervised_step()` in two processes: combined gradients, names of the unwrapped model, and equal results."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def all_of(some: Batches) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def update(rank: int, folder: str) -> None:
-    """Train two epochs on every second batch of an odd number, starting with the first, and write the results.
+    """Train two epochs on every second batch, starting at `rank`, and write the results.
 
-    This is done twice: with a plain model, which the step wraps, and with a wrapped one.
+    Train first a plain model, which the step wraps, then a model that is already wrapped.
     """
     store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=dt.timedelta(seconds=60))
     try:
         for is_wrapped in (False, True):
-            # All processes use the first one's weights.
+            # Each process creates a different plain model, but all must train with the weights of rank 0.
             model = small_cnn(width=8, seed=0 if is_wrapped else rank)
             _, step = make_step(DistributedDataParallel(model) if is_wrapped else model, accumulate=2)
             exchanges: list[int] = []
@@ -39,7 +39,7 @@ def update(rank: int, folder: str) -> None:
                     step(batch)
                     exchanges.append(step.updates)
                 step.flush()
-            # Different numbers of batches: two in the first process, one in the second.
+            # Evaluate different numbers of batches: two in the first process, one in the second.
             found = step.evaluate(batches(3)[: 2 - rank])
             assert step.parts["model"] is model
             record = {"model": model.state_dict(), "found": found, "updates": step.updates, "exchanges": exchanges}

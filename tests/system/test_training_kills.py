@@ -52,7 +52,7 @@ def test_a_run_that_is_killed_in_any_step_and_resumed_equals_an_uninterrupted_on
     report = resumed.train(4, save_to=tmp_path)
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
-    # Saved in the background, so the kill may come before it is sealed.
+    # A checkpoint is saved in the background, so the kill may come before it is sealed.
     saved = (at_step - 1) // 6 * 6
     assert report.resumed_from.name in {f"checkpoint-{step:08d}.pt" for step in (saved, max(0, saved - 6))}
 
@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_at_twenty_random_times_equals_an_uninterrupted_one
         process = PROCESSES.Process(target=train_noted, args=(data, folder, log))
         process.start()
         moment = time.monotonic() + DEADLINE_S
-        # Let each attempt make some steps, so that the training ends.
+        # Let each attempt complete some steps, so that training makes progress and ends.
         while not log.exists() or log.stat().st_size <= begun:
             assert time.monotonic() < moment
             assert process.is_alive()
@@ -103,7 +103,7 @@ def test_a_run_that_is_killed_at_twenty_random_times_equals_an_uninterrupted_one
 
 def train_until_told_to_end(data: PackedDataset, folder: Path | None, signals: list[int], is_failing: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # nohup ignores SIGHUP.
+        # Under nohup, SIGHUP would be ignored.
         signal.signal(number, signal.SIG_DFL)
     steps: list[object] = []
 

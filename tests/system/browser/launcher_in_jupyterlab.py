@@ -2,9 +2,9 @@
 
 pip install ".[bench]" jupyterlab && python tests/system/browser/launcher_in_jupyterlab.py --pictures pictures
 
-It checks that the template finishes after "Run All Cells" in the menu; that a double click on the launcher's "Stage and
-train" trains once, moves the progress bar, and shows the live panel and the reports; that the launcher reports an
-interrupt and resumes; that it shows errors such as a wrong path; and that a narrow window cuts nothing off. It saves
+The script checks that the template finishes after "Run All Cells" in the menu. A double click on the launcher's "Stage
+and train" must train once, move the progress bar, and show the live panel and the reports. The launcher must report an
+interrupt, resume, and show errors such as a wrong path. A narrow window must cut nothing off. The script saves
 pictures.
 """
 
@@ -112,7 +112,7 @@ def watched(page: Page) -> tuple[set[str], set[str]]:
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Write image files in two classes, enough to watch them being staged and packed."""
+    """Write enough image files in two classes to watch staging and packing."""
     random = np.random.default_rng(0)
     for name in ("dark", "light"):
         (folder / name).mkdir(parents=True)

@@ -1,8 +1,8 @@
-"""Make README's pictures of the launcher: a real run in JupyterLab, in the light and the dark theme.
+"""Make the README's pictures of the launcher during a real run in JupyterLab, in the light and the dark theme.
 
 pip install ".[bench]" jupyterlab && python tests/system/browser/launcher_picture.py --chromium /usr/bin/chromium
 
-It clicks "Stage and train" for crops of scikit-learn's two photos, which lie in a folder that represents Drive.
+The script clicks "Stage and train" for crops of scikit-learn's two photos, in a folder that stands in for Drive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 LAUNCHER = ".colabkit-launcher"
-# Enough for all colors of a picture, with half the bytes.
+# A palette of this size shows all colors of the launcher, and halves the file.
 COLORS = 256
 
 
@@ -28,7 +28,7 @@ def fill(page: Page, label: str, text: str) -> None:
 
 
 def take(page: Page, path: Path) -> None:
-    """Write a picture of the launcher with few colors."""
+    """Write a picture of the launcher with a small palette."""
     image = Image.open(io.BytesIO(page.locator(LAUNCHER).screenshot())).convert("RGB")
     few = image.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
@@ -50,7 +50,8 @@ def take_pictures(page: Page, address: str, target: Path, epochs: int) -> None:
         do(page, "apputils:change-theme", theme=f"JupyterLab {theme.capitalize()}")
         # Wait until the page is painted.
         page.wait_for_timeout(1000)
-        panel.get_by_text("Nothing to fix").wait_for(timeout=60_000)  # the change of themes took a CPU
+        # Changing the theme uses a CPU, so the doctor may briefly report a bottleneck.
+        panel.get_by_text("Nothing to fix").wait_for(timeout=60_000)
         take(page, target / f"launcher-{theme}.png")
     do(page, "notebook:shutdown-kernel")
 
@@ -64,7 +65,8 @@ def main() -> None:
     options.target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         write_photos(Path(name) / "drive" / "photos", 2000, (48, 48))
-        os.environ["OMP_NUM_THREADS"] = "1"  # the browser paints meanwhile
+        # Leave a CPU to the browser.
+        os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["COLABKIT_DRIVE"] = str(Path(name) / "drive")
         save_notebook(Path(name) / "launcher.ipynb", ["%load_ext colabkit", "%colabkit"])
         browser = playwright.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])

@@ -1,10 +1,10 @@
-"""Train in a real JupyterLab in Chromium, and check the panel while the cell is busy and in the saved notebook.
+"""Train in a real JupyterLab in Chromium, and check the panel in the running and in the saved notebook.
 
 pip install ".[bench]" jupyterlab && python tests/system/browser/panel_in_jupyterlab.py --pictures pictures
 
-It checks that the panel's text changes at least once a second while the cell is busy, that the panel's output is the
-only one, that the panel is readable in the saved, untrusted notebook without a kernel, and that a narrow window cuts
-nothing off. It saves pictures of each.
+The script checks that the panel's text changes at least once a second while the cell is running, and that the panel is
+the cell's only output. In the saved, untrusted notebook without a kernel, the panel must be readable. A narrow window
+must cut nothing off. The script saves pictures of each state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make README's pictures of the panel: a frame of a real run, drawn by Chromium in light and dark.
+"""Make the README's pictures of the panel: a frame of a real run, which Chromium draws in light and dark colors.
 
 pip install ".[bench]" && python tests/system/browser/panel_picture.py --chromium /usr/bin/chromium
 
