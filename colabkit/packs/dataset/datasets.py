@@ -156,7 +156,7 @@ class PackedDataset(LabelledDataset):
         if self._numbers is not None or maps is None or len(maps) != 1:
             found = "the dataset is a view" if self._numbers is not None else "samples are in shards or must be decoded"
             next_step = "Index the dataset, for example dataset[:100]"
-            raise InvalidOption(cannot("return all rows as one tensor", found, "one file of raw samples", next_step))
+            raise InvalidOption(cannot("return all rows as a tensor", found, "a full raw split in one file", next_step))
         return _map_tensor(maps[0])
 
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:

@@ -258,7 +258,7 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
     listed = ", ".join(map(repr, names[:20]))
     found = f"no dataset among {listed} has a common name for samples" if names else "the file itself has no datasets"
     next_step = ("Name the datasets, for example ", option("x", "images"), " and ", option("y", "labels"))
-    raise BadSource(cannot(act, found, "samples with a name such as 'X_train', 'images' or 'data'", next_step))
+    raise BadSource(cannot(act, found, "a dataset with a name such as 'X_train', 'images' or 'data'", next_step))
 
 
 def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:

@@ -222,7 +222,7 @@ class SingleFileSamples:
         try:
             return tuple([column.value(some) for column, some in zip(self._in_order, stored, strict=True)])
         except BadImage as error:
-            next_step = ("Pack it again with ", option("on_bad", "skip"), " or ", option("on_bad", "blank"))
+            next_step = ("Pack the source again with ", option("on_bad", "skip"), " or ", option("on_bad", "blank"))
             raise BadImage(cannot(self._act("decode", row), str(error), "", next_step)) from error
 
     def encoded(self, row: int) -> bytes:

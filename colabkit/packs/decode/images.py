@@ -174,8 +174,8 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
     """Return the array in a `.npy` file of format 1 or 2; it shares the memory of `data`.
 
     Raises:
-        BadImage: if the bytes are not such a file, hold Python objects, or do not match the size in the header. The
-            message is only the reason, since the caller knows the file's name.
+        BadImage: if the bytes are not a `.npy` file of format 1 or 2, hold Python objects, or do not match the size in
+            the header. The message is only the reason, since the caller knows the file's name.
     """
     if not data:
         raise BadImage("the file is empty")

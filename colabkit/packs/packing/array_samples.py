@@ -66,7 +66,7 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         reason = f"{' '.join(str(error).split()):.80}" or type(error).__name__
         found = f"{name!r} is {kind_of(value)} that cannot be converted to an array ({reason})"
         convert = "Convert it to a NumPy array"
-        raise InvalidOption(cannot(act, found, "numbers of one shape, or text", convert)) from error
+        raise InvalidOption(cannot(act, found, "an array of numbers, or a list of text", convert)) from error
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
         return _text_column(act, name, rows)
     if not is_storable(rows.dtype):
@@ -82,7 +82,7 @@ def _text_column(act: str, name: str, rows: npt.NDArray[Any]) -> TextColumn:
         return TextColumn(tuple(value.encode("utf-8", "surrogateescape") for value in values), "text")
     if rows.ndim == 1 and all(isinstance(value, bytes) for value in values):
         return TextColumn(tuple(values), "bytes")
-    expected, next_step = "numbers of one shape, or one text for each sample", "Convert the values to numbers or text"
+    expected, next_step = "an array of numbers, or one string for each sample", "Convert the values to numbers or text"
     if rows.ndim != 1:
         shape = f"{name!r} contains text or objects of shape {list(rows.shape)}"
         raise InvalidOption(cannot(act, shape, expected, next_step))

@@ -178,7 +178,7 @@ class DatasetSampleMaker(MemorySampleMaker):
                 raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first sample")
             stored = self._value(name, value)
             if isinstance(stored, np.ndarray) is made.is_ragged:
-                raise UnlikeFirst(f"{name!r} is {_named(value)}, which is another type than in the first sample")
+                raise UnlikeFirst(f"{name!r} is {_named(value)}, which is not the type in the first sample")
             if isinstance(stored, np.ndarray):
                 stored = made.converted(stored, UnequalPicture if made.content == "image" else UnlikeFirst)
             values.append(stored)

@@ -246,4 +246,4 @@ def _stored_value(path: str, made: SampleField, value: Any) -> Value:
         raise BadSource(cannot(act, str(error), "", next_step)) from None
     except ValueError:
         uneven = "the function returned lists of different lengths"
-        raise BadSource(cannot(act, uneven, "numbers of one shape", next_step)) from None
+        raise BadSource(cannot(act, uneven, "lists of one length", next_step)) from None

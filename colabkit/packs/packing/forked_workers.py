@@ -110,7 +110,7 @@ class ForkedWorkers(Generic[T, R]):
         if not worker.tasks:
             worker.moved = time.monotonic()
         worker.tasks.append(one)
-        # A dead worker is detected when its answer is read.
+        # Ignore errors here, because a dead worker is detected when its answer is read.
         with contextlib.suppress(OSError):
             worker.pipe.send(one[0])
 

@@ -116,7 +116,7 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     }
     _refuse(options, refused, "a dataset")
     if key is not None and not isinstance(key, str):
-        expected = "the key of the labels in the samples of the dataset, 'auto' or None"
+        expected = "the key of the labels in the dataset's samples, 'auto' or None"
         next_step = (omit("labels"), " and return (x, label) from the dataset")
         raise InvalidOption(cannot(act, option("labels", key), expected, next_step))
     datasets = _by_split(act, source)

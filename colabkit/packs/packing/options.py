@@ -25,7 +25,7 @@ from colabkit.packs.packing.pack_plan import Encoding, OnBad
 
 Size: TypeAlias = int | tuple[int, int]
 Fields: TypeAlias = Sequence[str] | Mapping[str, str | Callable[[str], Any]]
-"""Additional fields: column names, or for each field a column or a function of the sample's path."""
+"""Additional fields: column names, or a mapping of field names to columns or functions of a sample's path."""
 
 _OWN_NAMES = frozenset("XY") | {"crc", "colabkit"}
 

@@ -34,7 +34,7 @@ class UnequalSample(BadImage):
     """A sample whose shape or dtype differs from that of the first sample; the message is only the reason.
 
     Attributes:
-        next_step: what to do next, for a message with this reason.
+        next_step: advice that completes a message with this reason.
     """
 
     next_step: ClassVar[Text] = (
@@ -63,13 +63,13 @@ class SampleField(Field):
         return 0 if self.is_ragged else int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     def check_shape(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> None:
-        """Raise the error if an array's shape differs from the field's."""
+        """Raise `error` if an array's shape differs from the field's."""
         if array.shape != self.shape:
             found, first = ("x".join(map(str, shape)) or "()" for shape in (array.shape, self.shape))
             raise error(f"{self._named('shape')} is {found}, but {first} in the first sample")
 
     def converted(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> npt.NDArray[Any]:
-        """Convert an array to the field's dtype; raise the error if the shape differs or a number would change."""
+        """Convert an array to the field's dtype; raise `error` if the shape differs or a number would change."""
         self.check_shape(array, error)
         if array.dtype.str == self.dtype:
             return array

@@ -244,7 +244,7 @@ class _Preparation:
     def alone(self) -> Iterator[bool | None]:
         """Yield whether this process holds the folder's lock; None if the file system does not support locks.
 
-        If another process holds it, wait until its pack exists or until nothing in the folder changes any more.
+        If another process holds the lock, wait until its pack exists or the folder no longer changes.
         """
         file_changes.make_folder(self.folder)
         fd = file_changes.open_lock(self.folder / _LOCK)
@@ -355,7 +355,7 @@ def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Pat
     except NotMounted as error:
         return None, (error.message or str(error), " Or use ", option("save_to", None), " to save nothing.")
     if os.path.isabs(name) and folder.is_relative_to(name):
-        return None, f"{str(folder)!r} is inside the source, which is never written to"
+        return None, f"{str(folder)!r} is inside the source, and colabkit never writes to a source"
     return folder, ""
 
 
