@@ -116,7 +116,7 @@ class PackedDataset(LabelledDataset):
     Attributes:
         info: description of the pack.
         split_name, labels, classes, fields, fingerprint: see `LabelledDataset`.
-        numbers: row numbers of a view within the split, `int64 [N]`; None for the whole split.
+        numbers: row numbers of a view within the split, `int64 [N]`; None for a full split.
 
     Example:
         >>> import colabkit
@@ -160,7 +160,7 @@ class PackedDataset(LabelledDataset):
         return _map_tensor(maps[0])
 
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
-        """Return a field's rows for the whole split as stored, `[N, ...]`: one read-only tensor per memory-mapped file.
+        """Return the split's rows of a field as stored, `[N, ...]`: one read-only tensor per memory-mapped file.
 
         Returns None if samples must be decoded or read through HDF5.
         """
@@ -337,7 +337,7 @@ class FileDataset(LabelledDataset):
         source: a folder, a zip archive, a table of paths (DataFrame, CSV, list), or a folder in a bucket.
         split: the split to read: `train`, `dev` or `test`.
         labels: as in `pack()`: `"auto"`, a column, several columns, a function of the path, or None.
-        splits: as in `pack()`: a column, shares, a function of the path, or None for the source's own splits.
+        splits: as in `pack()`: a column, shares, a function of the path, or None for the source's splits.
         seed: seed for assigning samples to splits by shares.
         channels: 3 for RGB, 1 for luminance.
 

@@ -195,7 +195,7 @@ class SingleFileSamples:
         columns: all fields except the labels, in order.
         checked: names of the fields that the CRCs cover.
         crcs: CRC32 of each sample, `[N]`.
-        first: number of the first sample within the split of the whole pack, for messages.
+        first: index of the first sample in the split, counted across all shards, for messages.
     """
 
     path: Path

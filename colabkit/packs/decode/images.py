@@ -3,7 +3,7 @@
 Every image is decoded as follows:
 
 - Shape: `uint8 [H, W, C]`, C-contiguous, with C = 3 (RGB) or 1 (luminance).
-- Grayscale: repeated to RGB if C = 3. RGB to luminance: a JPEG's own luminance, ITU-R 601 for other formats.
+- Grayscale: repeated to RGB if C = 3. RGB to luminance: the luminance stored in a JPEG, ITU-R 601 for other formats.
 - Orientation: rotated and flipped upright according to EXIF, or XMP if there is no EXIF; unreadable values are ignored.
 - Transparency: dropped without blending, so the hidden colors become visible.
 - Palettes: looked up. Black and white: 0 and 255.
@@ -133,9 +133,9 @@ def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], N
 def image_size(data: Data) -> Size:
     """Return the upright height and width of an image, from its header alone.
 
-    For BMP, GIF, PNG, PPM and JPEG, the first bytes of a file are enough. A JPEG's whole header must be included, which
-    may take hundreds of kilobytes with a color profile and a preview. WebP and TIFF need the whole file, and so does a
-    PNG whose orientation is stored at its end.
+    For BMP, GIF, PNG, PPM and JPEG, the first bytes of a file are enough. A JPEG needs its entire header, which may
+    take hundreds of kilobytes with a color profile and a preview. WebP and TIFF need the entire file, and so does a PNG
+    whose orientation is stored at its end.
 
     Raises:
         BadImage: like `decode_image`, but only for problems that the header shows.

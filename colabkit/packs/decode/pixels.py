@@ -196,7 +196,8 @@ def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
 
 def _orientation(image: Any) -> int:
     try:
-        # Call the base class's method, because a PNG's own would decode the whole image to find EXIF after the pixels.
+        # Call the base class's method, because the PNG class would decode the entire image to find EXIF after the
+        # pixels.
         value = Image.Image.getexif(image).get(_ORIENTATION, 1)
         return int(value) if value in range(2, 9) else 1
     except Exception:

@@ -112,7 +112,7 @@ class PackInfo:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards in order; empty if this file holds the samples itself."""
+        """The shards in order; empty if the samples are in this file."""
         return tuple(Shard(**about) for about in self.meta.get("shards", ()))
 
     def sample_fields(self) -> tuple[Field, ...]:

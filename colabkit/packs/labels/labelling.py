@@ -1,7 +1,8 @@
 """Samples, labels and splits of a listing, from its columns, its folders, or functions of the path.
 
 Folders are `[split/]class/…/file`. Top-level folders count as splits only if all of them are named like splits;
-otherwise each top-level folder is a class. A folder that wraps the whole tree, as is common in archives, is ignored.
+otherwise each top-level folder is a class. A folder that contains the entire tree, as is common in archives, is
+ignored.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ def label_samples(
     Args:
         listing: the files.
         name: name of the source, for messages.
-        labels: the name of a column, several such names, a function that takes a sample's path and returns any value
-            that a cell may hold, or None. `"auto"` uses the first column named `label, labels, class, class_name,
-            target, category, y, cls, image/class/label, json.label` or `json.class`, ignoring case, otherwise the
-            folder names. See `label_values.infer_cells` for how values are interpreted.
+        labels: the name of a column, several column names, a function that takes a sample's path and returns any value
+            that a cell may hold, or None for no labels. `"auto"` uses the first column named `label, labels, class,
+            class_name, target, category, y, cls, image/class/label, json.label` or `json.class`, ignoring case,
+            otherwise the folder names. See `label_values.infer_cells` for how values are interpreted.
         splits: the name of a column; a function that takes a sample's path and returns a split; or shares of all
             samples such as `{"train": 0.8, "test": 0.2}`, stratified by class, by combination of labels, or by up to
             ten bins of a single target. None uses a column named `split`, ignoring case, otherwise folders named like
@@ -102,7 +103,7 @@ def label_samples(
         seed: seed for splitting by shares; the same seed gives the same splits.
 
     Raises:
-        BadSource: if there are no samples or no labels, if cells are empty or of several kinds, or if a split is
+        BadSource: if there are no samples or no labels, if cells are empty or of different kinds, or if a split is
             unknown.
         InvalidOption: if a column does not exist, if shares do not add up to 1 or leave a split empty, or if shares are
             given for a source that already has splits.
@@ -235,7 +236,7 @@ def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[It
 
 
 class _FolderTree:
-    """Splits and classes of the folders that hold samples; `folders` maps each path to its rows."""
+    """Splits and classes of the folders that hold samples; `folders` maps each folder's path to its rows."""
 
     def __init__(self, items: Sequence[Item], folders: Mapping[str, Sequence[int]]) -> None:
         self._items = items

@@ -38,7 +38,7 @@ _MOST_BINS = 10
 
 
 def split_named(name: object) -> str | None:
-    """Return the split that a name stands for, ignoring case; None if it stands for none."""
+    """Return the split that a name stands for, ignoring case; None if the name is unknown."""
     return SPLIT_FOLDERS.get(name.lower()) if isinstance(name, str) else None
 
 

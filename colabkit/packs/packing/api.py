@@ -191,7 +191,7 @@ def pack(
             disk and in RAM, otherwise jpeg if `size` is given, otherwise source.
         quality: JPEG quality for `"jpeg"`, 1 to 100.
         channels: 3 for RGB, 1 for luminance.
-        labels: `"auto"` uses a column with a usual label name, otherwise the folder names. Or pass a column, several
+        labels: `"auto"` uses a column with a common label name, otherwise the folder names. Or pass a column, several
             columns, a function of a sample's path, or None for no labels. Text and integers are classes, floating-point
             numbers are regression targets, lists and several columns of 0 and 1 are multi-label.
         splits: shares of `train`, `dev` and `test`, stratified by class; a column; or a function of a sample's path.
@@ -300,7 +300,7 @@ def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
 
 
 def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> Source:
-    """Stage record files as a whole, which is faster than reading single samples, and open the local copy."""
+    """Stage complete record files, which is faster than reading single samples, and open the local copy."""
     files = [os.path.abspath(file) for file in remote.files]
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     folder = stage(files, extract=False, refresh=overwrite, progress=progress).path

@@ -165,7 +165,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return self._join(numbers.tolist(), self._made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:
-        """Return the fields of a sample; raises `BadImage` with only the reason if it is broken or unlike the first."""
+        """Return the fields of a sample; raises `BadImage` with only the reason if the sample is bad."""
         sample = self._sample(number)
         values = []
         for made, place in zip(self.fields, self._places.values(), strict=True):

@@ -123,7 +123,7 @@ class FileCollection:
         return PackPlan(self._source.name, maker, labelled.splits, self._tables, about, options.on_bad, most_bad)
 
     def _choose_encoding(self, final: Path, is_unequal: bool) -> tuple[Encoding, tuple[int, ...], str, str]:
-        """Return encoding, shape and dtype of a raw row, and a note for the report."""
+        """Return the encoding, the shape and dtype of a raw row, and a note for the report."""
         options, size = self._options, self._options.image_size
         if self._are_arrays:
             if options.encoding not in ("auto", "raw") or size:

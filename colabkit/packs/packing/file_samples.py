@@ -109,7 +109,7 @@ class FileSampleMaker(SampleMaker):
     """Makes samples from files: images decoded to one size, re-encoded or unchanged, and `.npy` arrays.
 
     Attributes:
-        source: the open source; it reopens itself in another process.
+        source: the open source, which reopens in other processes.
         items: the file of each sample.
         encoding: encoding of the images.
         channels: 3 or 1.

@@ -1,4 +1,4 @@
-"""Digests of what user functions do, because a function edited in a notebook keeps its name."""
+"""Digests of user functions by behavior instead of by name, because a function edited in a notebook keeps its name."""
 
 from __future__ import annotations
 

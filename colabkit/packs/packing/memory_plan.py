@@ -101,7 +101,7 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
 
 
 def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
-    """Return the plan of a pack of one map-style dataset, or of one for each split.
+    """Return the plan of a pack of one map-style dataset, or of a dataset for each split.
 
     Raises:
         InvalidOption: if an option applies only to files.
@@ -226,7 +226,7 @@ def _number_splits(
 
 
 def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
-    """Return the class names of a dataset, also through `Subset` and `ConcatDataset`; () if it has none."""
+    """Return a dataset's class names, looking inside `Subset` and `ConcatDataset`; () if there are none."""
     own = getattr(dataset, "classes", None)
     if isinstance(own, list | tuple) and own:
         return tuple(name if isinstance(name, str) else str(name) for name in own)

@@ -123,7 +123,7 @@ class Compaction:
 
     Args:
         plan: plan of the file.
-        folder: where samples of initially unknown length are spooled; created on demand.
+        folder: folder in which samples of initially unknown length are spooled; created on demand.
     """
 
     def __init__(self, plan: PackPlan, folder: Path) -> None:
@@ -222,7 +222,7 @@ class Compaction:
         return rows
 
     def copy(self, rows: Path, old: Mapping[str, DataSet], path: Path, new: Mapping[str, DataSet]) -> None:
-        """Copy all kept samples to the pack, from the spools and from the file `rows` with its `old` datasets."""
+        """Copy all kept samples to the pack, from the spool files and from the datasets `old` of the file `rows`."""
         fd = os.open(rows, os.O_RDONLY | os.O_CLOEXEC)
         to_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

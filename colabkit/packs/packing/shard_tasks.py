@@ -21,7 +21,7 @@ from colabkit.storage import Threads
 
 _TICK_S = 0.25
 _LOOKED_S = 0.5
-# Seconds to wait for running tasks to end; they check for their sign file more often.
+# Seconds to wait for running tasks to end; they check for their marker file more often.
 _END_S = 10.0
 # Limit for the bytes of arrays in submitted tasks, since arrays are pickled with the task.
 _SENT_BYTES = 1 << 30
@@ -31,7 +31,7 @@ Outcome: TypeAlias = tuple[WrittenPack | None, str]
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Writes one shard to an absolute path; `sign` is a file that exists as long as the caller waits for the shard."""
+    """Writes one shard to an absolute path; the marker file `sign` exists as long as the caller waits for it."""
 
     plan: PackPlan
     path: Path
@@ -41,7 +41,7 @@ class ShardTask:
     def run(self) -> Outcome:
         """Write the shard unless it exists; return the result, or the traceback if user code raised an error.
 
-        No processes are forked because the executor has its own.
+        This forks no processes, because the executor already runs several shards in parallel.
         """
         try:
             with _WatchingBar(self) as bar, file_changes.translated(self.plan.act):
@@ -71,7 +71,7 @@ class _WatchingBar(ProgressBar):
         self.look()
 
     def look(self) -> None:
-        """Raise `PackingFailed` if the sign file no longer exists; checks at most twice a second."""
+        """Raise `PackingFailed` if the marker file no longer exists; checks at most twice a second."""
         if time.monotonic() - self._looked < _LOOKED_S:
             return
         self._looked = time.monotonic()
@@ -95,7 +95,7 @@ def run_tasks(
         act: verb and object for messages.
         tasks: tasks by number.
         executor: runs the tasks.
-        sign: sign file of all tasks; it must not exist yet.
+        sign: marker file of all tasks; it must not exist yet.
         on_wait: called several times a second.
 
     Raises:
@@ -130,7 +130,7 @@ def run_tasks(
                 yield numbers[future], written
             on_wait()
     finally:
-        # A failure to remove the sign must not replace the original error.
+        # A failure to remove the marker file must not replace the original error.
         with contextlib.suppress(OSError):
             file_changes.remove(sign)
         running = [future for future in waiting if not future.cancel()]

@@ -178,7 +178,7 @@ class _ShardSet:
     """The shards of a plan, written or missing.
 
     Attributes:
-        plan: plan of the whole pack.
+        plan: plan of the complete pack.
         kept: the hidden folder.
         names: file names of the shards.
         ranges: sample range of each shard, counted across all splits.
@@ -373,7 +373,7 @@ def _write_index(
 
 
 def _listed_bad(plan: PackPlan, written: Sequence[WrittenPack]) -> list[list[Any]]:
-    """Return the bad samples of all shards; blank ones with their index in the whole pack."""
+    """Return the bad samples of all shards; blank ones with their index in the complete pack."""
     before = dict.fromkeys(plan.splits, 0)
     found = []
     for shard in written:

@@ -89,7 +89,7 @@ def prepare(
        this machine, the pack is used only if the source is unchanged or no longer exists.
     2. A pack saved in `save_to` of the same source, options and source state. It is staged as one file, and all its
        samples are verified.
-    3. Pack the source.
+    3. Packing the source.
 
     A local pack that is not saved yet is then saved, so the next session needs to stage only one file. If saving fails,
     the report contains the reason.
@@ -270,7 +270,7 @@ class _Preparation:
         if way == "packed":
             self.note(saved="")
             if _opened(self.path) is None:
-                # pack() would not replace a file that does not begin like a pack.
+                # pack() would not replace a file that does not start like a pack.
                 file_changes.remove(self.path)
             started = time.monotonic()
             self.pack_to(self.path)
