@@ -28,7 +28,7 @@ ColabkitError
 ```
 
 All messages have the form *Cannot {action}: {found}; expected {expected}. {What to do next}.* The expected part is
-omitted if what was found implies it. A message names options and calls in the words of the caller: Python, a magic, a
+omitted if the finding implies it. A message names options and calls in the words of the caller: Python, a magic, a
 terminal or the launcher.
 
 In a notebook an error is shown as this one line; the environment variable `COLABKIT_DEBUG=1` shows the full traceback.

@@ -150,7 +150,7 @@ def is_finite_number(value: object) -> TypeGuard[float]:
 
 
 def kind_of(value: object) -> str:
-    """Return the type of a value for a message: `"an int"`, `"a list"`, `"the class Linear"` or `"None"`."""
+    """Describe the type of a value for a message: `"an int"`, `"a list"`, `"the class Linear"` or `"None"`."""
     if value is None:
         return "None"
     if isinstance(value, type):

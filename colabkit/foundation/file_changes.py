@@ -131,7 +131,7 @@ def copy_range(fd: int, offset: int, size: int, to_fd: int, to_offset: int, path
             block = os.pread(fd, min(size, _COPY_BYTES), offset)
             copied = os.pwrite(to_fd, block, to_offset)
         if not copied:
-            raise OSError(errno.EIO, "the file became shorter while it was copied")
+            raise OSError(errno.EIO, "the file became shorter while it was being copied")
         offset, to_offset, size = offset + copied, to_offset + copied, size - copied
 
 

@@ -103,7 +103,7 @@ def mount_holding(path: str, table: Iterable[Mount]) -> Mount | None:
 
 
 def drive_mounts(table: Iterable[Mount]) -> list[Mount]:
-    """Return the possible Drive mounts: those of DriveFS, else of google-drive-ocamlfuse, else of rclone."""
+    """Return the possible Drive mounts: those of DriveFS if any, else of google-drive-ocamlfuse, else of rclone."""
     table = list(table)
     for fstype in DRIVE_TYPES:
         if found := {mount.point: mount for mount in table if mount.fstype == fstype}:

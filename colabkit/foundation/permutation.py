@@ -91,7 +91,7 @@ def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> npt.NDA
 
 
 def permute(positions: Positions, n: int, key: int) -> None:
-    """Replace positions, each in [0, n), in place by their values in the permutation of [0, n) given by `key`."""
+    """Replace positions in [0, n), in place, with their values in the permutation of [0, n) given by `key`."""
     if n <= 1:
         return
     if n <= _SORTED_UP_TO:
@@ -108,7 +108,7 @@ def permute(positions: Positions, n: int, key: int) -> None:
 
 
 def permute_each(positions: Positions, sizes: Positions, keys: Words64) -> None:
-    """Replace each position in place by its value in a separate permutation, in constant time per position.
+    """Replace each position, in place, with its value in a separate permutation, in constant time per position.
 
     Args:
         positions: positions, each in [0, size), `int64 [N]`.

@@ -15,16 +15,16 @@ _SHARES = {"data_wait": "wait_s", "copy": "copy_s", "compute": "compute_s", "oth
 def log_to(writer: Any, *, every: int = 50) -> AbstractContextManager[None]:
     """Log each `train()` call inside a `with` block to your TensorBoard writer, W&B run or MLflow.
 
-    Logs the values of the step as `train/loss`, those of validations as `val/loss`, the shares of the step time since
+    Logs step values under `train/`, such as `train/loss`, validation values under `val/`, the shares of the time since
     the previous entry as `time/data_wait`, `time/copy`, `time/compute` and `time/other`, in [0, 1], and
-    `time/samples_per_s`. Under `torch.distributed`, use it in rank 0 only. If the writer raises an error, a warning is
+    `time/samples_per_s`. Under `torch.distributed`, use it only on rank 0. If the writer raises an error, a warning is
     logged once, and training continues without it.
 
     Args:
         writer: a `SummaryWriter`, the run that `wandb.init()` returns, the module `mlflow` with an active run, or any
             object with `log_metrics(values, step=)`. It stays open.
-        every: steps between two entries; the last step of each epoch is logged, too. Values on a GPU are read at these
-            steps only, since reading waits for the GPU.
+        every: steps between two entries; the last step of each epoch is logged, too. Values on a GPU are read only
+            at these steps, since reading waits for the GPU.
 
     Returns:
         A context manager.
@@ -47,7 +47,7 @@ def log_to(writer: Any, *, every: int = 50) -> AbstractContextManager[None]:
 
 def _log_function(writer: Any) -> Callable[[Mapping[str, float], int], object]:
     """Return a function that logs the values of a step to a writer."""
-    # A class has the methods, too, but cannot log.
+    # A class also has the methods, but only its instances can log.
     if not isinstance(writer, type):
         if callable(log_metrics := getattr(writer, "log_metrics", None)):
             return lambda values, step: log_metrics(dict(values), step=step)
@@ -84,7 +84,7 @@ class _RunLog:
         self._newest: meters.StepDone | None = None
 
     def listen(self, event: meters.Event) -> None:
-        """Handle an event of the meters."""
+        """Handle a meter event."""
         if isinstance(event, meters.StepDone):
             self._newest = event
             if not event.step % self._every:
@@ -93,7 +93,7 @@ class _RunLog:
             self._counts, self._newest = event.meters, None
             self._before = event.meters.snapshot()
         elif isinstance(event, meters.ValidationDone):
-            # Steps come before the validation that follows them, since W&B ignores entries of earlier steps.
+            # Log the last step before its validation, since W&B ignores entries for earlier steps.
             self._log_newest()
             self._log({f"val/{name}": value for name, value in event.values.items()}, event.step)
         elif isinstance(event, meters.RunEnded) or (
@@ -102,7 +102,7 @@ class _RunLog:
             self._log_newest()
 
     def _log_newest(self) -> None:
-        """Log the newest step, unless it was logged."""
+        """Log the newest step, unless it has already been logged."""
         if self._newest is None or self._counts is None:
             return
         done, self._newest = self._newest, None

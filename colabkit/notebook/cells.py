@@ -313,5 +313,5 @@ def _is_quiet(source: str) -> bool:
 
 def _bad_line(error: SyntaxError) -> InvalidOption:
     text = error.text or linecache.getline(error.filename or "", error.lineno or 0)
-    found = f"{error.msg} in line {error.lineno or 1}{f', {text.strip()!r}' if text.strip() else ''}"
+    found = f"{error.msg} on line {error.lineno or 1}{f', {text.strip()!r}' if text.strip() else ''}"
     return InvalidOption(cannot("run the cell", found, "valid Python", "Fix that line"))

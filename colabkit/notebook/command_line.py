@@ -115,7 +115,7 @@ def _panel() -> Iterator[None]:
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame in one of the user's files on, or None."""
+    """Return the traceback, starting at the first frame in one of the user's files, or None without such a frame."""
     while trace is not None and trace.tb_frame.f_code.co_filename not in _loaded:
         trace = trace.tb_next
     return trace

@@ -207,7 +207,7 @@ def demo(
             advice = "Use images in one folder per class"
             raise BadSource(cannot(f"train on {source.name!r}", kind, "one class per image", advice))
         if "train" not in labelled.splits:
-            found = f"there are only the splits {', '.join(labelled.splits)}"
+            found = f"the only splits are {', '.join(labelled.splits)}"
             next_step = "Rename one of the folders to 'train'"
             raise BadSource(cannot(f"train on {source.name!r}", found, "a folder named 'train'", next_step))
         shape = sides or _shape(drive.source, labelled)

@@ -228,7 +228,7 @@ class LineWords(Words):
         return f"omit {(option and (option.flag or option.name)) or super().option(name, ...)}"
 
     def python_only(self, text: Text) -> str:
-        """Return an empty text, since a line cannot do what only Python can."""
+        """Return an empty text, since the advice cannot be followed in a line."""
         return ""
 
     def call(self, call: CallRef) -> str:

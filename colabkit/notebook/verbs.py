@@ -100,7 +100,7 @@ _PACKED = (
     Option("seed", "seed for assigning samples to splits", 0, "number"),
     Option(
         "on_bad",
-        "what to do with a file that cannot be decoded: raise an error, skip it, or blank (store a black image)",
+        "how to handle a file that cannot be decoded: raise an error, skip it, or blank (store a black image)",
         "raise",
         words=("raise", "skip", "blank"),
     ),
@@ -354,7 +354,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "demo",
-        "train on images of a simulated slow drive, first from the files, then from a pack, and compare the speeds",
+        "train on images on a simulated slow drive, first from the files, then from a pack, and compare the speeds",
         (
             Option(
                 "data", "folder or zip archive with one folder per class; by default handwritten digits", None, "path"
@@ -378,9 +378,9 @@ LOADING = (
     Option("split", "split of the pack", "train", words=("train", "dev", "test")),
     Option("batch_size", "samples per batch", 64, "number"),
     Option("shuffle", "shuffle the samples in every epoch", True, "flag"),
-    Option("seed", "seed of the order and the transform", 0, "number"),
+    Option("seed", "seed for the order and the transform", 0, "number"),
     Option("on", "device, cuda or cpu; by default a GPU if there is one", None, words=("cuda", "cpu")),
-    Option("transform", "transform of the images of each batch: a variable", None, "object"),
+    Option("transform", "transform for the images of each batch: a variable", None, "object"),
 )
 """The options of the `Loader` that `%%train` creates, unless it is given one."""
 

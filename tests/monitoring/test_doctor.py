@@ -128,7 +128,7 @@ VERDICTS: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"wait": 0.3}, "data", "Training waits for data 75% of the time"),
     ({"copy": 0.03}, "copy", "Training waits for copies to the GPU 23% of the time"),
     ({"other": 0.1}, "other", "Other work between steps takes 50% of the time"),
-    ({"wait": 0.01}, "compute", "Data slows training slightly, 9.1% of the time"),
+    ({"wait": 0.01}, "compute", "Training waits for data only 9.1% of the time"),
     ({"wait": 0.001}, "compute", "Data keeps up: the step itself takes 99% of the time"),
     ({"wait": 0.1, "other": 0.2}, "other", "Other work between steps takes 50% of the time"),
 )

@@ -273,7 +273,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
     "launches": (
         {"facts": ON_GPU, "host": with_gpu(utilization_rate=0.3)},
         {
-            "the GPU works": {"host": with_gpu()},
+            "the GPU is busy": {"host": with_gpu()},
             "how much is not known": {"host": with_gpu(utilization_rate=None)},
             "no GPU is seen": {"host": QUIET},
             "on the CPU": {"facts": GATHERED},

@@ -203,7 +203,7 @@ def test_ctrl_c_and_bad_syntax_are_one_line(outputs: dict[str, list[NotebookNode
     assert "--save-to" in stopped
     assert "\n" not in stopped
     assert re.fullmatch(
-        r"InvalidOption: Cannot run the cell: .* in line 2, 'model\(x'; expected valid Python\. Fix that line\.",
+        r"InvalidOption: Cannot run the cell: .* on line 2, 'model\(x'; expected valid Python\. Fix that line\.",
         broken,
     )
 

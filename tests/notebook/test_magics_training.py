@@ -198,10 +198,10 @@ def test_bad_syntax_is_a_one_line_error_with_the_line_of_the_cell(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for cell, said in (
-        ("%%train data\na = 1\nb = = 2", "in line 3, 'b = = 2'"),
-        ("%%train data\n\n\nreturn 5", "in line 4, 'return 5'"),
-        ("%%train data\nif x:", "in line 2"),
-        ("%%dashboard\nfor batch in loader", "in line 2, 'for batch in loader'"),
+        ("%%train data\na = 1\nb = = 2", "on line 3, 'b = = 2'"),
+        ("%%train data\n\n\nreturn 5", "on line 4, 'return 5'"),
+        ("%%train data\nif x:", "on line 2"),
+        ("%%dashboard\nfor batch in loader", "on line 2, 'for batch in loader'"),
     ):
         assert isinstance(run(shell, cell).error_in_exec, InvalidOption)
         (line,) = shown_by(capsys)

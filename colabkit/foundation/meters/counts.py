@@ -91,7 +91,7 @@ class PartSnapshot:
         return self.samples / self.busy_s if self.busy_s else 0.0
 
     def __sub__(self, earlier: PartSnapshot) -> PartSnapshot:
-        """Return the difference to an earlier snapshot."""
+        """Return the difference from an earlier snapshot."""
         return replace(self, **_differences(self, earlier, _PART_SUMS))
 
 
@@ -156,7 +156,7 @@ class MetersSnapshot:
         return self.queued / self.queue_room if self.queue_room else 0.0
 
     def __sub__(self, earlier: MetersSnapshot) -> MetersSnapshot:
-        """Return the difference to an earlier snapshot of the same meters."""
+        """Return the difference from an earlier snapshot of the same meters."""
         before = {part.name: part for part in earlier.parts}
         parts = tuple(part - before[part.name] if part.name in before else part for part in self.parts)
         sums = _differences(self, earlier, (*_LOADER_SUMS, *_STEP_SUMS))

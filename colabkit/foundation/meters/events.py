@@ -136,7 +136,7 @@ def publish(event: Event) -> None:
         except Exception:
             if listener in _listeners:
                 _listeners.remove(listener)
-            logger.warning("a listener of the meters failed and was removed; the run continues", exc_info=True)
+            logger.warning("a listener for meter events failed and was removed; the run continues", exc_info=True)
 
 
 def used(counts: LoaderMeters) -> None:

@@ -192,7 +192,7 @@ def _open_driver(nvml: ModuleType | None, paths: Sequence[str] | None = None) ->
 
 @functools.cache
 def _say_shadowed(file: str) -> None:
-    logger.warning("GPU figures are missing, since %s hides the module pynvml of the package nvidia-ml-py", file)
+    logger.warning("GPU statistics are missing, since %s hides the module pynvml of the package nvidia-ml-py", file)
 
 
 def _devices(nvml: ModuleType) -> list[_Device]:

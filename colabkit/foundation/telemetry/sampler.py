@@ -153,7 +153,7 @@ class Sampler:
     def _say(self, error: Exception) -> None:
         if not self._has_failed:
             self._has_failed = True
-            logger.warning("the figures of the machine cannot be read; the run continues", exc_info=error)
+            logger.warning("the state of the machine cannot be read; the run continues", exc_info=error)
 
     def __enter__(self) -> Self:
         return self.start()

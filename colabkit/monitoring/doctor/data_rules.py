@@ -1,4 +1,4 @@
-"""Rules about the input: what limits reading and decoding, and where the data should be stored."""
+"""Rules about the input: bottlenecks in reading and decoding, and better storage for the data."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def slow_disk(run: RunProfile) -> Advice | None:
         )
     return Advice(
         found,
-        "Store smaller samples, as uint8 and in the size used for training",
+        "Store smaller samples, as uint8 and at the size used for training",
         _packing(run),
         check="the bytes read per sample decrease",
     )
@@ -108,7 +108,7 @@ def slow_decoding(run: RunProfile) -> Advice | None:
     later = "; later epochs reuse the images that this one caches" if is_kept else ""
     return Advice(
         f"decoding a sample takes {format_seconds(part.busy_s / max(1, part.samples))}{_if_full(run)}{later}",
-        "Store decoded images, in the size used for training",
+        "Store decoded images at the size used for training",
         _packing(run),
         forecast_run(run).from_rows(_row_bytes(run)),
         confidence="medium" if is_kept else "high",
@@ -134,7 +134,7 @@ def slow_transform(run: RunProfile) -> Advice | None:
         found, action = f"transforming a sample takes {each}", "Transform on the GPU"
         call, speed = "colabkit.Loader(..., device='cuda')", forecast_run(run).without_loader()
     elif any(word in (run.facts.transform or "") for word in _SIZING):
-        found, action = f"transforming a sample takes {each}", "Store the samples in the size used for training"
+        found, action = f"transforming a sample takes {each}", "Store the samples at the size used for training"
         call = _packing(run)
     else:
         return None

@@ -48,7 +48,7 @@ def pageable_copies(run: RunProfile) -> Advice | None:
     if run.shares.copy < _EXPOSED_COPY:
         return None
     return Advice(
-        f"copies to the GPU take {format_share(run.shares.copy)} of each step, without overlapping it",
+        f"copies to the GPU take {format_share(run.shares.copy)} of each step and do not overlap it",
         "Copy ahead, from pinned memory, on a separate stream",
         "colabkit.Loader(..., device='cuda')",
         forecast_run(run).samples_per_s(saved_s=run.step.copy_s),
@@ -95,7 +95,7 @@ def launches(run: RunProfile) -> Advice | None:
     if gpu.utilization_rate >= _IDLE_GPU or run.shares.compute < HIGH:
         return None
     return Advice(
-        f"the GPU works {format_share(gpu.utilization_rate)} of the time although data is ready",
+        f"the GPU is busy only {format_share(gpu.utilization_rate)} of the time although data is ready",
         "Use larger batches, torch.compile, channels_last, or a fused optimizer",
         "colabkit.supervised_step(..., compile=True, channels_last=True)",
         check="a step with a larger batch_size takes only slightly longer",
@@ -187,7 +187,7 @@ def wrong_device(run: RunProfile) -> Advice | None:
     if run.facts.kind == "foreign":
         found, call = "there is a GPU without any tensor on it", "model.to('cuda'); batch.to('cuda')"
     else:
-        found, call = "there is a GPU, and batches stay on the CPU", _ON_GPU
+        found, call = "there is a GPU, but batches stay on the CPU", _ON_GPU
     return Advice(
         found,
         "Put the model and the batches on the GPU",

@@ -147,12 +147,12 @@ def _sentence(run: RunProfile, verdict: Verdict, is_over: bool) -> str:
             if run.stolen_s < run.step.wait_s:
                 return f"Training waits for data {format_share(shares.wait)} of the time{slowest}"
             taken = format_share(run.stolen_s / run.step.seconds)
-            waits = f", and training waits for data {format_share(shares.wait)}" if shares.wait >= MODERATE else ""
-            return f"Loading data takes CPU time from the step, {taken} of the time{waits}{slowest}"
+            waits = f", and waiting for data {format_share(shares.wait)}" if shares.wait >= MODERATE else ""
+            return f"Sharing the CPU with the loader costs {taken} of the time{waits}{slowest}"
         case "copy":
             return f"Training waits for copies to the GPU {format_share(shares.copy)} of the time"
         case "other":
             return f"Other work between steps takes {format_share(shares.other)} of the time"
     if shares.wait >= MODERATE:
-        return f"Data slows training slightly, {format_share(shares.wait)} of the time{slowest}"
+        return f"Training waits for data only {format_share(shares.wait)} of the time{slowest}"
     return f"Data keeps up: the step itself takes {format_share(shares.compute)} of the time"

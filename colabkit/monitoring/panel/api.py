@@ -46,7 +46,7 @@ def dashboard(
     Args:
         refresh_s: seconds between frames, at least 0.5.
         screen: where the panel is shown. `"notebook"` is an output of the cell, whose last frame stays in the saved
-            notebook. `"widgets"` is an ipywidgets widget, replaced by such an output at the end. `"text"` writes to
+            notebook. `"widgets"` is an ipywidgets widget, replaced by a cell output at the end. `"text"` writes to
             the terminal. `"none"` shows nothing and also suppresses the panel of `%load_ext colabkit`. `"auto"` is
             `"notebook"` if an IPython kernel is running, otherwise `"text"`.
 
