@@ -1,4 +1,4 @@
-"""`publish()` atomically copies a finished file or folder to a slow mount; `SlowMount` adds deadlines to work on one.
+"""`publish()` atomically copies a finished file or folder to a slow mount; `SlowMount` adds deadlines.
 
 `publish()` and checkpoints write a file to a mount in three steps: `write_blocks()` under a hidden name,
 `check_written()`, and a rename.
@@ -51,7 +51,7 @@ MOVED_BLOCK_BYTES = 4 << 20
 SLOWEST_BYTES_S = 10e6
 """Slowest expected rate in bytes/s. Some mounts upload the whole file on close and do not respond meanwhile."""
 
-# The old folder is removed in one call, which takes longer the more files it has.
+# Slowest expected rate in files/s for removing the old folder, which takes a single call.
 _SLOWEST_FILES_S = 10.0
 # Each abandoned thread holds memory for as long as the mount hangs.
 _MOST_ABANDONED = 3
@@ -126,8 +126,8 @@ def publish(
         SourceMissing: if `path` does not exist.
         BadSource: if `path` is neither a file nor a folder.
         SourceChanged: if the source changes during the copy.
-        TargetExists: if a folder is in the place of the file or a file in that of the folder, or if source and target
-            are the same or one contains the other.
+        TargetExists: if the target is a folder and the source is a file or vice versa, or if source and target are
+            the same or one contains the other.
         NotEnoughSpace: before anything is written, if the free space is known.
         FileFailed: if the target cannot be written.
         Corrupt: if the bytes read back differ from those written.
@@ -340,11 +340,11 @@ class SlowMount:
 
 
 def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCallback) -> int:
-    """Write blocks to a new file, sync it to storage as far as the mount supports that, and return their CRC32."""
+    """Write blocks to a new file, sync it to storage if the mount supports that, and return the blocks' CRC32."""
     crc = offset = 0
     fd = file_changes.create(path)
     try:
-        # Close the generator even if a stored exception keeps it alive: it holds the source file open.
+        # Close the generator, which holds the source file open, even if a stored exception keeps it alive.
         with closing(blocks):
             for block in blocks:
                 file_changes.write_at(fd, block, offset, path)

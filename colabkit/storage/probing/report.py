@@ -34,7 +34,7 @@ _QUICK_S = 2.0
 _LONG_S = 600.0
 _CACHED_SHARE = 0.2
 _CACHED_BYTES_PER_S = float(2 << 30)
-"""Faster than the networks and disks of hosted machines, so the data must come from memory."""
+"""Faster than the networks and disks of hosted machines, so data read at this rate must come from memory."""
 _BEST = f"the fewest threads or ranges that reach {format_share(_NEAR_BEST)} of the highest rate"
 
 
@@ -46,8 +46,8 @@ class ReadRate:
         concurrency: number of threads that each read a file, or of ranges of one file.
         reads: number of small files read, or of reads of up to 1 MiB from a large file.
         read_bytes: number of bytes read.
-        reads_per_s: rate while all threads were busy.
-        bytes_per_s: rate while all threads were busy.
+        reads_per_s: reads per second while all threads were busy.
+        bytes_per_s: bytes per second while all threads were busy.
         quick_reads: number of reads that took less than a millisecond.
     """
 
@@ -77,7 +77,7 @@ class RateBar(NamedTuple):
 
 
 class RatePanel:
-    """A bar chart of the rates of small files, or of one large file."""
+    """A bar chart of read rates, for small files or for one large file."""
 
     def __init__(self, rates: Sequence[ReadRate], *, of_bytes: bool) -> None:
         self.title = "One large file, per second" if of_bytes else "Small files, files/s"
@@ -105,7 +105,7 @@ class ProbeReport(Report):
         open_s: median seconds to open a file, one at a time; None if no file was opened.
         open_p95_s: 95th percentile of the seconds to open a file.
         listed_entries: number of files, folders and links listed.
-        listing_rate: entries per second, listed one folder after the other, without their sizes.
+        listing_rate: entries per second, with one folder listed at a time and without reading sizes.
         is_complete: whether the whole tree was listed.
         files: number of files found.
         sized_files: number of files whose size was read.
@@ -114,7 +114,7 @@ class ProbeReport(Report):
             those.
         small_bytes: total size of the small files.
         largest_bytes: size of the largest file whose size was read.
-        small: rates for whole small files with 1, 4, 16 and 32 threads.
+        small: rates for small files with 1, 4, 16 and 32 threads.
         large: rates for the largest file in 1, 2, 4 and 8 concurrent ranges, if it has at least 16 MiB.
         errors: pairs of error name and number of operations that failed with it.
         stalled: whether an operation hung.
@@ -380,7 +380,7 @@ def _of_large_file(report: ProbeReport, best: ReadRate) -> Text:
 
 
 def _tree_seconds(report: ProbeReport, rate: ReadRate) -> float | None:
-    """Return the seconds to read all files: small files at this rate, the others by their bytes."""
+    """Estimate the seconds to read all files: small ones at this rate, others at the best rate in bytes per second."""
     if not report.is_complete or not report.sized_files or not rate.reads_per_s:
         return None
     large = best_rate(report.large, of_bytes=True)

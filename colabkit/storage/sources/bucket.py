@@ -62,7 +62,7 @@ _FINAL = (NotADirectoryError, IsADirectoryError, NotImplementedError, ImportErro
 
 
 class BucketSource:
-    """The objects below an address that fsspec reads, such as `"gs://bucket/birds"`, or the single object at it.
+    """The objects below an address that fsspec reads, such as `"gs://bucket/birds"`, or the single object there.
 
     An archive in a bucket is treated as one object: `stage()` or `fetch()` it, then read the copy.
 
@@ -111,7 +111,7 @@ class BucketSource:
 
     @property
     def has_ranges(self) -> bool:
-        """Whether parts of objects can be read directly; a member of an archive is unpacked from its start."""
+        """Whether parts of objects can be read directly; members of an archive must be unpacked from their start."""
         return "::" not in self._address.text
 
     @property
@@ -151,7 +151,7 @@ class BucketSource:
         return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open an object: a small one is read whole, a large one in ranges."""
+        """Open an object: a small one is read with one request, a large one in ranges."""
         if item.size > _RANGE_BYTES:
             return cast(BinaryIO, _Object(self, item))
         return io.BytesIO(self.read(item))
@@ -174,7 +174,7 @@ class BucketSource:
             if block:
                 yield block
         finally:
-            # Errors on close do not matter after reading, and a hanging file system does not answer a close either.
+            # All data has been read, so ignore errors on close, and do not wait long for a file system that hangs.
             with suppress(Exception):
                 answer_of(file.close, self.can_hang, _CLOSE_S, tries=1)
 
@@ -192,7 +192,7 @@ class BucketSource:
     def _found(self) -> dict[str, Mapping[str, Any]]:
         self._fs.invalidate_cache()
         own: Mapping[str, Any] = {"type": "directory"}
-        # Stores without folders only know the objects below them.
+        # In object stores without folders, only the objects below this path exist.
         with suppress(FileNotFoundError):
             own = self._fs.info(self._root)
         if own.get("type") != "directory" and own.get("size") != 0:
@@ -259,7 +259,7 @@ class _Object(ByteSpan):
 
     def _bytes(self, size: int) -> bytes:
         if not self._held_at <= self._at < self._at + size <= self._held_at + len(self._held):
-            # Small consecutive reads usually need the rest too; block reads get each block with one request.
+            # Small reads are usually consecutive, so read ahead; block reads get each block with one request.
             is_whole = size < _RANGE_BYTES and self._size <= _WHOLE_BYTES
             end = self._size if is_whole else min(self._size, self._at + max(size, _RANGE_BYTES))
             self._held = self._bucket.read(self._item, self._at, end)

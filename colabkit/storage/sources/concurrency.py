@@ -15,12 +15,12 @@ from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
 from colabkit.foundation import TimedOut, call, cannot, check_whole_number, usable_cpus
 
-# A mount takes tens of milliseconds for a small file, so starting lower costs more than it saves.
+# A mount takes tens of milliseconds per small file, so starting with fewer requests would waste time.
 FIRST = 64
 MOST_IN_FLIGHT = 128
 # The rate must grow by this factor when the level doubles; otherwise the source has reached its limit.
 _GAIN = 1.08
-# A step down may reduce the rate to this share of the best one.
+# A lower level is kept while its rate is above this share of the best rate.
 _LOSS = 0.95
 # Busy cores above which more threads only compete for the interpreter lock.
 _BUSY = 0.85
@@ -38,7 +38,7 @@ class Level:
     since concurrent calls often fail together (as in TCP: D. Chiu and R. Jain, 1989). All methods are thread-safe.
 
     Attributes:
-        now: the current number.
+        now: the current number of requests.
         is_fixed: whether the number never changes.
     """
 
@@ -60,7 +60,7 @@ class Level:
             self._since = time
 
     def note(self, time: float, weight: float, cpu_s: float) -> None:
-        """Record the end of a call: its time, its work in requests, and its CPU seconds."""
+        """Record the end of a call: its time, its weight in requests, and its CPU seconds."""
         with self._lock:
             if self.is_fixed or self._since is None:
                 return
@@ -74,7 +74,7 @@ class Level:
             self._step(rate, busy)
 
     def refused(self) -> None:
-        """Record a failed call: halve the number."""
+        """Record a failed call: halve the number of requests."""
         with self._lock:
             if self.is_fixed or self._was_refused:
                 return
@@ -133,7 +133,7 @@ _MEASURED_S = 3e-3
 # Calls that compute this long release the interpreter lock long enough to benefit from threads.
 _LONG_CALL_S = 1e-3
 _TICK_S = 0.25
-# Wait this long for running calls on exit; they only read, and end by themselves.
+# Time to wait on exit for running calls; slower ones may continue, since they only read.
 _GRACE_S = 1.5
 _THREADS = "colabkit-read"
 
@@ -196,7 +196,7 @@ class Calls(Generic[T, R]):
         self._tasks: queue.SimpleQueue[_Call[T, R] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Call[T, R]] = queue.SimpleQueue()
         self._under_way: set[_Call[T, R]] = set()
-        # Bytes of results that were not taken yet, including those of running calls.
+        # Bytes of results that have not been taken yet, including those of running calls.
         self._held_bytes = 0
         self._looked = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -205,7 +205,7 @@ class Calls(Generic[T, R]):
         self._lock = threading.Lock()
         self._unended = 0
         self._unended_weight = 0.0
-        # Number of threads, without abandoned ones.
+        # Number of threads, excluding abandoned ones.
         self._running = 0
 
     @property
@@ -220,7 +220,7 @@ class Calls(Generic[T, R]):
 
     @property
     def room(self) -> float:
-        """Work to add now, in requests, so that each thread finds its next call when it ends one."""
+        """Amount of work to queue now, in requests, so that no thread has to wait for its next call."""
         return 2 * self._level.now - self._unended_weight
 
     def make(self, task: T, size: int = 0) -> None:
@@ -362,7 +362,7 @@ class Calls(Generic[T, R]):
         self._tasks.put(None)
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
-            # Ctrl-C arrived before the thread was started.
+            # Joining raises if Ctrl-C arrived before the thread was started.
             with contextlib.suppress(RuntimeError):
                 thread.join(None if self._stalled_s is None else max(0.0, deadline - time.monotonic()))
 
@@ -380,7 +380,7 @@ def concurrently(
     """Yield `function(task)` for every task, in order of completion.
 
     `"auto"` adapts to the calls. If they may hang (`stalled_s`), 64 run at once, and more while throughput grows.
-    Otherwise a few calls are measured: if they mostly wait, as on a disk that seeks, the rest run as above; long
+    Otherwise a few calls are measured: if they mostly wait, as on a hard disk, the rest run as above; long
     computations run in as many threads as CPUs, and tiny calls in the caller's thread.
 
     At most two tasks per thread are queued, and at most 4096 results or 64 MiB wait to be taken. The first error stops
@@ -436,7 +436,7 @@ def answer_of(ask: Callable[[], T], can_hang: bool, stalled_s: float | None = No
     Args:
         ask: a function without side effects.
         can_hang: whether `ask` may never return.
-        stalled_s: seconds without `still_moving()` after which it counts as stalled; None for 60.
+        stalled_s: seconds without `still_moving()` after which `ask` counts as stalled; None for 60.
         tries: number of attempts.
 
     Raises:

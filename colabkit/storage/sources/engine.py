@@ -26,7 +26,7 @@ _CLOSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Bytes of an item to read: the whole item, or one block of a large item whose blocks share a file."""
+    """A request for an entire item, or for one block of a large item whose blocks share an open file."""
 
     item: Item
     offset: int
@@ -54,10 +54,10 @@ def block_offsets(size: int) -> range:
 
 
 class Reading:
-    """A reader of a source's items with many concurrent requests; a context manager that ends its threads.
+    """A reader of a source's items with many concurrent requests; a context manager that stops its threads.
 
     If the source can hang, the number of requests grows while throughput grows (`Level`). Errors that mounts recover
-    from are retried as in `read_item`, and reduce the number; a stalled read is abandoned and repeated once. For other
+    from are retried as in `read_item`, and halve the number; a stalled read is abandoned and repeated once. For other
     sources, the first reads are measured, and most are done one by one.
 
     Args:

@@ -1,4 +1,4 @@
-"""A folder tree, or one regular file, as a source; and any source behind a simulated slow mount."""
+"""A folder tree or a single file as a source, and a wrapper that simulates a slow mount."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, answer
 from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, PathSource, Source, SourceKind
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
-# Real folders of the shortcuts on the path, starting with the source's own folder.
+# The source's resolved root folder, followed by the resolved targets of the shortcuts on a path.
 _Chain: TypeAlias = tuple[str, ...]
 _SHORTCUT_DEPTH = 8
-# Small batches, so that the first files can be read while others are still being examined.
+# Use small batches, so that the first files can be read while others are still being examined.
 _STATS_AT_ONCE = 10
 _LISTED_AT_ONCE = 16
 
@@ -31,7 +31,7 @@ class _Folder(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """Files of a folder whose sizes are not known yet: paths inside the source, and directory entries."""
+    """Files in a folder whose sizes are not known yet: paths inside the source, and directory entries."""
 
     paths: list[str]
     entries: list[os.DirEntry[str]]
@@ -102,7 +102,7 @@ class FolderSource(PathSource):
 
     def _list_folder(self, folder: _Folder) -> _Found:
         inside = folder.inside
-        # Resolve the path here, where a timeout applies, since it may hang.
+        # Resolve the path here, where a timeout applies, since the mount may hang.
         chain = folder.chain or (os.path.realpath(self.path),)
         names: list[str] = []
         files: list[os.DirEntry[str]] = []
@@ -143,7 +143,7 @@ class FolderSource(PathSource):
 
     @contextlib.contextmanager
     def _scanned(self, inside: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """Yield the entries of a folder; open a local one by descriptor, which halves the cost of reading sizes."""
+        """Yield a folder's entries; a local folder is opened by descriptor, which halves the cost of reading sizes."""
         if self.can_hang:
             with os.scandir(self.path / inside) as entries:
                 yield entries
@@ -170,7 +170,7 @@ class FolderSource(PathSource):
         return read_listed(f"{self.name}/{item.path}", item, os.O_NOFOLLOW)
 
     def _is_shortcut(self, link: str | Path) -> bool:
-        """Return whether a link is a Drive shortcut: DriveFS shows shortcuts as links into a folder of its own."""
+        """Return whether a link is a Drive shortcut: DriveFS shows shortcuts as links into a hidden folder."""
         target = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
         return bool(self._shortcut_targets) and target.startswith(self._shortcut_targets)
 
@@ -205,7 +205,7 @@ class FileSource(PathSource):
 
 
 class SlowSource:
-    """A source behind a simulated slow mount: every open first waits `latency_s`, like on a network drive."""
+    """A source on a simulated slow mount: `list()` and `open()` first wait `latency_s` seconds."""
 
     def __init__(self, source: Source, latency_s: float) -> None:
         self.source = source

@@ -1,17 +1,17 @@
-"""The protocol that all sources implement, and the parts that several of them share.
+"""The protocol that all sources implement, and code that several of them share.
 
 To add a source type, write a module with a class that implements `Source`, and add a line to `registry.py` that opens
 it. A new archive type inherits from `ArchiveSource`; no other module checks the concrete class of an archive.
 
-The class can also implement `SequentialSource`, and have
+The class can also implement `SequentialSource`, and define
 
 - `kind`, its `SourceKind`, by default `"folder"`: plans show it, and for a `"file"`, `stage()` returns the path of that
   file instead of a folder;
 - `read_at_once(item)`, which returns the bytes of a small local item in the fastest way, or None if it differs from the
   listing.
 
-Many sources can use `PathSource`, `RangeSource` (samples that are byte ranges of a few large files), `ByteSpan` (an
-item as a file) and `directory_of` (checks for archives).
+Sources can build on `PathSource`, `RangeSource` (samples that are byte ranges of a few large files), `ByteSpan` (a
+file-like object for an item) and `directory_of` (checks for archives).
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ class Source(Protocol):
         """
 
     def open(self, item: Item) -> BinaryIO:
-        """Return an unbuffered binary file of the item's bytes; the end is reached only if all bytes are valid.
+        """Return an unbuffered binary file with the item's bytes; reading it to the end fails if any are invalid.
 
-        If Python's `open()` created the file, it must hold exactly the item's bytes: blocks are read by its descriptor,
-        whose size and time are compared with the listing. The `fileno()` of other files is not used, since it can
-        belong to other bytes: that of `gzip.GzipFile` belongs to the compressed ones.
+        If Python's `open()` created the file, it must hold exactly the item's bytes: blocks are read through its
+        descriptor, whose size and time are compared with the listing. The `fileno()` of other files is not used, since
+        it can refer to other data: that of `gzip.GzipFile` refers to the compressed file.
 
         Raises:
             SourceChanged: if the item no longer exists, or its size or time differs from the listing.
@@ -148,7 +148,7 @@ class SequentialSource(Source, Protocol):
 
     @property
     def is_sequential(self) -> bool:
-        """Whether `open()` has to read everything before an item."""
+        """Whether `open()` has to read all data that precedes an item."""
 
     def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
         """Yield the wanted items in their stored order, each with a file that is valid until the next step."""
@@ -191,7 +191,7 @@ class ArchiveSource(PathSource):
 
     @property
     def is_sequential(self) -> bool:
-        """Whether `open()` has to read everything before an item; defaults to False."""
+        """Whether `open()` has to read all data that precedes an item; defaults to False."""
         return False
 
     def list(self) -> Listing:
@@ -211,7 +211,7 @@ class ArchiveSource(PathSource):
 
 
 class ByteSpan(io.RawIOBase):
-    """A file-like object of a fixed size with a position; a subclass reads the bytes."""
+    """A seekable, read-only file of fixed size; subclasses implement `_bytes()`."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -260,7 +260,7 @@ def changed_item(source: str, item: Item, found: int) -> SourceChanged:
     act = f"read {item.path!r} of {source!r}"
     if found == item.size:
         return SourceChanged(cannot(act, "it was modified after it was listed", "", _LIST_AGAIN))
-    # A read ends one byte after the listed size.
+    # Reading stops one byte after the listed size, so the actual size may be larger.
     size = f"more than {item.size}" if found == item.size + 1 else f"{found}"
     return SourceChanged(cannot(act, f"it has {size} bytes", f"the listed {item.size} bytes", _LIST_AGAIN))
 
@@ -299,7 +299,7 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
 
     Raises:
         BadArchive: if a name points outside the archive, a path is both a file and a folder, there are more than 10
-            million members, or they would inflate too far.
+            million members, or they would inflate too much.
     """
     act = f"read {source!r}"
     last: dict[str, Member[H]] = {}
@@ -333,7 +333,7 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
 
 
 def inflation_limit(archive_bytes: int) -> int:
-    """Return the maximum total size of the inflated members for an archive of this size, in bytes."""
+    """Return the number of bytes to which the members of an archive of this size may inflate."""
     return _INFLATION * archive_bytes + _INFLATION_SLACK_BYTES
 
 
@@ -345,7 +345,7 @@ def inflates_too_far(source: str, size: int, archive_bytes: int) -> BadArchive:
 
 
 def _inner_path(act: str, member: Member[H]) -> str:
-    """Return a member's path inside the archive; empty for its top folder."""
+    """Return a member's path inside the archive; empty for the root folder."""
     if _PLAIN_NAME.fullmatch(member.name) and not member.is_folder:
         return member.name
     parts = [part for part in member.name.split("/") if part not in ("", ".")]

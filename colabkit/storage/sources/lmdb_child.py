@@ -1,4 +1,4 @@
-"""Run LMDB's library as a script in a separate process, and list the location of each value.
+"""List the location of each value in an LMDB with LMDB's library, as a script in a separate process.
 
 The output is one JSON record per batch of values. The library returns views of the memory-mapped file, so the offset of
 a value is its address minus that of the mapping.

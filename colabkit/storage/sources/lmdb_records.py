@@ -29,12 +29,12 @@ from colabkit.storage.sources.ranges import (
 from colabkit.storage.sources.reads import pread_all
 
 DATA_FILE = "data.mdb"
-"""The data file of an LMDB that is a folder."""
+"""Name of the data file in an LMDB folder."""
 
 LMDB_SUFFIXES = (".lmdb", ".mdb")
-"""File name suffixes of LMDBs that are a single file."""
+"""File name suffixes of single-file LMDBs."""
 
-# Not imported, since it imports lmdb, which only the child process needs.
+# This module is not imported, since it imports lmdb, which only the child process needs.
 _CHILD = Path(__file__).with_name("lmdb_child.py")
 _LABEL_KEY = re.compile(rb"\Alabel-(?=\d+\Z)")
 _COUNT_KEY = b"num-samples"
@@ -48,8 +48,8 @@ class LmdbSource(RangeSource):
 
     Every key whose value starts like an image is a sample; if there are none, every key is a sample. Its path is the
     key as UTF-8, or in hex if it is binary. In the layout of scene text datasets, `image-000000001` with
-    `label-000000001`, the labels become the column `label`. Other keys and nested databases are listed in `skipped`. A
-    pickle is never loaded. LMDB stores no checksums, so a flipped bit inside a value is not detected.
+    `label-000000001`, the labels become the column `label`. Other keys and nested databases are listed in `skipped`.
+    Pickles are never loaded. LMDB stores no checksums, so a flipped bit inside a value is not detected.
 
     Args:
         path: the folder or file.
@@ -82,7 +82,7 @@ class LmdbSource(RangeSource):
 
 
 class _Values:
-    """All keys of a database, and the types of their values by their first bytes."""
+    """All keys of a database, the locations of their values, and the types that their first bytes indicate."""
 
     def __init__(self, name: str, fd: int, size: int) -> None:
         self._name = name
@@ -109,7 +109,7 @@ class _Values:
             try:
                 record = json.loads(line)
             except ValueError:
-                # A warning of the interpreter or the library.
+                # The line is a warning from the interpreter or the library.
                 return
             if "error" in record:
                 reason = f"the library lmdb cannot list it ({record['error']})"

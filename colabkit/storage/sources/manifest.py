@@ -90,7 +90,7 @@ def as_pandas(act: str, table: Any) -> Any:
 class ManifestSource:
     """The files that a table lists, one per row, with its other columns as plain values; empty cells are None.
 
-    The table is read once, in the constructor. The column of paths is the first of `path, file, filename, file_name,
+    The table is read once, in the constructor. The path column is the first of `path, file, filename, file_name,
     filepath, file_path, image, image_path, img_path` that exists, ignoring case, or the only column. Paths may begin
     with `drive:` or `~`; other relative paths are resolved against the folder of the table file, or the working folder
     for a DataFrame or list. Item paths are relative to the table's folder if all files are below it, for a DataFrame or
@@ -103,7 +103,7 @@ class ManifestSource:
 
     Raises:
         InvalidOption: if `table` is none of these.
-        BadSource: if there is no column of paths, or it has an empty cell.
+        BadSource: if there is no path column, or if a cell in it is empty.
     """
 
     kind: ClassVar[SourceKind] = "table"
@@ -199,7 +199,7 @@ class ManifestSource:
 
     def _parsed(self, given: Any) -> _Table:
         if hasattr(given, "iloc") and not hasattr(given, "columns"):
-            # A pandas Series.
+            # The table is a pandas Series.
             given = given.tolist()
         if isinstance(given, list | tuple):
             cells: Sequence[Any] = given
@@ -267,7 +267,7 @@ class ManifestSource:
             options = {"sep": _SEPARATORS[file.suffix.lower()], "encoding": encoding, "index_col": False}
             names = pandas.read_csv(file, nrows=0, **options).columns
             at = _path_column([str(name) for name in names])
-            # Read paths as text, since a file name of digits is not a number.
+            # Read paths as text, so that a file name of digits does not become a number.
             texts = {names[at or 0]: str} if len(names) else {}
             return pandas.read_csv(
                 file, converters=texts, keep_default_na=False, na_values=_MISSING_CELLS, low_memory=False, **options
@@ -331,7 +331,7 @@ def _first_in_parquet(path: Path) -> str:
 
 
 def _path_column(names: Sequence[str]) -> int | None:
-    """Return the index of the column whose name marks it as the path column; None if there is none."""
+    """Return the index of the path column, found by its name; None if there is none."""
     lowered = [name.strip().lower() for name in names]
     return next((lowered.index(name) for name in _PATH_COLUMNS if name in lowered), None)
 
@@ -342,7 +342,7 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, list | tuple | dict | str):
         return value
-    # Conversions of pandas and NumPy values.
+    # These methods convert pandas and NumPy values to Python values.
     for conversion in ("to_pydatetime", "to_pytimedelta", "tolist"):
         if hasattr(value, conversion):
             value = getattr(value, conversion)()

@@ -1,4 +1,4 @@
-"""Samples that are byte ranges of a few large files: the base of shards, record files and databases."""
+"""Samples that are byte ranges of a few large files: the base of WebDataset, TFRecord and LMDB sources."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MOST_VALUES = 1024
 """Maximum number of values in one cell of a column; columns stay in memory, so larger data must be a payload."""
 
 MOST_TEXT_BYTES = 1 << 20
-"""Maximum size of one text of a column, in bytes."""
+"""Maximum size of a text value in a column, in bytes."""
 
 _MOST_COLUMNS = 256
-# JPEG, PNG, GIF, TIFF, BigTIFF, BMP, WebP, PNM, JPEG 2000, AVIF and HEIF.
+# First bytes of JPEG, PNG, GIF, TIFF, BigTIFF, BMP, WebP, PNM, JPEG 2000, AVIF and HEIF files.
 _IMAGE_HEAD = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|II[*+]\0|MM\0[*+]|BM....\0\0\0\0|RIFF....WEBP|P[1-6]\s[\s\d#]"
     rb"|\0\0\0\x0cjP  |....ftyp(avif|avis|heic|mif1)",
@@ -44,7 +44,7 @@ _SHARD_SUFFIX = re.compile(r"\.(tar|tfrecords?|tfrec)(?=$|-\d+-of-\d+$)", re.IGN
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file with samples, as it was when it was indexed; its path is absolute."""
+    """A file with samples: its absolute path, and its state when it was indexed."""
 
     path: Path
     listed: Item
@@ -62,7 +62,7 @@ class RangeSource:
     """A source whose samples are byte ranges of files.
 
     Each read opens the file, checks that it has not changed since indexing, reads the range with one positional read,
-    and closes it. So threads and forked processes share nothing, and any number of shards needs no open descriptors.
+    and closes it. So threads and forked processes share nothing, and no descriptors stay open.
     Items contain their locations: a source that was unpickled or opened again reads them without indexing.
     """
 
@@ -103,7 +103,7 @@ class RangeSource:
         """Do nothing: no file stays open."""
 
     def _known(self, item: Item) -> _Range:
-        """Return the sample that an item names."""
+        """Return the sample that an item stands for, with its location."""
         items = self.list().items
         row = bisect_left(items, item.path, key=lambda one: one.path)
         known = items[row] if row < len(items) else None
@@ -133,7 +133,7 @@ class Indexing:
         return len(self._paths)
 
     def open_next(self, path: Path) -> tuple[BinaryIO, int]:
-        """Open the next file unbuffered and return it with its size; samples added from now on are in it."""
+        """Open the next file unbuffered and return it with its size; samples added after this call belong to it."""
         found = os.stat(path)
         listed = Item(path.name, found.st_size, found.st_mtime_ns)
         self._files.append(_File(Path(os.path.abspath(path)), listed))
@@ -215,7 +215,7 @@ def text_of(data: bytes) -> str | None:
 
 
 def shard_names(files: Sequence[Path]) -> list[str]:
-    """Return a name for each shard: its path below their common folder, without the suffix if it stays unique."""
+    """Return a name for each shard: its path below the common folder, without the suffix if all names stay unique."""
     paths = [os.path.abspath(file) for file in files]
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, root) for path in paths]

@@ -1,4 +1,4 @@
-"""Read one item: whole, block by block, or from several threads, with retries."""
+"""Read one item at once, block by block or from several threads, with retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colabkit.storage.sources.items import Item, Source, broken_archive, changed
 
 T = TypeVar("T")
 
-# A read that receives this many bytes within a minute has not stalled.
+# Read at most this much at once, so that a slow mount answers before the read counts as stalled.
 _CHUNK_BYTES = 1 << 20
 _TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN})
 _TRIES = 4
@@ -30,7 +30,7 @@ _SHARED_OPEN_S = 2.0
 
 
 class Retries:
-    """A thread-safe counter of retries; `on_retry` is called at each."""
+    """A thread-safe counter of retries; `on_retry` is called at each retry."""
 
     def __init__(self, on_retry: Callable[[], None] | None = None) -> None:
         self.count = 0
@@ -120,7 +120,7 @@ def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) 
 
 
 def blocks_passed(source: str, item: Item, file: BinaryIO, block_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of an item from `walk()` in blocks; an empty item gives one empty block.
+    """Yield the bytes of an item from `walk()` in blocks; an empty item yields one empty block.
 
     Raises:
         SourceChanged: if the number of bytes differs from the listing.
@@ -230,7 +230,7 @@ class SharedFile:
     def _read_some(self, part: memoryview, offset: int, file: BinaryIO) -> int:
         if (fd := _fd(file)) is not None:
             return os.preadv(fd, [part[:_CHUNK_BYTES]], offset)
-        # Each thread needs a file of its own, since the file has only one position.
+        # Each thread opens the item separately, since such a file has only one position.
         with self._source.open(self._item) as own:
             own.seek(offset)
             data = own.read(len(part))
@@ -238,7 +238,7 @@ class SharedFile:
         return len(data)
 
     def _drop(self, file: BinaryIO | None) -> None:
-        """Discard a file, so that the next attempt reopens it: a recovered mount has lost its open files."""
+        """Discard a file, so that the next attempt reopens it: open files do not survive a mount's recovery."""
         with self._lock:
             if file is not None and file is self._file:
                 self._file = None
@@ -258,7 +258,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
 
     Raises:
         SourceChanged: if its size or time has changed, or a file without a descriptor ended early.
-        OSError: EIO, if it ended early although its size is as listed, as on mounts that lost their server.
+        OSError: EIO, if it ended early although its size is as listed, as happens on mounts that lost their server.
     """
     fd = _fd(file)
     if fd is None:
@@ -273,7 +273,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
 
 
 def _fd(file: BinaryIO) -> int | None:
-    """Return the descriptor of a file that Python's `open()` created; None for others, which may hold other bytes."""
+    """Return the descriptor of a file that Python's `open()` created; others may refer to other data, so return None."""
     raw = file.raw if isinstance(file, io.BufferedReader) else file
     return raw.fileno() if isinstance(raw, io.FileIO) else None
 
@@ -299,12 +299,12 @@ def pread_all(fd: int, size: int, offset: int) -> bytes:
     return data
 
 
-# O_NONBLOCK, so that opening a pipe in place of the file does not block.
+# With O_NONBLOCK, opening does not block if a pipe has replaced the file.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO:
-    """Open a regular file if it is as listed; `flags` are additional flags of `os.open`."""
+    """Open a regular file if it matches the listing; `flags` are additional flags of `os.open`."""
     fd = os.open(path, _FLAGS | flags)
     try:
         found = os.fstat(fd)

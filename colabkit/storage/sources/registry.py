@@ -1,6 +1,6 @@
 """Open a source of any type: a folder, archive, table, bucket or records, given by a path, an address or a pattern.
 
-To add a source type, write a class in a module of its own that implements the protocol in `items.py`, and add it here:
+To add a source type, write a class in a new module that implements the protocol in `items.py`, and add it here:
 in `_ARCHIVES` for an archive, in `_kind_of` for any other path, in `_open_address` for an address, and in `_open_path`
 and `_shard_kind` for records.
 """
@@ -44,7 +44,7 @@ from colabkit.storage.sources.webdataset import WebDatasetSource, is_webdataset
 from colabkit.storage.sources.zip_archive import ZipSource
 
 AnySource: TypeAlias = str | os.PathLike[str] | Source | Any
-"""Any source type, before it is checked; public functions spell out what they accept."""
+"""Any source, before its type is checked; public functions list the types that they accept."""
 
 
 _ARCHIVES: tuple[tuple[tuple[str, ...], type[ArchiveSource], Callable[[Path], bool]], ...] = (
@@ -57,7 +57,7 @@ ARCHIVE_SUFFIXES = tuple(suffix for suffixes, *_ in _ARCHIVES for suffix in suff
 """File name suffixes of archives."""
 
 _SAMPLES = Path(__file__).parent.parent / "samples"
-# Formats that are often zip archives internally, but that their readers need as one file.
+# Suffixes of files that are often zip archives internally, but must stay single files for their readers.
 _WHOLE_SUFFIXES = (
     *(".bin", ".ckpt", ".keras", ".npz", ".onnx", ".pt", ".pt2", ".ptl", ".pth", ".safetensors"),
     *(".apk", ".docx", ".epub", ".ipynb", ".jar", ".kmz", ".odp", ".ods", ".odt", ".pptx", ".whl", ".xlsx"),
@@ -68,22 +68,22 @@ _WHOLE_SUFFIXES = (
 class PathTable(Protocol):
     """A pandas DataFrame that lists one file in each row, or a Series of paths.
 
-    Frames of polars, Arrow tables, and datasets of Ray and Hugging Face are accepted as well.
+    Polars frames, Arrow tables, and Ray and Hugging Face datasets are accepted as well.
 
-    The column of paths is the first of `path, file, filename, file_name, filepath, file_path, image, image_path,
+    The path column is the first of `path, file, filename, file_name, filepath, file_path, image, image_path,
     img_path` that exists, ignoring case, or the only column.
     """
 
     @property
     def iloc(self) -> Any:
-        """Rows by number."""
+        """Return rows by number, as pandas does."""
 
 
 def open_source(source: AnySource) -> Source:
     """Open a source and return it.
 
     A path can be a folder, a zip or tar archive, a table of paths, or a single file of any other type. Archives are
-    recognized by their suffix, or without a known suffix by their first and last bytes. A `.csv`, `.tsv` or `.parquet`
+    recognized by their suffix or, without a known suffix, by their first and last bytes. A `.csv`, `.tsv` or `.parquet`
     file is a table if it has a path column and the first path in it exists.
 
     Args:
@@ -169,7 +169,7 @@ def sample_archive(name: str) -> Path:
     return path
 
 
-# Files that may lie beside shards, and are not needed.
+# Suffixes of files that are ignored beside shards.
 _COMPANIONS = (".json", ".txt", ".md", ".idx")
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
 _MOST_SHARDS = 100_000
@@ -281,7 +281,7 @@ def _expanded(act: str, path: Path) -> list[Path]:
 
 
 def _matches(act: str, path: Path) -> Iterator[Path]:
-    """Yield the files that match a path with braces and wildcards, in the order of its braces."""
+    """Yield the files that match a path with braces and wildcards, in the order in which its braces expand."""
     if path.exists():
         yield path
         return
@@ -293,7 +293,7 @@ def _matches(act: str, path: Path) -> Iterator[Path]:
 
 
 def _unbraced(act: str, text: str) -> list[str]:
-    """Expand `{000..012}` and `{train,val}` in a pattern as shells do, to at most 100,000 texts."""
+    """Expand `{000..012}` and `{train,val}` in a pattern as shells do, to at most 100,000 paths."""
     texts = [""]
     at = 0
     for match in _BRACES.finditer(text):

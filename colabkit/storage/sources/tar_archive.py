@@ -34,7 +34,7 @@ _AT_ONCE_BYTES = 1 << 20
 
 
 def is_tar(path: Path) -> bool:
-    """Return whether a file begins as a tar does, after decompression if necessary."""
+    """Return whether a file begins like a tar, after decompression if necessary."""
     with path.open("rb") as file:
         return is_tar_head(str(path), file)
 
@@ -50,7 +50,7 @@ class _OpenTar(NamedTuple):
 class TarSource(ArchiveSource):
     """A tar archive, read without extracting it: plain, or compressed with gzip, bzip2, xz or zstd.
 
-    Members of a plain tar can be read at random, from any thread. A compressed one can only be read from its start:
+    Members of a plain tar can be read in any order, from any thread. A compressed one can only be read from its start:
     `list()` reads all of it once, `walk()` yields its members in one pass, and `open()` starts a new pass for each
     member, which is slow. The compression is recognized by the first bytes, not by the name.
 
@@ -184,8 +184,8 @@ class _Slice(ByteSpan):
 class _Passed(ByteSpan):
     """A member of a compressed tar, reached by skipping everything before it.
 
-    It reads from `stream`, which it does not close, or from its own stream, which `again` opens for the first read and
-    for each read that goes back.
+    Reads use `stream`, which stays open, or a separate stream, which `again` opens for the first read and after each
+    backward seek.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class TarStream:
             size -= skipped
 
     def drain(self) -> None:
-        """Read to the end, where most compression formats have their checksum; raises the errors of `read`."""
+        """Read to the end, where most compression formats store a checksum; raises the errors of `read`."""
         while self.is_inflated and self._step(_STEP_BYTES):
             self._check_room(0)
 
@@ -111,7 +111,7 @@ class TarStream:
             raise
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
-                # An error of the file system; those of decompressors have no error number.
+                # File system errors have an error number; those of decompressors do not.
                 raise
             raise broken_archive(self.name, str(error) or type(error).__name__) from error
 
@@ -124,14 +124,14 @@ def compression_of(head: bytes) -> str:
 
 
 def is_tar_head(name: str, file: BinaryIO) -> bool:
-    """Return whether an open file begins as a tar does, after decompression if necessary."""
+    """Return whether an open file begins like a tar, after decompression if necessary."""
     head = file.read(_HEAD_BYTES)
     if method := compression_of(head):
         try:
             file.seek(0)
             head = _inflated(name, file, method).read(_HEAD_BYTES)
         except Exception:
-            # The decompressor failed, whatever the exception, so the file is not a tar, or the type is unknown.
+            # Decompressors raise many types of exceptions for files that they cannot read.
             return False
     return head[_USTAR_AT : _USTAR_AT + 5] == b"ustar"
 
@@ -165,7 +165,7 @@ _SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 
 def _padded(size: int) -> int:
-    """Return the size that a member takes in the tar, rounded up to whole blocks."""
+    """Return the space that a member takes up in the tar, rounded up to whole blocks."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 

@@ -64,7 +64,7 @@ message_type { name: "Example" field { name: "features" number: 1 type_name: ".t
 
 
 def is_tfrecord_name(name: str) -> bool:
-    """Return whether a file is named like TFRecord: `x.tfrecord`, `x.tfrecords`, `x.tfrec` or `x-00000-of-00010`."""
+    """Return whether this is a TFRecord file name: `x.tfrecord`, `x.tfrecords`, `x.tfrec` or `x-00000-of-00010`."""
     return _NAME.search(name) is not None
 
 
@@ -72,10 +72,10 @@ class TfRecordSource(RangeSource):
     """TFRecord files whose records are `tf.train.Example`s.
 
     A record's payload is one bytes feature: `image/encoded`, `image`, `image_raw`, `jpeg` or `encoded`, unless it is
-    text, or else the only feature that starts like an image; the first record decides. A record's path is the name of
-    its file and its number in it. Every other feature becomes a column with its name: text if all its bytes are UTF-8,
-    integers, or floats; single values if no record has more than one, otherwise lists. Bytes that are not text, and
-    lists of more than 1,024 numbers, are omitted and listed in `skipped`. The column `split` is added if file names
+    text, or else the only feature that starts like an image; the first record decides. A record's path is its file's
+    name and its number in that file. Every other feature becomes a column of the same name: text if all its bytes are
+    UTF-8, integers, or floats; single values if no record has more than one, otherwise lists. Bytes that are not text,
+    and lists of more than 1,024 numbers, are omitted and listed in `skipped`. The column `split` is added if file names
     contain split names and no feature has this name. Indexing reads all bytes once and checks every CRC.
 
     Args:

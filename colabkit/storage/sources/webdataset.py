@@ -32,7 +32,7 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "gif", "tif", "t
 _NUMBERS, _TEXTS, _JSON = frozenset({"cls"}), frozenset({"txt", "text"}), frozenset({"json"})
 _COLUMNS = _NUMBERS | _TEXTS | _JSON
 _KNOWN = _COLUMNS | {*IMAGE_EXTENSIONS, "npy"}
-# Equivalent to `base_plus_ext` of webdataset.
+# Equivalent to `base_plus_ext` in the webdataset package.
 _MEMBER = re.compile(r"((?:.*/|)[^./][^./]*)[.]([^/]+)", re.DOTALL)
 # Members that webdataset ignores.
 _META = re.compile(r"(^|/)__[^/]*__($|/)")
@@ -56,8 +56,8 @@ class WebDatasetSource(RangeSource):
     without `.tar`, followed by that common path. One member is the payload: the first image by extension (`jpg`,
     `jpeg`, `png`, `webp`, `ppm`, `bmp`, `gif`, `tif`, `tiff`; also compound, such as `input.png`), in shards without
     images the `npy`, and otherwise the only member that is not a label. Columns are `cls` as an integer, `txt` and
-    `text` as text, each key of a `json` as `json.KEY` if its value is a number, a text or a list of these, and `split`
-    if shard names contain split names. All other members are never read; `skipped` lists their number by extension.
+    `text` as text, each key of a `json` as `json.KEY` if its value is a number, a string or a list of these, and
+    `split` if shard names contain split names. Other members are never read; `skipped` lists their number by extension.
 
     Args:
         name: name for messages.
@@ -98,13 +98,13 @@ class WebDatasetSource(RangeSource):
 
 
 def is_webdataset(path: Path) -> bool:
-    """Return whether a plain tar is a shard: its first files include neighbors with one stem, one of a known kind."""
+    """Return whether a plain tar is a shard: neighbors among its first files share a stem, and one kind is known."""
     try:
         with path.open("rb", buffering=0) as file, closing(_plain_stream(path, file, os.stat(path).st_size)) as stream:
             files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)
             parts = [_split_name(one.name) for one in islice(files, _LOOKED_AT)]
     except BadArchive:
-        # Opening it as an ordinary tar reports the error.
+        # Opening the file as an ordinary tar reports the error.
         return False
     return any(
         one
@@ -168,7 +168,7 @@ def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> s
 
 
 def _payload_of(parts: Sequence[_Part], kind: str) -> _Part | None:
-    """Return a sample's payload; None if there is none."""
+    """Return a sample's payload of this kind; None if there is none."""
     if kind == "image":
         images = [part for part in parts if part.kind in IMAGE_EXTENSIONS]
         return min(images, key=lambda part: (IMAGE_EXTENSIONS.index(part.kind), *_plainness(part)), default=None)
@@ -210,12 +210,12 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
         if _is_plain(value):
             fields[name] = value
         else:
-            found.drop(name, f"not a number, a text or a list of at most {MOST_VALUES} of these")
+            found.drop(name, f"not a number, a string or a list of at most {MOST_VALUES} of these")
     return fields
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a JSON value is a number, a text, null, or a possibly nested list of these."""
+    """Return whether a JSON value is a number, a string, null, or a possibly nested list of these."""
     waiting, count = [value], 0
     while waiting:
         one = waiting.pop()

@@ -87,7 +87,7 @@ class ZipSource(ArchiveSource):
                 self._opened = None
 
     def list(self) -> Listing:
-        """Return every regular member; raises `BadArchive` if one is encrypted or has an unsupported compression."""
+        """Return every regular member; raises `BadArchive` if one is encrypted or uses unsupported compression."""
         return self._open_archive().directory.listing
 
     def _open_archive(self) -> _OpenZip:
@@ -148,7 +148,7 @@ class ZipSource(ArchiveSource):
             raise broken_archive(self.name, f"{item.path!r}: {error}") from error
 
     def read_at_once(self, item: Item) -> bytes | None:
-        """Return a member's bytes if it is stored or deflated, and valid; otherwise None."""
+        """Return a member's bytes if it is valid and either stored or deflated; otherwise None."""
         archive, directory = self._open_archive()
         member = directory.handles.get(item.path)
         if member is None or member.file_size != item.size or member.compress_size > _INFLATE_BYTES:
@@ -198,7 +198,7 @@ class _ZipMember(ByteSpan):
             raise zipfile.BadZipFile("it has fewer bytes than its header states")
         except (*_BROKEN, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                # An error of the file system; bzip2 raises one without an error number.
+                # This is a file system error; errors of bzip2 have no error number.
                 raise
             raise broken_archive(self._source, f"{self._path!r}: {error}") from error
 
@@ -209,7 +209,7 @@ class _ZipMember(ByteSpan):
 
 @lru_cache(maxsize=1024)
 def _mtime_ns(date_time: tuple[int, ...]) -> int:
-    """Return a member's time, which has no time zone, as if it were UTC; 0 if it is invalid."""
+    """Return a member's modification time, which has no time zone, as if it were UTC; 0 if it is invalid."""
     try:
         return calendar.timegm(date_time) * 10**9
     except (ValueError, OverflowError):

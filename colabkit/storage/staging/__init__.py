@@ -1,1 +1,1 @@
-"""`stage()` copies a remote source to local storage: concurrent reads, verification, atomic publishing."""
+"""`stage()` copies a remote source to local storage with concurrent reads, verifies it and publishes it atomically."""

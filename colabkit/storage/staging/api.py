@@ -1,4 +1,4 @@
-"""`stage()` copies a remote source to local storage: concurrent reads, verification, atomic publishing.
+"""`stage()` copies a remote source to local storage with concurrent reads, verifies it and publishes it atomically.
 
 A local copy holds exactly the source's files and a seal, `.colabkit-stage.json`, which is written last. Many files are
 read at once, since a mount answers each request with a delay; large files are read in several concurrent ranges; an
@@ -64,8 +64,8 @@ def stage(
             or a list of paths); an https address or Drive link, through `fetch()`; a bucket's folder (`gs://`,
             `s3://`); `samples:digits`; or a `Source`.
         to: `"auto"` uses tmpfs if enough RAM remains for training, otherwise disk; `"tmpfs"` and `"disk"` force one;
-            any other value is the path of the copy. As root, if RAM allows more than the existing tmpfs, a tmpfs is
-            mounted for the copy alone until `unstage()`.
+            any other value is the path of the copy. As root, if the copy fits in RAM but not in the existing tmpfs,
+            a separate tmpfs is mounted for it until `unstage()`.
         threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
         verify: `"size"` compares file sizes; `"full"` reads the source a second time and compares all bytes.
         extract: False keeps an archive as one file.
@@ -84,7 +84,7 @@ def stage(
             of a new source file.
         NotEnoughSpace: before anything is written, if the sizes are known.
         SourceChanged: if a file changed after it was listed, or during the read.
-        Corrupt: if with `verify="full"` the second read returns different bytes.
+        Corrupt: if, with `verify="full"`, the second read returns different bytes.
         TimedOut: if the source does not respond.
 
     Example:
@@ -160,7 +160,7 @@ def unstage(
 
 
 def _targets_of(source: AnySource, name: str, act: str, *, is_local: bool) -> Iterator[Target]:
-    """Yield the places where local copies may be."""
+    """Yield the targets at which a source may have a local copy."""
     if is_local:
         folder = Path(os.path.realpath(name))
         if copy := LocalCopy.of(folder):

@@ -1,7 +1,7 @@
-"""A finished local copy of `stage()`: its files, and its seal, a hidden file that is written last.
+"""A finished local copy made by `stage()`: its files, and its seal, a hidden file that is written last.
 
-The seal's first line is a JSON object about the whole copy. Each further line is a JSON array about one file: its path,
-its size and time at the source, and the CRC32 of each of its blocks.
+The seal's first line is a JSON object that describes the copy. Each further line is a JSON array for one file, with its
+path, its size and time at the source, and the CRC32 of each of its blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """A sealed folder."""
+    """A folder with the files of a source and a valid seal."""
 
     folder: Path
     seal: Seal
@@ -162,12 +162,12 @@ class LocalCopy:
         """Hard-link or copy files that users added to this copy into the folder that replaces it.
 
         Raises:
-            TargetExists: if the source now has another file at such a path, so that the user's file would be lost.
+            TargetExists: if the source now has another file at the same path, so that the user's file would be lost.
         """
         sizes = self._sizes()
         try:
             sealed = {item.path for item, _ in self.manifest()}
-        # Then treat every path that also exists in the source as sealed.
+        # If the manifest is damaged, treat every path that also exists in the new copy as sealed.
         except Corrupt:
             sealed = {path for path in sizes if os.path.lexists(new / path)}
         for path in sizes:

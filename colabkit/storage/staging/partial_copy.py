@@ -32,7 +32,7 @@ class PartialCopy:
     """A folder that is being filled with a source's items; a context manager that closes its files.
 
     A block counts once the journal records it, after its bytes are written. The next process checks the recorded blocks
-    by their CRC32 and resumes from there. The source's name is for messages.
+    by their CRC32 and resumes from there. `source` is its name for messages.
     """
 
     def __init__(self, source: str, folder: Path, journal: Path) -> None:
@@ -75,14 +75,14 @@ class PartialCopy:
                 file_changes.remove(self.folder / path)
         for here, folders, _ in os.walk(self.folder, topdown=False):
             for name in folders:
-                # Folders with files in them stay.
+                # Removing a folder that contains files fails.
                 with suppress(OSError):
                     file_changes.remove_empty_folder(Path(here, name))
         return [wanted[path] for path in self.crcs if self._is_complete(wanted[path])]
 
     def link_from(self, old: LocalCopy, items: Iterable[Item]) -> list[Item]:
         """Hard-link unchanged, valid files of an earlier local copy into this one; return these files."""
-        # A file without a time may have changed.
+        # A file without a modification time may have changed.
         unchanged = {item for item in items if item.mtime_ns}
         linked = []
         for item, sealed in old.manifest():
@@ -125,7 +125,7 @@ class PartialCopy:
         return self._is_complete(item)
 
     def write_blocks(self, item: Item, blocks: Iterable[bytes]) -> None:
-        """Write an item from consecutive blocks of `BLOCK_BYTES`, the last one shorter, then record it."""
+        """Write an item from consecutive blocks of `BLOCK_BYTES`, of which the last may be shorter, then record it."""
         path = self.folder / item.path
         crcs: dict[int, int] = {}
         offset = 0
@@ -199,7 +199,7 @@ def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs])
 
 
 def read_journal(journal: Path) -> tuple[KnownBlocks, int]:
-    """Return the blocks recorded in a journal, and the length of its complete lines, since a kill may truncate one."""
+    """Return the blocks that a journal records, and the size of its complete lines; a kill may truncate the last."""
     known: KnownBlocks = {}
     end = 0
     with suppress(OSError, ValueError, TypeError), journal.open("rb") as file:
@@ -234,7 +234,7 @@ class PriorCopy:
 
     @classmethod
     def find(cls, places: Sequence[Target]) -> Self:
-        """Return the sealed copy in one of the places, or else the data of an interrupted run."""
+        """Return the sealed copy at one of the targets, or else the data of an interrupted run."""
         for place in places:
             copy = LocalCopy.at(place.path)
             if copy is not None and copy.seal.key == place.key:

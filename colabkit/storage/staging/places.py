@@ -64,7 +64,7 @@ _ENTRY_BYTES = 1024
 def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address | None]:
     """Return a source's name for messages, the key that identifies it, and its address if it has one.
 
-    All are derived from the text alone, since a remote source may be slow, hanging or gone.
+    All three depend only on the source's text, since a remote source may be slow, hang or no longer exist.
     """
     address = None
     if isinstance(source, Source):
@@ -97,13 +97,13 @@ def short_name(name: str) -> str:
 
 
 def _address(text: str) -> Address | None:
-    """Return the address in a text; None if it is a local path."""
+    """Parse a text as an address; return None for a local path."""
     if "://" in text or text.startswith(("drive.google.com/", "docs.google.com/")):
         return address_of(text)
     if "/" in text or os.path.lexists(text):
         return None
     try:
-        # It may be the ID of a Drive file.
+        # The text may be the ID of a Drive file.
         return address_of(text)
     except InvalidOption:
         return None
@@ -125,14 +125,14 @@ def _digest(*words: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A place for the local copy of a source.
+    """A possible location of a source's local copy.
 
     Attributes:
         name: `"tmpfs"`, `"disk"` or `"path"`.
         path: path of the local copy.
         key: key of the source; empty if unknown.
-        why: the reason for the place.
-        mounted_at: folder of a tmpfs that is mounted for this copy alone; None for a shared place.
+        why: the reason for choosing this target.
+        mounted_at: folder of a tmpfs that is mounted only for this copy, otherwise None.
     """
 
     name: str
@@ -142,16 +142,16 @@ class Target:
     mounted_at: Path | None = None
 
     def kept(self, on_wait: Callable[[], None] | None = None) -> KeptPartial:
-        """Return the partial that keeps the data of an interrupted run for this place."""
+        """Return the partial that keeps the data of an interrupted run for this target."""
         return KeptPartial(self.path.parent, self.identity, on_wait)
 
     @property
     def identity(self) -> str:
-        """Digest that identifies the data of interrupted runs for this place."""
+        """Digest that identifies the data of interrupted runs for this target."""
         return _digest(self.key, self.path.name)
 
     def wait_for_others(self, progress: bool) -> None:
-        """Wait until no other process is staging to this place, or that process shows no more activity."""
+        """Wait while another process is staging to this target and shows activity."""
         kept = self.kept()
         if kept.is_busy():
             with ProgressBar("wait for another stage()", None, " s", progress) as bar:
@@ -199,7 +199,7 @@ class Target:
             raise NotEnoughSpace(cannot(act, found, "", ("Use ", option("to", "disk"))))
 
     def give_back_tmpfs(self, act: str) -> None:
-        """Unmount the tmpfs of this place and remove its folder, if it is empty."""
+        """Unmount this target's tmpfs and remove its folder, if it is empty."""
         if (point := self.mounted_at) is None or not point.is_dir() or any(point.iterdir()):
             return
         if os.path.ismount(point):
@@ -221,7 +221,7 @@ class Target:
 
 
 def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
-    """Return all possible places for the local copy; the last one is on disk, or the path in `to`."""
+    """Return all possible targets for the local copy; the last one is on disk, or the path in `to`."""
     name = f"{short_name(source)}-{key[:8]}"
     disk = near_folder(os.environ)
     shared, own = TMPFS / f"colabkit-{os.getuid()}", disk / f"{name}.tmpfs"
@@ -234,7 +234,7 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
 
 
 def choose(places: list[Target], needed: int, is_requested: bool) -> Target:
-    """Choose a place for a local copy of `needed` bytes among the candidates, with the reason."""
+    """Choose a target with room for `needed` bytes among the candidates, and set the reason."""
     size, room, spare = format_bytes(needed), format_bytes(tmpfs_room()), format_bytes(_spare_ram())
     shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
     own = next((place for place in places if place.mounted_at is not None), None)
@@ -249,7 +249,7 @@ def choose(places: list[Target], needed: int, is_requested: bool) -> Target:
 
 
 def room_of(items: Iterable[Item]) -> int:
-    """Return the disk space that files take: whole pages, plus an entry for each."""
+    """Return the disk space that files take up: full pages, plus an entry for each."""
     return sum(-(-item.size // _PAGE_BYTES) * _PAGE_BYTES + _ENTRY_BYTES for item in items)
 
 
@@ -259,7 +259,7 @@ def tmpfs_room() -> int:
 
 
 def _spare_ram() -> int:
-    """Return the RAM in bytes that local copies may take, since training needs some too."""
+    """Return the RAM in bytes that local copies may use, which excludes a reserve for training."""
     available = memory_limits(read_file).available_bytes
     return max(0, available - max(RESERVE_BYTES, available // 4))
 
@@ -276,7 +276,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder, so that only one process at a time mounts below it."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Some file systems have no locks.
+        # Some file systems do not support locks.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -285,7 +285,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder in a world-writable place belongs to this user, or does not exist."""
+    """Return whether a folder below a world-writable one belongs to this user or does not exist."""
     try:
         found = folder.lstat()
     except OSError:

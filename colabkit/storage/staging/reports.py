@@ -66,7 +66,7 @@ class StagePlan(Report):
             ("already local", format_bytes(self.present_bytes)),
             ("local copy", format_bytes(self.staged_bytes)),
             ("peak space", format_bytes(self.peak_bytes)),
-            ("cache of the mount", format_bytes(self.cache_bytes)),
+            ("mount cache", format_bytes(self.cache_bytes)),
             ("target", f"{self.target}: {self.why}"),
             ("path", str(self.path)),
             ("skipped", _first(self.skipped)),

@@ -51,10 +51,10 @@ _look: ContextVar[Callable[[Listing], None] | None] = ContextVar("_look", defaul
 
 @contextmanager
 def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
-    """Call `look` with the listing of `stage()` in this block; an exception ends the call before anything is copied.
+    """Call `look` with the listing that `stage()` makes in this block; if `look` raises, nothing is copied.
 
-    So a remote source is listed only once. `look` is not called if an existing local copy is reused, nor for a remote
-    archive without a directory, which cannot be listed before it is local.
+    With this, a remote source is listed only once. `look` is not called if an existing local copy is reused, nor for a
+    remote archive without a directory, which cannot be listed before it is local.
     """
     token = _look.set(look)
     try:
@@ -70,7 +70,7 @@ class StagingRun:
     Attributes:
         act: verb and object for messages.
         name: name of the source.
-        places: possible places of the local copy, from `candidates`.
+        places: possible targets of the local copy, from `candidates`.
         is_requested: whether the user chose the target.
         threads: number of concurrent reads, or `"auto"`.
         verify: `"size"` or `"full"`.
@@ -145,7 +145,7 @@ class StagingRun:
                     # Another process may have finished the copy meanwhile.
                     return self.find() or self._fill(self._kept, target, source, reading, listing, ahead, prior)
             finally:
-                # Unmounts a tmpfs that stayed empty.
+                # Unmount the tmpfs if it stayed empty.
                 target.give_back_tmpfs(self.act)
 
     def _check_target(self, source: Source, target: Target) -> None:
@@ -163,7 +163,7 @@ class StagingRun:
             raise TargetExists(cannot(self.act, holds, "a free path", "Choose another target"))
 
     def _prepare(self, target: Target, plan: StagePlan) -> Target:
-        """Prepare the place; if a tmpfs cannot be mounted and the user did not request one, use disk."""
+        """Prepare the target; if a tmpfs cannot be mounted and the user did not request one, use disk."""
         try:
             target.prepare(self.act, plan.peak_bytes)
         except NotEnoughSpace:
@@ -195,7 +195,7 @@ class StagingRun:
         return listing, reading
 
     def _check_listing(self, source: Source, listing: Listing) -> None:
-        """Refuse a source without files, and names that lead outside; some archives are not listed yet."""
+        """Refuse a source without files, unless it is listed later, and file names that lead outside the source."""
         if not listing.items and not _is_listed_later(source):
             raise BadSource(cannot(self.act, "it contains no files", "at least one", "Check the path"))
         for item in listing.items:
@@ -216,7 +216,7 @@ class StagingRun:
         return copy if is_same and all(copy.has_good(item, crcs) for item, crcs in manifest) else None
 
     def _make_plan(self, source: Source, listing: Listing, prior: PriorCopy) -> tuple[StagePlan, Target]:
-        """Return the plan and the chosen place."""
+        """Return the plan and the chosen target."""
         files = _files_of(listing)
         missing = [item for item in files if prior.lacks(item)]
         staged_bytes, read_bytes = (sum(item.size for item in items) for items in (files, missing))
@@ -402,7 +402,7 @@ class StagingRun:
 
 
 def origin_of(path: Path) -> tuple[int, int]:
-    """Return size and time of a file, which show whether it was modified."""
+    """Return size and time of a file, which reveal whether it was modified."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns
 
@@ -419,5 +419,5 @@ def _kind_of(source: Source) -> SourceKind:
 
 
 def _is_listed_later(source: Source) -> bool:
-    """Return whether listing needs all bytes of a remote archive, so that it is listed once it is local."""
+    """Return whether listing would read an entire remote archive, so that it is listed once it is local."""
     return isinstance(source, ArchiveSource) and source.can_hang and not source.has_directory
