@@ -113,7 +113,7 @@ def _web(text: str) -> Address:
     if not found or not re.fullmatch(r"[-\w]+", found[0][1], re.ASCII):
         page = "it is a Drive page without the ID of a file or folder"
         next_step = "In the file's menu in Drive, choose Share, then Copy link"
-        raise InvalidOption(cannot(act, page, "the link of one file or folder", next_step))
+        raise InvalidOption(cannot(act, page, "a link to one file or folder", next_step))
     kind, drive_id = found[0]
     return Address(kind, drive_id, f"{kind} {drive_id}", resource_key=query.get("resourcekey", ""))
 

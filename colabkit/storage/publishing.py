@@ -251,7 +251,7 @@ class _Publication:
         if os.path.lexists(final) and final.is_dir() != is_folder:
             name = repr(str(final))
             found = (
-                f"the target {name} is not a folder, but the source is one"
+                f"the target {name} is not a folder, but the source is a folder"
                 if is_folder
                 else f"the target {name} is a folder, but the source is a file"
             )

@@ -98,7 +98,7 @@ def test_drive_is_the_folder_in_the_environment_and_is_never_replaced(tmp_path, 
 INVALID: list[tuple[Any, str, type[ColabkitError], str]] = [
     ("gone", "final", SourceMissing, "does not exist"),
     ("pipe", "final", BadSource, "special file"),
-    ("run", "file", TargetExists, "is not a folder, but the source is one"),
+    ("run", "file", TargetExists, "is not a folder, but the source is a folder"),
     ("file", "blocked/", TargetExists, "is a folder, but the source is a file"),
     ("file", "file/", TargetExists, "inside the source"),
     ("file", "file", TargetExists, "the source itself"),

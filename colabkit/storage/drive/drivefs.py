@@ -224,7 +224,7 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tupl
                 "mount Drive",
                 "the organization of this account has disabled Drive for desktop",
                 "",
-                "Ask its administrator (https://support.google.com/a/answer/7496409), or use another account",
+                "Ask the administrator (https://support.google.com/a/answer/7496409), or use another account",
             )
         )
     if "quota" in logged:

@@ -210,7 +210,7 @@ class _Child:
             return TryFailed(f"Drive answered with status {status}", "Try again later")
         if status == 404:
             missing = f"Drive has no {'folder' if self.is_folder else 'file'} with this ID"
-            check = "Check the link; for a folder, use the whole link instead of the ID"
+            check = "Check the link; for a folder, use the full link instead of the ID"
             return FetchFailed(cannot(self.job.act, missing, "", check))
         if any(sign in text for sign in _PRIVATE):
             share = ('In Drive, share it with "Anyone with the link", or run ', call("mount"), " and read it there")

@@ -160,7 +160,7 @@ class ExpectedDigest:
             return None
         kind, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
         if len(digits) != _DIGITS.get(kind) or not re.fullmatch("[0-9a-fA-F]+", digits):
-            expected = "sha256, sha512, sha1 or md5, a colon and all hexadecimal digits"
+            expected = "sha256, sha512, sha1 or md5, followed by a colon and all hexadecimal digits"
             next_step = ("Use a digest of the form ", option("digest", "sha256:HEX"))
             raise InvalidOption(cannot(act, option("digest", text), expected, next_step))
         return cls(kind, digits.lower())
@@ -218,7 +218,7 @@ class FetchJob:
         self.cookies, self.overwrite = cookies, overwrite
         path = user_path(to, act)
         is_folder = os.fspath(to).endswith(os.sep) or path.is_dir() or path.name in ("", "..")
-        # An empty name stands for the source's own name.
+        # An empty name means that the source's name is used.
         self.folder, self.name = (path, "") if is_folder else (path.parent, path.name)
         if address.kind == DRIVE_FOLDER:
             self._check_no_digest()

@@ -283,7 +283,7 @@ class _WebDownload:
             # The text of an error about an address contains the address, so report only the error's type.
             reason = type(cause).__name__ if isinstance(cause, Exception) else self.job.address.scrubbed(cause)
             invalid = f"the address cannot be requested ({reason})"
-            check = "Check the address, and that of the proxy"
+            check = "Check the address and the proxy settings"
             raise FetchFailed(cannot(self.job.act, invalid, "", check)) from None
         if isinstance(cause, http.client.RemoteDisconnected):
             return TryFailed("the server closed the connection without an answer", _AGAIN)

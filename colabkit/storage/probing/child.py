@@ -248,7 +248,7 @@ class Probe:
                         if len(self.files) < _KEPT_FILES:
                             self.files.append(entry.path)
                     if not has_time():
-                        # This folder is not completely listed.
+                        # Put the folder back, since it is not completely listed.
                         folders.appendleft(folder)
                         break
             last = now()
@@ -362,7 +362,7 @@ class Probe:
             def read_next(waiting: deque[int] = waiting, free: deque[int] = free, own: Any = own) -> Op | None:
                 if not hasattr(own, "descriptor"):
                     own.descriptor, own.offset, own.end = free.popleft(), 0, 0
-                    # A page-aligned buffer, so that no request is split.
+                    # Use a page-aligned buffer, so that no request is split.
                     own.buffer = mmap.mmap(-1, _PIECE_BYTES)
                 if own.offset >= own.end:
                     block = _next(waiting)

@@ -75,7 +75,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The manifest of a source: all its files.
+    """The files of a source, as returned by `Source.list()`.
 
     Attributes:
         items: the files, sorted by path; for a table, one per row, in the table's order.
@@ -339,7 +339,7 @@ def inflation_limit(archive_bytes: int) -> int:
 
 def inflates_too_far(source: str, size: int, archive_bytes: int) -> BadArchive:
     """Return the error for an archive that inflates to `size` bytes or more."""
-    found = f"its members have {format_bytes(size)} or more when decompressed"
+    found = f"its members take up {format_bytes(size)} or more when decompressed"
     limit = f"at most {format_bytes(inflation_limit(archive_bytes))}"
     return BadArchive(cannot(f"read {source!r}", found, limit, "Extract it yourself if you trust it"))
 

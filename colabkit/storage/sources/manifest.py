@@ -145,7 +145,7 @@ class ManifestSource:
         """Return one item per row, in order, with the other columns; a table file below the root is an extra."""
         table = self._table
         if not table.paths:
-            empty = "its rows stayed in the process that opened the table"
+            empty = "its rows are available only in the process that opened the table"
             raise BadSource(cannot(self._act, empty, "", "List it in that process, or open the table in this one"))
         retries = Retries()
 

@@ -273,7 +273,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
 
 
 def _fd(file: BinaryIO) -> int | None:
-    """Return the descriptor of a file that Python's `open()` created; others may refer to other data, so return None."""
+    """Return a file's descriptor if Python's `open()` created it; others may refer to other data, so return None."""
     raw = file.raw if isinstance(file, io.BufferedReader) else file
     return raw.fileno() if isinstance(raw, io.FileIO) else None
 

@@ -144,7 +144,7 @@ class _Examples:
             return images[0]
         names = ", ".join(sorted(features)[:12]) or "no features"
         found = f"the record {name!r} has {len(images) or 'no'} images among {names}"
-        expected = f"one image, or one in {', '.join(PAYLOAD_FEATURES)}"
+        expected = f"exactly one image, or an image in one of {', '.join(PAYLOAD_FEATURES)}"
         raise BadSource(cannot(self._found.act, found, expected, "Write the image's bytes as image/encoded"))
 
     def fields(self, features: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from colabkit.storage.staging.places import Target, candidates, choose, identity
 from colabkit.storage.staging.reports import StagePlan, StageReport, UnstageReport
 from colabkit.storage.staging.run import StagingRun, origin_of
 
-_PASS_PATH = ("Pass the path returned by ", call("stage"), "; a copy at a custom path is not found by its source")
+_PASS_PATH = ("Pass the path returned by ", call("stage"), "; a copy at a custom path cannot be found by its source")
 
 
 def stage(

@@ -31,7 +31,7 @@ KnownBlocks: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
 class PartialCopy:
     """A folder that is being filled with a source's items; a context manager that closes its files.
 
-    A block counts once the journal records it, after its bytes are written. The next process checks the recorded blocks
+    A block counts as written once the journal records it. The next process checks the recorded blocks
     by their CRC32 and resumes from there. `source` is its name for messages.
     """
 
