@@ -1,4 +1,4 @@
-"""`publish()` atomically copies a finished file or folder to a slow mount; `SlowMount` adds deadlines.
+"""`publish()` atomically copies a finished file or folder to a slow mount; `SlowMount` detects mounts that hang.
 
 `publish()` and checkpoints write a file to a mount in three steps: `write_blocks()` under a hidden name,
 `check_written()`, and a rename.

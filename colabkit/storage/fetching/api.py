@@ -1,4 +1,4 @@
-"""`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL; it can resume.
+"""`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL, and can resume.
 
 Received data stays in a hidden folder beside the target, `.colabkit-...-kept.partial`, until it is complete: an
 interrupted or killed fetch resumes when it is run again, even in a new process. At every instant, the final path holds

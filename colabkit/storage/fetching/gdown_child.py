@@ -1,4 +1,4 @@
-"""Run gdown in a child process, as its script, and report to the parent in JSON lines.
+"""Script of the child process that runs gdown and reports to its parent in JSON lines.
 
 gdown has no timeouts, prints its messages, and trusts the part files that it resumes. `_Guard` checks every response
 before gdown does: if a range does not continue the part, or belongs to another version, the child ends before a byte is
@@ -64,7 +64,7 @@ class _Guard:
         def guarded(own: Any, request: Any, **options: Any) -> Any:
             self.add_key(request)
             response = send(own, request, **options)
-            # Requests that follow redirects return the last response; the earlier ones pass here without this option.
+            # Each response of a redirect chain passes here, but only the last one with this option.
             if options.get("allow_redirects"):
                 self.check(response)
             return response

@@ -333,7 +333,7 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
 
 
 def inflation_limit(archive_bytes: int) -> int:
-    """Return the number of bytes to which the members of an archive of this size may inflate."""
+    """Return the maximum total size, in bytes, of the members of an archive of this size."""
     return _INFLATION * archive_bytes + _INFLATION_SLACK_BYTES
 
 

@@ -1,4 +1,4 @@
-"""List the location of each value in an LMDB with LMDB's library, as a script in a separate process.
+"""Script of the child process that lists the location of each value in an LMDB, with LMDB's library.
 
 The output is one JSON record per batch of values. The library returns views of the memory-mapped file, so the offset of
 a value is its address minus that of the mapping.

@@ -31,8 +31,8 @@ KnownBlocks: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
 class PartialCopy:
     """A folder that is being filled with a source's items; a context manager that closes its files.
 
-    A block counts as written once the journal records it. The next process checks the recorded blocks
-    by their CRC32 and resumes from there. `source` is its name for messages.
+    A block counts as written once the journal records it. The next process checks the recorded blocks by their CRC32
+    and resumes from there. `source` is the source's name in messages.
     """
 
     def __init__(self, source: str, folder: Path, journal: Path) -> None:

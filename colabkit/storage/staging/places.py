@@ -97,7 +97,7 @@ def short_name(name: str) -> str:
 
 
 def _address(text: str) -> Address | None:
-    """Parse a text as an address; return None for a local path."""
+    """Parse a string as an address; return None for a local path."""
     if "://" in text or text.startswith(("drive.google.com/", "docs.google.com/")):
         return address_of(text)
     if "/" in text or os.path.lexists(text):

@@ -53,8 +53,8 @@ _look: ContextVar[Callable[[Listing], None] | None] = ContextVar("_look", defaul
 def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
     """Call `look` with the listing that `stage()` makes in this block; if `look` raises, nothing is copied.
 
-    With this, a remote source is listed only once. `look` is not called if an existing local copy is reused, nor for a
-    remote archive without a directory, which cannot be listed before it is local.
+    Callers can thus inspect a remote source without listing it twice. `look` is not called if an existing local copy is
+    reused, nor for a remote archive without a directory, which cannot be listed before it is local.
     """
     token = _look.set(look)
     try:
