@@ -1,4 +1,4 @@
-"""A table of paths as a source: a DataFrame of pandas or another package, a CSV or Parquet file, or a list."""
+"""A table of paths as a source: a DataFrame from pandas or another package, a CSV or Parquet file, or a list."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class _Table:
 
 
 def is_frame(value: Any) -> bool:
-    """Return whether a value is a table or one column of pandas, or one that converts itself by `to_pandas()`.
+    """Return whether a value is a pandas DataFrame or Series, or a table that `to_pandas()` converts to one.
 
-    These are frames of polars, Arrow and Ray Data. A Hugging Face dataset is one if its column of paths is text, and
-    otherwise a map-style dataset of samples. An array is none, even if it converts itself.
+    Polars, Arrow and Ray Data tables qualify. A Hugging Face dataset qualifies if its path column is text; otherwise,
+    it is a map-style dataset of samples. Arrays do not qualify, even if they have `to_pandas()`.
     """
     if hasattr(value, "iloc"):
         return True
     if isinstance(value, type | Report) or not callable(getattr(value, "to_pandas", None)):
         return False
     if hasattr(value, "dtype"):
-        # A Series of polars, or an array of xarray.
+        # This is a polars Series or an xarray array, and paths are strings.
         return str(value.dtype) == "String"
     features = getattr(value, "features", None)
     if features is None:
@@ -75,7 +75,7 @@ def is_frame(value: Any) -> bool:
 
 
 def as_pandas(act: str, table: Any) -> Any:
-    """Return a table of another package as a pandas DataFrame or Series; other values unchanged.
+    """Convert a table from another package to a pandas DataFrame or Series; return other values unchanged.
 
     Raises:
         MissingPackage: if pandas or pyarrow is not installed.
@@ -98,7 +98,7 @@ class ManifestSource:
     pickled copy can open the items that were listed before, but does not contain the table.
 
     Args:
-        table: a DataFrame of pandas or polars, an Arrow table, a dataset of Ray or Hugging Face, the path of a `.csv`,
+        table: a pandas or polars DataFrame, an Arrow table, a Ray or Hugging Face dataset, the path of a `.csv`,
             `.tsv` or `.parquet` file, or a list or Series of paths.
 
     Raises:
