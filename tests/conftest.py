@@ -121,7 +121,7 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     try:
         folder.rmdir()
     except OSError:
-        # `rmdir()` is faster for the usual empty folder, but fails for others.
+        # The test has left files in the folder.
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -26,7 +26,7 @@ _UNWANTED = {
 """Words and forms that messages must not contain, with what to write instead."""
 
 
-def test_every_message_keeps_the_rules_of_writing() -> None:
+def test_every_message_follows_the_writing_rules() -> None:
     broken = [
         f"colabkit/{site.module}:{site.line}: {text}\n    write: {instead}"
         for site in sites()

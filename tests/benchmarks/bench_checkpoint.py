@@ -149,11 +149,13 @@ def the_steps(bench: Bench) -> None:
         median, seconds = statistics.median(values), statistics.median(lasted[name])
         lost = f"{1e3 * seconds * (1 - median):.0f} ms"
         rows.append((name, *spread(values, "{:.0%}"), f"{seconds:.2f} s", lost))
-    title = f"Steps per second during writing, relative to those alone; {torch.get_num_threads()} threads of torch"
+    title = (
+        f"Steps per second while a checkpoint is written, relative to without; {torch.get_num_threads()} torch threads"
+    )
     table(title, ("", "median", "min", "max", "written in", "lost per checkpoint"), rows)
     bench.figures["steps"] = {"shares": shares, "seconds": lasted}
     share = statistics.median(shares["colabkit"])
-    bench.need("steps per second during writing, relative to alone", share, 0.5, "{:.0%}")
+    bench.need("steps per second while writing, relative to without", share, 0.5, "{:.0%}")
 
 
 def small_step() -> Callable[[], None]:

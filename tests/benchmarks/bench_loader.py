@@ -314,7 +314,7 @@ def first(bench: LoaderBench) -> None:
         middle[name] = statistics.median(values)
         lines.append((name, *spread(values, "{:,.1f}")))
     head = ("", f"ms, median of {FIRST_RUNS} processes", "min", "max")
-    table(f"From making the loader to its first batch, {count:,} images 32x32x3", head, lines)
+    table(f"Time from making the loader to its first batch, {count:,} images 32x32x3", head, lines)
     bench.need("first: ms to the first batch", middle.get(OURS), 50, "{:,.1f}", at_most=True)
     sooner = middle["FFCV"] / middle[OURS] if len(middle) == 2 else None
     bench.need("first: speed relative to FFCV", sooner, 20, "{:,.1f}")
@@ -323,7 +323,7 @@ def first(bench: LoaderBench) -> None:
 def worker(bench: LoaderBench) -> None:
     """Measure the CPU use of the loader's threads with a slow consumer."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
-    title = f"CPU of the loader's threads at {PACE:,} images/s of 224x224x3, share of a core"
+    title = f"CPU use of the loader's threads at {PACE:,} images/s of 224x224x3, share of a core"
     middle = repeated(bench, "worker", title, packed, 128, {"cpu_share": 100, "own_share": 100}, "%")
     bench.need("worker: % of a core", middle.get("cpu_share"), 5, "{:.2f}", at_most=True)
 
@@ -339,7 +339,7 @@ def order(bench: LoaderBench) -> None:
 def meters(bench: LoaderBench) -> None:
     """Measure how much of an epoch of small raw rows the loader's meters take."""
     packed = bench.pack(bench.files())
-    title = "Share of an epoch of small rows that the meters take: number of calls times the cost of one"
+    title = "Share of an epoch of small rows that the meters take: number of calls times the cost of one call"
     middle = repeated(bench, "meters", title, packed, 512, {"share": 100}, "%")
     bench.need("meters: % of an epoch", middle.get("share"), 1, "{:.2f}", at_most=True)
 

@@ -228,7 +228,7 @@ def flips(bench: PackingBench) -> None:
                     print(f"{kind} {number} ({what}): {how}")
             missed = sum(how.startswith(MISSED) or (kind == "flips" and how == "equal") for _, _, how in found)
             bench.figures[f"{kind}, {encoding}"] = found
-            bench.need(f"{count:,} {kind}, {encoding}: not found", missed, 0, "{:.0f}", at_most=True)
+            bench.need(f"{count:,} {kind}, {encoding}: undetected", missed, 0, "{:.0f}", at_most=True)
 
 
 def damages(path: Path, kind: str, count: int) -> list[tuple[int, str, str]]:

@@ -315,7 +315,7 @@ def kill(bench: StagingBench) -> None:
             missing = max(0, (bench.root / name).stat().st_size - blocks * BLOCK_BYTES)
             twice.append(max(0, round((again_bytes - missing) / BLOCK_BYTES)) if blocks else 0)
         shutil.rmtree(target)
-    print(f"\nkilled at {len(twice)} random times: correct bytes each time; files or blocks copied twice: {twice}")
+    print(f"\nkilled at {len(twice)} random times, with correct bytes each time; files or blocks copied twice: {twice}")
     bench.figures["kill"] = twice
     bench.need("files or blocks copied twice after a kill", max(twice), 1, "{:.0f}", at_most=True)
 

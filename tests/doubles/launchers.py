@@ -7,7 +7,7 @@ from colabkit.notebook.launcher.panel import Launcher
 
 
 def fill(panel: Launcher, **values: object) -> None:
-    """Set form fields, which have the names in `Settings`."""
+    """Set form fields by their names in `Settings`."""
     for name, value in values.items():
         panel.view.fields[name].value = value
 

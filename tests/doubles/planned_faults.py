@@ -59,7 +59,7 @@ class Fault:
     def __post_init__(self) -> None:
         only = {"short": "read", "hide": "list"}.get(self.do, self.on)
         if self.on not in KINDS or self.do not in DEEDS or self.on != only or not hasattr(errno, self.errno):
-            raise ValueError(f"{self} cannot be")
+            raise ValueError(f"invalid fault: {self}")
 
 
 class Plan:

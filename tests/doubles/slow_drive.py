@@ -350,7 +350,7 @@ def detach(point: Path) -> None:
         if mounted_at(point) and shutil.which(command[0]):
             subprocess.run(command, capture_output=True, check=False, timeout=15)
     if mounted_at(point):
-        raise RuntimeError(f"{point} cannot be unmounted")
+        raise RuntimeError(f"Cannot unmount {point}")
 
 
 def _size(text: str) -> float:
@@ -401,7 +401,7 @@ def main() -> None:
         log = os.open(os.devnull, os.O_WRONLY)
         width = f"{arguments.bandwidth / 1e6:g} MB/s" if arguments.bandwidth else "unlimited bandwidth"
         print(
-            f"{arguments.root} shows at {arguments.point}: {arguments.open_ms:g} ms per open, "
+            f"{arguments.root} is shown at {arguments.point}: {arguments.open_ms:g} ms per open, "
             f"{arguments.list_ms:g} ms per listing, {arguments.read_ms:g} ms per read, "
             f"{arguments.at_once} requests at once, {width}, {len(plan.get('faults', []))} planned faults; "
             "press Ctrl-C to unmount, or send SIGUSR1 to release hanging requests",
@@ -416,7 +416,7 @@ def main() -> None:
         try:
             serve(arguments.root, arguments.point, arguments.fstype, behaviour, shared, log, plan)
         except Exception as error:
-            print(f"{point} cannot be mounted: {error}", file=sys.stderr, flush=True)
+            print(f"Cannot mount {point}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         os._exit(0)
 

@@ -35,7 +35,7 @@ PROCESSES.set_forkserver_preload(["torch._dynamo", "pytest", "colabkit.augment",
 
 
 def train(step: Any, loader: Any, **options: Any) -> TrainReport:
-    """Train; a step without a state saves an empty one."""
+    """Train; pass an empty `state` for a step that has no `state_dict`."""
     if not hasattr(step, "state_dict"):
         options = {"state": {}, **options}
     return colabkit.train(step, loader, **options)

@@ -94,7 +94,7 @@ def test_drivefs_is_not_cleared_if_it_could_not_be_mounted_again(colab, cached):
     assert colab.count("flush_and_unmount") == 0
 
 
-def test_drivefs_is_mounted_again_with_the_same_options_or_the_error_says_what_is_done(colab):
+def test_drivefs_is_mounted_again_with_the_same_options_or_the_error_reports_what_is_done(colab):
     colabkit.mount(readonly=True, timeout=300)
     report = colabkit.flush(timeout=20)
     assert report.remounted

@@ -64,7 +64,7 @@ def test_an_exceeded_quota_is_named_when_reading_fails(colab, report_row):
     report_row("a Drive quota is exceeded", "reads DriveFS's log, names quota and remedy", caught.value)
 
 
-def test_too_many_items_in_the_top_folder_are_named(colab, report_row):
+def test_too_many_items_in_the_root_folder_are_named(colab, report_row):
     colab.plan(mount="root folder")
     with pytest.raises(MountFailed) as caught:
         colabkit.mount()

@@ -154,7 +154,7 @@ def test_the_templates_mistakes_name_their_next_step(template: Twice) -> None:
 
 
 @pytest.mark.full
-def test_a_slow_drive_answers_many_at_once(slow: Twice) -> None:
+def test_a_slow_drive_handles_many_requests_at_once(slow: Twice) -> None:
     speeds = [float(files.replace(",", "")) for _, files in rows(slow[0], "probe")]
     assert speeds[0] < speeds[1]
     assert min(speeds[2:]) > 2 * speeds[0]

@@ -234,7 +234,7 @@ class _Sticky(Exception):
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
 )
-def test_an_error_of_a_worker_is_raised_unchanged_if_possible(tmp_path, tree, monkeypatch, error, kind, message):
+def test_a_worker_error_is_raised_unchanged_if_possible(tmp_path, tree, monkeypatch, error, kind, message):
     fork(monkeypatch)
 
     def fail() -> None:

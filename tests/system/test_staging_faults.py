@@ -168,7 +168,7 @@ def test_an_interrupt_at_any_operation_leaves_no_thread_and_the_next_run_resumes
         unstage(local)
 
 
-def test_other_errors_of_the_file_system_are_typed_and_leave_nothing(source, tmp_path, file_hook):
+def test_other_file_system_errors_are_typed_and_leave_nothing(source, tmp_path, file_hook):
     remote, local = source("folder"), tmp_path / "near"
 
     def refuse() -> None:
