@@ -78,7 +78,7 @@ def headspace(
     batches: int = 4,
     seconds: float | str = 3.0,
 ) -> HeadspaceReport:
-    """Measure how fast `step` runs on a few cached batches: the training speed if data were always ready.
+    """Measure how fast `step` runs on a few cached batches: the training speed if the data were always ready.
 
     Weights, buffers, optimizer, random generators, gradients and the loader's position are restored afterwards. Pass
     the report to `diagnose(..., headspace=)`.
@@ -149,7 +149,7 @@ def headspace(
 
 
 def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
-    """Return copies of the next batches of a `Loader`, or the first ones of another loader; its position stays."""
+    """Return copies of the next batches of a `Loader`, or of another loader's first ones; keep its position."""
     if isinstance(loader, Loader):
         return loader.peek(batches)
     owners = (loader, getattr(loader, "sampler", None))
@@ -174,7 +174,7 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
-    """Return the GPUs that the step may use, to synchronize with."""
+    """Return the GPUs that the step may use, with which timing has to synchronize."""
     if isinstance(loader, Loader) and loader.device.type == "cuda":
         return [loader.device]
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):

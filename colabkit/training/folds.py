@@ -84,7 +84,7 @@ def k_fold(
     Args:
         run: function of the training view, the held-out view and the fold number, from 0. It returns the report of
             `train()`, or a dict of numbers.
-        dataset: A split of a pack.
+        dataset: a split of a pack.
         folds: number of folds, at least 2.
         stratify: keep the proportions of the labels equal in all folds.
         groups: groups of samples that must not be split across folds, as in `PackedDataset.fold`.

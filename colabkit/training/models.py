@@ -1,4 +1,4 @@
-"""Options of a supervised step; precision, memory format, DDP and compilation of its model; a small example model."""
+"""Options of a supervised step; its model's precision, memory format, DDP and compilation; a small example network."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _COMPILE = option("compile", True)
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """The options of `supervised_step()`, under the same names."""
+    """The options of `supervised_step()`, with the same names."""
 
     scheduler: LRScheduler | None
     amp: Amp
@@ -123,7 +123,7 @@ def _is_any_needed(parameters: Iterable[inspect.Parameter]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The precision that a model computes in.
+    """The precision in which a model computes.
 
     Attributes:
         name: `"bf16"` or `"fp16"` for mixed precision, False for the dtype of the weights.
@@ -143,7 +143,7 @@ def precision_on(device: torch.device, amp: Amp, weights: torch.dtype = torch.fl
     """Return the precision for a device.
 
     NVIDIA GPUs have fast bfloat16 from compute capability 8.0, and fast float16 from 7.0. This does not use
-    `torch.cuda.is_bf16_supported()`, which is also true where bfloat16 is emulated and slow.
+    `torch.cuda.is_bf16_supported()`, which also returns True for GPUs that emulate bfloat16 slowly.
 
     Args:
         device: device of the model.
@@ -195,7 +195,7 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def fails_in_channels_last(model: nn.Module) -> bool:
-    """Return whether the backward pass on a CPU may crash or be wrong with channels-last images.
+    """Return whether the backward pass on a CPU may crash or return wrong gradients for channels-last images.
 
     The backward pass of strided 1x1 convolutions writes out of bounds if they have fewer input channels than a vector
     has lanes (16 with AVX-512).
@@ -218,7 +218,7 @@ def ddp_in(model: nn.Module) -> DistributedDataParallel | None:
 def average(ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
     """Average gradients accumulated under `no_sync()` over all processes.
 
-    A parameter without a gradient in any process stays without one, as with DDP itself.
+    As with DDP itself, a parameter that has no gradient in any process gets none.
     """
     has = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device).int()
     distributed.all_reduce(has, group=ddp.process_group)

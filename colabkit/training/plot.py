@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
-# Parts of a step's time: field, label, color, hatch, and a text color that is legible on it.
+# Parts of a step's time: field, label, color, hatch, and a text color that is legible on the color.
 _PARTS = (
     ("wait_s", "waiting for data", plotting.VERMILLION, "//", "white"),
     ("copy_s", "copy", plotting.PURPLE, "...", "black"),
@@ -34,7 +34,7 @@ _VISIBLE = 0.02
 """Smallest fraction of untimed time that is drawn."""
 
 _BARS, _WRITTEN_ON = 40, 6
-"""Maximum number of epochs drawn as bars, and of bars with numbers written on them."""
+"""Maximum number of epochs that are drawn as bars, and of bars that are labeled with numbers."""
 
 _TALL = 0.09
 """Minimum height of a bar segment with a number on it, as a fraction of the highest bar."""
@@ -46,7 +46,7 @@ _FOLLOWED = 150
 """Maximum number of points in a line of machine utilization, so that it stays legible."""
 
 _TURNS = 30
-"""The smoothing window of a curve is the number of its points divided by this."""
+"""The number of points in a curve, divided by its smoothing window."""
 
 
 def plot_run(
@@ -82,7 +82,7 @@ def _draw_time(axes: Axes, *, epochs: Sequence[EpochRecord]) -> None:
     unit, unit_s = _unit(durations.max())
     layers = [(np.array([getattr(record, part[0]) for record in epochs], float), *part[1:]) for part in _PARTS]
     untimed = np.maximum(0.0, durations - sum(layer[0] for layer in layers))
-    # Checkpoints of earlier versions, for example, hold no times.
+    # Epochs restored from checkpoints of earlier versions, for example, have no times.
     if untimed.sum() >= _VISIBLE * durations.sum():
         layers.append((untimed, *_UNTIMED))
     layers = [layer for layer in layers if layer[0].any()] or layers

@@ -1,4 +1,4 @@
-"""The ranks of a distributed training: how they agree, and `notebook_launch()`, which starts them from a notebook."""
+"""Communication between the ranks of a distributed training, and `notebook_launch()`, which starts the ranks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, other ranks may never get here, and destroying the group would wait for them.
+        # After an error, other ranks may never reach this point, and destroying the group would wait for them.
         if self._own_group and kind is None:
             distributed.destroy_process_group(self._group)
 
@@ -113,10 +113,10 @@ class Ranks:
         return values
 
     def together(self, act: str, work: Callable[[], T]) -> T:
-        """Run `work` in all ranks and return its result; if it fails in one rank, it raises in all.
+        """Run `work` in all ranks and return its result; if it fails in one rank, raise an error in all ranks.
 
         Raises:
-            LaunchFailed: if it failed in another rank only.
+            LaunchFailed: if `work` failed only in other ranks.
         """
         if self.count == 1:
             return work()
@@ -140,9 +140,9 @@ class Ranks:
 
         Args:
             step: number of the step, equal in all ranks.
-            step_s: duration of a step in seconds; the shorter it is, the more steps lie between two exchanges.
-            requests: requests of this rank, integers from 0.
-            at_once: communicate at this step in any case; equal in all ranks.
+            step_s: duration of a step in seconds; the shorter a step is, the more steps pass between two exchanges.
+            requests: requests of this rank, integers of 0 or more.
+            at_once: whether to communicate at this step in any case; equal in all ranks.
         """
         if self.count == 1:
             return requests
@@ -152,7 +152,7 @@ class Ranks:
         distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
         *agreed, step_us = sent.tolist()
         most = max(1, min(_AGREE_STEPS, int(_AGREE_EVERY_S * 1e6 / max(1, step_us))))
-        # The first steps of a run are not typical, so lengthen the interval gradually.
+        # The duration of the first steps is not typical, so lengthen the interval gradually.
         self._pause = min(2 * self._pause, most)
         self._next_agreement = step + self._pause
         return agreed
@@ -162,9 +162,9 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
     """Call `function(*arguments)` in several processes of one `torch.distributed` group; return rank 0's result.
 
     Each process uses the GPU of its rank, with NCCL. Without GPUs, the processes share the CPUs, with Gloo. In the
-    function, `Loader` and `train()` distribute the work over the processes. The processes are new ones, not forks:
+    function, `Loader` and `train()` distribute the work over the processes. Processes are started, not forked:
     `function` may be defined in the notebook, and receives copies of the arguments and of the variables that it uses.
-    Create the model inside it.
+    Create the model inside the function.
 
     Args:
         function: function that each process runs. `cloudpickle` must be able to pickle it, its arguments and its
@@ -177,7 +177,7 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
 
     Raises:
         InvalidOption: if there are fewer GPUs than processes, or the function cannot be pickled.
-        LaunchFailed: if a process failed. It describes the first failure and has its traceback as a note.
+        LaunchFailed: if a process failed. The error describes the first failure and has its traceback as a note.
 
     Example:
         >>> import colabkit
@@ -211,7 +211,7 @@ def _pickled(act: str, function: Callable[..., Any], arguments: tuple[Any, ...])
     """Pickle the function and its arguments; on failure, raise an error that names the object at fault."""
     try:
         return bytes(cloudpickle.dumps((function, arguments)))
-    # Pickling runs code of the objects, which may raise anything.
+    # Pickling runs code of the objects, which may raise any exception.
     except Exception as error:
         used: dict[str, Any] = {}
         with suppress(TypeError, ValueError):
@@ -278,7 +278,8 @@ class _Launch:
                         stderr=written,
                         env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         pass_fds=(payload, writer.fileno()),
-                        # In a new session, Ctrl-C in a terminal does not reach the child; this process forwards it.
+                        # A child in a new session does not receive Ctrl-C from a terminal; this process forwards the
+                        # signal instead.
                         start_new_session=True,
                     )
                 self._processes.append(process)
@@ -380,7 +381,7 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
         payload: file descriptor of the pickled function and arguments.
         answer: file descriptor of the pipe for the answer.
         has_gpus: whether each process has a GPU.
-        parent: process id of the launching process; this process is killed when it dies.
+        parent: process id of the launching process; the kernel kills this process when its parent dies.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -396,7 +397,7 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
             os.close(payload)
             distributed.init_process_group("nccl" if has_gpus else "gloo")
             if not has_gpus:
-                # If a rank ended while others still connect to it, they would fail.
+                # If a rank ended while other ranks are still connecting to it, those would fail.
                 distributed.barrier()
             result = function(*arguments)
             packed = _packed_result(result) if rank == 0 else b""
@@ -416,7 +417,7 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
 def _packed_result(result: Any) -> bytes:
     try:
         return bytes(cloudpickle.dumps(result))
-    # Pickling runs code of the objects, which may raise anything.
+    # Pickling runs code of the objects, which may raise any exception.
     except Exception as error:
         found = f"{kind_of(result)} cannot be pickled ({error})"
         next_step = "Return numbers, text, or the report of colabkit.train()"

@@ -1,4 +1,4 @@
-"""Records of a run: epochs, validations, and the values that steps return, which stay on the device until read."""
+"""Records of a run: epochs, validations, and the values that steps return, which stay on the device until `read()`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Validation:
     """The result of one validation.
 
     Attributes:
-        step: number of the step that it followed, from 1 over all epochs.
+        step: number of the step before the validation, counted from 1 over all epochs.
         values: the numbers from `validate`, by name.
     """
 
@@ -67,7 +67,7 @@ class EpochProgress:
     """Progress of the current epoch; fields as in `EpochRecord`, but `samples` counts this process only.
 
     Attributes:
-        loader_epoch: number of the epoch in the loader, which may have been used before.
+        loader_epoch: number of the epoch in the loader, which differs if the loader was used before this run.
         is_validation_due: whether a validation comes before the next step.
     """
 
@@ -89,7 +89,7 @@ class EpochProgress:
             setattr(self, name, getattr(before, name) + getattr(spent, name))
 
     def record(self, samples: int, values: Mapping[str, float]) -> EpochRecord:
-        """Return the record of the epoch, with the samples of all processes and the means over them."""
+        """Return the record of the epoch, with the `samples` of all processes and the mean of each value over them."""
         fields = {name: getattr(self, name) for name in ("epoch", "steps", "seconds", "validation", *_SPENT)}
         return EpochRecord(samples=samples, values=values, **fields)
 
@@ -141,7 +141,7 @@ def _described(value: object) -> str:
 
 
 def _copied(value: object) -> object:
-    """Return a copy of a tensor, since it is read later and the step may modify it in place; other values unchanged."""
+    """Copy a tensor, since it is read later and the step may modify it in place; return other values unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -257,7 +257,7 @@ class ValueRecorder:
                 if not isinstance(value, Tensor) or value.is_cpu:
                     _check_finite(step, name, float(cast(Any, value)))
         self._steps.append((step, samples, values))
-        # Stacking replaces thousands of small device allocations by one.
+        # Stacking replaces thousands of small device allocations with one.
         if len(self._steps) == _STACKED:
             self._stack()
 

@@ -1,4 +1,4 @@
-"""The report of `train()`: epochs, curves, checkpoints and timings; saved to a file and read back."""
+"""The report of `train()`: epochs, curves, checkpoints and timings; saving it to a file and reading it back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LISTED = 200
 """Maximum number of epochs, validations and points of a curve in `to_dict()`."""
 
 _LISTED_MACHINES = 240
-"""Size budget for the machine snapshots in `to_dict()`: a snapshot costs 3, plus 1 for each GPU."""
+"""Size budget for the host snapshots in `to_dict()`: a snapshot costs 3, plus 1 for each GPU."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +60,7 @@ class TrainReport(Report):
     Attributes:
         epochs: one record per complete epoch, including epochs trained before a resume.
         trained: number of epochs that this call completed.
-        steps: total number of steps, including those before a resume.
+        steps: total number of steps, including steps before a resume.
         seconds: duration of this call in seconds.
         samples_per_s: training throughput of this call in samples per second, over all processes and without
             validation; 0 if no training was left to do.
@@ -71,7 +71,7 @@ class TrainReport(Report):
         stopped: why training stopped early: `"patience"`, `"on_step"` (it raised `StopIteration`), `"deadline"`,
             `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if it did not.
         checkpoint: the newest checkpoint, or None without `save_to`.
-        best: the checkpoint with the best value of `monitor`, or None if it was never measured.
+        best: the checkpoint with the best value of `monitor`, or None if `monitor` was never measured.
         best_value: the best value of `monitor`.
         resumed_from: the checkpoint that this call resumed from, or None.
         passed_over: names of checkpoints that were skipped because they are damaged, or their weights are NaN or
@@ -145,7 +145,7 @@ class TrainReport(Report):
         """Return the report as plain values for `json.dumps`, at most about 200 kB.
 
         For long runs, `epochs`, `validations`, `curve` and `hosts` are thinned evenly, keeping the first and the last
-        entry. The times of single steps in `spent` are left out.
+        entry. The times of single steps in `spent` are omitted.
         """
         values = super().to_dict()
         del values["spent"]["recent"]
@@ -159,8 +159,8 @@ class TrainReport(Report):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report to a JSON file of at most about 300 kB, which `diagnose()` accepts, and return its path.
 
-        The file holds the values of `to_dict()` and the times of the newest steps. NaN and infinity, which JSON does
-        not have, become null. An existing file is replaced atomically.
+        The file holds the values of `to_dict()` and the times of the most recent steps. NaN and infinity become null,
+        because JSON cannot represent them. An existing file is replaced atomically.
 
         Args:
             path: file to write; may start with `drive:`.
@@ -315,7 +315,7 @@ def _finite(value: Any) -> Any:
 
 
 class SavedRun(NamedTuple):
-    """The measurements in a saved report: loader counters and configuration, machine snapshots, precision."""
+    """The measurements in a saved report: loader counters, loader configuration, host snapshots and precision."""
 
     spent: MetersSnapshot
     facts: LoaderFacts | None
@@ -380,7 +380,7 @@ def _host_of(values: dict[str, Any]) -> HostSnapshot:
 
 
 def _record(kind: type[_Record], values: dict[str, Any], **converted: Any) -> _Record:
-    """Return a record built from plain `values` and those that are already `converted`.
+    """Return a record of the class `kind`, built from plain `values` and from fields that are already `converted`.
 
     Raises:
         TypeError: if a plain value does not have the type of its field.

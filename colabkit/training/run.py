@@ -41,7 +41,7 @@ from colabkit.training.schedule import (
 from colabkit.training.steps import SupervisedStep
 
 _RESERVE = 2.0
-"""Safety factor: the time reserved for the last checkpoint before a deadline, in units of the slowest one so far."""
+"""Time reserved for the last checkpoint before a deadline, as a multiple of the slowest checkpoint so far."""
 
 
 @dataclass(eq=False, repr=False)
@@ -78,10 +78,10 @@ class TrainingRun:
         """Resume from the newest checkpoint, or write the first one."""
         saved = self.saving.resume(resume)
         if saved is None:
-            # A Loader that was partly iterated before starts with a new epoch.
+            # If the Loader is in the middle of an epoch from an earlier iteration, start a new epoch.
             self.loader.set_epoch(self.loader.next_epoch)
             self._trained = self.loader.received
-            # Fail now, not after hours of training, if checkpoints cannot be written.
+            # If checkpoints cannot be written, fail now instead of after hours of training.
             self._save(wait=True)
             return
         self._trained = self.loader.received
@@ -129,7 +129,8 @@ class TrainingRun:
         except BaseException as raised:
             error = raised
             if isinstance(raised, Exception) and self.saving.checkpoints is not None:
-                # Let pending checkpoint writes finish. Other processes may never get here, so do not wait for them.
+                # Let pending checkpoint writes finish. Other processes may never reach this point, so do not wait for
+                # them.
                 with suppress(Exception):
                     self.saving.checkpoints.finish()
                 if isinstance(raised, TrainingDiverged):
@@ -178,7 +179,7 @@ class TrainingRun:
         return sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
 
     def _epoch(self) -> bool:
-        """Train an epoch, or the rest of a resumed one; return whether to continue."""
+        """Train an epoch, or the rest of a resumed epoch; return whether to continue."""
         if self._begun is None:
             self._begun = EpochProgress(len(self._epochs), self._trained[0])
             self._recorder = ValueRecorder(self._curve, SampleMeans(), self.must_be_finite)
@@ -244,7 +245,7 @@ class TrainingRun:
                             return False
                     if not self._goes_on(begun, count):
                         return False
-            # Bad samples after the last batch move the loader's position, too.
+            # Bad samples after the last batch also move the loader's position.
             self._trained = self.loader.received
         finally:
             count()
@@ -264,7 +265,7 @@ class TrainingRun:
         self.judge.moved()
         begun.steps += 1
         begun.samples += samples
-        # Batches received later but not trained on must not count, so remember the position now.
+        # Remember the position now, because batches that are received later but not trained on must not count.
         self._trained = self.loader.received
         self._recorder.add(self._steps, samples, values)
         if self.on_step is not None or meters.is_heard():

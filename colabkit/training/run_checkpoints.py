@@ -31,7 +31,7 @@ class RunCheckpoints:
         folder: path of the checkpoint folder, or None to save nothing.
         checkpoints: the opened checkpoint folder in rank 0, which reads and writes for all ranks; None in the others.
         state: objects to save, by name.
-        step: the step; saved too if it has a state.
+        step: the step; also saved if it has a state.
         loader: loader whose position is saved.
         processes: the ranks of the training.
 
@@ -83,7 +83,7 @@ class RunCheckpoints:
 
         Raises:
             TargetExists: if there are checkpoints and `resume` is False.
-            InvalidOption: if the checkpoint is of different data or a different state.
+            InvalidOption: if the checkpoint belongs to different data or a different state.
             Corrupt: if all checkpoints are damaged.
         """
         found: LoadedCheckpoint | None = None
@@ -92,7 +92,7 @@ class RunCheckpoints:
             try:
                 found = self._found(self.checkpoints, resume)
             except Exception as error:
-                # All processes must raise it; if only this one did, the others would wait forever.
+                # All processes must raise the error; if only this one did, the others would wait forever.
                 trouble = error
         found, trouble = self._processes.from_first((found, trouble))
         if trouble is not None:
@@ -182,7 +182,7 @@ class RunCheckpoints:
         for name, part, values in parts:
             try:
                 part.load_state_dict(values)
-            # Every class raises its own error type if a state does not fit.
+            # Each class raises a different type of error if a state does not fit.
             except Exception as error:
                 act = f"resume {name!r} from {str(found.path)!r}"
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -260,7 +260,7 @@ def _kind_of(part: Any) -> str:
 def _rates_of(state: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return the initial learning rates of each optimizer, before any scheduler changed them.
 
-    Parameter groups without a learning rate are left out; some optimizers set it themselves.
+    Parameter groups without a learning rate are omitted; some optimizers set it themselves.
     """
     return {
         name: [

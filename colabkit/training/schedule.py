@@ -1,4 +1,4 @@
-"""Decide between two steps of a run whether to save a checkpoint, validate or stop.
+"""Decide between two steps of a run whether to save a checkpoint, to validate or to stop.
 
 Ctrl-C, SIGTERM, SIGHUP and a deadline end a training early, but never in the middle of a step.
 """
@@ -36,10 +36,10 @@ _REASONS: tuple[Reason, ...] = ("patience", "on_step", "deadline", "Ctrl-C", "SI
 _URGENT = _REASONS.index("deadline") + 1
 
 RESERVE_S = 5.0
-"""Seconds reserved before a deadline, in addition to those that a checkpoint takes."""
+"""Seconds reserved before a deadline, in addition to the time that a checkpoint takes."""
 
 BOUNCE_S = 0.3
-"""Seconds after a Ctrl-C in which another one is ignored as key bounce."""
+"""Seconds after a Ctrl-C during which a second one is ignored, because the key may have bounced."""
 
 logger = logging.getLogger("colabkit")
 
@@ -103,10 +103,10 @@ class Validator:
     """Runs validations and tracks the best state so far.
 
     Args:
-        function: returns a dict of numbers, given the number of earlier validations; None to judge states by the
-            values of the step.
+        function: returns a dict of numbers, given the number of earlier validations; None to rate states by the values
+            of the step.
         every: steps between two validations, or None for one at the end of each epoch.
-        monitor: name of the number to judge by; None for the loss.
+        monitor: name of the number that rates states; None for the loss.
         mode: whether the lowest or the highest value is best.
         patience: number of consecutive judgements without improvement after which training stops, or None.
         min_delta: how much better a value must be to count as an improvement for `patience`.
@@ -115,9 +115,9 @@ class Validator:
     Attributes:
         rule: mode and name of the monitored number; only scores with the same rule are comparable.
         can_validate: whether there is a validation function.
-        is_by_epoch: whether states are judged at the end of epochs.
+        is_by_epoch: whether states are rated at the end of epochs.
         best: the best value so far, or None.
-        score: the value of the current state, or None if it was not judged.
+        score: the value of the current state, or None if it has not been rated.
         is_best: whether the current state is the best so far and not saved yet.
         reference: the value that the next ones must improve on by `min_delta`, or None.
         waited: number of judgements since the last improvement.
@@ -165,7 +165,7 @@ class Validator:
         """Run validation `number`, from 0, in all processes, and return the values of rank 0.
 
         Raises:
-            InvalidOption: if these are not a dict of numbers.
+            InvalidOption: if the result of the function is not a dict of numbers.
             LaunchFailed: if validation failed in another process.
         """
 
@@ -177,13 +177,13 @@ class Validator:
         return self._ranks.from_first(self._ranks.together("validate", numbers))
 
     def judge(self, values: Mapping[str, float]) -> None:
-        """Judge the current state by its values.
+        """Rate the current state by its values.
 
         Raises:
             InvalidOption: if `monitor` or `patience` was given and the number is not among the values.
         """
         mode, monitor = self.rule
-        # Reports show validation values with the prefix "val_", so accept such names too.
+        # Reports show validation values with the prefix "val_", so accept names with this prefix, too.
         name = monitor if monitor in values else monitor.removeprefix("val_")
         if self._is_required and name not in values:
             found = (option("monitor", monitor), " is not among the returned numbers")
@@ -209,17 +209,17 @@ class WaitInterrupt(KeyboardInterrupt):
 
 
 class StopRequests:
-    """Collects requests to stop the training, which end it after the running step.
+    """Collects requests to stop the training after the current step.
 
     While a step runs, Ctrl-C, SIGTERM and SIGHUP are recorded; a second Ctrl-C raises `KeyboardInterrupt` as usual.
     While training waits for data or validates, they interrupt the wait. Signals are handled in the main thread only,
     and custom handlers stay in place.
 
     Args:
-        deadline: A `time.monotonic()` value, or None.
-        waits_for_others: whether other processes train too. Waits are then not interrupted, since all processes must
+        deadline: a `time.monotonic()` value, or None.
+        waits_for_others: whether other processes also train. Waits are then not interrupted, since all processes must
             agree to stop first.
-        saves: whether a final checkpoint follows, for the message.
+        saves: whether a final checkpoint follows; the message mentions it.
 
     Attributes:
         deadline: the deadline, or None.

@@ -94,12 +94,12 @@ def supervised_step(
 
 
 class SupervisedStep:
-    """The training step that `supervised_step()` returns; see there for the arguments.
+    """The training step that `supervised_step()` returns; see that function for the arguments.
 
     Precision, memory format and `DistributedDataParallel` are set up at the first batch, and again if the model has
     moved to another device. If the model is in evaluation mode, the next step calls `model.train()`; submodules in
-    evaluation mode, such as frozen ones, stay so while the model itself is in training mode. A step that only evaluates
-    a model is created with `is_trained=False`.
+    evaluation mode, such as frozen ones, remain in this mode while the model itself is in training mode. A step that
+    only evaluates a model is created with `is_trained=False`.
 
     Attributes:
         parts: the model and the optimizer, by these names; checkpoints hold them by default.
@@ -238,7 +238,7 @@ class SupervisedStep:
         try:
             self._model.eval()
             with torch.no_grad():
-                # Checkpoints hold rank 0's buffers, such as batch norm statistics, so every rank evaluates with them.
+                # Checkpoints hold rank 0's buffers, such as batch norm statistics, so every rank evaluates with these.
                 if self._ddp is not None and self._ddp.broadcast_buffers:
                     for buffer in self._model.buffers():
                         distributed.broadcast(buffer, 0, group=self._ddp.process_group)
@@ -301,7 +301,7 @@ class SupervisedStep:
         return precision_on(self._parameter.device, self._options.amp, self._parameter.dtype)
 
     def _settle(self) -> None:
-        """Set up what depends on the device, unless this is done for the model's current device."""
+        """Set up everything that depends on the device, unless it is already set up for the model's current device."""
         device = self._parameter.device
         if device == self._device:
             return
@@ -338,7 +338,7 @@ class SupervisedStep:
         if self._options.channels_last is not None:
             return self._options.channels_last
         # On a CPU, only the images' memory format matters, and a Loader's images are channels-last already. If the
-        # model is in a DDP, the weights must keep their strides, since DDP's gradient buckets have the same.
+        # model is in a DDP, the weights must keep their strides, since DDP's gradient buckets have the same strides.
         if self._parameter.device.type != "cuda" or ddp_in(self._given) is not None:
             return False
         return any(True for _ in convolutions(self._model))
@@ -411,8 +411,8 @@ class SupervisedStep:
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> bool:
         """Apply scaled gradients; return False if they were not finite and the update was skipped.
 
-        A fused optimizer is always called. It checks the gradients on the device, and reading the result would wait
-        for the GPU, so the update counts as made.
+        A fused optimizer is always called. It checks the gradients on the device, and reading the result would wait for
+        the GPU, so the update always counts.
         """
         made: list[bool] = []
         hook = self._optimizer.register_step_post_hook(lambda *_: made.append(True))
@@ -427,7 +427,7 @@ class SupervisedStep:
         return bool(made)
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters that the optimizer updates now; groups may have been added since the start."""
+        """Return the parameters that the optimizer updates now; it may have received new groups since the start."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 

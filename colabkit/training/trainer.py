@@ -81,7 +81,7 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
 def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], Values] | None:
     """Return a function that runs the validation of a given number, or None for no validation.
 
-    A validation loader is set to the epoch of that number first, so a resumed run sees the same batches.
+    A validation loader first moves to the epoch with that number, so a resumed run gets the same batches.
     """
     if validate is None:
         return None
@@ -129,8 +129,8 @@ def train(
     With `save_to`, the run saves checkpoints. They hold `state`, the state of the step, the loader's position, the
     random generators of each process and the training history. If you make the same call again, it resumes from the
     newest readable checkpoint, even in the middle of an epoch. A checkpoint is copied between two steps and written in
-    the background. Checkpoints due by steps or time are postponed while an earlier one is being written; those at the
-    end of an epoch and of the best state are not. Without `save_to`, nothing is saved.
+    the background. Checkpoints due by steps or time are postponed while an earlier one is being written; checkpoints at
+    the end of an epoch and of the best state are not. Without `save_to`, nothing is saved.
 
     Ctrl-C, SIGTERM and SIGHUP end the training after the running step, with a final checkpoint. SIGTERM and SIGHUP are
     then raised again.
@@ -140,9 +140,9 @@ def train(
 
     Args:
         step: function that takes a batch and returns a loss, a dict of numbers, or None. A step with `state_dict` and
-            `load_state_dict` is saved too. A step that accumulates gradients must have an attribute `is_whole`, true
-            while no gradients are pending (checkpoints are only taken then), and a method `flush()` that applies
-            pending ones, called at the end of an epoch.
+            `load_state_dict` is also saved. A step that accumulates gradients must have an attribute `is_whole`, true
+            while no gradients are pending (checkpoints are only taken then), and a method `flush()` that applies them,
+            which is called at the end of an epoch.
         loader: `Loader` that supplies the batches.
         epochs: total number of epochs, including those of earlier calls.
         state: objects to save, by name, such as `{"model": model, "optimizer": optimizer}`. None saves the model and
@@ -176,7 +176,7 @@ def train(
     Raises:
         TrainingInterrupted: after Ctrl-C and the final checkpoint, if any. It is a `KeyboardInterrupt` and holds the
             report.
-        InvalidOption: if an argument is invalid, or the checkpoints are of different data or a different `state`.
+        InvalidOption: if an argument is invalid, or the checkpoints belong to different data or a different `state`.
         TargetExists: if `resume` is False and `save_to` contains checkpoints.
         Corrupt: if all checkpoints are damaged.
         NotEnoughSpace, FileFailed, TimedOut: if the first or the last checkpoint cannot be written.

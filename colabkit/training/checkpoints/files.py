@@ -1,4 +1,4 @@
-"""The file of a checkpoint: written with its digest in the background, copied to and from a mount, and loaded."""
+"""Checkpoint files: write them with a digest in the background, copy them to and from a mount, and load them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ STALLED_S = 120.0
 """Seconds within which a mount or a disk must answer or transfer data."""
 
 TICK_S = 0.5
-"""Maximum seconds of a single wait for a lock, since a signal that arrives just before the wait is handled after it."""
+"""Maximum seconds of one wait for a lock: a signal that arrives just before the wait is handled only afterwards."""
 
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
-# Leaves about a tenth of a CPU when training uses all; at 19, a busy machine would hardly ever write.
+# Leaves the writer about a tenth of a CPU core if training uses all cores; at 19, it would hardly make progress.
 _NICE = 10
 
 
@@ -61,9 +61,9 @@ class SaveJob:
 
     Attributes:
         is_awaited: whether the caller waits for it.
-        is_raised: whether its failure is raised to the caller.
+        is_raised: whether the caller receives the error if it fails.
         limit_s: seconds that the file system may take for one operation.
-        is_given_up: whether one operation took longer and the failure is already recorded.
+        is_given_up: whether an operation exceeded this limit and the failure is already recorded.
     """
 
     step: int
@@ -91,9 +91,9 @@ class SaveJob:
 
 
 def give_way() -> None:
-    """Give this thread a lower priority than all others, if the system supports priorities of threads.
+    """Lower the priority of this thread, if the system supports thread priorities.
 
-    The system may suspend such a thread for long at any point, so it should rarely hold the GIL.
+    The system may suspend a low-priority thread for a long time at any point, so it should rarely hold the GIL.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def give_way() -> None:
 def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tuple[int, str]:
     """Write content to a new file, flush it to disk, and return its size in bytes and its SHA-256.
 
-    A thread of low priority hashes and writes large blocks, without the GIL. The file is then loaded once,
+    A low-priority thread hashes and writes large blocks without holding the GIL. The file is then loaded once,
     memory-mapped, so that content that cannot be loaded fails now, not on resuming.
 
     Raises:
@@ -146,7 +146,7 @@ class _CheckpointSink:
 
     Attributes:
         size: bytes written so far.
-        error: the error of a write, kept here because torch replaces errors of the file object by its own.
+        error: the error of a write, kept here because torch replaces errors of the file object with its own.
         was_opened: exit stack that is closed at the first write.
     """
 
@@ -189,7 +189,7 @@ class _CheckpointSink:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: torch calls this last, and `end` follows."""
+        """Do nothing: torch calls this at the end, when `end` is about to write the buffered bytes."""
 
     def end(self) -> None:
         """Write the buffered bytes."""
@@ -228,9 +228,9 @@ class _CheckpointSink:
 
 @contextmanager
 def _without_crc(sink: _CheckpointSink) -> Iterator[None]:
-    """Let `torch.save` skip its CRC32, which takes as long as writing: the seal holds a SHA-256.
+    """Let `torch.save` skip the CRC32, which takes as long as writing; the seal holds a SHA-256 instead.
 
-    The option may be global. Torch reads it when it opens the file, so it is restored at the first write.
+    The option may be global. Torch reads it when it opens the file, so it can be restored at the first write.
     """
     former = torch.serialization.get_crc32_options()
     sink.was_opened.callback(torch.serialization.set_crc32_options, former)
@@ -329,7 +329,7 @@ class RemoteFolder:
 
         Raises:
             TimedOut: if the mount does not answer.
-            NotMounted: if the mount is gone, so that the path would be on the local disk.
+            NotMounted: if the mount no longer exists, so that the path would be on the local disk.
         """
         if not can_hang(str(self.folder), mounts()):
             found = f"the mount of {str(self.folder)!r} is gone"
@@ -343,13 +343,14 @@ class RemoteFolder:
         sealed: SealedCheckpoint,
         step: int,
         keep_last: int,
-        judge: str,
+        metric: str,
         damaged: Collection[Path],
         on_wait: Callable[[], None],
     ) -> list[SealedCheckpoint]:
         """Copy a local checkpoint to this folder, remove old ones (see `prune`), and return the rest, newest first.
 
-        `step` is that of the newest local checkpoint. `on_wait` is called a few times a second and may raise to abort.
+        `step` is the step of the newest local checkpoint. `on_wait` is called a few times a second and may raise to
+        abort.
         """
         act = f"publish {str(sealed.path)!r} to {str(self.folder)!r}"
 
@@ -367,7 +368,7 @@ class RemoteFolder:
             if not is_there:
                 put(self.folder, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
             moved()
-            return prune(self.folder, step, keep_last, judge, damaged)
+            return prune(self.folder, step, keep_last, metric, damaged)
 
         return self.ask(act, work, sealed.size, on_wait)
 

@@ -59,12 +59,12 @@ class CheckpointFolder:
     """A folder of checkpoints, written, sealed and published in the background.
 
     If `save_to` is on a local disk, checkpoints are written there. If it is on a mount that can hang, such as Drive,
-    they are written to a local folder, and a second thread copies, verifies and seals them on the mount. A mount that
-    hangs or dies does not stop the training: `failures` lists it, and the next checkpoint tries again. If checkpoints
-    are saved faster than the mount accepts them, only the newest and the best are copied.
+    they are written to a local folder, and a second thread copies them to the mount, verifies them and seals them
+    there. A mount that hangs or dies does not stop the training: `failures` lists it, and the next checkpoint tries
+    again. If checkpoints are saved faster than the mount accepts them, only the newest and the best are copied.
 
-    The newest `keep_last` and the best are kept in both places; older ones are removed when a newer one is sealed.
-    Use the folder from one thread only. As a context manager, it closes itself on exit.
+    The newest `keep_last` and the best are kept in both places; older ones are removed when a newer one is sealed. Use
+    a `CheckpointFolder` from one thread only. As a context manager, it is closed on exit.
 
     If the file system does not answer a write within `timeout_s`, the write is abandoned, and undone when the file
     system answers. Until then, nothing else can be saved.
@@ -74,11 +74,11 @@ class CheckpointFolder:
         keep_last: how many of the newest checkpoints to keep.
         mode: whether the lowest or the highest score is best.
         monitor: name of the score; scores with another name are not compared.
-        timeout_s: seconds that one operation may take, plus one for each 10 MB of a checkpoint. None means 120.
+        timeout_s: seconds that one operation may take, plus one second for each 10 MB of a checkpoint. None means 120.
 
     Attributes:
         local_folder: folder where checkpoints are written first; `save_to` itself if it is local.
-        save_s: seconds that the slowest checkpoint took from `save()` until it was in place; 0 before the first.
+        save_s: longest time in seconds from a call of `save()` until its checkpoint was sealed; 0 before the first.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CheckpointFolder:
             self._remote = RemoteFolder(self.folder, timeout_s)
         self._timeout_s = timeout_s or STALLED_S
         self._keep_last = keep_last
-        self._judge = f"{mode} {monitor}".rstrip()
+        self._metric = f"{mode} {monitor}".rstrip()
         self._copies = ContentCopier()
         self._damaged: set[Path] = set()
         self._threads: list[threading.Thread] = []
@@ -120,7 +120,7 @@ class CheckpointFolder:
 
     @property
     def is_free(self) -> bool:
-        """Whether `save()` would start at once, without waiting for an earlier one."""
+        """Whether `save()` would start at once, without waiting for an earlier checkpoint."""
         job = self._job
         return job is None or job.left_s <= 0
 
@@ -135,7 +135,7 @@ class CheckpointFolder:
     def best(self) -> Path | None:
         """The path of the checkpoint with the best finite score, or None without scores."""
         with self._changed:
-            best = best_of([*self._counting(self._remote_sealed), *self._counting(self._local_sealed)], self._judge)
+            best = best_of([*self._counting(self._remote_sealed), *self._counting(self._local_sealed)], self._metric)
             return None if best is None else self._place_of(best)
 
     @property
@@ -197,8 +197,8 @@ class CheckpointFolder:
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
         """Copy `content` and start writing it as the checkpoint of `step`; only the copy blocks the caller.
 
-        The call also waits while an earlier checkpoint is being written, and until this one is written if there is not
-        enough memory for a copy. Loaded tensors are on the CPU and detached. `failures` lists failed saves.
+        The call also waits for earlier writes. If there is not enough memory for a copy, it waits until this checkpoint
+        is written. Loaded tensors are on the CPU and detached. `failures` lists failed saves.
 
         Args:
             step: step after which the checkpoint is taken.
@@ -233,7 +233,7 @@ class CheckpointFolder:
             with self._changed:
                 self._await_writer(act)
         except BaseException as error:
-            # The caller may change the tensors from here on, which would corrupt a file made without a copy.
+            # After this, the caller may change the tensors, which would corrupt a file that is written without a copy.
             if not copied.is_apart:
                 job.stop.set()
             if wait or not isinstance(error, TimedOut):
@@ -252,7 +252,7 @@ class CheckpointFolder:
             advice = "Check the disk, or save to another one"
             if not job.is_given_up:
                 job.is_given_up = True
-                # The failure belongs to the job, which another call may have started.
+                # Name the job in the error, because an earlier call may have started it.
                 own = TimedOut(cannot(f"save the checkpoint of step {job.step}", found, "", advice))
                 self._last_error = own
                 self._note_failure(job.step, str(own), is_raised=job.is_raised)
@@ -309,7 +309,7 @@ class CheckpointFolder:
         assert copied is not None
 
         def sealed() -> SealedCheckpoint:
-            size, rated = copied.size + _HEADER_BYTES, (job.score, self._judge)
+            size, rated = copied.size + _HEADER_BYTES, (job.score, self._metric)
             return put(
                 self.local_folder, job.step, rated, size, lambda path: write(copied.content, path, act, job), act
             )
@@ -317,7 +317,7 @@ class CheckpointFolder:
         def pruned(keep_last: int) -> list[SealedCheckpoint]:
             publishing = self._publishing
             needed = [] if publishing is None else [publishing.step]
-            return prune(self.local_folder, job.step, keep_last, self._judge, self._damaged, needed)
+            return prune(self.local_folder, job.step, keep_last, self._metric, self._damaged, needed)
 
         with file_changes.translated(act):
             try:
@@ -352,7 +352,7 @@ class CheckpointFolder:
                     return
                 self._tried.add(sealed.digest)
             try:
-                left = self._remote.publish(sealed, step, self._keep_last, self._judge, set(self._damaged), self._go_on)
+                left = self._remote.publish(sealed, step, self._keep_last, self._metric, {*self._damaged}, self._go_on)
             except WriteAborted:
                 continue
             except BaseException as error:
@@ -372,7 +372,7 @@ class CheckpointFolder:
     def _next_to_publish(self) -> SealedCheckpoint | None:
         local = self._counting(self._local_sealed)
         published = {sealed.digest for sealed in self._remote_sealed}
-        for sealed in (next(iter(local), None), best_of(local, self._judge)):
+        for sealed in (next(iter(local), None), best_of(local, self._metric)):
             if sealed is not None and sealed.digest not in published | self._tried:
                 return sealed
         return None
@@ -416,7 +416,7 @@ class CheckpointFolder:
                 raise self._last_error
 
     def close(self) -> None:
-        """Stop the threads and discard unsealed checkpoints; raise `TimedOut` for a hung write not reported before."""
+        """Stop the threads and discard unsealed checkpoints; raise `TimedOut` for an unreported hung write."""
         with self._changed:
             self._is_over = True
             is_reported = False

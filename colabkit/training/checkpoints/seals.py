@@ -1,4 +1,4 @@
-"""The checkpoints of one folder: read their seals, add a checkpoint, and remove old ones."""
+"""Manage the checkpoints of one folder: read their seals, add a checkpoint, and remove old ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FORMAT = 2
 _SEAL = re.compile(r"checkpoint-(\d{8,})\.json")
 _FILE = re.compile(r"checkpoint-(\d{8,})(-\d+)?\.pt")
 _MADE_BY = re.compile(rb"colabkit checkpoint ([0-9a-f]{8}-\d+-\d+)")
-# A file of `torch.save` starts with its pickle, and the pickle with the marker.
+# A file of `torch.save` starts with its pickle, and the pickle starts with the marker.
 _HEAD_BYTES = 1024
-# Partial files of all steps share one kind, so that the next save removes those of a killed run.
+# Partial files of all steps share one kind, so that the next save removes the files of a killed run.
 _KIND = "checkpoint"
 _DEAD = frozenset({errno.ENOTCONN, errno.ESTALE})
 _UNREADABLE = "its seal cannot be read"
@@ -42,11 +42,11 @@ class SealedCheckpoint:
     Attributes:
         seal: path of the seal.
         path: path of the file with the content.
-        step: step after which it was taken.
+        step: step after which the checkpoint was taken.
         size: size of the file in bytes, according to the seal.
         digest: SHA-256 of the file in hex, according to the seal.
         score: value that ranks the checkpoint, or None.
-        judge: mode and name of the score, such as `"min loss"`; only scores of the same judge are comparable.
+        metric: mode and name of the score, such as `"min loss"`; only scores of the same metric are comparable.
         trouble: why the seal could not be read; empty if it could.
     """
 
@@ -56,13 +56,13 @@ class SealedCheckpoint:
     size: int = 0
     digest: str = ""
     score: float | None = None
-    judge: str = ""
+    metric: str = ""
     trouble: str = ""
 
     @property
     def rated(self) -> tuple[float | None, str]:
-        """The score and the judge."""
-        return self.score, self.judge
+        """The score of the checkpoint, and the metric of the score."""
+        return self.score, self.metric
 
     def check_size(self) -> None:
         """Raise `DamagedCheckpoint` unless the file exists and has the sealed size."""
@@ -136,9 +136,9 @@ def _read(seal: Path, step: int) -> SealedCheckpoint | None:
         match = _FILE.fullmatch(name)
         if match is None or int(match[1]) != step or values["step"] != step:
             return SealedCheckpoint(seal, path, step, trouble=_UNREADABLE)
-        number, judge = None if score is None else float(score), str(values["judge"])
+        number, metric = None if score is None else float(score), str(values["judge"])
         return SealedCheckpoint(
-            seal, seal.with_name(name), step, int(values["bytes"]), str(values["sha256"]), number, judge
+            seal, seal.with_name(name), step, int(values["bytes"]), str(values["sha256"]), number, metric
         )
     except FileNotFoundError:
         return None
@@ -151,7 +151,7 @@ def _read(seal: Path, step: int) -> SealedCheckpoint | None:
 
 
 def marker() -> str:
-    """Return the text that marks the start of a checkpoint file as written by colabkit and by this process."""
+    """Return the text at the start of a checkpoint file that identifies colabkit and this process as its writer."""
     return f"colabkit checkpoint {partials.owner()}"
 
 
@@ -163,14 +163,14 @@ def put(
     fill: Callable[[Path], tuple[int, str]],
     act: str,
 ) -> SealedCheckpoint:
-    """Add a sealed checkpoint to a folder and return it; one of the same step is replaced atomically.
+    """Add a sealed checkpoint to a folder and return it; an earlier checkpoint of the same step is replaced atomically.
 
     Also removes unsealed files of killed runs from the folder.
 
     Args:
         folder: folder; created if missing.
         step: step after which the checkpoint was taken.
-        rated: its score, or None, and the judge, which starts with `"min"` or `"max"`.
+        rated: score of the checkpoint, or None, and the metric, which starts with `"min"` or `"max"`.
         size: approximate size in bytes.
         fill: function that writes the file at a path and returns its size in bytes and its SHA-256.
         act: verb and object for messages.
@@ -202,7 +202,7 @@ def put(
             raise
     except OSError as error:
         if not isinstance(error, ColabkitError):
-            # Errors of writes name no file, and others the hidden partial file.
+            # Errors of writes name no file, and other errors name the hidden partial file.
             error.filename = str(path)
         raise
     finally:
@@ -213,19 +213,19 @@ def put(
 
 
 def prune(
-    folder: Path, step: int, keep_last: int, judge: str, damaged: Collection[Path] = (), needed: Collection[int] = ()
+    folder: Path, step: int, keep_last: int, metric: str, damaged: Collection[Path] = (), needed: Collection[int] = ()
 ) -> list[SealedCheckpoint]:
     """Remove a folder's old checkpoints and return the remaining ones, newest first.
 
-    The newest `keep_last`, the best by `judge` and those of the steps `needed` stay. Nothing is removed while fewer
-    than `keep_last` have the sealed size. Checkpoints after `step` are ignored: they were skipped as damaged.
+    The newest `keep_last`, the best one by `metric` and those of the steps in `needed` stay. Nothing is removed while
+    fewer than `keep_last` have the sealed size. Checkpoints after `step` are ignored: they were skipped as damaged.
     """
     found = sealed_in(folder)
     whole = [one for one in found if one.step <= step and one.path not in damaged and one.is_whole()]
     if len(whole) < keep_last:
         return found
     kept = {one.step for one in whole[:keep_last]} | set(needed)
-    if best := best_of(whole, judge):
+    if best := best_of(whole, metric):
         kept.add(best.step)
     for old in found:
         if old.step <= step and old.step not in kept:
@@ -234,10 +234,10 @@ def prune(
     return [one for one in found if one.step > step or one.step in kept]
 
 
-def best_of(found: Iterable[SealedCheckpoint], judge: str) -> SealedCheckpoint | None:
-    """Return the checkpoint with the best score by a judge (the earliest of equal ones), or None without scores."""
-    sign = -1 if judge.startswith("max") else 1
-    scored = [(sign * one.score, one.step, one) for one in found if one.score is not None and one.judge == judge]
+def best_of(found: Iterable[SealedCheckpoint], metric: str) -> SealedCheckpoint | None:
+    """Return the checkpoint with the best score by a metric (the earliest of equal ones), or None without scores."""
+    sign = -1 if metric.startswith("max") else 1
+    scored = [(sign * one.score, one.step, one) for one in found if one.score is not None and one.metric == metric]
     return min(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 

@@ -23,16 +23,16 @@ _CONTAINERS = (dict, OrderedDict, list, tuple)
 # Buffers up to this size are allocated without checking the available memory.
 _UNCHECKED_BYTES = 64 << 20
 _RESERVE_BYTES = 256 << 20
-# Torch rounds pinned memory up to a power of two, so it may take twice the size.
+# Torch rounds the size of pinned memory up to a power of two, so a buffer may take twice as much memory.
 _PINNED_TIMES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ContentCopy:
-    """The content of a checkpoint to write.
+    """The content of a checkpoint that is to be written.
 
     Attributes:
-        content: new containers; their tensors are CPU copies if `is_apart`, otherwise the original ones.
+        content: new containers; their tensors are CPU copies if `is_apart`, otherwise the original tensors.
         size: size of the tensors in bytes.
         is_apart: whether the tensors are copies, so that training cannot change them.
     """
@@ -43,7 +43,7 @@ class ContentCopy:
 
 
 class _StorageRange:
-    """The range of a storage, in elements, that tensors use, and a copy of it."""
+    """The range of elements that tensors use in a storage, and a copy of this range."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()
@@ -84,11 +84,11 @@ class _StorageRange:
 
 
 class ContentCopier:
-    """Copies content to CPU buffers that are reused each time, since allocating new pages takes longer than the copy.
+    """Copies content to CPU buffers and reuses these each time, because allocating new pages takes longer than copying.
 
-    Shared storages are copied once and strides are kept, so tied weights stay tied. Tensors that are not dense ones on
-    the CPU or a CUDA device, and mutable objects of other types, are copied by `torch.save` and `torch.load` in memory.
-    A copy is valid until the next one is made.
+    Shared storages are copied once, and strides are preserved, so tied weights stay tied. Tensors that are not dense or
+    not on the CPU or a CUDA device, and mutable objects of other types, are copied with `torch.save` and `torch.load`
+    in memory. A copy is valid until the next call of `copy`.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class ContentCopier:
         """Return a copy of the content, or the original tensors if there is not enough memory.
 
         Raises:
-            InvalidOption: if it holds objects that cannot be loaded with `weights_only=True`.
+            InvalidOption: if the content holds objects that cannot be loaded with `weights_only=True`.
         """
         # Tensors are identified by their ids, so keep references to them.
         content = dict(content)
@@ -127,7 +127,7 @@ class ContentCopier:
             return ContentCopy(_ContentBuilder(act, of_tensors).mapping(content), size, is_apart=True)
 
     def _has_buffers(self, extents: Mapping[_Key, _StorageRange]) -> bool:
-        """Assign a buffer to every range, reusing old ones; free all and return False if there is too little memory."""
+        """Assign a buffer to every range, reusing old buffers; without enough memory, free all and return False."""
         kept, self._kept = self._kept, {}
         wanting = []
         for extent in extents.values():
@@ -158,7 +158,7 @@ class ContentCopier:
 
 
 class _ContentBuilder:
-    """Rebuilds nested containers with the copies in place of the tensors, or with the tensors if there are none."""
+    """Rebuilds nested containers with copies of the tensors, or with the tensors themselves if there are no copies."""
 
     def __init__(self, act: str, extents: Mapping[int, _StorageRange] | None) -> None:
         self._act = act
@@ -208,7 +208,7 @@ class _ContentBuilder:
             torch.save(value, buffer)
             buffer.seek(0)
             return torch.load(buffer, map_location="cpu", weights_only=True)
-        # Pickling runs code of the objects, which may raise anything.
+        # Pickling runs code of the objects, which may raise any exception.
         except Exception as error:
             kind = type(value)
             raise unsafe(
@@ -278,7 +278,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the random generators, and those of CUDA devices as far as this machine has them.
+    """Restore the random generators, including those of the CUDA devices that exist on this machine.
 
     Args:
         state: result of `random_state()`.
