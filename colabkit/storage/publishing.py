@@ -49,7 +49,7 @@ MOVED_BLOCK_BYTES = 4 << 20
 """Block size, in bytes, for copying files."""
 
 SLOWEST_BYTES_S = 10e6
-"""Slowest expected rate in bytes/s. Some mounts upload the whole file on close and do not respond meanwhile."""
+"""Slowest expected rate in bytes/s. Some mounts upload a file when it is closed and do not respond meanwhile."""
 
 # Slowest expected rate in files/s for removing the old folder, which takes a single call.
 _SLOWEST_FILES_S = 10.0

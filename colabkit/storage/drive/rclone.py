@@ -1,8 +1,8 @@
 """rclone mounts of Drive: call the remote control, count unsent files, and clear cached directory listings.
 
 The remote control (`--rc`) is called over HTTP with a deadline; without it, SIGHUP still makes rclone forget its
-listings. rclone itself evicts the file contents that `--vfs-cache-mode` caches, as set by
-`--vfs-cache-max-size` and `--vfs-cache-max-age`.
+listings. rclone itself evicts the file contents that `--vfs-cache-mode` caches, as set by `--vfs-cache-max-size` and
+`--vfs-cache-max-age`.
 """
 
 from __future__ import annotations

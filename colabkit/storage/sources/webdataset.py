@@ -98,7 +98,7 @@ class WebDatasetSource(RangeSource):
 
 
 def is_webdataset(path: Path) -> bool:
-    """Return whether a plain tar is a shard: neighbors among its first files share a stem, and one kind is known."""
+    """Return whether a plain tar is a shard: two adjacent files share a stem, and one has a known extension."""
     try:
         with path.open("rb", buffering=0) as file, closing(_plain_stream(path, file, os.stat(path).st_size)) as stream:
             files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)
