@@ -197,8 +197,8 @@ def _but_removals(hook: AtChange, operation: str, path: Path) -> None:
 class StreamContract:
     """The contract of streams, which yield batches for several epochs and resume from a saved state.
 
-    A test class inherits from it and defines `make`, which returns a new but equal stream on each call, and `dropped`,
-    the number of samples that each epoch leaves out.
+    A test class inherits from this class. It defines `make`, which returns a new but equal stream on each call, and
+    `dropped`, the number of samples that each epoch leaves out.
     """
 
     dropped = 0

@@ -1,4 +1,4 @@
-"""A fake Google Drive for gdown: a proxy with its own certificate that answers for drive.google.com and its subdomains.
+"""A fake Google Drive for gdown: a proxy with a test certificate that answers for drive.google.com and its subdomains.
 
 The pages contain what gdown parses: the confirmation form, the caption of an error, and the listing of a folder for
 gdown 5 (`_DRIVE_ivd`) and gdown 6 (`embeddedfolderview`).

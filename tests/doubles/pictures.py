@@ -1,4 +1,4 @@
-"""Pictures and image files for decoding tests, and the results of Pillow to compare with."""
+"""Pictures and image files for decoding tests, and Pillow's results to compare with."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def by_pillow(data: bytes, channels: int = 3) -> np.ndarray:
     image = Image.open(io.BytesIO(data))
     mode = "L" if channels == 1 else "RGB"
     if channels == 1:
-        # Read the luminance that a JPEG stores instead of computing it from RGB, as colabkit does.
+        # Like colabkit, read the luminance that a JPEG stores instead of computing it from RGB.
         image.draft("L", None)
     image = ImageOps.exif_transpose(image)
     if image.mode == "P":

@@ -2,7 +2,7 @@
 
     python tests/doubles/readme_tables.py
 
-prints the table, which belongs between the marks in the README.
+prints the table to insert between the marks in the README.
 """
 
 from __future__ import annotations

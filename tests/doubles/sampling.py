@@ -1,4 +1,4 @@
-"""Parameters of tests: plain `pytest` runs a few of them, `pytest --full` runs all."""
+"""Test parameters: plain `pytest` runs a few of them, `pytest --full` runs all."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def contents(source: Source | str | Path) -> dict[str, bytes]:
 
 
 def check_threads(source: Source, items: tuple[Item, ...], expected: Mapping[str, bytes]) -> None:
-    """Check that 8 threads that concurrently read all items get the same bytes."""
+    """Check that 8 threads that read all items concurrently get the same bytes."""
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda item: (item.path, read_item(source, item, Retries())), items * 8))
     assert all(data == expected[path] for path, data in found)

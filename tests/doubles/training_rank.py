@@ -42,7 +42,7 @@ def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) 
 def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
     """Train and record the results."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
-    # Each rank starts with other weights, which DDP replaces by those of rank 0.
+    # Different seeds on the ranks must not matter, because DDP copies the weights of rank 0.
     torch.manual_seed(rank)
     model = nn.Linear(1, 2)
     with torch.no_grad():

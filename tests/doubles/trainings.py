@@ -138,7 +138,7 @@ def _split(path: Path) -> PackedDataset:
 class NotedTraining:
     """A training with dropout, momentum, a scheduler, augmentation and accumulated gradients.
 
-    Each step records the numbers of its samples in a file, which outlives the process.
+    Each step records its sample numbers in a file, which outlives the process.
     """
 
     def __init__(self, data: PackedDataset, folder: Path, log: Path, **options: Any) -> None:

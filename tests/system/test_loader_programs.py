@@ -1,4 +1,4 @@
-"""Loaders in programs: in several processes of torchrun, and in scripts that end in the middle of an epoch."""
+"""Loaders in programs: several torchrun processes, and scripts that end in the middle of an epoch."""
 
 from __future__ import annotations
 
