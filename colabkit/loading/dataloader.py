@@ -1,8 +1,8 @@
 """A `DataLoader` of torch over a `Loader`, for frameworks that accept or rebuild only that class.
 
-Frameworks take a `DataLoader` apart and build another one from its dataset, its sampler and its `collate_fn`, for
-example to skip the first batches. So these parts contain all that is needed: the sampler plans batches, and the data
-set returns a planned batch from a running iteration of the `Loader`, which builds the following ones in the background.
+Frameworks rebuild a `DataLoader` from its dataset, its sampler and its `collate_fn`, for example to skip the first
+batches. These parts therefore contain everything needed: the sampler plans batches, and the dataset returns a planned
+batch from a running iteration of the `Loader`, which builds the following batches in the background.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from colabkit.foundation import InvalidOption, cannot
 from colabkit.loading.engine.columns import DatasetColumns, as_samples
 from colabkit.loading.keras_batches import keras_batches
 
-# Frameworks read these to rebuild a `DataLoader`.
+# Attributes that frameworks read to rebuild a `DataLoader`.
 _REBUILT_FROM = ("batch_sampler", "collate_fn", "generator", "num_workers", "sampler", "worker_init_fn")
 _PLANNED_TOGETHER = 32
 
@@ -38,8 +38,9 @@ class DataLoaderSource:
         loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`: resume
         either by `load_state_dict`, or by `set_epoch` and skipping.
 
-        Under `torch.distributed` it yields only the batches of this process, as the loader does, and Lightning and
-        Fabric leave it so. Accelerate would distribute the batches again, so do not prepare it in several processes.
+        Under `torch.distributed`, it yields only the batches of this process, as the loader does, and Lightning and
+        Fabric do not change this. Accelerate would distribute the batches again, so do not prepare it in several
+        processes.
 
         Example:
             >>> import colabkit
@@ -49,7 +50,7 @@ class DataLoaderSource:
             (29, torch.Size([64, 3, 8, 8]))
         """
         batches = _PlannedDataset(self, self._planner)
-        # Without a generator of its own, each iteration would draw from the global one.
+        # Without a separate generator, each iteration would draw from the global one.
         generator = torch.Generator()
         sampler = _PlanSampler(_ProcessSampler(batches), self.batch_size, self.drop_last)
         return _LoaderView(batches, batch_sampler=sampler, collate_fn=_unchanged, generator=generator)
@@ -60,10 +61,10 @@ class DataLoaderSource:
         data_format: Literal["channels_last", "channels_first"] = "channels_last",
         label_mode: Literal["int", "categorical"] = "int",
     ) -> Any:
-        """Return a `keras.utils.PyDataset` for `fit`, `evaluate` and `predict` of Keras 3, on any back end.
+        """Return a `keras.utils.PyDataset` for `fit`, `evaluate` and `predict` of Keras 3, with any backend.
 
-        Batches are tensors if Keras runs on torch, otherwise NumPy arrays. The order is that of the loader, which
-        shuffles; `fit(shuffle=...)` has no effect. Each pass of Keras is one epoch.
+        Batches are tensors if Keras runs on torch, otherwise NumPy arrays. The loader determines the order;
+        `fit(shuffle=...)` has no effect. Each pass of Keras is one epoch.
 
         Args:
             data_format: layout of images: `"channels_last"` is `[B, H, W, C]`. The rows of arrays that you passed to
@@ -98,7 +99,7 @@ class DataLoaderSource:
 
 
 class _LoaderView(DataLoader[Any]):
-    """The `DataLoader` itself; see `DataLoaderSource.as_dataloader`."""
+    """The `DataLoader` that `DataLoaderSource.as_dataloader` returns."""
 
     dataset: _PlannedDataset
 
@@ -122,7 +123,7 @@ class _LoaderView(DataLoader[Any]):
 
 
 class _PlannedBatch(list[int]):
-    """The sample indices of a batch, with its place in an iteration."""
+    """The sample indices of a batch, and the number of the batch in an iteration."""
 
     def __init__(self, indices: list[int], iteration: _LoaderIteration, number: int, start: int) -> None:
         super().__init__(indices)
@@ -132,7 +133,7 @@ class _PlannedBatch(list[int]):
 
 
 class _PlannedDataset(Dataset[Any]):
-    """The loader's dataset, which returns a whole batch for a planned one.
+    """The loader's dataset, which returns a complete batch for a `_PlannedBatch`.
 
     Other attributes, such as `classes`, are those of the loader's dataset.
     """
@@ -183,12 +184,12 @@ class _PlannedDataset(Dataset[Any]):
         self.loader.set_epoch(self._coming_epoch)
 
     def begin(self, epoch: int) -> None:
-        """Record that an iteration of this epoch has begun."""
+        """Record that an iteration of `epoch` has started."""
         self._coming_epoch = epoch + 1
 
 
 class _ProcessSampler(DistributedSampler[Any]):
-    """Yield the samples of this process: the loader has distributed them already."""
+    """Yield the samples of this process, which the loader has already distributed."""
 
     def __init__(self, batches: _PlannedDataset) -> None:
         self.batches = batches
@@ -231,7 +232,7 @@ class _PlanSampler(BatchSampler):
 
 
 class _LoaderIteration:
-    """An iteration of the loader that starts at the first batch that is loaded."""
+    """An iteration of the loader that starts when the first batch is loaded, at this batch."""
 
     def __init__(self, batches: _PlannedDataset, epoch: int) -> None:
         self._batches = batches

@@ -59,10 +59,10 @@ def _to_numpy(tensor: Tensor) -> Any:
 
 
 def _dataset(base: Any, loader: Any, converted: Callable[[Any], Any]) -> Any:
-    """Return an instance of `PyDataset`, whose class exists only if Keras is installed."""
+    """Return an instance of a subclass of `PyDataset`, which can be defined only if Keras is installed."""
 
     class LoaderPyDataset(base):  # type: ignore[misc]
-        """Yield the loader's batches in its own order; Keras's shuffling of batch numbers has no effect."""
+        """Yield the batches in the loader's order; Keras's shuffling of batch numbers has no effect."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -75,8 +75,8 @@ def _dataset(base: Any, loader: Any, converted: Callable[[Any], Any]) -> Any:
 
         @property
         def num_batches(self) -> int:
-            # Keras reads it before each pass and not during one. A pass that takes only some batches, to build the
-            # model or to find their shapes, must not use them up.
+            # Keras reads this before each pass, never during one. A pass that takes only some batches, for example to
+            # build the model, must not consume them.
             if self._coming is not None:
                 self._end()
                 loader.load_state_dict(self._start)
@@ -87,7 +87,7 @@ def _dataset(base: Any, loader: Any, converted: Callable[[Any], Any]) -> Any:
                 self._begin()
             batch = next(self._coming, None)
             if batch is None:
-                # The epoch had fewer batches, because bad samples were skipped; Keras needs all.
+                # The epoch had fewer batches, because bad samples were skipped. Keras needs the announced number.
                 self._begin()
                 batch = next(self._coming)
             if loader.received[0] != self._epoch:

@@ -17,7 +17,8 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     """Return the images and labels of a batch.
 
     Raises:
-        InvalidOption: if it is neither a pair of tensors nor a dict with `"X"` and `"Y"` or of two tensors.
+        InvalidOption: if the batch is neither a pair of tensors, nor a dict with `"X"` and `"Y"`, nor one of two
+            tensors.
     """
     images = labels = None
     if isinstance(batch, tuple | list):
@@ -40,7 +41,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def is_cross_entropy(loss: Any) -> bool:
-    """Return whether a loss function is cross entropy, also with bound arguments."""
+    """Return whether a loss function is cross entropy, possibly with bound arguments."""
     while isinstance(loss, partial):
         loss = loss.func
     return loss is nn.functional.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
@@ -57,7 +58,7 @@ def single_number(value: Any) -> Tensor:
 
 
 def is_right(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return, per sample, whether the highest score is at the label, or at the class of highest probability."""
+    """Return whether each sample's highest score belongs to its label, or to its most probable class, `bool [B]`."""
     return scores.detach().argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)
 
 
@@ -65,7 +66,7 @@ def inputs_of(batch: Any) -> Tensor:
     """Return the inputs of a batch: the batch itself, its `"X"`, or its first field.
 
     Raises:
-        InvalidOption: if these are not a tensor.
+        InvalidOption: if the inputs are not a tensor.
     """
     inputs = batch
     if isinstance(batch, tuple | list) and batch:

@@ -64,15 +64,15 @@ def evaluate(
 ) -> EvaluateReport:
     """Return the mean loss of a model over all samples of a loader, and its accuracy if defined.
 
-    Batches and values are those of `supervised_step()`: `uint8` images are scaled to [0, 1]. The model is in
-    evaluation mode, without gradients, and its mode is restored afterwards. The position of a `Loader` is restored,
-    too; the evaluation starts at the first sample of its current epoch.
+    Batches are treated as in `supervised_step()`: `uint8` images are scaled to [0, 1]. The model is in evaluation mode,
+    without gradients, and its mode is restored afterwards. The position of a `Loader` is restored, too; the evaluation
+    starts at the first sample of its current epoch.
 
     Under `torch.distributed`, call this in every process, each with its share of the samples; all get the same values.
 
     Args:
         model: model on the device of the batches, or a `supervised_step`, which also sets the loss and the precision.
-        loader: `Loader` of images and labels, or any other object that can be iterated for batches of them.
+        loader: `Loader` of images and labels, or any other iterable of such batches.
         loss: function of the model's output and the labels that returns the mean loss; None means cross entropy for a
             model, and the loss of the step for a step.
 
@@ -110,9 +110,9 @@ def evaluate(
 
 
 def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
-    """Return the outputs of a model for all samples of a loader, on the CPU, in the order of the data set.
+    """Return the outputs of a model for all samples of a loader, on the CPU, in the order of the dataset.
 
-    The order is that of the data set also if the loader shuffles. Labels of the batches are ignored. As in
+    Shuffling by the loader does not affect this order. Labels of the batches are ignored. As in
     `supervised_step()`, `uint8` images are scaled to [0, 1]. The model is in evaluation mode, without gradients. Its
     mode and the loader's position are restored afterwards.
 
@@ -164,7 +164,7 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
 
 
 def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
-    """Return the step itself, or one that evaluates a model in its own memory format."""
+    """Return a given step, or a new one that evaluates a model in the model's memory format."""
     usage = ("Use ", call(function, Code("model"), Code("loader")))
     if isinstance(model, SupervisedStep):
         if loss is not None:
@@ -188,7 +188,7 @@ def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
 
 @contextmanager
 def _full_pass(loader: Iterable[Any], *, in_order: bool = False) -> Iterator[None]:
-    """Iterate over a `Loader` from the start of its epoch in the block, and restore its order and position after it."""
+    """Iterate over a `Loader` from the start of its epoch in the block; restore its order and position afterwards."""
     if not isinstance(loader, Loader):
         yield
         return

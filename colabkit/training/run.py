@@ -194,7 +194,7 @@ class TrainingRun:
         except WaitInterrupt:
             return False
         self._end(self._begun)
-        # Ranks may look at different times, so several agree after the next step.
+        # Ranks may check at different times, so several ranks agree after the next step.
         return not self._is_stopped and (not self.stops.look() or self.processes.count > 1)
 
     def _batches(self, begun: EpochProgress) -> bool:

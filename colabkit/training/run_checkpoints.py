@@ -152,7 +152,7 @@ class RunCheckpoints:
         return ""
 
     def add_newest_to(self, error: TrainingDiverged) -> None:
-        """Name the newest checkpoint with finite weights in the message of an error, if there is one."""
+        """Add the path of the newest checkpoint with finite weights, if any, to the message of an error."""
         found: LoadedCheckpoint | None = None
         if self.checkpoints is not None:
             with suppress(Exception):

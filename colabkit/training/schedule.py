@@ -64,7 +64,7 @@ def moment(act: str, name: str, value: Moment) -> float:
 
 
 def check_time_left(left_s: float, reserve_s: float) -> None:
-    """Raise `InvalidOption` if the seconds until the deadline are not more than those reserved for a checkpoint."""
+    """Raise `InvalidOption` unless the deadline leaves more seconds than are reserved for a checkpoint."""
     if left_s <= reserve_s:
         found = (option("deadline"), f" leaves {format_seconds(max(0.0, left_s))}")
         needed = f"more than {format_seconds(reserve_s)}, which are reserved for the final checkpoint"
@@ -108,7 +108,7 @@ class Validator:
         every: steps between two validations, or None for one at the end of each epoch.
         monitor: name of the number that rates states; None for the loss.
         mode: whether the lowest or the highest value is best.
-        patience: number of consecutive judgements without improvement after which training stops, or None.
+        patience: number of consecutive ratings without improvement after which training stops, or None.
         min_delta: how much better a value must be to count as an improvement for `patience`.
         ranks: the ranks of the training; the values of rank 0 are used.
 
@@ -119,8 +119,8 @@ class Validator:
         best: the best value so far, or None.
         score: the value of the current state, or None if it has not been rated.
         is_best: whether the current state is the best so far and not saved yet.
-        reference: the value that the next ones must improve on by `min_delta`, or None.
-        waited: number of judgements since the last improvement.
+        reference: the value that later values must improve on by `min_delta`, or None.
+        waited: number of ratings since the last improvement.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Validator:
 
     @property
     def is_out_of_patience(self) -> bool:
-        """Whether the last `patience` judgements found no improvement."""
+        """Whether the last `patience` ratings found no improvement."""
         return self._patience is not None and self.waited >= self._patience
 
     def is_due(self, step: int) -> bool:

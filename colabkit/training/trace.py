@@ -14,12 +14,12 @@ _SHARES = {"wait_s": "data wait", "copy_s": "copy", "compute_s": "compute", "oth
 def trace_of(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) -> dict[str, Any]:
     """Return the times of a run's steps as a trace in Chrome's JSON format.
 
-    The newest steps are shown one by one, and those before them as one block per epoch. Within a block, the shares are
-    drawn one after the other. The totals of all shares are those of `spent`.
+    The most recent steps are shown one by one, and earlier steps as one block per epoch. Within a block, the shares are
+    drawn one after the other. The shares add up to the totals of `spent`.
 
     Args:
-        epochs: the epochs that the run completed.
-        steps: number of the newest step.
+        epochs: the completed epochs of the run.
+        steps: number of the most recent step.
         spent: times of all steps of the run.
     """
     events: list[dict[str, Any]] = [
@@ -41,7 +41,7 @@ def _slice(name: str, start_us: float, seconds: float) -> dict[str, Any]:
 
 
 def _blocks(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) -> Iterator[tuple[str, list[float]]]:
-    """Yield the name and the shares in seconds of each epoch without its newest steps, and of each of the latter."""
+    """Yield the name and the shares in seconds of each epoch without its most recent steps, then of those steps."""
     names = [f"epoch {record.epoch + 1}" for record in epochs] + ["unfinished epoch"]
     blocks = [[getattr(record, share) for share in _SHARES] for record in epochs] + [[0.0] * len(_SHARES)]
     for at, share in enumerate(_SHARES):
@@ -56,7 +56,7 @@ def _blocks(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) ->
 
 
 def _take(blocks: list[list[float]], at: int, seconds: float) -> None:
-    """Subtract seconds from one share of the blocks, as much as possible from the first ones."""
+    """Subtract seconds from one share of the blocks, as much as possible from the first blocks."""
     for block in blocks:
         taken_s = min(block[at], seconds)
         block[at] -= taken_s

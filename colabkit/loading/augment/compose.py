@@ -132,7 +132,7 @@ def folded_steps(transform: Transform, draws: Draws) -> Iterator[tuple[Callable[
     while steps:
         leading = _leading_geometry(steps)
         number, step = steps[0]
-        # A folded step uses the random stream of each of its crops and flips itself.
+        # A folded step selects the random stream of each of its crops and flips.
         yield (_Folded(leading), draws) if leading else (step, draws.of(number))
         steps = steps[max(1, len(leading)) :]
 

@@ -33,9 +33,9 @@ class JointTransform(Transform):
     """Apply a transform to images, and its crops, resizes and flips also to the masks or bounding boxes in the labels.
 
     Masks are resampled to the nearest pixel, so they keep their dtype and values. Coordinates of bounding boxes are
-    moved, scaled and clipped to the new image; a bounding box outside it becomes one of width or height 0. Steps of
-    other classes, such as `ColorJitter` and `Normalize`, change only the images, so a function of your own in a
-    `Compose` must not move pixels.
+    moved, scaled and clipped to the new image; a bounding box outside the new image gets a width or height of 0. Other
+    steps, such as `ColorJitter` and `Normalize`, change only the images, so a custom function in a `Compose` must not
+    move pixels.
 
     Args:
         transform: a transform, or a `Compose` of several.
@@ -45,7 +45,8 @@ class JointTransform(Transform):
         fill: value of masks outside the image.
 
     Raises:
-        InvalidOption: if an argument is invalid, or, when it is applied, if the labels have another shape or dtype.
+        InvalidOption: if an argument is invalid, or, when the transform is applied, if the labels have an unsupported
+            shape or dtype.
 
     Example:
         >>> import torch
@@ -83,7 +84,7 @@ class JointTransform(Transform):
             draws: the random numbers of the B samples.
 
         Raises:
-            InvalidOption: if the labels have another shape or dtype.
+            InvalidOption: if the labels have an unsupported shape or dtype.
         """
         check_images(_ACT, images)
         self._check_labels(images, labels)
@@ -98,7 +99,7 @@ class JointTransform(Transform):
         return images, labels
 
     def _check_labels(self, images: Tensor, labels: Any) -> None:
-        """Raise `InvalidOption` unless these are masks or bounding boxes of the images."""
+        """Raise `InvalidOption` unless the labels are masks or bounding boxes that fit the images."""
         is_tensor = isinstance(labels, Tensor)
         if self.labels == "masks":
             expected = f"masks of shape {[len(images), '...', *images.shape[2:]]}".replace("'", "")
@@ -145,7 +146,7 @@ class JointTransform(Transform):
 def _nearest(
     start: npt.NDArray[np.int64], length: npt.NDArray[np.int64], flipped: npt.NDArray[np.bool_], outputs: int
 ) -> npt.NDArray[np.int64]:
-    """Return the row or column of the image at the center of each one of the result, `int64 [B, outputs]`."""
+    """Return the row or column of the image at the center of each row or column of the result, `int64 [B, outputs]`."""
     place = np.arange(outputs)
     place = np.where(flipped[:, None], place[::-1], place)
     found: npt.NDArray[np.int64] = start[:, None] + (2 * place + 1) * length[:, None] // (2 * outputs)
@@ -153,14 +154,14 @@ def _nearest(
 
 
 def _move_boxes(labels: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
-    """Return bounding boxes `[B, N, 4]` in the coordinates of the results, clipped to them."""
+    """Return bounding boxes `[B, N, 4]` in the coordinates of the resulting images, clipped to these."""
     ends = np.broadcast_to(np.array(size[::-1]), (len(labels), 2))
     starts = np.stack([boxes.left, boxes.top], 1)
     scales = ends / np.stack([boxes.width, boxes.height], 1)
     flips = np.stack([boxes.mirrored, boxes.upside_down], 1)
     table = torch.from_numpy(np.stack([starts, scales, ends, flips])).to(labels.dtype)
     start, scale, end, flip = table.to(labels.device, non_blocking=True)[:, :, None, None]
-    # The last dimensions are the corner and the axis; a flip exchanges the corners.
+    # The last two dimensions are corner and axis; a flip exchanges the corners.
     corners = (labels.unflatten(2, (2, 2)) - start) * scale
     corners = torch.where(flip > 0, end - corners.flip(2), corners)
     return torch.minimum(corners.clamp_(min=0), end).flatten(2)

@@ -281,14 +281,14 @@ def load_first(
     read: Callable[[SealedCheckpoint], Mapping[str, Any]],
     flaw_of: Callable[[Mapping[str, Any]], str] | None,
 ) -> tuple[LoadedCheckpoint | None, dict[Path, str]]:
-    """Return the first undamaged checkpoint without a flaw, and the reasons for skipping those before it.
+    """Return the first undamaged checkpoint without a flaw, and the reasons why earlier candidates were skipped.
 
-    If all undamaged ones have a flaw, return the first of these.
+    If all undamaged checkpoints have a flaw, return the first of them.
 
     Args:
         candidates: checkpoints, newest first.
         read: function that returns the content of a checkpoint, or raises `DamagedCheckpoint`.
-        flaw_of: function that returns what is wrong with a content, or an empty text; None for no check.
+        flaw_of: function that returns the flaw of a checkpoint's content, or an empty text; None for no check.
     """
     skipped: dict[Path, str] = {}
     flaws: dict[str, str] = {}

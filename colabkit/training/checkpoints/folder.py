@@ -160,9 +160,9 @@ class CheckpointFolder:
     def newest(self, flaw_of: Callable[[Mapping[str, Any]], str] | None = None) -> LoadedCheckpoint | None:
         """Load the newest good checkpoint of `save_to` and the local folder, or return None without checkpoints.
 
-        Digests are checked, and damaged checkpoints skipped; also those whose content has a flaw, such as NaN, unless
-        all have one. A remote one is copied to the local folder first. Files are loaded with `weights_only=True`, so
-        no code in them is executed. The random generators are not changed.
+        Digests are checked. Damaged checkpoints are skipped, and also those whose content has a flaw, such as NaN,
+        unless all have one. A remote checkpoint is copied to the local folder first. Files are loaded with
+        `weights_only=True`, so no code in them is executed. The random generators are not changed.
 
         Raises:
             Corrupt: if all checkpoints are damaged.
