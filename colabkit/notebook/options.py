@@ -259,7 +259,7 @@ def _option_text(option: Option, value: Any) -> str:
 
 def _call_text(verb: Verb, call: CallRef, prefix: str) -> str:
     options = {option.name: option for option in verb.options}
-    flags = [_given(options[name], value) if name in options else "" for name, value in call.options.items()]
+    flags = [_option_text(options[name], value) if name in options else "" for name, value in call.options.items()]
     return " ".join([f"{prefix}{verb.name}", *map(_word, call.arguments), *flags]) if all(flags) else ""
 
 

@@ -114,7 +114,10 @@ def test_numbers_out_of_range_and_missing_devices_raise_an_error_with_the_argume
             {"transform": Normalize},
             "transform=Normalize is a class; expected a callable or None. Create an instance: transform=Normalize(",
         ),
-        ({"transform": "flip"}, "transform='flip'; expected a callable or None. Pass a function that takes a batch."),
+        (
+            {"transform": "flip"},
+            "transform='flip'; expected a callable or None. Pass a function that takes a batch of images.",
+        ),
         ({"collate_fn": dict}, "collate_fn=dict is a class"),
         ({"transform": 3}, "transform=3; expected a callable or None"),
         ({"collate_fn": 3}, "Pass a function that takes a list of samples."),

@@ -65,6 +65,6 @@ def test_the_template_trains_from_drive_and_saves_there_and_resumes_in_the_next_
     assert mounted_at(POINT) == []
 
     second = run_on_drive(drive, tmp_path / "second")
-    assert "Staged the pack that was saved at '/content/drive/MyDrive/saved/" in second.text("prepare")
+    assert "Staged the saved pack '/content/drive/MyDrive/saved/" in second.text("prepare")
     assert "nothing was left to do" in second.text("train")
     assert drive.count("consent") == 2

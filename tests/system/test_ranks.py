@@ -241,7 +241,7 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
                 os.kill(os.getppid(), number)
 
         colabkit.train(
-            lambda batch: None, colabkit.Loader(data, 1), epochs=99, state={}, save_to=tmp_path, on_step=press
+            lambda batch: None, colabkit.Loader(data, 2), epochs=99, state={}, save_to=tmp_path, on_step=press
         )
 
     try:
