@@ -228,7 +228,7 @@ class LineWords(Words):
         return f"omit {(option and (option.flag or option.name)) or super().option(name, ...)}"
 
     def python_only(self, text: Text) -> str:
-        """Return an empty text, since the advice cannot be followed in a line."""
+        """Return an empty string, because advice for Python does not apply to a line."""
         return ""
 
     def call(self, call: CallRef) -> str:

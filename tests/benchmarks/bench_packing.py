@@ -232,7 +232,10 @@ def flips(bench: PackingBench) -> None:
 
 
 def damages(path: Path, kind: str, count: int) -> list[tuple[int, str, str]]:
-    """Check all kinds of damage in child processes; after a crash, a new child process continues with the next one."""
+    """Return the outcomes of `count` damaged copies of one kind, opened in child processes.
+
+    After a crash, a new child process continues with the next copy.
+    """
     found: list[tuple[int, str, str]] = []
     while len(found) < count:
         first = len(found)

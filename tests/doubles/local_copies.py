@@ -55,7 +55,7 @@ def copy(source: object, to: object = "disk", **options: object) -> StageReport:
 
 
 class MemorySource:
-    """A source of files in memory; a test can observe each open."""
+    """A source of files in memory; subclasses can override `open()` to count opens or to fail."""
 
     name = "memory"
     can_hang = False

@@ -1,4 +1,4 @@
-"""Trainings for tests: with steps that do nothing, with real models, and in processes that are killed."""
+"""Training runs for tests: with steps that do nothing, with real models, and in processes that are killed."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _split(path: Path) -> PackedDataset:
 
 
 class NotedTraining:
-    """A training with dropout, momentum, a scheduler, augmentation and accumulated gradients.
+    """A training run with dropout, momentum, a scheduler, augmentation and gradient accumulation.
 
     Each step records its sample numbers in a file, which outlives the process.
     """

@@ -211,7 +211,7 @@ def changes(source: str) -> Iterator[str]:
         name = named(node.func)
         if owner == "file_changes":
             continue
-        # `str.replace` has two arguments, `Path.replace` has one.
+        # `str.replace` takes two arguments; `Path.replace` takes one.
         alone = len(node.args) == 1 and not node.keywords
         if (
             (owner == "os" and name in OS_CHANGES)

@@ -32,7 +32,7 @@ def core(busy: float, idle: float) -> Core:
 
 @dataclass(eq=False)
 class FakeProcess:
-    """A process as psutil shows it; all methods raise `fails`."""
+    """A fake `psutil.Process`; if `fails` is set, all methods raise it."""
 
     cpu: tuple[float, float] = (0.0, 0.0)
     read: int = 0

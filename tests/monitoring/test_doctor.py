@@ -256,7 +256,7 @@ def test_the_verdict_stays_while_there_are_too_few_steps() -> None:
 
 
 def rules_that_give(monkeypatch: pytest.MonkeyPatch, *advice: Advice) -> None:
-    """Replace the rules by ones that give this advice; known rules keep their rank and the rules that they silence."""
+    """Replace the rules with ones that give this advice; known rules keep their rank and silence the same rules."""
     known = {rule.name: rule for rule in RULES}
 
     def rule(given: Advice) -> Rule:

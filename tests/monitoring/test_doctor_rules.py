@@ -352,7 +352,7 @@ ALL = {rule.name: rule for rule in RULES}
 
 
 def given(name: str, changes: Given | None = None) -> Any:
-    """Return the advice of a rule in its own case, or in a changed one."""
+    """Return a rule's advice for its case in `TABLE`, with `changes` applied."""
     return ALL[name](made(**{**TABLE[name][0], **(changes or {})}))
 
 

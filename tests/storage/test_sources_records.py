@@ -1,4 +1,4 @@
-"""Records as sources: recognition, patterns, and the promises of all formats."""
+"""Record files as sources: format detection, glob patterns, and the contract that all formats share."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_no_payload_stays_in_memory(tmp_path, kind):
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # Most of it is used by imported packages.
+    # Imported packages use most of this memory.
     assert kept < 2 << 20
     assert peak < 8 << 20
 

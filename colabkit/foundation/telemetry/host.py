@@ -50,13 +50,13 @@ class HostSnapshot:
         children_cpu_rate: share of these CPUs used by the children.
         busiest_core_rate: utilization of the busiest allowed core.
         ram_used_bytes: RAM that is not available, including tmpfs.
-        ram_total_bytes: RAM under the lowest limit.
+        ram_total_bytes: the minimum of the machine's RAM and the memory limits of this process's cgroups.
         tmpfs_bytes: RAM used by files in tmpfs and by shared memory, which the kernel counts together.
         own_ram_bytes: resident memory of this process, including shared pages and memory-mapped files.
         storage_read_bytes_per_s: bytes per second that this process and its children read from storage, without
             page-cache hits; reads through FUSE may be missing.
-        asked_read_bytes_per_s: bytes per second that they requested by read calls, including page-cache hits and pipes;
-            reads from memory maps are missing.
+        asked_read_bytes_per_s: bytes per second that this process and its children requested through read calls,
+            including page-cache hits and pipes; reads from memory maps are missing.
         disk_read_bytes_per_s: bytes per second read by all disks of the host; stacked devices such as LVM volumes count
             twice.
         network_bytes_per_s: bytes per second received by all network interfaces except loopback; on the host of a

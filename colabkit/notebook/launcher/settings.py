@@ -124,7 +124,7 @@ class FieldWords(LineWords):
         if not words:
             return super().option(name, value)
         text = f"{label}: {words[-1]}"
-        # The network cannot be trained without labels, so "none" is only advice for packing.
+        # The network cannot be trained without labels, so the advice "none" applies only to packing.
         return f"{text} when you pack" if (self._action, name, value) == ("train", "labels", None) else text
 
     def omit(self, name: str) -> str:

@@ -249,7 +249,7 @@ def _whole_file(job: FetchJob, kept: partials.KeptPartial, result: dict[str, Any
 
 def _whole_folder(job: FetchJob, kept: partials.KeptPartial, result: dict[str, Any]) -> FetchResult:
     if result["repeated"]:
-        # Of files with the same name, gdown keeps only one.
+        # gdown keeps only one of several files with the same name.
         found = f"a folder has two files named {job.address.scrubbed(result['repeated'])!r}"
         next_step = "Rename one of them in Drive, then try again"
         kept.start_over()

@@ -194,7 +194,7 @@ class FileSource(PathSource):
     kind: ClassVar[SourceKind] = "file"
 
     def list(self) -> Listing:
-        """Return the file with its present size and time."""
+        """Return the file with its current size and modification time."""
         with translated(f"read {self.name!r}"):
             found = answer_of(self.path.stat, self.can_hang)
         return Listing((Item(self.path.name, found.st_size, found.st_mtime_ns),), ())

@@ -195,10 +195,11 @@ class CheckpointFolder:
         return found
 
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
-        """Copy `content` and start writing it as the checkpoint of `step`; only the copy blocks the caller.
+        """Copy `content` and write it in the background as the checkpoint of `step`.
 
-        The call also waits for earlier writes. If there is not enough memory for a copy, it waits until this checkpoint
-        is written. Loaded tensors are on the CPU and detached. `failures` lists failed saves.
+        The call blocks while an earlier write finishes and while `content` is copied. If there is not enough memory for
+        a copy, or with `wait`, it also blocks until this checkpoint is written. Loaded tensors are on the CPU and
+        detached. `failures` lists failed saves.
 
         Args:
             step: step after which the checkpoint is taken.
