@@ -9,19 +9,27 @@ from colabkit.foundation.messages import PYTHON, Message, Words, has_references
 from colabkit.foundation.reports import printable
 
 
+class _MessageOfError:
+    """The attribute `message` of an error; None on the class.
+
+    torch's DataLoader passes the text of an error from a worker process as `message=` if the class has that attribute.
+    """
+
+    def __get__(self, error: OneLineError | None, kind: type) -> Message | None:
+        parts = error.args[:1] if error is not None else ()
+        return parts[0] if parts and isinstance(parts[0], Message) else None
+
+
 class OneLineError(BaseException):
     """An error that IPython shows as one line, in the words of the front end that the caller uses.
 
     Attributes:
         words: the words of the caller's front end, Python by default.
+        message: the parts of the message: action, found, expected and next step; None if the error has another form.
     """
 
     words: Words = PYTHON
-
-    @property
-    def message(self) -> Message | None:
-        """The parts of the message: action, found, expected and next step; None if the error has another form."""
-        return self.args[0] if self.args and isinstance(self.args[0], Message) else None
+    message = _MessageOfError()
 
     def __str__(self) -> str:
         if self.args and has_references(self.args[0]):

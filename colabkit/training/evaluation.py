@@ -213,7 +213,8 @@ def _joined(outputs: list[Any]) -> Any:
     """Concatenate the tensors of all batches along their first dimension."""
     first = outputs[0] if outputs else None
     if isinstance(first, Tensor):
-        return torch.cat(outputs) if first.dim() else torch.stack(outputs)
+        # `squeeze()` in a model removes the only dimension of a last batch with one sample.
+        return torch.cat([output if output.dim() else output[None] for output in outputs])
     if isinstance(first, Mapping):
         return {name: _joined([output[name] for output in outputs]) for name in first}
     if isinstance(first, tuple | list):

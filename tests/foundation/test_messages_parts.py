@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -227,3 +228,18 @@ def test_messages_are_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.action = "b"  # type: ignore[misc]
     assert isinstance(InvalidOption(one).args[0], Message)
+
+
+class FailingDataset(torch.utils.data.Dataset[int]):
+    """A dataset whose samples raise an error of colabkit."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise InvalidOption(cannot("read a sample", "it is missing", "", "Check the dataset"))
+
+
+def test_an_error_in_a_worker_process_of_torch_keeps_its_message():
+    with pytest.raises(InvalidOption, match="Cannot read a sample: it is missing"):
+        list(torch.utils.data.DataLoader(FailingDataset(), num_workers=1))

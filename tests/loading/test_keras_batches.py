@@ -20,7 +20,7 @@ DEADLINE_S = 200
 COMMON = """
 import json, sys
 import keras, torch
-from colabkit import Loader, errors, open_pack
+from colabkit import Loader, augment, errors, open_pack
 
 pack = open_pack(sys.argv[1])
 data = pack["train"]
@@ -89,12 +89,15 @@ batches = {
     "dict": make_loader(as_dict=True).as_keras(),
 }
 images, labels = batches["options"][0]
+mixing = Loader(data, 4, num_workers=0, transform=augment.CutMix(num_classes=3))
+mixed = mixing.as_keras(label_mode="categorical")[0][1]
 native, numbers = make_loader().peek()[0]
 is_same = torch.equal(batches["default"][0][0], native.permute(0, 2, 3, 1)) and torch.equal(images, native)
 shapes = {name: [list(one.shape) for one in (each.values() if name == "dict" else each)]
           for name, batch in batches.items() for each in [batch[0]]}
 history = make_model(ONE_HOT).fit(make_loader().as_keras(label_mode="categorical"), verbose=0).history
-result = [shapes, is_same, torch.equal(labels.argmax(1), numbers), str(labels.dtype), len(history["loss"])]
+is_mixed = list(mixed.shape) == [4, 3] and torch.allclose(mixed.sum(1), torch.ones(4))
+result = [shapes, is_same, is_mixed, torch.equal(labels.argmax(1), numbers), str(labels.dtype), len(history["loss"])]
 """,
     )
     image, last = [3, 4, 3], [4, 3, 3]
@@ -104,7 +107,7 @@ result = [shapes, is_same, torch.equal(labels.argmax(1), numbers), str(labels.dt
         "arrays": [[4, 2, 3, 4], [4]],
         "dict": [[4, *last], [4]],
     }
-    assert result == [shapes, True, True, "torch.float32", 1]
+    assert result == [shapes, True, True, True, "torch.float32", 1]
 
 
 @pytest.mark.full

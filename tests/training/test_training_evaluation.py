@@ -74,6 +74,15 @@ def test_predict_returns_the_outputs_in_the_order_of_the_data_set(data, shuffle)
     assert torch.equal(predict(supervised_step(model, sgd(model)), Loader(data, 22)), predict(model, Loader(data, 22)))
 
 
+def test_predict_accepts_a_model_that_squeezes_a_last_batch_of_one_sample(data):
+    class Mean(nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return images.float().mean((1, 2, 3)).squeeze()
+
+    assert len(data) % 7 == 1
+    assert predict(Mean(1, 1), Loader(data, 7)).shape == (len(data),)
+
+
 @pytest.mark.parametrize("function", [predict, evaluate])
 def test_the_order_and_the_position_of_the_loader_are_restored(data, function: Callable[..., Any]):
     def rest(loader: Loader, start: int) -> list[int]:

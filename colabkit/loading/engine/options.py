@@ -141,7 +141,8 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
         found = f"{samples} cannot be shared by {share.world_size} processes in equally many batches of {batch_size}"
         next_step: Text = ("Use a larger ", option("batch_size"), ", or ", option("drop_last", True))
         if not len(left):
-            next_step = f"Start at most {left.stop - start} processes, or start the next epoch with loader.set_epoch()"
+            processes = format_things(left.stop - start, "process")
+            next_step = f"Start at most {processes}, or start the next epoch with loader.set_epoch()"
         raise InvalidOption(cannot(act, found, "", next_step))
     if len(left) or start:
         return
