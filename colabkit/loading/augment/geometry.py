@@ -150,6 +150,8 @@ class RandomResizedCrop(Geometry):
         # image.
         for factor in FACTORS:
             is_large = (height >= factor * self.size[0]) & (width >= factor * self.size[1]) & ~is_snapped
+            if not is_large.any():
+                continue
             top = np.where(is_large, _snapped(top, rows[:, 0] - height, factor), top)
             left = np.where(is_large, _snapped(left, columns[:, 0] - width, factor), left)
             is_snapped |= is_large
@@ -257,7 +259,17 @@ class CenterCrop(Geometry):
         return f"CenterCrop({self.size})"
 
 
-class RandomHorizontalFlip(Geometry):
+class _RandomFlip(Geometry):
+    """A flip of each image with the probability `p`."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.p})"
+
+
+class RandomHorizontalFlip(_RandomFlip):
     """Flip each image horizontally with a given probability.
 
     Args:
@@ -275,18 +287,12 @@ class RandomHorizontalFlip(Geometry):
         True
     """
 
-    def __init__(self, p: float = 0.5) -> None:
-        self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
-
     def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
         """Return the whole image as the box of each sample, mirrored or not."""
         return replace(Boxes.whole(sizes), mirrored=draws.uniforms(1)[:, 0] < self.p)
 
-    def __repr__(self) -> str:
-        return f"RandomHorizontalFlip({self.p})"
 
-
-class RandomVerticalFlip(Geometry):
+class RandomVerticalFlip(_RandomFlip):
     """Flip each image vertically with a given probability.
 
     Args:
@@ -304,15 +310,9 @@ class RandomVerticalFlip(Geometry):
         True
     """
 
-    def __init__(self, p: float = 0.5) -> None:
-        self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
-
     def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
         """Return the whole image as the box of each sample, upside down or not."""
         return replace(Boxes.whole(sizes), upside_down=draws.uniforms(1)[:, 0] < self.p)
-
-    def __repr__(self) -> str:
-        return f"RandomVerticalFlip({self.p})"
 
 
 class Resize(Geometry):
