@@ -28,7 +28,7 @@ _UNITS_S = {
 
 
 def check_one_of(act: Text, name: str, value: object, choices: Iterable[object], next_step: Text = "") -> None:
-    """Raise `InvalidOption` unless a value equals one of the choices and has its type."""
+    """Raise `InvalidOption` unless a value equals one of the choices and has the same type."""
     allowed = list(choices)
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         return
@@ -113,7 +113,7 @@ def check_duration(act: Text, name: str, value: object, *, needs_unit: bool = Fa
     """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds above 0.
 
     Raises:
-        InvalidOption: if the value is none of these, or not above 0, or a number and `needs_unit`.
+        InvalidOption: if the value is none of these or not above 0, or if it is a number and `needs_unit` is true.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else None if needs_unit else value
     if isinstance(value, str):
@@ -181,7 +181,7 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
 
 
 def _whole(value: float | str) -> int | None:
-    """Convert a number or text to an integer; None if it is not a whole number."""
+    """Convert a number or text to an integer; return None if its value is not a whole number."""
     try:
         number = float(value)
     except ValueError:

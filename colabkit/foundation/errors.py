@@ -10,9 +10,10 @@ from colabkit.foundation.reports import printable
 
 
 class _MessageOfError:
-    """The attribute `message` of an error; None on the class.
+    """Descriptor of the attribute `message` of an error.
 
-    torch's DataLoader passes the text of an error from a worker process as `message=` if the class has that attribute.
+    On the class, the attribute is None: if it were true, torch's DataLoader would re-raise an error from a worker
+    process with the keyword argument `message=`.
     """
 
     def __get__(self, error: OneLineError | None, kind: type) -> Message | None:
@@ -21,11 +22,12 @@ class _MessageOfError:
 
 
 class OneLineError(BaseException):
-    """An error that IPython shows as one line, in the words of the front end that the caller uses.
+    """An error that IPython shows as one line, with options and calls as the caller would write them.
 
     Attributes:
-        words: the words of the caller's front end, Python by default.
-        message: the parts of the message: action, found, expected and next step; None if the error has another form.
+        words: the syntax of options and calls in the message, Python by default.
+        message: the parts of the message: action, found, expected and next step; None if the error was not raised with
+            a `Message`.
     """
 
     words: Words = PYTHON
@@ -57,7 +59,7 @@ class SourceMissing(ColabkitError, FileNotFoundError):
 
 
 class BadSource(ColabkitError, ValueError):
-    """The source exists but cannot be used: it is empty, has no classes, or is of another kind."""
+    """The source exists but cannot be used: it is empty, has no classes, or is of an unsupported kind."""
 
 
 class BadArchive(ColabkitError, ValueError):
@@ -65,7 +67,7 @@ class BadArchive(ColabkitError, ValueError):
 
 
 class BadImage(ColabkitError, ValueError):
-    """A file cannot be decoded as an image, or not to the required shape."""
+    """A file cannot be decoded as an image, or its image does not have the required shape."""
 
 
 class SourceChanged(ColabkitError, OSError):
@@ -73,7 +75,7 @@ class SourceChanged(ColabkitError, OSError):
 
 
 class TargetExists(ColabkitError, FileExistsError):
-    """The target path already holds something else, which is not overwritten."""
+    """The target path already holds another file or folder, which is not overwritten."""
 
 
 class NotEnoughSpace(ColabkitError, OSError):
@@ -93,7 +95,7 @@ class Corrupt(ColabkitError, ValueError):
 
 
 class MissingSplit(ColabkitError, KeyError):
-    """A pack has no split with this name."""
+    """A pack has no split with the requested name."""
 
 
 class NotMounted(ColabkitError, FileNotFoundError):

@@ -100,7 +100,10 @@ def open_lock(path: Path) -> int:
 
 
 def reserve(fd: int, size: int, path: Path) -> None:
-    """Reserve `size` bytes, so that later writes, including those to a memory map, cannot run out of space."""
+    """Reserve `size` bytes, so that later writes, including those to a memory map, cannot run out of space.
+
+    On a platform without `posix_fallocate`, the file only gets this size.
+    """
     _step("reserve", path)
     if size == 0:
         return
@@ -142,7 +145,7 @@ def link(path: Path, to: Path) -> None:
 
 
 def link_or_copy(path: Path, to: Path) -> None:
-    """Create a hard link to a file or symlink, or a copy if the target is on another file system."""
+    """Create a hard link to a file or symlink, or a copy if `to` is on another file system."""
     try:
         link(path, to)
     except OSError as error:
@@ -164,7 +167,7 @@ class BackgroundSync:
     It does not call `_step`, since it does not change the file. Errors are ignored; the final `sync` reports them.
 
     Args:
-        path: the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,7 +213,7 @@ def write_file(path: Path, data: Buffer, durable: bool = False) -> None:
 
 @contextmanager
 def create_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Create an HDF5 file whose first page is a user block, which HDF5 itself ignores."""
+    """Yield a new HDF5 file whose first 4 KiB are a user block, which HDF5 itself ignores."""
     import h5py
 
     # Create the file first, since the system's error messages are shorter and clearer than those of HDF5.
@@ -272,7 +275,7 @@ def used_bytes(path: Path) -> int:
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the disk space in bytes of a file or of all files in a folder; files removed meanwhile count as 0."""
+    """Return the bytes that a file, or all files in a folder, take on disk; files removed meanwhile count as 0."""
     total = 0
     for file in (
         [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)

@@ -14,7 +14,7 @@ from colabkit.foundation import file_changes
 
 LOCK = "lock"
 STALLED_S = 120.0
-"""Seconds without a change in its folder after which other processes stop waiting for a process."""
+"""If a process has not changed its folder for this many seconds, other processes stop waiting for it."""
 _BUSY_S = 0.2
 # Other processes may take and release the lock between attempts; a limit prevents an endless loop.
 _LOCK_TRIES = 100
@@ -78,7 +78,7 @@ def lock_folder(folder: Path) -> int | None:
     """Create and lock a folder; forked children do not inherit the lock.
 
     Returns:
-        A descriptor for `unlock`, or None if the file system does not support locks.
+        A descriptor for `unlock`, or None if the file system does not support locks or the folder keeps disappearing.
 
     Raises:
         BlockingIOError: if another process holds the lock.

@@ -1,8 +1,8 @@
 """Messages as data: text with references to options and calls, which each front end renders in its syntax.
 
-A message is written once, with `option("refresh", True)` and `call("mount")` in it. Python shows them as `refresh=True`
-and `colabkit.mount()`; the subclasses of `Words` in `colabkit.notebook` show them as `--refresh` and `%mount`, or as
-the label of a field in the launcher.
+A message is written once and contains references such as `option("refresh", True)` and `call("mount")`. In Python,
+these two appear as `refresh=True` and `colabkit.mount()`. The subclasses of `Words` in `colabkit.notebook` render them
+as `--refresh` and `%mount`, or as the label of a field in the launcher.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CallRef:
 
 @dataclass(frozen=True, slots=True)
 class PythonOnly:
-    """A part of a message that is shown only in Python, because other front ends cannot follow it.
+    """A part of a message that is shown only in Python, because it does not apply elsewhere.
 
     Attributes:
         text: the part, with its separators, such as `", or pass a function"`.
@@ -63,7 +63,7 @@ class PythonOnly:
 
 
 Text: TypeAlias = "str | OptionRef | CallRef | PythonOnly | Message | tuple[Text, ...]"
-"""Text with references in it; the parts of a tuple are joined without spaces."""
+"""Text that may contain references; the parts of a tuple are joined without spaces."""
 
 
 def option(name: str, value: Any = ...) -> OptionRef:
@@ -100,10 +100,10 @@ def _repr(value: object) -> str:
 
 
 class Words:
-    """The wording of options and calls in a front end; this base class writes Python."""
+    """The syntax of options and calls in a front end; this base class uses Python syntax."""
 
     def option(self, name: str, value: Any) -> str:
-        """Return the option with a value, or only its name if `value` is `...`."""
+        """Return an option and its value as text, or only the option if `value` is `...`."""
         return f"{name}=" if value is ... else f"{name}={shown(value)}"
 
     def omit(self, name: str) -> str:
@@ -111,7 +111,7 @@ class Words:
         return f"omit {self.option(name, ...)}"
 
     def call(self, call: CallRef) -> str:
-        """Return the call."""
+        """Return a call as text, with complete arguments."""
         arguments = [_argument(value) for value in call.arguments]
         arguments += [f"{name}={_argument(value)}" for name, value in call.options.items()]
         return f"colabkit.{call.name}({', '.join(arguments)})"
@@ -145,7 +145,7 @@ PYTHON = Words()
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The message of an error; `str()` shows it in Python's words.
+    """The message of an error; `str()` shows its options and calls in Python syntax.
 
     Attributes:
         action: what was attempted: a verb and its object, such as `"stage 'birds'"`.
@@ -160,7 +160,7 @@ class Message:
     next_step: Text
 
     def render(self, words: Words = PYTHON) -> str:
-        """Return the message in the words of a front end."""
+        """Return the message with options and calls in the syntax of a front end."""
         expected, next_step = words.render(self.expected), words.render(self.next_step)
         if _starts_with_omitted(self.next_step):
             next_step = f"{next_step[:1].upper()}{next_step[1:]}"
@@ -170,7 +170,7 @@ class Message:
     __str__ = render
 
     def replaced(self, old: str, new: str) -> Message:
-        """Return the message with one text, such as a path, replaced by another."""
+        """Return the message with a text, such as a path, replaced everywhere except in options and calls."""
         parts = (self.action, self.found, self.expected, self.next_step)
         return Message(*(_replaced(part, old, new) for part in parts))
 

@@ -29,7 +29,7 @@ DRIVEFS_FOLDER = ".config/Google/DriveFS"
 DRIVEFS_LOG = f"{DRIVEFS_FOLDER}/Logs/drive_fs.txt"
 
 SHORTCUT_TARGETS = ".shortcut-targets-by-id"
-"""The folder of a DriveFS mount that holds the targets of Drive shortcuts, which appear as symlinks."""
+"""The folder of a DriveFS mount that holds the targets of Drive shortcuts; the shortcuts appear as symlinks."""
 
 _SHORT_NAME = "drive:"
 _SHARED_DRIVES = "Shareddrives"
@@ -131,7 +131,7 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
         table: the mounts; by default the current ones.
 
     Raises:
-        NotMounted: if the path begins with `drive:` and Drive is not mounted.
+        NotMounted: if the path begins with `drive:` and Drive is not mounted, or mounted more than once.
         InvalidOption: if `path` is not a valid path.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""

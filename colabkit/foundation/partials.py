@@ -234,7 +234,11 @@ class KeptPartial(Partial):
                 file_changes.remove(path)
 
     def publish_as(self, path: Path, final: Path, replace: bool = False) -> None:
-        """Rename `path`, inside the kept folder, to `final`, next to that folder; raises the errors of `publish()`."""
+        """Rename `path`, which is inside the kept folder, to `final`, which is next to that folder.
+
+        Raises:
+            TargetExists: if `final` exists and `replace` is false.
+        """
         self.final = final
         self._put(path, replace)
         self.start_over()

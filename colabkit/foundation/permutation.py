@@ -34,7 +34,7 @@ _ROUNDS = 8
 _SORTED_UP_TO = 1 << 16
 _INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
 _RANDOM_BITS = np.array(~_INDEX_BITS)
-# Up to this size, numbers are sorted, since the network is biased: some of 10**5 permutations occur too often.
+# Up to this size, numbers are sorted, since the network would return some permutations too often.
 _EACH_SORTED_UP_TO = 32
 # Maximum number of columns. Larger tables take milliseconds and megabytes to build and are only a third faster.
 _TABLES_UP_TO = 4096
@@ -187,7 +187,7 @@ def _look_up_cells(cells: Positions, columns: int, tables: list[Positions]) -> N
     column -= added
     for place, table in enumerate(rounds):
         changed, other = (column, row) if place % 2 else (row, column)
-        # No index is out of range to be clipped, but the default mode would copy `out`.
+        # All indices are in range, so nothing is clipped; the default mode would copy `out`.
         table.take(other, out=added, mode="clip")
         changed += added
     of_columns.take(column, out=added, mode="clip")

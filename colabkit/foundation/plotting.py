@@ -1,7 +1,7 @@
 """Figures: their common style, creation and encoding. Matplotlib, which is optional, is imported with the first figure.
 
-The colors are those of Okabe and Ito's palette with a contrast of at least 3:1 on white and on black. No information is
-shown by color alone.
+The colors of lines are from Okabe and Ito's palette. Except for orange on white, their contrast is at least 3:1 on
+white and on black. No information is shown by color alone.
 """
 
 from __future__ import annotations

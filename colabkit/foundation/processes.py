@@ -56,7 +56,7 @@ def run(
         next_step: advice for the message if the program exceeds the timeout.
         environ: environment variables; by default those of this process.
         on_tick: called about five times per second with the elapsed seconds.
-        on_line: called with each line of output; the output is then not returned.
+        on_line: called with each line of output that ends with a newline; the output is then not returned.
 
     Raises:
         TimedOut: if the program exceeds the timeout.
@@ -85,8 +85,8 @@ def run(
                     raise TimedOut(cannot(act, f"no response within {format_seconds(timeout)}", "", next_step))
                 if on_tick is not None:
                     on_tick(passed)
-                # The program has closed its output and should end soon.
                 if not is_open:
+                    # The program has closed its output and should end soon.
                     _wait(child, min(_TICK_S, timeout - passed))
                 elif selector.select(min(_TICK_S, timeout - passed)):
                     block = os.read(child.stdout.fileno(), 1 << 16)
@@ -124,7 +124,7 @@ def python(code: str, *arguments: str, isolated: bool = True) -> list[str]:
     Args:
         code: Python source code.
         arguments: values of `sys.argv[1:]`.
-        isolated: whether to start without site packages, which takes only a few milliseconds.
+        isolated: whether to ignore site packages and `PYTHON*` variables; the interpreter then starts in milliseconds.
     """
     return [sys.executable or "python3", *(["-I", "-S"] if isolated else []), "-c", code, *arguments]
 

@@ -78,7 +78,7 @@ class Report(ABC):
         return True
 
     def speak(self, words: Words) -> None:
-        """Name options and calls as a front end does, in the summary and the table; `to_dict()` is unaffected."""
+        """Use the syntax of a front end for options and calls in the summary and the table, not in `to_dict()`."""
         object.__setattr__(self, "_words", words)
 
     def __repr__(self) -> str:

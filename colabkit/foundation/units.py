@@ -20,7 +20,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a byte size such as `"256MiB"`, `"1.5 GB"` or `"1000000"`; raise `ValueError` if it is not one."""
+    """Parse a byte size such as `"256MiB"`, `"1.5 GB"` or `"1000000"`; raise `ValueError` for other texts."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)

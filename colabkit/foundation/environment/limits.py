@@ -1,7 +1,8 @@
 """Resource limits of this process: CPUs by affinity and quota, RAM by cgroup limits, disks and tmpfs.
 
 In a container, `/proc/meminfo` and `os.cpu_count()` describe the host, so these functions return the minimum of those
-values and the cgroup limits. They take a file reader, so that tests can simulate any system.
+values and the cgroup limits. Functions that parse system files take a file reader, so that tests can simulate any
+system.
 
 Paths on remote mounts are never accessed, since a dead mount would hang the process.
 """
@@ -238,7 +239,7 @@ def disk(folder: str, table: list[Mount], available_bytes: int) -> DiskReport | 
 
 
 def disks(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
-    """Return the disks that data can be written to, each once; the disk of the working folder comes last."""
+    """Return the disks of the usual data folders and of the working folder, each once and without tmpfs."""
     by_device: dict[int, str] = {}
     for folder in (*_DISK_FOLDERS, *_working_folder()):
         if not can_hang(folder, table) and os.path.isdir(folder):

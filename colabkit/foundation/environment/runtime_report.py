@@ -123,9 +123,9 @@ class RuntimeReport(Report):
         cpus: number of CPUs that this process may use, which can be fractional.
         memory: RAM under cgroup limits.
         tmpfs: every tmpfs that data can be written to.
-        disks: every disk that data can be written to.
+        disks: the disks of the usual data folders, such as `/content`, and of the working folder.
         mounts: (mount point, type) of all remote mounts, including FUSE.
-        drive: mount point of Google Drive; None if it is not mounted.
+        drive: mount point of Google Drive; None if it is not mounted, or mounted more than once.
         gpus: the GPUs that the driver lists.
         versions: versions of colabkit and the packages that it works with.
     """

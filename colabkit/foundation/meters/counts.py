@@ -26,9 +26,10 @@ class LoaderFacts:
     """Facts about a loader and its data. Unknown values are None.
 
     Attributes:
-        kind: how batches are made: `"gathered"` rows or `"decoded"` images in threads, samples one at a time in
-            `"processes"`, rows gathered on the `"device"`, or by a third-party loader, `"foreign"`.
-        samples: samples per epoch over all processes.
+        kind: how batches are made: threads gather rows (`"gathered"`) or decode images (`"decoded"`), worker processes
+            make one sample at a time (`"processes"`), the device gathers rows (`"device"`), or a third-party loader
+            makes them (`"foreign"`).
+        samples: number of samples per epoch, over all processes.
         batch_size: batch size of this process.
         device: device of the batches, for example `"cpu"` or `"cuda:0"`.
         workers: number of threads or processes that make batches.

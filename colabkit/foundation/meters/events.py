@@ -19,9 +19,13 @@ logger = logging.getLogger("colabkit")
 
 @dataclass(frozen=True, slots=True)
 class EpochStarted:
-    """A pass over a loader begins: its index from 0, and the numbers of remaining batches and samples.
+    """The start of a pass over a loader.
 
-    `batches` or `samples` is None if a third-party loader does not report it.
+    Attributes:
+        meters: meters of the loader.
+        epoch: index of the pass, from 0.
+        batches: number of remaining batches; None if a third-party loader does not report it.
+        samples: number of remaining samples; None if a third-party loader does not report it.
     """
 
     meters: LoaderMeters
@@ -32,14 +36,14 @@ class EpochStarted:
 
 @dataclass(frozen=True, slots=True)
 class BatchTaken:
-    """The training loop receives a batch."""
+    """The receipt of a batch by the training loop."""
 
     meters: LoaderMeters
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The training loop has waited `wait_s` seconds for a batch; sent a few times per second during the wait."""
+    """A wait of the training loop for a batch, `wait_s` seconds so far; sent a few times per second."""
 
     meters: LoaderMeters
     wait_s: float
@@ -47,7 +51,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """`train()` begins: total epochs, steps per full epoch, and the precision of the step, if known."""
+    """The start of `train()`: total epochs, steps per full epoch, and the precision of the step, if known."""
 
     meters: LoaderMeters
     epochs: int
@@ -57,7 +61,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A training step has finished.
+    """The end of a training step.
 
     Attributes:
         epoch: number of the epoch, from 0.
@@ -74,7 +78,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class ValidationDone:
-    """A validation has finished: the number of steps in the run so far, and the values from `validate`."""
+    """The end of a validation: the number of steps in the run so far, and the values from `validate`."""
 
     step: int
     values: Mapping[str, float]
@@ -82,7 +86,7 @@ class ValidationDone:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """`train()` ends; `error` is the name of the exception that stopped it, if any."""
+    """The end of `train()`; `error` is the name of the exception that stopped it, if any."""
 
     error: str | None
 

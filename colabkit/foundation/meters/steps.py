@@ -55,7 +55,7 @@ _Step: TypeAlias = tuple[float, float, float, float, int, bool]
 
 @dataclass(slots=True)
 class StepTotals:
-    """Totals of all complete steps, and the newest steps; `left_s` is when the newest ended, by `time.perf_counter`.
+    """Totals of all complete steps, and the newest steps; `left_s` is the end of the newest, by `time.perf_counter`.
 
     Clocks refer to this object instead of the meters, so that no reference cycle keeps the meters alive.
     """

@@ -50,7 +50,7 @@ class GpuReport(Report):
         free_bytes: free memory of the card.
         driver: version of the driver.
         cuda: newest CUDA version that the driver supports, for example `"13.0"`.
-        is_sliced: whether the card is in MIG mode, in which each process gets a part of the card and its memory.
+        is_sliced: whether the card is in MIG mode, which splits it into instances with separate memory.
     """
 
     uuid: str | None
@@ -171,7 +171,7 @@ def gpu_reports(nvml: ModuleType | None = None, paths: Sequence[str] | None = No
 
 
 def _open_driver(nvml: ModuleType | None, paths: Sequence[str] | None = None) -> ModuleType | None:
-    """Return the initialized NVML module; None if it or the driver is missing, or another package has its name."""
+    """Return the initialized NVML module; None if the module or the driver is missing, or it is another package."""
     if nvml is None:
         try:
             if paths is not None and "pynvml" not in sys.modules and PathFinder.find_spec("pynvml", paths) is None:
@@ -218,7 +218,7 @@ def _instances(nvml: ModuleType, card: Any, card_uuid: str | None) -> list[_Devi
     found = []
     for index in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", card) or 0):
         instance = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", card, index)
-        # Indices without an instance return None.
+        # The query fails for an index without an instance.
         if instance is not None:
             uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", instance))
             numbers = [_ask(nvml, f"nvmlDeviceGet{kind}InstanceId", instance) for kind in ("Gpu", "Compute")]
@@ -229,7 +229,7 @@ def _instances(nvml: ModuleType, card: Any, card_uuid: str | None) -> list[_Devi
 
 
 def _visible(known: list[_Device], environ: Mapping[str, str]) -> list[_Device]:
-    """Return the devices visible to CUDA, in its order; an invalid entry of the variable hides all later ones."""
+    """Return the devices visible to CUDA; an invalid entry of CUDA_VISIBLE_DEVICES hides those listed after it."""
     instances = [device for device in known if device.is_instance]
     sliced = [instance.card for instance in instances]
     numbered = instances[:1] or [device for device in known if not device.is_instance]

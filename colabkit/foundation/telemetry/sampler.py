@@ -32,7 +32,7 @@ class Sampler:
         telemetry: takes the snapshots; by default a new `Telemetry`, opened and closed in the thread because drivers
             can be slow.
         period_s: seconds between snapshots.
-        points: number of newest snapshots to keep, and also of snapshots spread over the run.
+        points: maximum number of newest snapshots to keep, and of snapshots in `curve()`.
         clock: returns the current time in seconds, on the scale of `HostSnapshot.at_s`.
         cpu_clock: returns the CPU seconds of the calling thread.
     """
@@ -92,7 +92,7 @@ class Sampler:
         return self._recent[-1] if self._recent else None
 
     def recent(self, seconds: float) -> tuple[HostSnapshot, ...]:
-        """Return the snapshots of the last seconds, oldest first."""
+        """Return the snapshots of this many last seconds, oldest first."""
         now_s = self._clock()
         return self.between(now_s - seconds, now_s)
 
@@ -101,7 +101,7 @@ class Sampler:
         return tuple(snapshot for snapshot in self._recent.copy() if since_s <= snapshot.at_s <= until_s)
 
     def curve(self) -> tuple[HostSnapshot, ...]:
-        """Return at most `points` snapshots spread evenly over the whole run and the newest one, oldest first."""
+        """Return at most `points` snapshots, oldest first: some spread evenly over the run, and the newest."""
         whole, latest = tuple(self._whole), self.latest
         return whole if latest is None or (whole and whole[-1] is latest) else (*whole, latest)
 
