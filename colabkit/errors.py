@@ -87,3 +87,7 @@ __all__ = [
     "TrainingDiverged",
     "UnsentWrites",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,3 +7,7 @@ from colabkit.foundation import epoch_order
 from colabkit.loading import Balanced, BlockShuffled, Order, Sequential, Shuffled, Weighted
 
 __all__ = ["Balanced", "BlockShuffled", "Order", "Sequential", "Shuffled", "Weighted", "epoch_order"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,8 +1,7 @@
 """Types that colabkit's functions accept or return, for annotations.
 
-Most are created only by colabkit: the parts of reports, and the return types of `dashboard()`, `open_launcher()`,
-`supervised_step()` and `watch()`. You can implement three of them yourself: `Source`, `Stateful` and `MapDataset` are
-protocols.
+Most are parts of reports and are created only by colabkit. You can implement three of them yourself: `Source`,
+`Stateful` and `MapDataset` are protocols.
 """
 
 from colabkit.foundation import (
@@ -15,21 +14,18 @@ from colabkit.foundation import (
     MetersSnapshot,
     StepDone,
 )
-from colabkit.monitoring import Dashboard, Shares, WatchedLoader
-from colabkit.notebook import Launcher
+from colabkit.monitoring import Shares
 from colabkit.packs import ImageFiles, MapDataset, PackInfo, SampleGrid
-from colabkit.storage import Item, Listing, PathTable, ReadRate, Source, StageVerifyReport
-from colabkit.training import EpochRecord, Stateful, SupervisedStep, Validation
+from colabkit.storage import Item, Listing, PathTable, ReadRate, Source
+from colabkit.training import EpochRecord, Stateful, Validation
 
 __all__ = [
-    "Dashboard",
     "DiskReport",
     "EpochRecord",
     "GpuReport",
     "HostSnapshot",
     "ImageFiles",
     "Item",
-    "Launcher",
     "Listing",
     "LoaderFacts",
     "LoaderMeters",
@@ -42,10 +38,11 @@ __all__ = [
     "SampleGrid",
     "Shares",
     "Source",
-    "StageVerifyReport",
     "Stateful",
     "StepDone",
-    "SupervisedStep",
     "Validation",
-    "WatchedLoader",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -116,7 +116,7 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     # mktemp() would list the folders of all previous tests.
     folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
     folder.mkdir()
-    monkeypatch.setenv("COLABKIT_NEAR", str(folder))
+    monkeypatch.setenv("COLABKIT_LOCAL", str(folder))
     yield folder
     try:
         folder.rmdir()

@@ -87,7 +87,7 @@ FIXTURES = {
     "colabkit.flush": "hosted_drive",
     "colabkit.load_ipython_extension": "shell",
     "colabkit.mount": "hosted_drive",
-    "colabkit.open_launcher": "notebook",
+    "colabkit.launch": "notebook",
     "colabkit.unload_ipython_extension": "shell",
     "colabkit.unmount": "hosted_drive",
 }

@@ -18,10 +18,10 @@ import colabkit
 
 HEAVY = ("torch", "h5py", "numpy", "PIL", "IPython", "ipywidgets", "google.colab", "psutil", "tqdm", "pynvml")
 MODULES = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.ModuleType)}
-MADE_BY_COLABKIT = ("Pack", "PackedDataset", "PreparedPack")
+MADE_BY_COLABKIT = ("Dashboard", "Launcher", "Pack", "PackedDataset", "PreparedPack", "SupervisedStep", "WatchedLoader")
 NAMESPACES = [getattr(colabkit, name) for name in MODULES]
 # Arguments of these types are passed by colabkit itself, never by users.
-PASSED_BY_COLABKIT = ("OpenSplit", "Words")
+PASSED_BY_COLABKIT = ("Event", "StepOptions", "Words")
 
 
 def test_public_names_are_sorted() -> None:
@@ -60,7 +60,8 @@ def annotations_in_help(thing: Any) -> Iterator[tuple[str, str, types.ModuleType
                 yield f".{field}", text, sys.modules[owner.__module__]
         for name, member in vars(owner).items():
             function = inspect.unwrap(getattr(member, "__func__", member))
-            if inspect.isfunction(function) and pydoc.visiblename(name):
+            is_private = name == "__init__" and owner.__name__ in MADE_BY_COLABKIT
+            if inspect.isfunction(function) and pydoc.visiblename(name) and not is_private:
                 functions.setdefault(f".{name}", function)
     for name, function in functions.items():
         for argument, text in function.__annotations__.items():

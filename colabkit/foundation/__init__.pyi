@@ -17,8 +17,8 @@ from .checks import kind_of as kind_of
 from .environment.limits import DiskReport as DiskReport
 from .environment.limits import MemoryReport as MemoryReport
 from .environment.limits import can_hang as can_hang
+from .environment.limits import local_root as local_root
 from .environment.limits import memory_limits as memory_limits
-from .environment.limits import near_folder as near_folder
 from .environment.limits import resolved as resolved
 from .environment.limits import usable_cpus as usable_cpus
 from .environment.runtime_report import Place as Place

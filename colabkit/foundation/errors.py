@@ -106,7 +106,7 @@ class MountFailed(ColabkitError, OSError):
     """Google Drive cannot be mounted.
 
     Attributes:
-        cause: reason for the failure: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"top folder"`, `"quota"`,
+        cause: reason for the failure: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"root folder"`, `"quota"`,
             `"folder"`, `"timeout"`, `"in use"`, `"failing"`, `"dead"`, `"hung"` or `"unknown"`.
     """
 

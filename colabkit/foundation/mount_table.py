@@ -35,7 +35,7 @@ _SHORT_NAME = "drive:"
 _SHARED_DRIVES = "Shareddrives"
 _NETWORK_TYPES = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "afs"})
 _LOCAL_FUSE_TYPES = frozenset({"fuseblk", "fusectl", "fuse.lxcfs", "fuse.fuse-overlayfs", "fuse.portal"})
-_LOG_CAUSES = {"QUOTA_EXCEEDED": "quota", "QueryManager timed out": "top folder"}
+_LOG_CAUSES = {"QUOTA_EXCEEDED": "quota", "QueryManager timed out": "root folder"}
 _DEAD = frozenset({errno.ENOTCONN, errno.ESTALE})
 _LOG_TAIL_BYTES = 1 << 18
 _LOG_RECENT_S = 600.0
@@ -172,7 +172,7 @@ def _no_single_drive(act: str, text: str, found: list[Mount]) -> Message:
 
 
 def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
-    """Return the causes of failures found in the DriveFS log: `"quota"` or `"top folder"`.
+    """Return the causes of failures found in the DriveFS log: `"quota"` or `"root folder"`.
 
     Args:
         start: byte offset at which to start reading; if the log is shorter, it was restarted and is read from its

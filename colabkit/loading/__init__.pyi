@@ -22,7 +22,7 @@ from .engine.batches import map_tensors as map_tensors
 from .engine.device import set_mark as set_mark
 from .inspection import bytes_in as bytes_in
 from .inspection import files_of as files_of
-from .inspection import is_far as is_far
+from .inspection import is_remote as is_remote
 from .inspection import may_be_loader as may_be_loader
 from .inspection import path_of as path_of
 from .inspection import samples_in as samples_in

@@ -44,7 +44,7 @@ class DataLoaderSource:
 
         Example:
             >>> import colabkit
-            >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+            >>> data = colabkit.prepare("samples:digits", to=None)["train"]
             >>> batches = colabkit.Loader(data, batch_size=64, shuffle=True).as_dataloader()
             >>> len(batches), next(iter(batches))[0].shape
             (29, torch.Size([64, 3, 8, 8]))
@@ -78,7 +78,7 @@ class DataLoaderSource:
 
         Example:
             >>> import colabkit
-            >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+            >>> data = colabkit.prepare("samples:digits", to=None)["train"]
             >>> loader = colabkit.Loader(data, batch_size=64, shuffle=True)
             >>> model.fit(loader.as_keras(), epochs=3)
         """

@@ -100,7 +100,7 @@ def _attribute(of: Any, name: str) -> Any:
         return None
 
 
-def is_far(path: str | None) -> bool | None:
+def is_remote(path: str | None) -> bool | None:
     """Return whether a path is remote, that is, served by another machine or process; None if it is unknown."""
     return None if path is None else can_hang(os.path.abspath(path), mounts())
 

@@ -130,7 +130,7 @@ class Loader(DataLoaderSource):
 
     Example:
         >>> import colabkit
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> loader = colabkit.Loader(data, batch_size=64, shuffle=True)
         >>> images, labels = next(iter(loader))
         >>> images.shape, labels.shape

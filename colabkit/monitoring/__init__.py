@@ -1,11 +1,11 @@
 """Monitoring: find the bottleneck of a training run and suggest fixes.
 
-- `doctor`: `diagnose()` and `watch()` turn meters and telemetry into a verdict and advice.
+- `diagnosing`: `doctor()` and `watch()` turn meters and telemetry into a verdict and advice.
 - `panel`: `dashboard()` records a run and shows it live, as HTML or text.
 - `trackers`: `log_to()` logs a run to TensorBoard, W&B or MLflow.
 
-To add a doctor rule, write a function in `doctor/data_rules.py` or `doctor/machine_rules.py`, and list it in
-`doctor/rules.py`.
+To add a doctor rule, write a function in `diagnosing/data_rules.py` or `diagnosing/machine_rules.py`, and list it in
+`diagnosing/rules.py`.
 """
 
 import lazy_loader

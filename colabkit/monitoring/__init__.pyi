@@ -1,9 +1,9 @@
-from .doctor.api import WatchedLoader as WatchedLoader
-from .doctor.api import diagnose as diagnose
-from .doctor.api import watch as watch
-from .doctor.diagnosis import Advice as Advice
-from .doctor.diagnosis import Diagnosis as Diagnosis
-from .doctor.diagnosis import Shares as Shares
+from .diagnosing.api import WatchedLoader as WatchedLoader
+from .diagnosing.api import doctor as doctor
+from .diagnosing.api import watch as watch
+from .diagnosing.diagnosis import Advice as Advice
+from .diagnosing.diagnosis import Diagnosis as Diagnosis
+from .diagnosing.diagnosis import Shares as Shares
 from .panel.api import Dashboard as Dashboard
 from .panel.api import dashboard as dashboard
 from .panel.api import show_beside_training as show_beside_training

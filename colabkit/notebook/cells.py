@@ -62,7 +62,7 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
     words = split_line(line, namespace)
     arguments = arguments_of(_VERB, _parser().parse_args(words), partial(look_up_in, namespace))
     body = CellCode(shell, cell)
-    if arguments["save_to"] is not None and arguments["state"] is None:
+    if arguments["to"] is not None and arguments["state"] is None:
         raise _unnamed_state(body, namespace)
     loading = {option.name: arguments.pop(option.name) for option in LOADING}
     loader = _loader_of(namespace, arguments.pop("pack"), loading, given_in(_parser(), words))
@@ -216,12 +216,12 @@ def _device() -> str | None:
 
 
 def _unnamed_state(body: CellCode, namespace: Mapping[str, Any]) -> InvalidOption:
-    """Return the error for `--save-to` without `--state`, naming the variables of the body that have a state."""
+    """Return the error for `--to` without `--state`, naming the variables of the body that have a state."""
     used = sorted(body.names() & namespace.keys())
     have = [name for name in used if hasattr(type(namespace[name]), "load_state_dict")]
     example = option("state", {name: Code(name) for name in have or ("model", "optimizer")})
     next_step: Text = ("Add ", example) if have else ("For example, add ", example)
-    found = (option("save_to"), " is given without ", option("state"))
+    found = (option("to"), " is given without ", option("state"))
     return InvalidOption(cannot("train", found, "the names of the variables to save", next_step))
 
 

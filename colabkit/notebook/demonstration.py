@@ -82,7 +82,7 @@ class DemoReport(Report):
         epochs: number of epochs trained from the pack.
         accuracy: fraction of correctly classified images in a held-out split, in [0, 1].
         accuracy_on: name of that split: `"test"` if it exists, otherwise `"dev"`.
-        kept: folder of the local copy, pack and checkpoints, or None if they were removed.
+        path: folder of the local copy, pack and checkpoints, or None if they were removed.
     """
 
     source: str
@@ -98,7 +98,7 @@ class DemoReport(Report):
     epochs: int
     accuracy: float
     accuracy_on: str
-    kept: Path | None
+    path: Path | None
 
     def _title(self) -> str:
         shape = "x".join(map(str, self.sample_shape))
@@ -138,7 +138,7 @@ class DemoReport(Report):
         lines = [
             f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
         ]
-        kept = [f"Files saved in {str(self.kept)!r}"] if self.kept else []
+        kept = [f"Files saved in {str(self.path)!r}"] if self.path else []
         return "\n".join([self._title(), *lines, *kept])
 
 
@@ -158,7 +158,7 @@ def demo(
     epochs: int = 3,
     size: int | tuple[int, int] | None = None,
     latency: float = 0.02,
-    keep: str | os.PathLike[str] | None = None,
+    to: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> DemoReport:
     """Train a small network on images on a simulated slow drive, first straight from the files, then from a pack.
@@ -169,7 +169,7 @@ def demo(
         epochs: number of epochs to train from the pack.
         size: height and width to resize images to. None keeps small images of one size, and resizes others to 64x64.
         latency: seconds that the slow drive takes to open a file.
-        keep: empty or new folder in which to keep the local copy, the pack and the checkpoints; None removes them.
+        to: empty or new folder in which to keep the local copy, the pack and the checkpoints; None removes them.
         progress: print each stage of the demo, and show the live panel.
 
     Returns:
@@ -177,7 +177,7 @@ def demo(
 
     Raises:
         SourceMissing, BadSource, BadArchive, BadImage: if the data does not exist, has no classes, or is damaged.
-        TargetExists: if `keep` is not empty.
+        TargetExists: if `to` is not empty.
         NotEnoughSpace: if the local copy or the pack does not fit.
 
     Example:
@@ -194,7 +194,7 @@ def demo(
     check_number(act, "latency", latency, 0, example=0.02)
     say: Callable[[str], object] = print if progress else str
     source = open_source("samples:digits" if data is None else data)
-    with _workplace(keep) as folder, torch.random.fork_rng(devices=[]):
+    with _workplace(to) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if isinstance(source, ArchiveSource):
             say("0/4  Extracting the archive to the slow drive")
@@ -248,14 +248,14 @@ def demo(
         epochs=epochs,
         accuracy=report.epochs[-1].validation["accuracy"],
         accuracy_on=test.split_name,
-        kept=None if keep is None else folder,
+        path=None if to is None else folder,
     )
 
 
 @contextmanager
-def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
-    if keep is not None:
-        folder = user_path(keep, "run the demo")
+def _workplace(to: str | os.PathLike[str] | None) -> Iterator[Path]:
+    if to is not None:
+        folder = user_path(to, "run the demo")
         act = f"keep the demo's files in {str(folder)!r}"
         with file_changes.translated(act):
             file_changes.make_folder(folder)
@@ -383,4 +383,4 @@ def _train_packed(
     step = supervised_step(model, optimizer, scheduler=scheduler)
     with dashboard() if progress else nullcontext():
         validate = Loader(test, 256, **options)
-        return train(step, loader, epochs=epochs, save_to=checkpoints, resume=False, validate=validate)
+        return train(step, loader, epochs=epochs, to=checkpoints, resume=False, validate=validate)

@@ -153,7 +153,7 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
         name, rest = [*line.split(maxsplit=1), "", ""][:2]
         name = name.lstrip("%")
         if not name:
-            return colabkit.open_launcher()
+            return colabkit.launch()
         if name in _HELP:
             print(text)  # noqa: T201 - the user asked for help
             return None

@@ -120,7 +120,7 @@ TRAINING = (
         None,
         "objects",
     ),
-    Option("save_to", "folder for the checkpoints; it may be on Drive", None, "path"),
+    Option("to", "folder for the checkpoints; it may be on Drive", None, "path"),
     Option(
         "save_every",
         "steps between two checkpoints, a duration such as 5min, or epoch",
@@ -219,7 +219,7 @@ VERBS: tuple[Verb, ...] = (
             Option("seconds", "time limit in seconds", 8.0, "seconds"),
             _PROGRESS,
         ),
-        function="read_probe",
+        function="probe",
     ),
     Verb(
         "stage",
@@ -273,7 +273,7 @@ VERBS: tuple[Verb, ...] = (
                 kind="path",
                 words=_SAMPLES,
             ),
-            Option("out", "path of the pack, such as birds.h5", kind="path"),
+            Option("to", "path of the pack, such as birds.h5", kind="path"),
             *_PACKED,
             Option("shard_bytes", "write several files of about this size, such as 256MiB", None, "bytes"),
             Option(
@@ -294,7 +294,7 @@ VERBS: tuple[Verb, ...] = (
         (
             Option("source", "as for pack, or an address", kind="path", words=_SAMPLES),
             *_PACKED,
-            Option("save_to", "folder in which packs are saved, or none", "drive:colabkit", "folder", words=("none",)),
+            Option("to", "folder in which packs are saved, or none", "drive:colabkit", "folder", words=("none",)),
             _THREADS,
             Option("refresh", "pack the source again even if a pack exists", False, "flag"),
             _PROGRESS,
@@ -350,7 +350,7 @@ VERBS: tuple[Verb, ...] = (
                 "object",
             ),
         ),
-        function="diagnose",
+        function="doctor",
     ),
     Verb(
         "demo",
@@ -367,7 +367,7 @@ VERBS: tuple[Verb, ...] = (
                 "size",
             ),
             Option("latency", "seconds that the simulated slow drive takes to open a file", 0.02, "seconds"),
-            Option("keep", "folder for local copy, pack and checkpoints; by default they are removed", None, "path"),
+            Option("to", "folder for local copy, pack and checkpoints; by default they are removed", None, "path"),
             Option("progress", "print each step and show the live panel", True, "flag"),
         ),
         is_magic=False,
@@ -385,7 +385,7 @@ LOADING = (
 """The options of the `Loader` that `%%train` creates, unless it is given one."""
 
 _HERE = {
-    "state": "variables to save in checkpoints, such as: model optimizer; required with --save-to",
+    "state": "variables to save in checkpoints, such as: model optimizer; required with --to",
     "validate": "function that returns a dict of numbers",
 }
 

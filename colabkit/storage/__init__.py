@@ -1,7 +1,7 @@
 """Storage: copy data from slow remotes to fast local files, and results back.
 
 - `drive`: `mount()`, `unmount()`, `flush()` and `clear_cache()` for Google Drive.
-- `probing`: `read_probe()` measures what a mount can deliver.
+- `probing`: `probe()` measures what a mount can deliver.
 - `sources`: reads the items of folders, archives, tables, record files and buckets concurrently.
 - `addresses`: parses Drive links, https and fsspec addresses.
 - `fetching`: `fetch()` downloads from these addresses.

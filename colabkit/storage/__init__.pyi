@@ -11,7 +11,7 @@ from .drive.reports import MountReport as MountReport
 from .drive.reports import UnmountReport as UnmountReport
 from .fetching.api import FetchReport as FetchReport
 from .fetching.api import fetch as fetch
-from .probing.api import read_probe as read_probe
+from .probing.api import probe as probe
 from .probing.report import ProbeReport as ProbeReport
 from .probing.report import ReadRate as ReadRate
 from .publishing import MOVED_BLOCK_BYTES as MOVED_BLOCK_BYTES

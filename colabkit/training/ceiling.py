@@ -81,7 +81,7 @@ def headspace(
     """Measure how fast `step` runs on a few cached batches: the training speed if the data were always ready.
 
     Weights, buffers, optimizer, random generators, gradients and the loader's position are restored afterwards. Pass
-    the report to `diagnose(..., headspace=)`.
+    the report to `doctor(..., headspace=)`.
 
     Args:
         step: step function, as for `train()`.
@@ -101,7 +101,7 @@ def headspace(
 
     Example:
         >>> import colabkit, torch
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> loader = colabkit.Loader(data, batch_size=64)
         >>> model = colabkit.small_network(10, (8, 8, 3))
         >>> step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))

@@ -84,7 +84,7 @@ def evaluate(
 
     Example:
         >>> import colabkit
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> model = colabkit.small_network(10, (8, 8, 3))
         >>> report = colabkit.evaluate(model, colabkit.Loader(data, batch_size=64))
         >>> sorted(report.values), report.samples == len(data)
@@ -130,7 +130,7 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
 
     Example:
         >>> import colabkit
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> model = colabkit.small_network(10, (8, 8, 3))
         >>> scores = colabkit.predict(model, colabkit.Loader(data, batch_size=64))
         >>> scores.shape == (len(data), 10), scores.argmax(1).shape == (len(data),)

@@ -77,7 +77,7 @@ def k_fold(
 ) -> KFoldReport:
     """Run a k-fold cross-validation: call `run(train, held_out, fold)` for each fold and average the results.
 
-    `run` should create a new model and call `train()`. With a separate `save_to` for each fold, repeating an
+    `run` should create a new model and call `train()`. With a separate `to` for each fold, repeating an
     interrupted call resumes at the fold and step where it stopped. All folds are views of the same open pack; nothing
     is copied.
 
@@ -99,7 +99,7 @@ def k_fold(
 
     Example:
         >>> import colabkit
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> def run(train, held_out, fold):
         ...     return {"share": len(held_out) / len(data)}
         >>> result = colabkit.k_fold(run, data, folds=3)

@@ -70,13 +70,13 @@ class TrainReport(Report):
         validations: values of each validation, with its step.
         stopped: why training stopped early: `"patience"`, `"on_step"` (it raised `StopIteration`), `"deadline"`,
             `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if it did not.
-        checkpoint: the newest checkpoint, or None without `save_to`.
+        checkpoint: the newest checkpoint, or None without `to`.
         best: the checkpoint with the best value of `monitor`, or None if `monitor` was never measured.
         best_value: the best value of `monitor`.
         resumed_from: the checkpoint that this call resumed from, or None.
-        passed_over: names of checkpoints that were skipped because they are damaged, or their weights are NaN or
-            infinite, with the reason.
-        not_kept: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
+        skipped_checkpoints: names of newer checkpoints that were damaged or had weights that are NaN or infinite, each
+            with the reason.
+        changed_settings: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
         failed_saves: steps of checkpoints that could not be written or published, with the reason.
         spent: counters of the loader in this call, and how the time of its steps was spent.
         facts: configuration of the loader.
@@ -98,8 +98,8 @@ class TrainReport(Report):
     best: Path | None
     best_value: float | None
     resumed_from: Path | None
-    passed_over: tuple[tuple[str, str], ...]
-    not_kept: tuple[str, ...]
+    skipped_checkpoints: tuple[tuple[str, str], ...]
+    changed_settings: tuple[str, ...]
     failed_saves: tuple[tuple[int, str], ...]
     spent: MetersSnapshot = MetersSnapshot()  # noqa: RUF009 - frozen, so it may be shared
     facts: LoaderFacts | None = None
@@ -157,7 +157,7 @@ class TrainReport(Report):
         return values
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report to a JSON file of at most about 300 kB, which `diagnose()` accepts, and return its path.
+        """Write the report to a JSON file of at most about 300 kB, which `doctor()` accepts, and return its path.
 
         The file holds the values of `to_dict()` and the times of the most recent steps. NaN and infinity become null,
         because JSON cannot represent them. An existing file is replaced atomically.
@@ -229,8 +229,8 @@ class TrainReport(Report):
     def _incidents(self) -> list[tuple[str, str]]:
         """Return pairs of label and text for a resume, skipped checkpoints, changed settings and failed saves."""
         found = [("resumed from", repr(str(self.resumed_from)))] if self.resumed_from else []
-        found += [("skipped", f"{name!r}: {reason}") for name, reason in self.passed_over]
-        found += [("changed", text) for text in self.not_kept]
+        found += [("skipped", f"{name!r}: {reason}") for name, reason in self.skipped_checkpoints]
+        found += [("changed", text) for text in self.changed_settings]
         found += [("not saved", f"at step {step}: {reason}") for step, reason in self.failed_saves]
         return found
 
@@ -270,7 +270,7 @@ class TrainingInterrupted(OneLineError, KeyboardInterrupt):
             saved = f"checkpoint {str(report.checkpoint)!r} is saved"
             super().__init__(f"{stopped}: {saved}. Start the same training again to resume.")
         else:
-            next_step = ("Name a folder with ", option("save_to"), " to save checkpoints and to resume.")
+            next_step = ("Name a folder with ", option("to"), " to save checkpoints and to resume.")
             super().__init__((f"{stopped}: nothing is saved. ", *next_step))
 
 

@@ -95,7 +95,7 @@ class TrainingRun:
             self.judge.best, self.judge.score = saved["best"], saved.get("score")
             self.judge.reference, self.judge.waited = saved["reference"], saved["waited"]
         elif saved["best"] is not None:
-            self.saving.not_kept += (
+            self.saving.changed_settings += (
                 f"the best checkpoint was selected by {' '.join(saved['judge'])}, now by {' '.join(self.judge.rule)}",
             )
         self._begun = None if saved["begun"] is None else EpochProgress(**saved["begun"])
@@ -159,8 +159,8 @@ class TrainingRun:
             best=kept.best if kept else None,
             best_value=self.judge.best,
             resumed_from=self.saving.resumed_from,
-            passed_over=self.saving.passed_over,
-            not_kept=self.saving.not_kept,
+            skipped_checkpoints=self.saving.skipped_checkpoints,
+            changed_settings=self.saving.changed_settings,
             failed_saves=kept.failures if kept else (),
             spent=done,
             facts=self.loader.meters.facts,

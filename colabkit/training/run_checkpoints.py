@@ -21,7 +21,7 @@ from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_REBUILD = ("Create the same object as before, or save to another folder with ", option("save_to"))
+_REBUILD = ("Create the same object as before, or save to another folder with ", option("to"))
 
 
 class RunCheckpoints:
@@ -37,9 +37,9 @@ class RunCheckpoints:
 
     Attributes:
         resumed_from: the checkpoint that was loaded.
-        passed_over: names of newer checkpoints that were skipped because they are damaged, or because their weights are
-            NaN or infinite, with the reason.
-        not_kept: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
+        skipped_checkpoints: names of newer checkpoints that were damaged or had weights that are NaN or infinite, each
+            with the reason.
+        changed_settings: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class RunCheckpoints:
         self.folder = folder
         self.checkpoints = checkpoints
         self.resumed_from: Path | None = None
-        self.passed_over: tuple[tuple[str, str], ...] = ()
-        self.not_kept: tuple[str, ...] = ()
+        self.skipped_checkpoints: tuple[tuple[str, str], ...] = ()
+        self.changed_settings: tuple[str, ...] = ()
         self._state = {name: plain(part) for name, part in state.items()}
         self._step = step if isinstance(step, Stateful) else None
         self._loader = loader
@@ -106,27 +106,27 @@ class RunCheckpoints:
         world_size = len(content["random"])
         if self._processes.rank < world_size:
             restore_random_state(content["random"][self._processes.rank])
-        not_kept = []
+        changed_settings = []
         if world_size != self._processes.count:
             processes = format_things(world_size, "process")
-            not_kept.append(f"random generators were saved by {processes}, now {self._processes.count}")
+            changed_settings.append(f"random generators were saved by {processes}, now {self._processes.count}")
         loaded, now_rates = self._loader.state_dict(), _rates_of(self._state)
         before, now = content["loader"]["global_batch"], loaded["global_batch"]
         if before != now:
-            not_kept.append(f"batches had {format_things(before, 'sample')}, now {now}")
-        not_kept += [
+            changed_settings.append(f"batches had {format_things(before, 'sample')}, now {now}")
+        changed_settings += [
             f"{name}={now!r} of the Loader is ignored, the checkpoint has {loaded[name]!r}"
             for name, now in order.items()
             if name in ("order", "order_seed", "seed") and loaded[name] != now
         ]
-        not_kept += [
+        changed_settings += [
             f"learning rates {_listed(new)} of {name!r} are ignored, the checkpoint has {_listed(now_rates[name])}"
             for name, new in rates.items()
             if new != now_rates[name]
         ]
-        self.not_kept = tuple(not_kept)
+        self.changed_settings = tuple(changed_settings)
         self.resumed_from = found.path
-        self.passed_over = tuple((path.name, reason) for path, reason in found.passed_over)
+        self.skipped_checkpoints = tuple((path.name, reason) for path, reason in found.skipped_checkpoints)
         run: Mapping[str, Any] = content["run"]
         return run
 

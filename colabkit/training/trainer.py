@@ -109,7 +109,7 @@ def train(
     *,
     epochs: int = 1,
     state: Mapping[str, Stateful] | None = None,
-    save_to: str | os.PathLike[str] | None = None,
+    to: str | os.PathLike[str] | None = None,
     save_every: int | str = "epoch",
     keep_last: int = 2,
     resume: bool = True,
@@ -126,11 +126,11 @@ def train(
 ) -> TrainReport:
     """Train for a number of epochs by calling `step` on every batch, and return a report.
 
-    With `save_to`, the run saves checkpoints. They hold `state`, the state of the step, the loader's position, the
+    With `to`, the run saves checkpoints. They hold `state`, the state of the step, the loader's position, the
     random generators of each process and the training history. If you make the same call again, it resumes from the
     newest readable checkpoint, even in the middle of an epoch. A checkpoint is copied between two steps and written in
     the background. Checkpoints due by steps or time are postponed while an earlier one is being written; checkpoints at
-    the end of an epoch and of the best state are not. Without `save_to`, nothing is saved.
+    the end of an epoch and of the best state are not. Without `to`, nothing is saved.
 
     Ctrl-C, SIGTERM and SIGHUP end the training after the running step, with a final checkpoint. SIGTERM and SIGHUP are
     then raised again.
@@ -147,10 +147,10 @@ def train(
         epochs: total number of epochs, including those of earlier calls.
         state: objects to save, by name, such as `{"model": model, "optimizer": optimizer}`. None saves the model and
             optimizer of `supervised_step`.
-        save_to: folder for the checkpoints; it may be on Drive.
+        to: folder for the checkpoints; it may be on Drive.
         save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
         keep_last: how many of the newest checkpoints to keep, besides the best one.
-        resume: resume from the newest checkpoint. If False, `save_to` must not contain checkpoints.
+        resume: resume from the newest checkpoint. If False, `to` must not contain checkpoints.
         validate: function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
             evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on.
         validate_every: steps between two validations, or `"epoch"`.
@@ -164,7 +164,7 @@ def train(
             a `datetime`. Training stops early enough to save a final checkpoint by then.
         on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
             (`"continue"`). Numbers on a GPU are checked when they are read, not after each step.
-        timeout: how long one checkpoint operation may wait for the file system of `save_to`, in seconds or as text
+        timeout: how long one checkpoint operation may wait for the file system of `to`, in seconds or as text
             such as `"5min"`, plus one second for each 10 MB. After that, the checkpoint counts as failed. None means
             two minutes.
         on_step: function called with a record of each step after that step. If it raises `StopIteration`, training
@@ -177,20 +177,20 @@ def train(
         TrainingInterrupted: after Ctrl-C and the final checkpoint, if any. It is a `KeyboardInterrupt` and holds the
             report.
         InvalidOption: if an argument is invalid, or the checkpoints belong to different data or a different `state`.
-        TargetExists: if `resume` is False and `save_to` contains checkpoints.
+        TargetExists: if `resume` is False and `to` contains checkpoints.
         Corrupt: if all checkpoints are damaged.
         NotEnoughSpace, FileFailed, TimedOut: if the first or the last checkpoint cannot be written.
-        NotMounted: if `save_to` is on Drive and Drive is not mounted.
+        NotMounted: if `to` is on Drive and Drive is not mounted.
         TrainingDiverged: if the step returns NaN or infinity and `on_nonfinite` is `"raise"`.
         BadImage, LoaderFailed: as in `Loader`.
 
     Example:
         >>> import colabkit, torch
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> loader = colabkit.Loader(data, batch_size=64, shuffle=True)
         >>> model = colabkit.small_network(10, (8, 8, 3))
         >>> step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
-        >>> report = colabkit.train(step, loader, epochs=2, save_to="checkpoints")
+        >>> report = colabkit.train(step, loader, epochs=2, to="checkpoints")
         >>> report.steps, report.stopped
         (58, None)
     """
@@ -210,13 +210,13 @@ def train(
     if validate_every != "epoch":
         validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)
     timeout_s = None if timeout is None else check_duration(_ACT, "timeout", timeout)
-    parts = state_of(_ACT, state, step, save_to is not None)
+    parts = state_of(_ACT, state, step, to is not None)
     validation = _validation_of(validate, step, loader)
-    folder = None if save_to is None else user_path(save_to, _ACT).absolute()
+    folder = None if to is None else user_path(to, _ACT).absolute()
     schedule = SaveSchedule(save_every)
-    if save_to is None and save_every != "epoch":
-        found = (option("save_every", save_every), " without ", option("save_to"))
-        next_step = ("Name a folder for the checkpoints with ", option("save_to"))
+    if to is None and save_every != "epoch":
+        found = (option("save_every", save_every), " without ", option("to"))
+        next_step = ("Name a folder for the checkpoints with ", option("to"))
         raise InvalidOption(cannot(_ACT, found, "both or neither", next_step))
     ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)
     started = time.monotonic()

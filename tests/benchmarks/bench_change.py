@@ -65,7 +65,7 @@ def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[floa
     checkouts = {"before": os.path.abspath(before), "after": str(CHECKOUT)}
     local = os.path.join(folder, "near")
     commands = {which: [sys.executable, __file__, path, "--child", name, folder] for which, path in checkouts.items()}
-    environments = {which: {"PYTHONPATH": path, "COLABKIT_NEAR": local} for which, path in checkouts.items()}
+    environments = {which: {"PYTHONPATH": path, "COLABKIT_LOCAL": local} for which, path in checkouts.items()}
     figures: dict[str, list[float]] = {"before": [], "after": []}
     for number in range(rounds):
         order = ("before", "after")[:: -1 if number % 2 else 1]

@@ -4,7 +4,7 @@
 
 The verdict of a run must be the planted bottleneck. The predicted speed after the fix is compared with the measured
 speed; each is the median of three to nine rounds in which the slow and the fixed run alternate. The requirements apply
-to the prediction of `diagnose(loader, headspace=headspace(step, loader))`. The benchmark also reports the prediction
+to the prediction of `doctor(loader, headspace=headspace(step, loader))`. The benchmark also reports the prediction
 without `headspace()`, and how well the fixed runs agree with each other. Each scenario runs in a new process and takes
 one to three minutes; scenarios with a slow drive need FUSE.
 """

@@ -59,7 +59,7 @@ class StagingBench(Bench):
     def __post_init__(self) -> None:
         self.root, self.point, self.near = (self.folder / name for name in ("root", "drive", "near"))
         self.tmpfs = Path("/dev/shm") / self.folder.name
-        os.environ["COLABKIT_NEAR"] = str(self.near)
+        os.environ["COLABKIT_LOCAL"] = str(self.near)
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
         self.whole = colabkit.stage(self.options.data, self.folder / "whole", progress=False).path
         self.fill(self.options.files, self.options.big_mb * 10**6)
@@ -271,7 +271,7 @@ def prepare(bench: StagingBench) -> None:
     """Measure `prepare()` with a pack that an earlier session saved on the drive."""
 
     def run() -> None:
-        made.append(colabkit.prepare(bench.point / "small", save_to=bench.point / "colabkit", progress=False).report)
+        made.append(colabkit.prepare(bench.point / "small", to=bench.point / "colabkit", progress=False).report)
 
     made: list[object] = []
     with bench.drive(40, 16):

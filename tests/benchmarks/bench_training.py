@@ -53,7 +53,7 @@ def steps(bench: Bench) -> None:
         {
             "by hand": by_hand(*samples),
             "train()": by_train(samples),
-            "train() with a checkpoint every 6 steps": by_train(samples, save_to=bench.folder, save_every=6),
+            "train() with a checkpoint every 6 steps": by_train(samples, to=bench.folder, save_every=6),
         },
         bench.rounds,
     )

@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import colabkit
 from colabkit.foundation import sampled
-from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
-from colabkit.monitoring.doctor.run_profile import settled_steps, typical_step
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Verdict
+from colabkit.monitoring.diagnosing.run_profile import settled_steps, typical_step
 
 __all__ = ["RUNS", "Run"]
 
@@ -158,10 +158,10 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
         counted.append(loader.meters.snapshot().seconds / clocked)
         if run.elsewhere_s:
             loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
-        diagnoses.append(colabkit.diagnose(loader))
+        diagnoses.append(colabkit.doctor(loader))
         if is_mended:
             alone = colabkit.headspace(step, loader, state=parts, seconds=ALONE_S)
-            confirmed.append(colabkit.diagnose(loader, headspace=alone))
+            confirmed.append(colabkit.doctor(loader, headspace=alone))
         unmount()
         if is_mended:
             later = watched((run.after or run.before)(folder))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, StepTimes
-from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
-from colabkit.monitoring.doctor.verdict import Doctor
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Verdict
+from colabkit.monitoring.diagnosing.verdict import Doctor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from doctor_cases import FOREIGN, GATHERED, GIB, ON_GPU, QUIET, T4, part, spent_of
@@ -91,7 +91,7 @@ class Trace:
 DECODED = LoaderFacts(
     "decoded", samples=50_000, batch_size=64, workers=2, encoding="encoded", tier="source", files=50_000
 )
-DRIVE = replace(DECODED, path="/content/drive/MyDrive/photos", is_far=True)
+DRIVE = replace(DECODED, path="/content/drive/MyDrive/photos", is_remote=True)
 WITH_T4 = replace(HOST, gpus=(T4,))
 
 
@@ -114,7 +114,7 @@ TRACES = (
           (("read", 0.05, 0, 0, 20_000), ("decode", 0.001, 0.02, 0.001, 150_000)),
           replace(HOST, gpus=(replace(T4, utilization_rate=0.2),))),
     Trace("Drive, read by torch's DataLoader", "data", "far_files", (0.9, 0, 0.1, 0),
-          replace(FOREIGN, path="/content/drive/MyDrive/photos", is_far=True)),
+          replace(FOREIGN, path="/content/drive/MyDrive/photos", is_remote=True)),
     Trace("Drive slows down", "data", "throttled", (0.4, 0, 0.1, 0), DRIVE,
           (("read", 0.05, 0, 0, 20_000), ("decode", 0.001, 0.02, 0.001, 150_000)),
           shape=lambda number, step: step._replace(wait_s=step.wait_s * (1 + number / 50))),

@@ -40,7 +40,7 @@ def found(folder: Path) -> tuple[int, list[str]]:
     assert newest is not None
     assert torch.equal(newest.content["state"]["weights"], content(newest.step)["state"]["weights"])
     assert newest.content["history"] == content(newest.step)["history"]
-    return newest.step, [path.name for path, _ in newest.passed_over]
+    return newest.step, [path.name for path, _ in newest.skipped_checkpoints]
 
 
 def steps_at(folder: Path) -> list[int]:

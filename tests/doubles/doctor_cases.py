@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import colabkit
 from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
-from colabkit.monitoring.doctor.diagnosis import Advice
-from colabkit.monitoring.doctor.run_profile import RunProfile, profile_run
+from colabkit.monitoring.diagnosing.diagnosis import Advice
+from colabkit.monitoring.diagnosing.run_profile import RunProfile, profile_run
 
 GIB = 1 << 30
 GATHERED = LoaderFacts("gathered", samples=50_000, batch_size=64, workers=1, encoding="raw", tier="ram")
@@ -25,12 +25,12 @@ DECODED = LoaderFacts(
     workers=2,
     sample_bytes=20_000.0,
     path="/data/birds",
-    is_far=False,
+    is_remote=False,
     files=50_000,
     encoding="encoded",
     tier="source",
 )
-DRIVE = replace(DECODED, path="/content/drive/MyDrive/birds", is_far=True)
+DRIVE = replace(DECODED, path="/content/drive/MyDrive/birds", is_remote=True)
 PROCESSES = LoaderFacts(
     "processes", samples=50_000, batch_size=64, workers=2, encoding="python", tier="source", keeps_workers=False
 )

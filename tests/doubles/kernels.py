@@ -51,7 +51,7 @@ def kernel_at(
     """
     kernel = folder / "kernels" / "tested"
     kernel.mkdir(parents=True)
-    own = {"COLABKIT_NEAR": str(folder / "near"), "IPYTHONDIR": str(folder / "ipython")}
+    own = {"COLABKIT_LOCAL": str(folder / "near"), "IPYTHONDIR": str(folder / "ipython")}
     spec = {
         "argv": [*command, "-f", "{connection_file}"],
         "display_name": "tested",

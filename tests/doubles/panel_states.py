@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderMeters, StepTimes
-from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis, Shares
+from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis, Shares
 from colabkit.monitoring.panel.content import PanelState
 from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.text import as_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from colabkit.storage.probing.api import read_probe
+from colabkit.storage.probing.api import probe
 from colabkit.storage.probing.report import ProbeReport
 
 
@@ -31,6 +31,6 @@ def truncate(path: Path, size: int) -> Path:
     return path
 
 
-def probe(path: Path | str, seconds: float) -> ProbeReport:
+def probe_quietly(path: Path | str, seconds: float) -> ProbeReport:
     """Probe without a progress bar."""
-    return read_probe(path, seconds=seconds, progress=False)
+    return probe(path, seconds=seconds, progress=False)

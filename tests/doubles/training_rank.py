@@ -69,7 +69,7 @@ def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: st
 
     try:
         report = colabkit.train(
-            Step(), loader, epochs=int(epochs), state=usual.parts, save_to=folder, save_every=2, on_step=note
+            Step(), loader, epochs=int(epochs), state=usual.parts, to=folder, save_every=2, on_step=note
         )
     except TrainingInterrupted as stopped:
         report = stopped.report
@@ -78,7 +78,7 @@ def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: st
         "steps": report.steps,
         "trained": report.trained,
         "stopped": report.stopped,
-        "not_kept": report.not_kept,
+        "changed_settings": report.changed_settings,
         "samples": [epoch.samples for epoch in report.epochs],
         "loss": [epoch.values["loss"] for epoch in report.epochs],
         "weights": model.weight.flatten().tolist(),

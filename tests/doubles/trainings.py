@@ -180,7 +180,7 @@ class NotedTraining:
 
     def train(self, **options: Any) -> TrainReport:
         arguments = {"epochs": EPOCHS, "save_every": 3, "on_step": self.note, **options}
-        return colabkit.train(self, self.loader, state=self._usual.parts, save_to=self._folder, **arguments)
+        return colabkit.train(self, self.loader, state=self._usual.parts, to=self._folder, **arguments)
 
     def came_to(self) -> tuple[list[Tensor], dict[int, list[list[int]]]]:
         """Return the weights, and for each epoch the samples of its steps; for a repeated step, the last run counts."""

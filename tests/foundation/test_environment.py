@@ -14,7 +14,7 @@ from trees import needs
 
 from colabkit.foundation.environment import limits
 from colabkit.foundation.environment import runtime_report as places
-from colabkit.foundation.environment.limits import is_tmpfs, near_folder
+from colabkit.foundation.environment.limits import is_tmpfs, local_root
 from colabkit.foundation.environment.runtime_report import Place, place_of, runtime
 from colabkit.foundation.mount_table import Mount
 
@@ -207,13 +207,13 @@ def test_the_local_folder_is_the_chosen_one_else_that_of_the_platform_else_the_c
     present: set[str] = set()
     monkeypatch.setattr(Path, "is_dir", lambda path: str(path) in present)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert near_folder({}) == tmp_path / ".cache" / "colabkit"
-    assert near_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/colabkit")
+    assert local_root({}) == tmp_path / ".cache" / "colabkit"
+    assert local_root({"XDG_CACHE_HOME": "/c"}) == Path("/c/colabkit")
     present.add("/kaggle/temp")
-    assert near_folder({"XDG_CACHE_HOME": "/c"}) == Path("/kaggle/temp/colabkit")
+    assert local_root({"XDG_CACHE_HOME": "/c"}) == Path("/kaggle/temp/colabkit")
     present.add("/content")
-    assert near_folder({}) == Path("/content/colabkit")
-    assert near_folder({"COLABKIT_NEAR": "/chosen"}) == Path("/chosen")
+    assert local_root({}) == Path("/content/colabkit")
+    assert local_root({"COLABKIT_LOCAL": "/chosen"}) == Path("/chosen")
 
 
 def test_the_report_of_this_machine_is_complete_and_consistent():

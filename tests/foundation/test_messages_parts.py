@@ -100,10 +100,10 @@ def test_omit_is_lower_case_elsewhere_and_other_next_steps_are_unchanged() -> No
 
 
 def test_a_message_inside_a_message_uses_the_same_words() -> None:
-    inner = cannot("save", "the folder is full", "", ("Use ", option("save_to", None)))
+    inner = cannot("save", "the folder is full", "", ("Use ", option("to", None)))
     outer = cannot("train", inner, "", ("Run ", call("mount")))
-    assert "Use save_to=None." in str(outer)
-    assert "Use SAVE_TO None." in outer.render(Shouted())
+    assert "Use to=None." in str(outer)
+    assert "Use TO None." in outer.render(Shouted())
 
 
 def test_a_message_lists_the_options_of_its_next_step_first_and_each_once() -> None:

@@ -130,7 +130,7 @@ CALLS = (
     lambda path: colabkit.pack("samples:digits", path),
     colabkit.open_pack,
     colabkit.verify,
-    colabkit.read_probe,
+    colabkit.probe,
     lambda path: colabkit.fetch("https://localhost:1/x", path),
     colabkit.clear_cache,
     colabkit.flush,
@@ -149,7 +149,7 @@ def test_every_function_accepts_drive_paths_and_reports_a_missing_mount(monkeypa
 def test_checkpoints_accept_drive_paths(monkeypatch, tmp_path):
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     loader = colabkit.Loader(colabkit.open_pack(make_pack(tmp_path / "x.h5", train=8))["train"], batch_size=4)
-    colabkit.train(lambda batch: 0.0, loader, state={}, save_to="drive:checkpoints")
+    colabkit.train(lambda batch: 0.0, loader, state={}, to="drive:checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) != []
 
 
@@ -168,7 +168,7 @@ def test_causes_are_read_from_the_new_part_of_the_log(tmp_path):
     assert log_causes(start, str(tmp_path)) == frozenset()
     with log.open("a") as file:
         file.write("W QueryManager timed out after 60 s\n")
-    assert log_causes(start, str(tmp_path)) == {"top folder"}
+    assert log_causes(start, str(tmp_path)) == {"root folder"}
     # The log was restarted and is shorter than before.
     write_log(tmp_path, "QUOTA_EXCEEDED")
     assert log_causes(start, str(tmp_path)) == {"quota"}

@@ -88,7 +88,7 @@ class Machine:
             clock=lambda: self.now,
             affinity=self._affinity,
             statvfs=self._statvfs,
-            environ={"COLABKIT_NEAR": os.getcwd()},
+            environ={"COLABKIT_LOCAL": os.getcwd()},
         )
 
     def after(self, seconds: float, **changes: Any) -> HostSnapshot:

@@ -253,7 +253,7 @@ def test_a_deleted_loader_releases_its_memory(makes):
     del loader
     gc.collect()
     assert psutil.Process().num_fds() <= before
-    assert not any(Path(os.environ["COLABKIT_NEAR"]).rglob("*colabkit-cache*"))
+    assert not any(Path(os.environ["COLABKIT_LOCAL"]).rglob("*colabkit-cache*"))
 
 
 @pytest.mark.parametrize("way", ["raw", "arrays", "lambda"])

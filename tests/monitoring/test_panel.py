@@ -18,7 +18,7 @@ from trainings import train
 import colabkit
 from colabkit.errors import InvalidOption, MissingPackage
 from colabkit.foundation import LoaderMeters, meters
-from colabkit.monitoring.doctor.verdict import Doctor
+from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.api import Dashboard, is_any_open, show_beside_training
 
 

@@ -7,7 +7,7 @@ from doctor_cases import made
 from panel_states import FakeTime, Frames, machine, took
 
 from colabkit.foundation import LoaderMeters, meters
-from colabkit.monitoring.doctor.machine_rules import costly_panel
+from colabkit.monitoring.diagnosing.machine_rules import costly_panel
 from colabkit.monitoring.panel.api import Dashboard, FramePace
 
 

@@ -9,8 +9,8 @@ import pytest
 from panel_states import DIAGNOSIS, GPU, HOST, FakeTime, Machine, render, took
 
 from colabkit.foundation import HostSnapshot, LoaderFacts, LoaderMeters, MetersSnapshot, meters
-from colabkit.monitoring.doctor.diagnosis import Diagnosis
-from colabkit.monitoring.doctor.verdict import Doctor
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
+from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState
 from colabkit.monitoring.panel.recorder import RunRecorder, StepValues, TimeSeries
 

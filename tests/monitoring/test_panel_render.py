@@ -12,7 +12,7 @@ import pytest
 from panel_states import ADVICE, DIAGNOSIS, EMPTY, FINISHED, HOST, RUNNING, STATES, render
 
 from colabkit.foundation.plotting import BLUE, GREEN, GREY, PURPLE, VERMILLION
-from colabkit.monitoring.doctor.diagnosis import Shares, Verdict
+from colabkit.monitoring.diagnosing.diagnosis import Shares, Verdict
 from colabkit.monitoring.panel.content import Phase, thinned
 from colabkit.monitoring.panel.html import line_chart
 

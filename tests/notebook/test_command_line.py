@@ -131,7 +131,7 @@ def test_the_doctor_diagnoses_a_loader_in_a_file_or_a_saved_report(
     assert main(["train", f"{file}:step", f"{file}:loader"]) == 0
     saved = meters.latest().save(experiment / "run.json")
     capsys.readouterr()
-    expected = colabkit.diagnose(saved)
+    expected = colabkit.doctor(saved)
     assert main(["doctor", str(saved)]) == int(not expected.is_good)
     assert capsys.readouterr().out == f"{expected}\n"
     assert main(["doctor", str(experiment / "none.json")]) == 1

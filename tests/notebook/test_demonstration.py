@@ -47,9 +47,9 @@ def test_every_figure_comes_from_the_run(digits: colabkit.DemoReport) -> None:
 def test_folders_with_and_without_split_folders_are_accepted(tmp_path: Path, prefixes: tuple[str, ...]) -> None:
     for prefix in prefixes:
         make_tree(tmp_path / "tree", 6, prefix=prefix)
-    report = colabkit.demo(tmp_path / "tree", epochs=1, latency=0, keep=tmp_path / "kept", progress=False)
+    report = colabkit.demo(tmp_path / "tree", epochs=1, latency=0, to=tmp_path / "kept", progress=False)
     assert report.samples == 18 * len(prefixes)
-    assert report.kept == tmp_path / "kept"
+    assert report.path == tmp_path / "kept"
     assert colabkit.verify(tmp_path / "kept" / "pack.h5", progress=False).damaged == ()
 
 
@@ -117,7 +117,7 @@ def test_bad_input_is_a_one_line_error_and_leaves_no_files(
     data = make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(error, match=words):
-        colabkit.demo(data, latency=0, keep=tmp_path / "kept", progress=False)
+        colabkit.demo(data, latency=0, to=tmp_path / "kept", progress=False)
     assert leftovers(tmp_path) == []
     assert main(["demo", "--data", str(data), "--latency", "0", "--no-progress"]) == 1
     shown = capsys.readouterr()
@@ -132,10 +132,10 @@ def test_invalid_options_are_rejected(options: dict) -> None:
         colabkit.demo(**options)
 
 
-def test_a_folder_that_is_not_empty_is_rejected_as_keep(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_rejected_as_destination(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(TargetExists, match="not empty"):
-        colabkit.demo(keep=tmp_path, progress=False)
+        colabkit.demo(to=tmp_path, progress=False)
 
 
 def test_a_folder_without_training_images_is_a_one_line_error(tmp_path: Path) -> None:

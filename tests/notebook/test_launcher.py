@@ -30,7 +30,7 @@ def verbs(plan: Pipeline) -> list[str]:
 
 
 def test_each_button_includes_the_calls_of_the_buttons_before_it() -> None:
-    assert verbs(make_pipeline(Settings("birds"), "probe")) == ["read_probe"]
+    assert verbs(make_pipeline(Settings("birds"), "probe")) == ["probe"]
     assert verbs(make_pipeline(Settings("birds"), "stage")) == ["stage"]
     assert verbs(make_pipeline(Settings("birds"), "pack")) == ["stage", "pack"]
     whole = make_pipeline(Settings("birds", epochs=7, batch_size=9), "train")
@@ -40,7 +40,7 @@ def test_each_button_includes_the_calls_of_the_buttons_before_it() -> None:
 
 
 def test_drive_is_mounted_first_unless_another_folder_replaces_it() -> None:
-    assert verbs(make_pipeline(Settings("drive:birds"), "probe")) == ["mount", "read_probe"]
+    assert verbs(make_pipeline(Settings("drive:birds"), "probe")) == ["mount", "probe"]
     assert verbs(make_pipeline(Settings("birds", work="drive:work"), "pack")) == ["mount", "stage", "pack"]
     assert verbs(make_pipeline(Settings("birds", work="drive:work"), "stage")) == ["stage"]
     assert verbs(make_pipeline(Settings("drive:birds"), "stage", needs_mount=False)) == ["stage"]
@@ -59,7 +59,7 @@ def test_the_calls_have_the_values_of_the_form() -> None:
     assert staging.arguments == {"source": "birds", "to": "disk"}
     assert packing.arguments == {
         "source": ResultPath("staged"),
-        "out": packing.arguments["out"],
+        "to": packing.arguments["to"],
         "size": (240, 320),
         "encoding": "jpeg",
         "channels": 1,
@@ -67,16 +67,16 @@ def test_the_calls_have_the_values_of_the_form() -> None:
         "splits": {"train": 0.5, "dev": 0.5},
         "on_bad": "skip",
     }
-    assert packing.arguments["out"].startswith("w/birds-")
+    assert packing.arguments["to"].startswith("w/birds-")
 
 
 def test_empty_options_use_the_defaults_of_the_public_function() -> None:
-    assert list(make_pipeline(Settings("birds", splits=""), "pack").calls[-1].arguments) == ["source", "out"]
+    assert list(make_pipeline(Settings("birds", splits=""), "pack").calls[-1].arguments) == ["source", "to"]
 
 
 def test_other_pack_options_create_another_pack_and_other_epochs_do_not() -> None:
     def folder(form: Settings) -> str:
-        return make_pipeline(form, "train").training.save_to
+        return make_pipeline(form, "train").training.to
 
     assert folder(Settings("birds")) == folder(Settings(" birds ", epochs=9, batch_size=1, to="disk"))
     assert len({folder(form) for form in (Settings("birds"), Settings("b/birds"), Settings("birds", size="64"))}) == 3
@@ -118,7 +118,7 @@ def test_a_path_that_looks_like_an_option_is_a_path() -> None:
     pipeline = make_pipeline(Settings("--to", work="-w", size="-3", labels="-x"), "pack")
     staging, packing = pipeline.calls
     assert staging.arguments["source"] == "--to"
-    assert packing.arguments["out"].startswith("-w/")
+    assert packing.arguments["to"].startswith("-w/")
     assert (packing.arguments["size"], packing.arguments["labels"]) == (-3, "-x")
 
 
@@ -132,8 +132,8 @@ def test_an_address_with_secrets_is_prompted_for_and_not_shown() -> None:
     assert 'ADDRESS = getpass("' in code
     assert "staged = colabkit.stage(ADDRESS, to='auto')" in code
     assert plan.calls[0].arguments["source"] == ADDRESS
-    assert plan.training.save_to.startswith("colabkit-work/birds-")
-    assert "secret" not in make_pipeline(Settings("https://user:secret@example.org"), "train").training.save_to
+    assert plan.training.to.startswith("colabkit-work/birds-")
+    assert "secret" not in make_pipeline(Settings("https://user:secret@example.org"), "train").training.to
 
 
 def test_plain_addresses_are_shown() -> None:
@@ -189,7 +189,7 @@ def check_code(source: str, work: str) -> None:
             name: repr(value) if isinstance(value, ResultPath) else value for name, value in call.arguments.items()
         }
         assert found[call.verb.call] == shown
-    assert found["train"]["save_to"] == pipeline.training.save_to
+    assert found["train"]["to"] == pipeline.training.to
 
 
 CALLED = ("stage", "pack", "open_pack", "Loader", "small_network", "supervised_step", "train")

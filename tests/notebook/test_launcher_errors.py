@@ -24,7 +24,7 @@ from colabkit.storage.sources.folder import FolderSource
 def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     """Return a launcher with small numbers and a private folder for local copies."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLABKIT_NEAR", str(tmp_path / "local"))
+    monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
     panel = Launcher(ipywidgets)
     fill(panel, to="disk", epochs=1, batch_size=8)
     yield panel

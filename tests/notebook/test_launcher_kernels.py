@@ -35,7 +35,7 @@ def counted(**arguments):
     return stage(**arguments)
 
 colabkit.stage = counted
-panel = colabkit.open_launcher()
+panel = colabkit.launch()
 view = panel.view
 view.fields["source"].value, view.fields["to"].value = "tree", "disk"
 view.fields["epochs"].value = 1

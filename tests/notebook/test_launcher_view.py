@@ -279,7 +279,7 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def test_the_launcher_opens_once_in_its_cell_and_again_in_another(notebook: SimpleNamespace) -> None:
-    panel = colabkit.open_launcher()
+    panel = colabkit.launch()
     panel._ipython_display_()
     assert notebook.shown == [([VIEW, "text/plain"], False), (["text/html", "text/plain"], False)]
     assert "launcher" in notebook.last["text/plain"]
@@ -290,9 +290,9 @@ def test_the_launcher_opens_once_in_its_cell_and_again_in_another(notebook: Simp
 
 def test_opening_another_launcher_closes_the_previous_one_and_unloading_closes_all(notebook: SimpleNamespace) -> None:
     before = widgets_there()
-    first = colabkit.open_launcher()
+    first = colabkit.launch()
     there = widgets_there()
-    second = colabkit.open_launcher()
+    second = colabkit.launch()
     assert not first.is_open
     assert widgets_there() == there
     colabkit.unload_ipython_extension(notebook)
@@ -304,7 +304,7 @@ def test_results_stay_in_the_saved_notebook_and_are_hidden_by_the_live_panel(
     notebook: SimpleNamespace, image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    panel = colabkit.open_launcher()
+    panel = colabkit.launch()
     fill(panel, source=str(image_tree), to="disk")
     click(panel, "stage")
     assert notebook.shown[-1] == (["text/html", "text/plain"], True)
@@ -321,7 +321,7 @@ def test_results_stay_in_the_saved_notebook_and_are_hidden_by_the_live_panel(
 
 def test_outside_of_a_notebook_the_error_names_where_it_works() -> None:
     with pytest.raises(NoNotebook, match=r"this is not a notebook\..*python -m colabkit"):
-        colabkit.open_launcher()
+        colabkit.launch()
 
 
 def test_without_ipywidgets_the_error_names_the_command_that_installs_it(
@@ -329,7 +329,7 @@ def test_without_ipywidgets_the_error_names_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     with pytest.raises(MissingPackage, match="pip install ipywidgets"):
-        colabkit.open_launcher()
+        colabkit.launch()
 
 
 def test_importing_the_launcher_imports_neither_torch_nor_ipywidgets() -> None:

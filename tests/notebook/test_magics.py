@@ -65,7 +65,7 @@ def test_help_is_printed_and_is_the_docstring(
 
 
 def test_colabkit_opens_the_launcher(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(colabkit, "open_launcher", lambda: "opened", raising=False)
+    monkeypatch.setattr(colabkit, "launch", lambda: "opened", raising=False)
     assert shell.run_line_magic("colabkit", " ") == "opened"
 
 

@@ -138,7 +138,7 @@ def test_drive_paths_are_offered(shell: InteractiveShell, tmp_path: Path, monkey
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     check(shell, "%stage drive:bird", [f"%stage drive:{name}" for name in FOUND])
     check(shell, '%stage "drive:bird songs/l', ['%stage "drive:bird songs/loud ones/'])
-    check(shell, "%prepare a --save-to drive:birds.", ["%prepare a --save-to drive:birds.h5"])
+    check(shell, "%prepare a --to drive:birds.", ["%prepare a --to drive:birds.h5"])
 
 
 def test_without_drive_nothing_is_offered(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_an_error_shows_the_users_own_line(outputs: dict[str, list[NotebookNode]
 def test_ctrl_c_and_bad_syntax_are_one_line(outputs: dict[str, list[NotebookNode]]) -> None:
     stopped, broken = trace_of(outputs["stop"]), trace_of(outputs["syntax"])
     assert stopped.startswith("TrainingInterrupted: Training stopped after step 1")
-    assert "--save-to" in stopped
+    assert "--to" in stopped
     assert "\n" not in stopped
     assert re.fullmatch(
         r"InvalidOption: Cannot run the cell: .* on line 2, 'model\(x'; expected valid Python\. Fix that line\.",

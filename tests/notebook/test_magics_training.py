@@ -223,7 +223,7 @@ def test_an_invalid_line_is_a_one_line_error(shell: InteractiveShell, capsys: py
         ("data --batch-size big", InvalidOption, "'big' is not a whole number"),
         ("data --on tpu", InvalidOption, "tpu"),
         ("data --transform nothing", InvalidOption, "Cannot use 'nothing'"),
-        ("data --save-to runs", InvalidOption, "Add --state head model"),
+        ("data --to runs", InvalidOption, "Add --state head model"),
         ("data --state seen", InvalidOption, "state['seen'] is a list"),
         ("'half", InvalidOption, "a quote is not closed"),
         ("", InvalidOption, "the following arguments are required: pack"),
@@ -243,7 +243,7 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_one_line(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell.user_ns |= {"model": torch.nn.Linear(2, 1), "signal": signal}
-    line = "data --batch-size 8 --epochs 2 --state model --save-to runs"
+    line = "data --batch-size 8 --epochs 2 --state model --to runs"
     result = run(shell, f"%%train {line}\nif step == 3: signal.raise_signal(signal.SIGINT)\nseen.append((epoch, step))")
     assert isinstance(result.error_in_exec, TrainingInterrupted)
     assert result.error_in_exec.report.steps == 4
@@ -290,7 +290,7 @@ def forked(work: Callable[[], object]) -> int:
 def test_a_killed_and_repeated_run_ends_bit_for_bit_like_an_uninterrupted_run(
     shell: InteractiveShell, step: int
 ) -> None:
-    line = f"data --batch-size 8 --epochs {EPOCHS} --state model optimizer --save-every 2 --on cpu --save-to"
+    line = f"data --batch-size 8 --epochs {EPOCHS} --state model optimizer --save-every 2 --on cpu --to"
     shell.run_cell(SETUP).raise_error()
     whole = train(shell, f"{line} whole", BODY)
     expected = [weight.clone() for weight in shell.user_ns["model"].parameters()]

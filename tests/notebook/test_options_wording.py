@@ -107,7 +107,7 @@ def test_a_field_accepts_every_value_that_it_is_advised() -> None:
         ("mount", omit("path"), "omit path"),
         ("pack", (option("labels"), " and ", option("splits")), "--labels and --splits"),
         ("pack", ("Rename it", in_python((", or use ", option("labels", Code("function"))))), "Rename it"),
-        ("pack", (option("size", ...), " and ", option("out")), "--size and out"),
+        ("pack", (option("size", ...), " and ", option("to")), "--size and to"),
     ],
 )
 def test_an_option_of_the_verb_is_written_as_in_its_line(verb: str, text: Text, line: str) -> None:
@@ -144,7 +144,7 @@ def test_calls_become_the_lines_that_make_them() -> None:
     magic = "Run %mount or %mount --force, then %stage '/a b/c' --threads 4 or %stage ..."
     assert in_a_line("pack", text) == magic
     assert in_a_line("pack", text, "colabkit ") == magic.replace("%", "colabkit ")
-    assert in_a_line("pack", call("read_probe", "drive:x")) == "%probe drive:x"
+    assert in_a_line("pack", call("probe", "drive:x")) == "%probe drive:x"
     assert in_a_line("pack", call("demo", epochs=3), "colabkit ") == "colabkit demo --epochs 3"
 
 
@@ -176,8 +176,8 @@ def test_a_terminal_shows_its_own_options(image_tree: Path, tmp_path: Path, caps
 
 def test_json_stays_python(image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     colabkit.pack(image_tree, tmp_path / "p.h5", progress=False)
-    assert main(["prepare", str(image_tree), "--save-to", "none", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unsaved"] == "save_to=None"
+    assert main(["prepare", str(image_tree), "--to", "none", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unsaved"] == "to=None"
 
 
 def test_a_magic_shows_its_own_options_and_python_shows_python(
@@ -197,7 +197,7 @@ def test_a_magic_shows_its_own_options_and_python_shows_python(
     message = shown_by(capsys)[0]
     assert "Cannot train: " in message
     assert "--save-every 5min" in message
-    assert "--save-to" in message
+    assert "--to" in message
 
 
 def test_a_magic_that_cannot_save_on_drive_offers_to_save_nothing(
@@ -207,7 +207,7 @@ def test_a_magic_that_cannot_save_on_drive_offers_to_save_nothing(
     monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
     pack = shell.run_line_magic("prepare", f"'{image_tree}' --no-progress")
     assert "Run %mount first" in repr(pack)
-    assert "--save-to none" in repr(pack)
+    assert "--to none" in repr(pack)
 
 
 def test_an_error_of_a_call_in_the_cell_below_a_magic_stays_python(

@@ -235,12 +235,12 @@ def zipped(tree: Path, out: Path, broken: int | None = None) -> Path:
 
 
 @pytest.mark.parametrize("options", [*ENCODINGS, {}], ids=str)
-@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("is_remote", [False, True])
 @pytest.mark.parametrize("number", [0, 6])
-def test_a_broken_member_of_an_archive_is_a_bad_file(tmp_path, tree, options, is_far, number):
+def test_a_broken_member_of_an_archive_is_a_bad_file(tmp_path, tree, options, is_remote, number):
     whole = packed(zipped(tree, tmp_path / "tree.zip"), tmp_path / "whole.h5", **options)
     source = ZipSource(zipped(tree, tmp_path / "broken.zip", number))
-    source.can_hang = is_far
+    source.can_hang = is_remote
     with pytest.raises(BadArchive, match=r"Cannot read .*broken.zip'.*do not match its CRC"):
         pack(source, tmp_path / "p.h5", progress=False, **options)
     for on_bad in ("skip", "blank"):

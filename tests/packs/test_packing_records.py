@@ -125,8 +125,8 @@ def test_a_pattern_of_remote_shards_is_staged_and_packed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
-@pytest.mark.parametrize("is_far", [False, True])
-def test_an_archive_gives_the_same_pack_as_its_folder_and_is_not_extracted(tmp_path, near_storage, name, is_far):
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_an_archive_gives_the_same_pack_as_its_folder_and_is_not_extracted(tmp_path, near_storage, name, is_remote):
     needs("FUSE with mfusepy", has_fuse())
     tree = make_tree(tmp_path / "tree", 4, prefix="train")
     make_tree(tree, 2, prefix="val")
@@ -134,7 +134,7 @@ def test_an_archive_gives_the_same_pack_as_its_folder_and_is_not_extracted(tmp_p
     (tmp_path / "far").mkdir()
     archive_of(tree, tmp_path / "far" / name)
     with FuseMount(tmp_path / "mount", tmp_path / "far") as mount:
-        found = opened((mount.point if is_far else tmp_path / "far") / name, tmp_path / "p.h5")
+        found = opened((mount.point if is_remote else tmp_path / "far") / name, tmp_path / "p.h5")
     assert found.splits == expected.splits == {"train": 12, "dev": 6}
     for split in found:
         assert torch.equal(found[split].rows, expected[split].rows)

@@ -94,9 +94,9 @@ def test_a_local_pack_is_used_if_the_source_no_longer_exists(image_tree, form):
 
 def test_a_local_pack_is_used_without_reading_the_mount(image_tree, mounted, tmp_path):
     with mounted(image_tree.parent) as mount:
-        ready(mount.point / "tree", save_to=tmp_path / "kept")
+        ready(mount.point / "tree", to=tmp_path / "kept")
         mount.hang()
-        assert ready(mount.point / "tree", save_to=tmp_path / "kept").report.way == "local"
+        assert ready(mount.point / "tree", to=tmp_path / "kept").report.way == "local"
         mount.go_on()
 
 
@@ -105,17 +105,17 @@ def test_a_saved_pack_is_staged_without_opening_files_of_the_source(tmp_path, mo
     make_tree(tmp_path / "root" / "tree", 2)
     zipped(tmp_path / "root" / "tree", tmp_path / "root" / "tree.zip")
     with mounted(tmp_path / "root") as mount:
-        first = ready(mount.point / name, save_to=mount.point / "packs").report
+        first = ready(mount.point / name, to=mount.point / "packs").report
         forget_local(near_storage)
         before = len(mount.opened_paths)
-        prepared = prepare(mount.point / name, save_to=mount.point / "packs", progress=False)
+        prepared = prepare(mount.point / name, to=mount.point / "packs", progress=False)
         assert set(mount.opened_paths[before:]) == {f"/packs/{first.saved_path.name}"}
         report = prepared.report
         assert (report.way, report.saved_path, report.packed_s) == ("saved", first.saved_path, None)
         assert report.saved_s > 0
         assert samples(prepared) == 6
         mount.hang()
-        assert prepare(mount.point / name, save_to=mount.point / "packs", progress=False).report.way == "local"
+        assert prepare(mount.point / name, to=mount.point / "packs", progress=False).report.way == "local"
         mount.go_on()
 
 
@@ -228,9 +228,9 @@ def test_refresh_packs_changes_deep_in_the_source_and_replaces_the_saved_pack(im
 
 
 def test_save_to_none_saves_nothing_and_a_later_call_saves_the_local_pack(image_tree, drive):
-    report = ready(image_tree, save_to=None).report
-    assert (report.way, report.unsaved, report.to_dict()["unsaved"]) == ("packed", "save_to=None", "save_to=None")
-    assert "\nNot saved: save_to=None" in repr(report)
+    report = ready(image_tree, to=None).report
+    assert (report.way, report.unsaved, report.to_dict()["unsaved"]) == ("packed", "to=None", "to=None")
+    assert "\nNot saved: to=None" in repr(report)
     assert list(drive.iterdir()) == []
     assert ready(image_tree).report.saved_path is not None
     assert ready(image_tree).report.way == "local"
@@ -243,14 +243,14 @@ def test_without_drive_the_report_explains_why_the_pack_is_not_saved(image_tree,
     assert report.way == "packed"
     assert "\nNot saved: Cannot save packs in 'drive:colabkit': Google Drive is not mounted" in repr(report)
     assert "colabkit.mount()" in report.unsaved
-    assert "Or use save_to=None to save nothing." in repr(report)
+    assert "Or use to=None to save nothing." in repr(report)
     monkeypatch.setenv("COLABKIT_DRIVE", str(drive))
     assert ready(image_tree).report.saved_path is not None, "not saved although Drive is mounted"
 
 
 def test_packs_are_never_saved_inside_their_source(image_tree):
     before = sorted(image_tree.rglob("*"))
-    report = ready(image_tree, save_to=image_tree / "packs").report
+    report = ready(image_tree, to=image_tree / "packs").report
     assert "is inside the source" in report.unsaved
     assert sorted(image_tree.rglob("*")) == before
 
@@ -259,7 +259,7 @@ def test_invalid_sources_and_options_are_errors_that_leave_no_files(image_tree, 
     with pytest.raises(SourceMissing, match="no such file or folder"):
         ready(image_tree / "gone")
     with pytest.raises(InvalidOption, match="save packs"):
-        ready(image_tree, save_to=7)
+        ready(image_tree, to=7)
     with pytest.raises(InvalidOption, match="size="):
         ready(image_tree, size=2.5)
     assert [*near_storage.iterdir(), *drive.iterdir()] == []
@@ -312,9 +312,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "a sample"])
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_damaged_local_pack_is_made_again(image_tree, damage, is_saved):
-    save_to = "drive:colabkit" if is_saved else None
-    DAMAGES[damage](ready(image_tree, save_to=save_to).path)
-    again = ready(image_tree, save_to=save_to)
+    to = "drive:colabkit" if is_saved else None
+    DAMAGES[damage](ready(image_tree, to=to).path)
+    again = ready(image_tree, to=to)
     assert again.report.way == ("saved" if is_saved else "packed")
     assert samples(again) == 24
 
@@ -358,7 +358,7 @@ def test_a_hanging_drive_is_reported(image_tree, tmp_path, monkeypatch):
     (tmp_path / "root").mkdir()
     with FuseMount(tmp_path / "far", tmp_path / "root") as mount:
         mount.hang()
-        report = ready(image_tree, save_to=mount.point / "packs").report
+        report = ready(image_tree, to=mount.point / "packs").report
         assert report.way == "packed"
         assert "does not respond" in report.unsaved
         mount.go_on()

@@ -305,7 +305,7 @@ def test_no_secret_of_the_address_reaches_messages_reports_or_files(tmp_path, pl
         except ColabkitError as error:
             text = "\n".join(error._render_traceback_()) + repr(error)
     text += "".join(capfd.readouterr())
-    for folder in (tmp_path, Path(os.environ["COLABKIT_NEAR"])):
+    for folder in (tmp_path, Path(os.environ["COLABKIT_LOCAL"])):
         for path in folder.rglob("*"):
             text += str(path) + (path.read_bytes().decode("latin-1") if path.is_file() else "")
     assert not [secret for secret in SECRETS if secret in text]

@@ -28,8 +28,8 @@ def test_a_kill_at_any_operation_of_a_save_keeps_the_newest_valid_checkpoint(tmp
     shutil.copytree(folder, before)
     seen = set()
     for number in kills(killed_at, partial(save, folder, 30)):
-        step, passed_over = found(folder)
-        assert passed_over == []
+        step, skipped_checkpoints = found(folder)
+        assert skipped_checkpoints == []
         seen.add(step)
         # Save the same step again, or a step of another run.
         following = 30 if number % 2 else 25
@@ -60,7 +60,7 @@ def test_a_kill_while_the_only_checkpoint_is_replaced_keeps_the_old_or_the_new_o
     for _ in kills(killed_at, partial(save_again, folder, 1)):
         newest = CheckpointFolder(folder).newest()
         assert newest is not None
-        assert newest.passed_over == ()
+        assert newest.skipped_checkpoints == ()
         seen.add(newest.content["number"])
         save_again(folder, 2)
         assert steps_at(folder) == [20]
@@ -78,13 +78,13 @@ def test_a_kill_at_any_operation_of_publishing_keeps_valid_local_and_remote_chec
         shutil.copytree(folder, tmp_path / name)
     seen = set()
     for number in kills(killed_at, partial(with_far, save, remote, 30)):
-        step, passed_over = found(remote)
-        assert passed_over == []
+        step, skipped_checkpoints = found(remote)
+        assert skipped_checkpoints == []
         # Another machine has only the published checkpoints.
         with pytest.MonkeyPatch.context() as elsewhere:
-            elsewhere.setenv("COLABKIT_NEAR", str(tmp_path / "elsewhere"))
-            published, passed_over = found(remote)
-            assert passed_over == []
+            elsewhere.setenv("COLABKIT_LOCAL", str(tmp_path / "elsewhere"))
+            published, skipped_checkpoints = found(remote)
+            assert skipped_checkpoints == []
         seen.add((step, published))
         if number % 2:
             save(remote, 40)

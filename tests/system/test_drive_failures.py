@@ -68,7 +68,7 @@ def test_too_many_items_in_the_root_folder_are_named(colab, report_row):
     colab.plan(mount="root folder")
     with pytest.raises(MountFailed) as caught:
         colabkit.mount()
-    assert caught.value.cause == "top folder"
+    assert caught.value.cause == "root folder"
     report_row("mounting times out (crowded My Drive)", "one error with cause and remedy", caught.value)
 
 
@@ -89,7 +89,7 @@ def test_a_probe_of_a_hanging_mount_ends_in_time(colab, report_row):
     colabkit.mount()
     colab.served.hang("open", after=20)
     began = time.monotonic()
-    probed = colabkit.read_probe("drive:", seconds=3)
+    probed = colabkit.probe("drive:", seconds=3)
     assert time.monotonic() - began < 8
     assert probed.stalled
     colab.served.go_on()

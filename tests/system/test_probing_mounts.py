@@ -1,4 +1,4 @@
-"""`read_probe()` of real mounts with a known latency, and of mounts that hang, die or fail."""
+"""`probe()` of real mounts with a known latency, and of mounts that hang, die or fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from far_mounts import FuseMount, has_fuse, wait_for
-from probed_files import add_large, fill, probe
+from probed_files import add_large, fill, probe_quietly
 from sampling import sampled
 from trees import needs
 
@@ -54,7 +54,7 @@ def test_the_measured_rates_match_the_latency_of_the_mount_and_no_file_is_read_t
     root = fill(tmp_path / "root", 800, folders=4)
     add_large(root, 300)
     mount = mounted(latency_s=LATENCY_S)
-    report = probe(mount.point, 3.0)
+    report = probe_quietly(mount.point, 3.0)
     assert (report.fstype, report.mount_source, report.is_remote) == ("fuse.far", "far", True)
     assert (report.files, report.listed_entries, report.is_complete) == (801, 805, True)
     assert (report.small_files, report.small_bytes, report.largest_bytes) == (800, 800 * 5000, 300 << 20)
@@ -80,7 +80,7 @@ def test_the_measured_rates_match_the_latency_of_the_mount_and_no_file_is_read_t
 
 def test_the_best_concurrency_of_a_mount_is_found(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 400)
-    report = probe(mounted(latency_s=LATENCY_S, at_once=4).point, 2.0)
+    report = probe_quietly(mounted(latency_s=LATENCY_S, at_once=4).point, 2.0)
     best = best_rate(report.small, of_bytes=False)
     assert best is not None
     assert best.concurrency == 4
@@ -89,7 +89,7 @@ def test_the_best_concurrency_of_a_mount_is_found(tmp_path: Path, mounted: Mount
 
 def test_a_slow_mount_is_measured_and_not_reported_as_stalled(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 200)
-    report = probe(mounted(latency_s=0.35).point, 2.5)
+    report = probe_quietly(mounted(latency_s=0.35).point, 2.5)
     assert not report.stalled
     assert report.open_s == pytest.approx(0.35, rel=0.2)
     assert report.small[0].reads_per_s == pytest.approx(1 / 0.7, rel=0.2)
@@ -115,7 +115,7 @@ def test_a_probe_of_a_hanging_mount_ends_in_time_and_names_the_operation(
     mount = mounted(fstype="fuse.drive", latency_s=0.001)
     mount.hang(operation, after)  # type: ignore[arg-type]
     started = time.monotonic()
-    report = probe(mount.point, 1.0)
+    report = probe_quietly(mount.point, 1.0)
     assert time.monotonic() - started < 1.0 + SLACK_S + 0.3
     assert report.stalled
     assert not report.is_good
@@ -140,7 +140,7 @@ def test_a_dead_mount_raises_at_once_and_names_the_remedy(tmp_path: Path, mounte
     (tmp_path / "link").symlink_to(mount.point / "class0")
     for path in (mount.point / "class0", tmp_path / "link"):
         with pytest.raises(FileFailed, match=r"the DriveFS mount at .* is dead.*Run colabkit.mount\(\)"):
-            probe(path, 5.0)
+            probe_quietly(path, 5.0)
     assert time.monotonic() - started < 2
 
 
@@ -148,7 +148,7 @@ def test_errors_are_counted_by_name_and_the_other_files_are_measured(tmp_path: P
     fill(tmp_path / "root", 200)
     mount = mounted(latency_s=0.001)
     mount.fail(errno.EIO, one_in=5)
-    report = probe(mount.point, 10.0)
+    report = probe_quietly(mount.point, 10.0)
     assert [name for name, _ in report.errors] == ["EIO"]
     assert 10 < dict(report.errors)["EIO"] < 60
     assert report.small[0].reads_per_s is not None
@@ -163,17 +163,17 @@ def test_a_folder_that_cannot_be_listed_raises(tmp_path: Path, mounted: Mounted)
     mount = mounted()
     mount.fail(errno.EACCES)
     with pytest.raises(FileFailed, match=r"Cannot probe .*Permission denied"):
-        probe(mount.point, 2.0)
+        probe_quietly(mount.point, 2.0)
 
 
 def test_a_link_is_followed(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 20)
     (tmp_path / "link").symlink_to(mounted().point)
-    report = probe(tmp_path / "link", 2.0)
+    report = probe_quietly(tmp_path / "link", 2.0)
     assert report.fstype == "fuse.far"
     assert report.files == 20
 
 
 def test_files_that_are_too_fast_for_a_network_are_reported_as_cached(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 300)
-    assert "from a cache" in probe(mounted().point, 2.0).caveat
+    assert "from a cache" in probe_quietly(mounted().point, 2.0).caveat

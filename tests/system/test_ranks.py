@@ -102,10 +102,10 @@ def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers
     rest = trained(numbers, tmp_path, after)
     assert {epoch: sorted(samples) for epoch, samples in by_epoch(first + rest).items()} == EVERY_SAMPLE_ONCE
     assert rest[0]["samples"] == [COUNT, COUNT]
-    not_kept = (
+    changed_settings = (
         [] if before == after else [f"random generators were saved by {format_things(before, 'process')}, now {after}"]
     )
-    assert rest[0]["not_kept"] == not_kept
+    assert rest[0]["changed_settings"] == changed_settings
     assert rest[0]["loss"] == pytest.approx(whole[after][0]["loss"], rel=1e-3)
     if before == after:
         assert rest[0]["weights"] == whole[after][0]["weights"]
@@ -139,7 +139,7 @@ def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
             seen.extend(batch.flatten().tolist())
             return step((batch.float().reshape(-1, 1), batch.flatten().long() % 2))
 
-        report = colabkit.train(own, colabkit.Loader(data, 4), state=step.parts, save_to=tmp_path)
+        report = colabkit.train(own, colabkit.Loader(data, 4), state=step.parts, to=tmp_path)
         return report.epochs[0].samples, sorted(seen)
 
     samples, seen = colabkit.notebook_launch(work, 2)
@@ -240,9 +240,7 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
                 # When a terminal or runtime ends, it also signals all processes.
                 os.kill(os.getppid(), number)
 
-        colabkit.train(
-            lambda batch: None, colabkit.Loader(data, 2), epochs=99, state={}, save_to=tmp_path, on_step=press
-        )
+        colabkit.train(lambda batch: None, colabkit.Loader(data, 2), epochs=99, state={}, to=tmp_path, on_step=press)
 
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -71,7 +71,7 @@ def train_with_checkpoints(rank: int, data: PackedDataset, folder: str) -> None:
     store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=dt.timedelta(seconds=60))
     try:
-        train(nothing, Loader(data, 1), save_to=f"{folder}/run", save_every=2, keep_last=99)
+        train(nothing, Loader(data, 1), to=f"{folder}/run", save_every=2, keep_last=99)
     finally:
         distributed.destroy_process_group()
 
@@ -96,7 +96,7 @@ def fail_in_one(rank: int, data: PackedDataset, folder: str) -> None:
             raise ValueError("planned")
 
     try:
-        train(step, Loader(data, 1), save_to=f"{folder}/run")
+        train(step, Loader(data, 1), to=f"{folder}/run")
     except Exception as error:
         Path(folder, str(rank)).write_text(f"{type(error).__name__}: {error}")
 

@@ -40,7 +40,7 @@ def train_until_killed(data: PackedDataset, folder: Path, at_step: int) -> None:
         if done.step == at_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    SmallTraining(data).train(4, save_to=folder, on_step=kill)
+    SmallTraining(data).train(4, to=folder, on_step=kill)
 
 
 @pytest.mark.parametrize("at_step", sampled([1, 6, 7, 15, 23], 2))
@@ -49,7 +49,7 @@ def test_a_run_that_is_killed_in_any_step_and_resumed_equals_an_uninterrupted_on
     expected = whole.train(4)
     assert statuses_of([(train_until_killed, data, tmp_path, at_step)]) == [-signal.SIGKILL]
     resumed = SmallTraining(data)
-    report = resumed.train(4, save_to=tmp_path)
+    report = resumed.train(4, to=tmp_path)
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
     # A checkpoint is saved in the background, so the kill may come before it is sealed.
@@ -115,7 +115,7 @@ def train_until_told_to_end(data: PackedDataset, folder: Path | None, signals: l
             if is_failing:
                 raise RuntimeError("the step fails")
 
-    train(step, Loader(data, 4), epochs=9, save_to=folder)
+    train(step, Loader(data, 4), epochs=9, to=folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -123,7 +123,7 @@ def test_a_terminated_process_saves_before_it_ends(tmp_path, data, number):
     for signals in ([number], [number, signal.SIGINT]):
         folder = tmp_path / str(len(signals))
         assert statuses_of([(train_until_told_to_end, data, folder, signals, False)]) == [-number]
-        again = train(nothing, Loader(data, 4), save_to=folder)
+        again = train(nothing, Loader(data, 4), to=folder)
         assert again.resumed_from == folder / "checkpoint-00000004.pt"
 
 

@@ -53,7 +53,7 @@ def test_saved_content_is_loaded_unchanged(tmp_path):
         assert checkpoints.save_s > 0
     newest = CheckpointFolder(folder).newest()
     assert newest is not None
-    assert (newest.path, newest.step, newest.passed_over) == (folder / "checkpoint-00000120.pt", 120, ())
+    assert (newest.path, newest.step, newest.skipped_checkpoints) == (folder / "checkpoint-00000120.pt", 120, ())
     assert newest.content["state"]["nested"] == saved["state"]["nested"]
     for name, value in saved["state"]["model"].items():
         assert torch.equal(newest.content["state"]["model"][name], value)
@@ -218,7 +218,7 @@ def test_damaged_checkpoints_are_skipped_with_the_reason_and_only_damaged_ones_r
         assert found(folder) == (10, ["checkpoint-00000020.pt"])
         loaded = CheckpointFolder(folder).newest()
         assert loaded is not None
-        assert re.search(reason, loaded.passed_over[0][1])
+        assert re.search(reason, loaded.skipped_checkpoints[0][1])
         damage(first)
         with pytest.raises(Corrupt, match=reason) as caught:
             CheckpointFolder(folder).newest()

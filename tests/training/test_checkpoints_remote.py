@@ -42,7 +42,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., FuseMount]]:
 
 def elsewhere(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Pretend to be another machine, without local checkpoints."""
-    patch.setenv("COLABKIT_NEAR", str(folder))
+    patch.setenv("COLABKIT_LOCAL", str(folder))
 
 
 def test_a_checkpoint_on_drive_is_written_locally_and_published(tmp_path, near_storage, drive, monkeypatch):

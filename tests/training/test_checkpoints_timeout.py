@@ -108,7 +108,7 @@ def test_training_continues_while_its_disk_hangs_and_reports_failed_saves(tmp_pa
         if done.step == 20:
             disks[0].release()
 
-    report = train(lambda batch: None, Loader(data, 4), epochs=4, save_to=tmp_path, on_step=note, timeout=TIMEOUT_S)
+    report = train(lambda batch: None, Loader(data, 4), epochs=4, to=tmp_path, on_step=note, timeout=TIMEOUT_S)
     assert report.trained == 4
     assert sorted(step for step, _ in report.failed_saves) == [12, 18]
     assert "has not responded for" in repr(report)
@@ -127,7 +127,7 @@ def test_an_error_waits_for_the_checkpoint_that_is_written_to_a_slow_disk(tmp_pa
 
     disks: list[HeldDisk] = []
     with pytest.raises(ValueError, match="planned"):
-        train(lambda batch: None, Loader(data, 4), epochs=2, save_to=tmp_path, on_step=note)
+        train(lambda batch: None, Loader(data, 4), epochs=2, to=tmp_path, on_step=note)
     assert steps_at(tmp_path) == [0, 6]
 
 
@@ -139,7 +139,7 @@ def test_a_training_whose_last_checkpoint_hangs_raises(tmp_path, data, file_hook
             disks.append(HeldDisk(file_hook, "create"))
 
     with pytest.raises(TimedOut, match="has not responded for"):
-        train(lambda batch: None, Loader(data, 4), save_to=tmp_path, on_step=note, timeout="0.5s")
+        train(lambda batch: None, Loader(data, 4), to=tmp_path, on_step=note, timeout="0.5s")
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-checkpoint")]
     assert all(thread.daemon for thread in threads)
     disks[0].release()

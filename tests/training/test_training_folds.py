@@ -46,7 +46,7 @@ def test_reports_of_train_are_averaged_over_their_last_epochs(tmp_path, data):
         step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
         validate = colabkit.Loader(held_out, 4)
         folder = tmp_path / str(fold)
-        return colabkit.train(step, colabkit.Loader(train, 4), validate=validate, save_to=folder)
+        return colabkit.train(step, colabkit.Loader(train, 4), validate=validate, to=folder)
 
     report = colabkit.k_fold(run, data, folds=3, seed=1)
     assert [fold.trained for fold in report.folds] == [1, 1, 1]

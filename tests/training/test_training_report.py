@@ -46,8 +46,8 @@ def long_run(epochs: int, gpus: int) -> TrainReport:
         best=None,
         best_value=1 / 3,
         resumed_from=None,
-        passed_over=(),
-        not_kept=(),
+        skipped_checkpoints=(),
+        changed_settings=(),
         failed_saves=(),
         spent=MetersSnapshot(wait_s=1 / 3, parts=(part,), recent=steps),
         facts=LoaderFacts("gathered", 50_000, 128, path="/content/colabkit/data.h5"),
@@ -142,8 +142,8 @@ def test_the_table_and_the_summary_have_all_incidents(tmp_path):
         long_run(1, 0),
         stopped="SIGTERM",
         resumed_from=tmp_path / "checkpoint-00000007.pt",
-        passed_over=(("checkpoint-00000009.pt", "it ends early"),),
-        not_kept=("the scheduler",),
+        skipped_checkpoints=(("checkpoint-00000009.pt", "it ends early"),),
+        changed_settings=("the scheduler",),
         failed_saves=((12, "the disk is full"),),
     )
     html = report._repr_html_()

@@ -38,7 +38,7 @@ def judged(data: PackedDataset, folder: Path, losses: list[float], **options: ob
     """Train one epoch for each loss that a validation returns."""
     left = iter(losses)
     options = {"validate": lambda: {"loss": next(left)}, "epochs": len(losses), **options}
-    return train(nothing, Loader(data, 4), save_to=folder, **options)
+    return train(nothing, Loader(data, 4), to=folder, **options)
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, data):
@@ -71,7 +71,7 @@ def test_without_validation_the_training_loss_selects_the_best(tmp_path, data):
             now[0] = next(losses, 9.0)
 
     now[0] = next(losses)
-    report = train(step, Loader(data, 4), epochs=3, save_to=tmp_path, on_step=next_loss)
+    report = train(step, Loader(data, 4), epochs=3, to=tmp_path, on_step=next_loss)
     assert (report.best_value, report.best) == (1.0, tmp_path / "checkpoint-00000012.pt")
 
 
@@ -88,7 +88,7 @@ def test_validations_run_every_n_steps_and_the_best_one_is_saved(tmp_path, data)
         nothing,
         Loader(data, 4),
         epochs=2,
-        save_to=tmp_path,
+        to=tmp_path,
         keep_last=1,
         validate=lambda: {"loss": next(found)},
         validate_every=3,
@@ -111,7 +111,7 @@ def test_a_validation_loader_is_evaluated_by_supervised_step(data):
 
 
 def test_checkpoints_are_saved_every_n_steps(tmp_path, data):
-    train(nothing, Loader(data, 4), epochs=2, save_to=tmp_path, save_every=4, keep_last=99)
+    train(nothing, Loader(data, 4), epochs=2, to=tmp_path, save_every=4, keep_last=99)
     found = steps_in(tmp_path)
     assert found[0] == 0
     assert found[-1] == 12
@@ -151,7 +151,7 @@ def test_a_full_disk_in_the_middle_does_not_stop_the_training(tmp_path, data, mo
         return written(*arguments, **options)
 
     monkeypatch.setattr(checkpoint_folder, "write", write)
-    report = train(nothing, Loader(data, 4), epochs=4, save_to=tmp_path)
+    report = train(nothing, Loader(data, 4), epochs=4, to=tmp_path)
     assert report.trained == 4
     assert len(report.failed_saves) == 2
     assert "Not saved at step" in repr(report)
@@ -173,15 +173,15 @@ def test_the_state_of_a_custom_step_is_saved(tmp_path, data):
         def load_state_dict(self, state: dict[str, int]) -> None:
             self.count = state["count"]
 
-    train(Counts(), Loader(data, 4), epochs=1, save_to=tmp_path)
+    train(Counts(), Loader(data, 4), epochs=1, to=tmp_path)
     again = Counts()
-    train(again, Loader(data, 4), epochs=2, save_to=tmp_path)
+    train(again, Loader(data, 4), epochs=2, to=tmp_path)
     assert again.count == 12
     step, part = Counts(), Counts()
     part.count = 40
-    train(step, Loader(data, 4), state={"step": part}, save_to=tmp_path / "same name")
+    train(step, Loader(data, 4), state={"step": part}, to=tmp_path / "same name")
     step, part = Counts(), Counts()
-    train(step, Loader(data, 4), state={"step": part}, save_to=tmp_path / "same name")
+    train(step, Loader(data, 4), state={"step": part}, to=tmp_path / "same name")
     assert (step.count, part.count) == (6, 40)
 
 
@@ -191,7 +191,7 @@ def test_supervised_step_needs_no_state(tmp_path, data):
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         step = supervised_step(model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-        report = train(step, Loader(data, 4, shuffle=True), epochs=epochs, save_to=tmp_path / str(epochs == 9))
+        report = train(step, Loader(data, 4, shuffle=True), epochs=epochs, to=tmp_path / str(epochs == 9))
         return model, report
 
     run(1)
@@ -216,7 +216,7 @@ def test_epoch_times_exclude_validation(data):
 
 def test_saving_a_custom_step_without_state_is_refused(tmp_path, data):
     with pytest.raises(InvalidOption, match=r"state= is missing; expected the objects that the step changes\."):
-        colabkit.train(nothing, Loader(data, 4), save_to=tmp_path)
+        colabkit.train(nothing, Loader(data, 4), to=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -229,9 +229,9 @@ def test_a_partly_iterated_loader_starts_with_a_new_epoch(tmp_path, data):
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(TrainingInterrupted):
-        train(nothing, loader, save_to=tmp_path, save_every=2, on_step=stop)
+        train(nothing, loader, to=tmp_path, save_every=2, on_step=stop)
     assert steps_in(tmp_path)[-1] == 5
-    report = train(nothing, Loader(data, 4), save_to=tmp_path)
+    report = train(nothing, Loader(data, 4), to=tmp_path)
     assert [(record.steps, record.samples) for record in report.epochs] == [(6, 22)]
 
 
@@ -285,7 +285,7 @@ def test_validations_see_no_pending_gradients_and_interrupted_ones_are_repeated(
                 signal.raise_signal(signal.SIGINT)
             return found
 
-        report = train(step, Loader(data, 4), epochs=2, save_to=folder, validate=validate, validate_every=every)
+        report = train(step, Loader(data, 4), epochs=2, to=folder, validate=validate, validate_every=every)
         return step, report
 
     whole, expected = run(tmp_path / "whole")
@@ -305,8 +305,8 @@ def test_an_error_in_a_validation_loses_no_training(tmp_path, data):
         raise ValueError("planned")
 
     with pytest.raises(ValueError, match="planned"):
-        train(nothing, Loader(data, 4), save_to=tmp_path, validate=fails)
-    report = train(nothing, Loader(data, 4), save_to=tmp_path, validate=lambda: {"loss": 1.0})
+        train(nothing, Loader(data, 4), to=tmp_path, validate=fails)
+    report = train(nothing, Loader(data, 4), to=tmp_path, validate=lambda: {"loss": 1.0})
     assert report.resumed_from == tmp_path / "checkpoint-00000006.pt"
     assert [dict(record.validation) for record in report.epochs] == [{"loss": 1.0}]
 
@@ -318,24 +318,24 @@ def test_another_monitor_resets_the_best_value(tmp_path, data):
         nothing,
         Loader(data, 4),
         epochs=4,
-        save_to=tmp_path,
+        to=tmp_path,
         validate=lambda: {"accuracy": next(found)},
         monitor="accuracy",
         mode="max",
     )
     assert (report.best_value, report.best.name) == (0.5, "checkpoint-00000018.pt")
-    assert report.not_kept == ("the best checkpoint was selected by min loss, now by max accuracy",)
+    assert report.changed_settings == ("the best checkpoint was selected by min loss, now by max accuracy",)
 
 
 def test_settings_that_a_checkpoint_overrides_are_reported(tmp_path, data):
     def run(rate: float, **options: Any) -> TrainReport:
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
         step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=rate))
-        return train(step, Loader(data, 4, **options), epochs=2, save_to=tmp_path)
+        return train(step, Loader(data, 4, **options), epochs=2, to=tmp_path)
 
     run(0.1, shuffle=True)
-    assert run(0.1, shuffle=True).not_kept == ()
-    changed = "\n".join(run(0.5, shuffle=True, seed=3).not_kept)
+    assert run(0.1, shuffle=True).changed_settings == ()
+    changed = "\n".join(run(0.5, shuffle=True, seed=3).changed_settings)
     assert "learning rates 0.5 of 'optimizer' are ignored, the checkpoint has 0.1" in changed
     assert "seed=3 of the Loader is ignored, the checkpoint has 0" in changed
 
@@ -343,7 +343,7 @@ def test_settings_that_a_checkpoint_overrides_are_reported(tmp_path, data):
 def test_an_object_of_another_class_is_refused(tmp_path, data):
     def run(kind: Any) -> TrainReport:
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
-        return train(supervised_step(model, kind(model.parameters(), lr=0.1)), Loader(data, 4), save_to=tmp_path)
+        return train(supervised_step(model, kind(model.parameters(), lr=0.1)), Loader(data, 4), to=tmp_path)
 
     run(torch.optim.AdamW)
     with pytest.raises(InvalidOption, match="it was saved as AdamW and is now SGD"):
@@ -358,10 +358,10 @@ def test_an_optimizer_without_a_learning_rate_is_resumed(tmp_path, data, default
 
     def run(epochs: int) -> TrainReport:
         optimizer = WithoutRate(torch.nn.Linear(1, 1).parameters(), defaults)
-        return train(nothing, Loader(data, 4), epochs=epochs, state={"optimizer": optimizer}, save_to=tmp_path)
+        return train(nothing, Loader(data, 4), epochs=epochs, state={"optimizer": optimizer}, to=tmp_path)
 
     run(1)
-    assert (run(2).trained, run(2).not_kept) == (1, ())
+    assert (run(2).trained, run(2).changed_settings) == (1, ())
 
 
 def test_a_numpy_learning_rate_is_saved(tmp_path, data):
@@ -370,10 +370,10 @@ def test_a_numpy_learning_rate_is_saved(tmp_path, data):
         optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 100)))
         step = supervised_step(model, optimizer, scheduler=scheduler)
-        return train(step, Loader(data, 4), epochs=epochs, save_to=tmp_path)
+        return train(step, Loader(data, 4), epochs=epochs, to=tmp_path)
 
     run(1)
-    assert (run(2).trained, run(2).not_kept) == (1, ())
+    assert (run(2).trained, run(2).changed_settings) == (1, ())
 
 
 def test_the_best_value_is_kept_if_training_stops_after_the_last_validation_of_an_epoch(tmp_path, data, monkeypatch):
@@ -385,7 +385,7 @@ def test_the_best_value_is_kept_if_training_stops_after_the_last_validation_of_a
 
     def run(**options: Any) -> TrainReport:
         options = {"validate": validate, "validate_every": 6, "keep_last": 1, **options}
-        return train(nothing, Loader(data, 4), epochs=2, save_to=tmp_path, **options)
+        return train(nothing, Loader(data, 4), epochs=2, to=tmp_path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])

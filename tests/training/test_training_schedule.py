@@ -53,7 +53,7 @@ def pressed(numbers: int | list[int], at_step: int, times: int = 1) -> Callable[
 def test_ctrl_c_ends_the_training_after_the_step_with_a_checkpoint_and_a_report(tmp_path, data, heard):
     step = pressed(signal.SIGINT, 3)
     with pytest.raises(TrainingInterrupted, match=r"stopped after step 3: checkpoint '.*checkpoint-0*3\.pt'") as caught:
-        train(step, Loader(data, 4), epochs=2, save_to=tmp_path)
+        train(step, Loader(data, 4), epochs=2, to=tmp_path)
     assert step.whole == [True]
     report = caught.value.report
     assert (report.stopped, report.steps, report.trained) == ("Ctrl-C", 3, 0)
@@ -63,13 +63,13 @@ def test_ctrl_c_ends_the_training_after_the_step_with_a_checkpoint_and_a_report(
     assert heard[-1] == meters.RunEnded("KeyboardInterrupt")
     assert isinstance(caught.value, KeyboardInterrupt)
     assert caught.value._render_traceback_() == [f"TrainingInterrupted: {caught.value}"]
-    again = train(lambda batch: None, Loader(data, 4), epochs=2, save_to=tmp_path)
+    again = train(lambda batch: None, Loader(data, 4), epochs=2, to=tmp_path)
     assert (again.steps, again.trained, again.resumed_from) == (12, 2, report.checkpoint)
     assert [record.samples for record in again.epochs] == [22, 22]
 
 
 def test_ctrl_c_without_a_folder_returns_the_report_and_saves_nothing(data, caplog):
-    with pytest.raises(TrainingInterrupted, match=r"step 2: nothing is saved\. Name a folder with save_to=") as caught:
+    with pytest.raises(TrainingInterrupted, match=r"step 2: nothing is saved\. Name a folder with to=") as caught:
         train(pressed(signal.SIGINT, 2), Loader(data, 4))
     assert caught.value.report.checkpoint is None
     assert caplog.messages == ["stopping after this step without saving; press Ctrl-C again to stop immediately"]
@@ -77,24 +77,24 @@ def test_ctrl_c_without_a_folder_returns_the_report_and_saves_nothing(data, capl
 
 def test_ctrl_c_with_a_folder_announces_a_final_checkpoint(tmp_path, data, caplog):
     with pytest.raises(TrainingInterrupted):
-        train(pressed(signal.SIGINT, 2), Loader(data, 4), save_to=tmp_path)
+        train(pressed(signal.SIGINT, 2), Loader(data, 4), to=tmp_path)
     expected = "stopping after this step with a final checkpoint; press Ctrl-C again to stop immediately"
     assert caplog.messages == [expected]
 
 
 def test_a_key_bounce_counts_as_one_ctrl_c(tmp_path, data):
     with pytest.raises(TrainingInterrupted):
-        train(pressed(signal.SIGINT, 3, times=3), Loader(data, 4), save_to=tmp_path)
+        train(pressed(signal.SIGINT, 3, times=3), Loader(data, 4), to=tmp_path)
 
 
 def test_a_second_ctrl_c_ends_immediately_and_keeps_the_previous_checkpoint(tmp_path, data, monkeypatch):
     monkeypatch.setattr(schedule, "BOUNCE_S", 0.0)
     step = pressed(signal.SIGINT, 3, times=2)
     with pytest.raises(KeyboardInterrupt) as caught:
-        train(step, Loader(data, 4), save_to=tmp_path)
+        train(step, Loader(data, 4), to=tmp_path)
     assert not isinstance(caught.value, TrainingInterrupted)
     assert step.whole == []
-    again = train(lambda batch: None, Loader(data, 4), save_to=tmp_path)
+    again = train(lambda batch: None, Loader(data, 4), to=tmp_path)
     assert again.resumed_from == tmp_path / "checkpoint-00000000.pt"
 
 
@@ -115,13 +115,13 @@ def test_ctrl_c_while_waiting_for_data_ends_the_wait(tmp_path, data):
     unsubscribe = meters.subscribe(listen)
     try:
         with pytest.raises(TrainingInterrupted) as caught:
-            train(lambda batch: taken.append(1), loader, save_to=tmp_path)
+            train(lambda batch: taken.append(1), loader, to=tmp_path)
     finally:
         gate.set()
         unsubscribe()
     assert caught.value.report.steps == 2
     numbers: list[int] = []
-    train(lambda batch: numbers.extend(batch[1].tolist()), Loader(data, 4), save_to=tmp_path)
+    train(lambda batch: numbers.extend(batch[1].tolist()), Loader(data, 4), to=tmp_path)
     assert numbers == data.labels[8:].tolist()
 
 
@@ -135,7 +135,7 @@ def test_a_validation_interrupted_by_ctrl_c_is_repeated_after_a_resume(tmp_path,
                 signal.raise_signal(signal.SIGINT)
             return {"drawn": drawn}
 
-        return train(lambda batch: None, Loader(data, 4), epochs=2, save_to=folder, validate=validate)
+        return train(lambda batch: None, Loader(data, 4), epochs=2, to=folder, validate=validate)
 
     expected = run(tmp_path / "whole")
     with pytest.raises(TrainingInterrupted) as caught:
@@ -186,8 +186,8 @@ def test_training_in_another_thread_does_not_handle_signals(data):
 
 def test_a_deadline_reserves_time_for_the_final_checkpoint(tmp_path, data):
     with pytest.raises(InvalidOption, match=r"deadline= leaves 4\.0 s; expected more than 5\.0 s, which are"):
-        train(lambda batch: None, Loader(data, 4), epochs=9, save_to=tmp_path, deadline="4s")
-    report = train(lambda batch: None, Loader(data, 4), epochs=1, save_to=tmp_path, deadline="12h")
+        train(lambda batch: None, Loader(data, 4), epochs=9, to=tmp_path, deadline="4s")
+    report = train(lambda batch: None, Loader(data, 4), epochs=1, to=tmp_path, deadline="12h")
     assert (report.stopped, report.steps) == (None, 6)
 
 
@@ -198,7 +198,7 @@ def test_a_deadline_stops_the_training_in_the_middle_of_an_epoch(tmp_path, data,
     def step(batch: object) -> None:
         now[0] += 100
 
-    report = train(step, Loader(data, 4), epochs=9, save_to=tmp_path, deadline=timedelta(seconds=850), timeout="1h")
+    report = train(step, Loader(data, 4), epochs=9, to=tmp_path, deadline=timedelta(seconds=850), timeout="1h")
     assert report.stopped == "deadline"
     assert report.steps == 9
     assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
@@ -227,12 +227,12 @@ def test_stop_iteration_from_on_step_ends_the_training_normally_with_a_checkpoin
         if done.step == 9:
             raise StopIteration
 
-    report = train(lambda batch: 1.0, Loader(data, 4), epochs=3, save_to=tmp_path, on_step=stop)
+    report = train(lambda batch: 1.0, Loader(data, 4), epochs=3, to=tmp_path, on_step=stop)
     assert (report.stopped, report.steps, report.trained, report.is_good) == ("on_step", 9, 1, True)
     assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
     assert "Stopped by on_step after step 9; checkpoint" in repr(report)
     assert heard[-1] == meters.RunEnded("on_step")
-    again = train(lambda batch: 1.0, Loader(data, 4), epochs=3, save_to=tmp_path)
+    again = train(lambda batch: 1.0, Loader(data, 4), epochs=3, to=tmp_path)
     assert (again.stopped, again.steps, again.resumed_from) == (None, 18, report.checkpoint)
 
 
@@ -273,7 +273,7 @@ def test_patience_counts_validations_within_an_epoch_and_across_a_resume(tmp_pat
     losses = iter([3.0, 3.5, 3.6, 3.7, 2.0, 2.0])
 
     def run(**options: object) -> TrainReport:
-        options = {"validate": lambda: {"loss": next(losses)}, "validate_every": 4, "save_to": tmp_path, **options}
+        options = {"validate": lambda: {"loss": next(losses)}, "validate_every": 4, "to": tmp_path, **options}
         return train(lambda batch: None, Loader(data, 4), **options)
 
     run(epochs=1, patience=3)

@@ -51,7 +51,7 @@ def test_a_long_run_has_a_block_for_each_earlier_epoch(tmp_path, data):
 
 def test_a_stopped_and_resumed_run_adds_up(tmp_path, data):
     def run(**options: object) -> TrainReport:
-        return train(lambda batch: 1.0, Loader(data, 1), epochs=60, save_to=tmp_path / "run", **options)
+        return train(lambda batch: 1.0, Loader(data, 1), epochs=60, to=tmp_path / "run", **options)
 
     for step in (700, 1310):
         with pytest.raises(TrainingInterrupted) as caught:

@@ -63,9 +63,9 @@ def test_stopped_after_any_epoch_and_resumed_equals_uninterrupted(tmp_path, data
     whole = SmallTraining(data, **options)
     expected = whole.train(4)
     for stop in stops:
-        SmallTraining(data, **options).train(stop, save_to=tmp_path / "run")
+        SmallTraining(data, **options).train(stop, to=tmp_path / "run")
     resumed = SmallTraining(data, **options)
-    report = resumed.train(4, save_to=tmp_path / "run")
+    report = resumed.train(4, to=tmp_path / "run")
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
     assert str(resumed.optimizer.state_dict()) == str(whole.optimizer.state_dict())
@@ -76,67 +76,67 @@ def test_stopped_after_any_epoch_and_resumed_equals_uninterrupted(tmp_path, data
 def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, data):
     whole = SmallTraining(data)
     expected = whole.train(3)
-    newest = SmallTraining(data).train(2, save_to=tmp_path).checkpoint
+    newest = SmallTraining(data).train(2, to=tmp_path).checkpoint
     assert newest is not None
     newest.write_bytes(b"damaged")
     resumed = SmallTraining(data)
-    report = resumed.train(3, save_to=tmp_path)
+    report = resumed.train(3, to=tmp_path)
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
-    ((name, reason),) = report.passed_over
+    ((name, reason),) = report.skipped_checkpoints
     assert name == newest.name
     assert reason.startswith("the file has 7 bytes instead of ")
     assert f"Skipped {newest.name!r}" in repr(report)
 
 
 def test_only_damaged_checkpoints_raise_corrupt_and_change_nothing(tmp_path, data):
-    SmallTraining(data).train(2, save_to=tmp_path)
+    SmallTraining(data).train(2, to=tmp_path)
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(b"damaged")
     setup = SmallTraining(data)
     before = setup.weights()
     with pytest.raises(Corrupt):
-        setup.train(3, save_to=tmp_path)
+        setup.train(3, to=tmp_path)
     assert same(setup.weights(), before)
 
 
 def test_a_complete_training_returns_its_history(tmp_path, data):
-    first = SmallTraining(data).train(2, save_to=tmp_path)
+    first = SmallTraining(data).train(2, to=tmp_path)
     setup = SmallTraining(data)
-    again = setup.train(2, save_to=tmp_path)
-    fewer = SmallTraining(data).train(1, save_to=tmp_path)
+    again = setup.train(2, to=tmp_path)
+    fewer = SmallTraining(data).train(1, to=tmp_path)
     assert history(again) == history(fewer) == history(first)
     assert (again.samples_per_s, again.wait_share) == (0.0, 0.0)
     assert "nothing was left to do" in repr(again)
 
 
 def test_resume_false_requires_a_folder_without_checkpoints(tmp_path, data):
-    SmallTraining(data).train(1, save_to=tmp_path, resume=False)
+    SmallTraining(data).train(1, to=tmp_path, resume=False)
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     setup = SmallTraining(data)
     before, state = setup.weights(), torch.get_rng_state()
     with pytest.raises(TargetExists, match="resume=True or another folder"):
-        setup.train(2, save_to=tmp_path, resume=False)
+        setup.train(2, to=tmp_path, resume=False)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
     assert same(setup.weights(), before)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_other_names_in_state_are_refused(tmp_path, data):
-    SmallTraining(data).train(1, save_to=tmp_path)
+    SmallTraining(data).train(1, to=tmp_path)
     setup = SmallTraining(data)
     setup.state = {"model": setup.model}
     with pytest.raises(InvalidOption, match="contains model, optimizer, scheduler, but this run has model"):
-        setup.train(2, save_to=tmp_path)
+        setup.train(2, to=tmp_path)
 
 
 def test_checkpoints_of_another_data_set_are_refused(tmp_path, data):
-    SmallTraining(data).train(1, save_to=tmp_path / "run")
+    SmallTraining(data).train(1, to=tmp_path / "run")
     other = open_pack(make_pack(tmp_path / "other.h5", seed=12, train=22))["train"]
     setup = SmallTraining(other)
     before = setup.weights()
     with pytest.raises(InvalidOption, match="another dataset"):
-        setup.train(2, save_to=tmp_path / "run")
+        setup.train(2, to=tmp_path / "run")
     assert same(setup.weights(), before)
 
 
@@ -212,8 +212,8 @@ def test_a_value_that_is_not_finite_ends_the_training(data, value):
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint_and_names_it(data, tmp_path):
     named = r"step 7 returned loss=nan; .+ newest good checkpoint, '.*checkpoint-00000006\.pt', start the same"
     with pytest.raises(TrainingDiverged, match=named):
-        train(diverging(7), Loader(data, 4), epochs=2, save_to=tmp_path, state={})
-    report = train(lambda batch: 0.5, Loader(data, 4), epochs=2, save_to=tmp_path, state={})
+        train(diverging(7), Loader(data, 4), epochs=2, to=tmp_path, state={})
+    report = train(lambda batch: 0.5, Loader(data, 4), epochs=2, to=tmp_path, state={})
     assert report.resumed_from is not None
     assert all(math.isfinite(record.values["loss"]) for record in report.epochs)
 
@@ -228,13 +228,13 @@ def test_a_checkpoint_with_nan_weights_is_skipped_while_an_older_one_is_finite(d
             with torch.no_grad():
                 model.weight.fill_(value)
 
-        options = {"state": {"model": model}, "save_to": tmp_path, "epochs": epochs}
+        options = {"state": {"model": model}, "to": tmp_path, "epochs": epochs}
         return train(step, Loader(data, 4), **options), model
 
     run(1, 1.0)
     run(2, math.nan)
     report, model = run(3, 2.0)
-    assert report.passed_over == (("checkpoint-00000012.pt", "'weight' of 'model' has NaN or infinite values"),)
+    assert report.skipped_checkpoints == (("checkpoint-00000012.pt", "'weight' of 'model' has NaN or infinite values"),)
     assert (report.resumed_from, len(report.epochs)) == (tmp_path / "checkpoint-00000006.pt", 3)
     assert model.weight.isfinite().all()
 
@@ -294,9 +294,9 @@ def test_an_error_in_an_epoch_keeps_the_previous_checkpoint(tmp_path, data):
             raise ValueError("planned")
 
     with pytest.raises(ValueError, match="planned"):
-        SmallTraining(data).train(3, save_to=tmp_path, on_step=fail)
+        SmallTraining(data).train(3, to=tmp_path, on_step=fail)
     resumed = SmallTraining(data)
-    assert history(resumed.train(3, save_to=tmp_path)) == history(expected)
+    assert history(resumed.train(3, to=tmp_path)) == history(expected)
     assert same(resumed.weights(), whole.weights())
 
 
@@ -311,14 +311,14 @@ def test_an_error_in_the_loader_raises_loader_failed(data, heard):
 
 def test_a_run_publishes_its_events_from_start_to_end(tmp_path, data, heard):
     loader = Loader(data, 4)
-    train(nothing, loader, epochs=1, save_to=tmp_path)
+    train(nothing, loader, epochs=1, to=tmp_path)
     assert heard[0] == meters.RunStarted(loader.meters, 1, 6)
     assert heard[-1] == meters.RunEnded(None)
     kinds = [type(event).__name__ for event in heard[1:-1] if not isinstance(event, meters.Waiting)]
     assert kinds == ["EpochStarted", *["BatchTaken", "StepDone"] * 6]
     heard.clear()
     loader = Loader(data, 4)
-    train(nothing, loader, epochs=2, save_to=tmp_path)
+    train(nothing, loader, epochs=2, to=tmp_path)
     assert heard[0] == meters.RunStarted(loader.meters, 2, 6)
     assert [event.step for event in heard if isinstance(event, meters.StepDone)] == [7, 8, 9, 10, 11, 12]
 
@@ -339,7 +339,7 @@ def test_zero_epochs_train_nothing(data, heard):
 
 def test_the_report_is_correct_short_and_escaped(tmp_path, data):
     folder = tmp_path / "<b>run"
-    report = SmallTraining(data).train(2, save_to=folder)
+    report = SmallTraining(data).train(2, to=folder)
     assert isinstance(report.epochs[0], EpochRecord)
     assert [(record.epoch, record.steps, record.samples) for record in report.epochs] == [(0, 6, 22), (1, 6, 22)]
     assert report.samples_per_s > 0
@@ -394,7 +394,7 @@ class Odd:
 def test_a_state_that_cannot_be_loaded_safely_is_refused_before_training(tmp_path, data):
     steps = []
     with pytest.raises(InvalidOption, match="tensors, numbers, text"):
-        train(steps.append, Loader(data, 4), state={"odd": Odd()}, save_to=tmp_path / "run")
+        train(steps.append, Loader(data, 4), state={"odd": Odd()}, to=tmp_path / "run")
     assert steps == []
     assert not (tmp_path / "run").exists()
 
@@ -403,7 +403,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, da
     steps = []
     (tmp_path / "file").write_text("")
     with pytest.raises(FileFailed):
-        train(steps.append, Loader(data, 4), save_to=tmp_path / "file")
+        train(steps.append, Loader(data, 4), to=tmp_path / "file")
     assert steps == []
 
 
@@ -424,7 +424,7 @@ def test_invalid_arguments_are_refused(data):
         ({"validate": "often"}, "validate='often'; expected a callable or None"),
         ({"validate_every": 0}, "validate_every=0; expected a whole number"),
         ({"validate_every": "x"}, "validate_every='x'; expected a whole number"),
-        ({"save_every": 5}, "save_every=5 without save_to"),
+        ({"save_every": 5}, "save_every=5 without to"),
         *(({"save_every": every}, "save_every=") for every in (0, -1, "often", "epochs", 2.5, True, None)),
     ]
     for options, message in wrong:
@@ -441,12 +441,12 @@ def test_a_run_stopped_in_its_first_epoch_can_be_repeated_in_the_same_process(tm
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        setup.train(2, save_to=tmp_path, on_step=stop)
-    assert history(setup.train(2, save_to=tmp_path)) == history(expected)
+        setup.train(2, to=tmp_path, on_step=stop)
+    assert history(setup.train(2, to=tmp_path)) == history(expected)
 
 
 def test_the_report_distinguishes_the_epochs_of_this_call_from_all(tmp_path, data):
-    SmallTraining(data).train(2, save_to=tmp_path)
-    report = SmallTraining(data).train(3, save_to=tmp_path)
+    SmallTraining(data).train(2, to=tmp_path)
+    report = SmallTraining(data).train(3, to=tmp_path)
     assert (report.trained, len(report.epochs)) == (1, 3)
     assert repr(report).startswith("Trained 1 epoch (3 in total) in ")

@@ -74,18 +74,18 @@ def test_stopped_after_any_step_and_resumed_with_other_threads_equals_uninterrup
     assert resumed.came_to()[1] == whole.came_to()[1]
     pairs = zip(resumed.came_to()[0], whole.came_to()[0], strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    assert report.not_kept == ()
+    assert report.changed_settings == ()
 
 
 def test_a_run_resumes_with_another_batch_size_and_reports_the_change(tmp_path, packs):
     data = packs["images"]
     first = Loader(data, 20, shuffle=True)
     with pytest.raises(TrainingInterrupted):
-        train(nothing, first, save_to=tmp_path, on_step=stop_after(9))
+        train(nothing, first, to=tmp_path, on_step=stop_after(9))
     seen: list[int] = []
-    report = train(lambda batch: seen.append(len(batch[1])), Loader(data, 30, shuffle=True), save_to=tmp_path)
+    report = train(lambda batch: seen.append(len(batch[1])), Loader(data, 30, shuffle=True), to=tmp_path)
     assert sum(seen) == len(data) - 180
-    assert report.not_kept == ("batches had 20 samples, now 30",)
+    assert report.changed_settings == ("batches had 20 samples, now 30",)
     assert "Changed: batches had 20 samples, now 30" in repr(report)
 
 
@@ -98,7 +98,7 @@ def test_shuffled_validations_after_a_resume_equal_uninterrupted_ones(tmp_path, 
         step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
         # Each pass omits different samples.
         validate = Loader(data, 500, shuffle=True, drop_last=True)
-        return train(step, Loader(data, 300), validate=validate, save_to=folder, epochs=EPOCHS, **options)
+        return train(step, Loader(data, 300), validate=validate, to=folder, epochs=EPOCHS, **options)
 
     whole = trained(tmp_path / "whole")
     with pytest.raises(TrainingInterrupted):

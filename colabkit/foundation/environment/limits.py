@@ -274,9 +274,9 @@ def is_tmpfs(path: Path) -> bool:
     return holding is not None and holding.fstype == "tmpfs"
 
 
-def near_folder(environ: Mapping[str, str]) -> Path:
-    """Return the default folder for local copies; the environment variable `COLABKIT_NEAR` overrides it."""
-    if chosen := environ.get("COLABKIT_NEAR"):
+def local_root(environ: Mapping[str, str]) -> Path:
+    """Return the default folder for local copies; the environment variable `COLABKIT_LOCAL` overrides it."""
+    if chosen := environ.get("COLABKIT_LOCAL"):
         return Path(chosen).expanduser()
     for folder in ("/content", "/kaggle/temp"):
         if Path(folder).is_dir():

@@ -36,7 +36,7 @@ class LoaderFacts:
         sample_bytes: mean stored size of a sample in bytes.
         path: path of the samples.
         source: path of the files that a pack was made from.
-        is_far: whether the samples are on a remote mount or a network.
+        is_remote: whether the samples are on a remote mount or a network.
         files: number of files.
         encoding: `"raw"` rows, `"encoded"` image files, or `"python"` objects.
         tier: where samples are kept during training, a `Tier.name`.
@@ -53,7 +53,7 @@ class LoaderFacts:
     sample_bytes: float | None = None
     path: str | None = None
     source: str | None = None
-    is_far: bool | None = None
+    is_remote: bool | None = None
     files: int | None = None
     encoding: Literal["raw", "encoded", "python"] | None = None
     tier: str | None = None

@@ -25,8 +25,8 @@ from colabkit.foundation.environment.limits import (
     can_hang,
     cgroup_folders,
     disk,
+    local_root,
     memory_limits,
-    near_folder,
 )
 from colabkit.foundation.mount_table import Reader, mounts, read_file
 from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
@@ -126,7 +126,7 @@ class Host:
         self._clock = clock
         self._affinity = affinity
         self._statvfs = statvfs
-        self._near = os.path.abspath(near_folder(environ))
+        self._near = os.path.abspath(local_root(environ))
         self._family = Family(self._process, clock, read)
         self._rates: dict[str, Rate] = {}
         self._cores_before: list[tuple[float, float]] = []

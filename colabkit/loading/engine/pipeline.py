@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from colabkit.foundation import InvalidOption, LoaderFacts, call, cannot, near_folder
+from colabkit.foundation import InvalidOption, LoaderFacts, call, cannot, local_root
 from colabkit.loading.augment.compose import steps_of
 from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
 from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
@@ -23,7 +23,7 @@ from colabkit.loading.engine.process_engine import ProcessEngine
 from colabkit.loading.engine.read_ahead import PagePopulator, row_files_of
 from colabkit.loading.engine.thread_engine import ThreadEngine
 from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fits_on
-from colabkit.loading.inspection import files_of, is_far, path_of
+from colabkit.loading.inspection import files_of, is_remote, path_of
 from colabkit.packs import FileDataset, PackedDataset
 
 # Largest size in bytes of a group of batches that are built together. Two groups fit in a processor's cache.
@@ -106,7 +106,7 @@ class BatchPipeline:
             sample_bytes=sample_bytes,
             path=path,
             source=_packed_from(dataset) or files_of(dataset),
-            is_far=dataset.source.can_hang if is_files else is_far(path),
+            is_remote=dataset.source.can_hang if is_files else is_remote(path),
             files=len(dataset) if is_files else None,
             encoding=encoding,
             tier=self.tier.name,
@@ -161,7 +161,7 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
     row_bytes = None if rows is None else rows.row_bytes
     if row_shape is not None:
         row_bytes = prod(row_shape)
-    folder = near_folder(os.environ)
+    folder = local_root(os.environ)
     tier = choose_tier(
         act,
         options.keep,

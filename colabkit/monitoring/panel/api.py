@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 from colabkit.foundation import Sampler, check_number, check_one_of, meters, sampled
-from colabkit.monitoring.doctor.verdict import Doctor
+from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
 from colabkit.monitoring.panel.screens import Screen, ScreenName, TerminalScreen, choose_screen
@@ -59,7 +59,7 @@ def dashboard(
 
     Example:
         >>> import colabkit
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> loader = colabkit.Loader(data, batch_size=64)
         >>> with colabkit.dashboard(screen="none"):
         ...     samples = sum(len(labels) for images, labels in loader)

@@ -20,7 +20,7 @@ from colabkit.foundation import (
     format_share,
     printable,
 )
-from colabkit.monitoring.doctor.diagnosis import Diagnosis
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
 
 Phase: TypeAlias = Literal["starting", "running", "waiting", "finished", "stopped"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from colabkit.foundation import HostSnapshot, LoaderMeters, Mark, MetersSnapshot, Sampler, meters
-from colabkit.monitoring.doctor.diagnosis import Diagnosis
-from colabkit.monitoring.doctor.verdict import Doctor
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
+from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
 
 _NOW_S = 5.0

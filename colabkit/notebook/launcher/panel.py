@@ -1,4 +1,4 @@
-"""`open_launcher()`: a panel with buttons that goes from remote files to a trained network without code.
+"""`launch()`: a panel with buttons that goes from remote files to a trained network without code.
 
 The form's settings become a pipeline of public calls. The panel shows their progress, errors and reports, and a cell
 that makes the same calls.
@@ -32,7 +32,7 @@ from colabkit.foundation import (
     cannot,
     format_seconds,
     import_optional,
-    near_folder,
+    local_root,
     printable,
     shown_by,
 )
@@ -49,7 +49,7 @@ Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers | 
 _open: list[Launcher] = []
 
 
-def open_launcher() -> Launcher:
+def launch() -> Launcher:
     """Open a panel below this cell with buttons to probe a source, stage it, pack it and train on it.
 
     The work runs in the kernel's main thread, so other cells wait for it. Progress, errors, reports and the live panel
@@ -65,7 +65,7 @@ def open_launcher() -> Launcher:
 
     Example:
         >>> import colabkit
-        >>> launcher = colabkit.open_launcher()
+        >>> launcher = colabkit.launch()
         >>> launcher.is_open
         True
         >>> launcher.close()
@@ -222,7 +222,7 @@ def _code(settings: Settings) -> str:
 
 
 def _places() -> list[tuple[str, str]]:
-    return places(colabkit.runtime(), os.path.abspath(near_folder(os.environ)))
+    return places(colabkit.runtime(), os.path.abspath(local_root(os.environ)))
 
 
 def _described(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:

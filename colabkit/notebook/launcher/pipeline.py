@@ -78,12 +78,12 @@ class PipelineCall:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """The settings for training a small network on the pack, with checkpoints in `save_to`."""
+    """The settings for training a small network on the pack, with checkpoints in `to`."""
 
     batch_size: int
     epochs: int
     channels: int
-    save_to: str
+    to: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
         return Pipeline(shown, tuple(calls), secret=secret)
     options = _pack_options(act, settings)
     folder = f"{work.rstrip('/') or '/'}/{_folder_name(source, options)}"
-    packing = {"source": local, "out": f"{folder}/pack.h5", **options}
+    packing = {"source": local, "to": f"{folder}/pack.h5", **options}
     calls.append(PipelineCall("packed", _VERBS["pack"], packing, "Packing"))
     if action == "pack":
         return Pipeline(shown, tuple(calls), secret=secret)
@@ -224,7 +224,7 @@ def _code_of_call(call: PipelineCall, secret: str) -> str:
 
 def _training_lines(training: TrainingSettings) -> list[str]:
     """Return code equivalent to `_train`; a test compares the calls of both."""
-    how = f"epochs={training.epochs}, save_to={training.save_to!r}, validate=validate"
+    how = f"epochs={training.epochs}, to={training.to!r}, validate=validate"
     return [
         "",
         "data = colabkit.open_pack(packed.path)",
@@ -318,4 +318,4 @@ def _train(source: str, training: TrainingSettings, packed: Any, screen: Screen)
     model = colabkit.small_network(len(data.classes), shape).to(device)
     step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=0.003))
     with Dashboard(screen):
-        return colabkit.train(step, loader, epochs=training.epochs, save_to=training.save_to, validate=validate)
+        return colabkit.train(step, loader, epochs=training.epochs, to=training.to, validate=validate)

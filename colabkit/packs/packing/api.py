@@ -154,7 +154,7 @@ def pack(
     | Source
     | Mapping[str, Any]
     | MapDataset,
-    out: str | os.PathLike[str],
+    to: str | os.PathLike[str],
     *,
     size: int | tuple[int, int] | None = None,
     encoding: Literal["auto", "raw", "source", "jpeg"] = "auto",
@@ -183,7 +183,7 @@ def pack(
             `samples:digits`; an LMDB; WebDataset shards; TFRecord files; an https URL or Drive link, which is staged
             first; arrays as `{"X": images, "Y": labels}`, optionally by split; a map-style PyTorch dataset, or one for
             each split.
-        out: path of the pack, usually ending in `.h5`.
+        to: path of the pack, usually ending in `.h5`.
         size: height and width, or one number for both. Images are scaled to cover it (bilinear with antialiasing) and
             cropped around the center. None keeps each image's size.
         encoding: `"raw"` stores `uint8 [N, H, W, C]`, which requires images of one size; `"source"` stores the original
@@ -203,13 +203,13 @@ def pack(
             (black) image in its place. The pack and the report list all bad files.
         max_bad: maximum number of bad files, as a share such as 0.1 or a whole number; more bad files are an error. A
             share above 0 allows at least one bad file.
-        shard_bytes: write several files of about this size, for example `"256MiB"`, and `out` as their index. An
+        shard_bytes: write several files of about this size, for example `"256MiB"`, and `to` as their index. An
             interrupted call resumes after the last complete shard.
         executor: a `concurrent.futures` executor, such as `Client.get_executor()` of Dask, that packs one shard per
             task. All machines must see the source and the target at the same paths.
         threads: number of files read concurrently; `"auto"` adapts it to the source.
         resume: reuse complete shards that an interrupted call left.
-        overwrite: replace an existing pack at `out`.
+        overwrite: replace an existing pack at `to`.
         progress: show a progress bar.
 
     Returns:
@@ -219,7 +219,7 @@ def pack(
         InvalidOption: if an option is invalid, or does not apply to this source.
         SourceMissing, BadSource, BadArchive: if the source does not exist, has no classes, or is damaged.
         BadImage: if a file is not an image or differs in size from the others, or if too many files are bad.
-        TargetExists: if something else exists at `out` and `overwrite` is false.
+        TargetExists: if something else exists at `to` and `overwrite` is false.
         NotEnoughSpace: if the pack does not fit; raised before anything is written.
         PackingFailed: if worker processes die.
 
@@ -252,7 +252,7 @@ def pack(
         check_whole_number(act, "shard_bytes", shard_bytes, 1)
     elif executor is not None:
         shard_bytes = SHARD_BYTES
-    final = user_path(out, f"pack to {out!r}")
+    final = user_path(to, f"pack to {to!r}")
     with file_changes.translated(act):
         if final.is_dir():
             path = str(final / "birds.h5")

@@ -48,7 +48,7 @@ _LIFE_S = 1.0
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Where and how a pack is written; see `pack()`, where `final` is called `out`."""
+    """Where and how a pack is written; see `pack()`, where `final` is called `to`."""
 
     final: Path
     threads: Threads

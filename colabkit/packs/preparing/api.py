@@ -28,8 +28,8 @@ from colabkit.foundation import (
     can_hang,
     cannot,
     file_changes,
+    local_root,
     mounts,
-    near_folder,
     option,
     partials,
     try_lock,
@@ -76,7 +76,7 @@ def prepare(
     seed: int = 0,
     on_bad: Literal["raise", "skip", "blank"] = "raise",
     max_bad: float = 0.1,
-    save_to: str | os.PathLike[str] | None = "drive:colabkit",
+    to: str | os.PathLike[str] | None = "drive:colabkit",
     threads: int | Literal["auto"] = "auto",
     refresh: bool = False,
     progress: bool = True,
@@ -87,7 +87,7 @@ def prepare(
 
     1. A local pack of the same source and options. If the source is on a mount, the source is not read. If it is on
        this machine, the pack is used only if the source is unchanged or no longer exists.
-    2. A pack saved in `save_to` of the same source, options and source state. It is staged as one file, and all its
+    2. A pack saved in `to` of the same source, options and source state. It is staged as one file, and all its
        samples are verified.
     3. Packing the source.
 
@@ -111,7 +111,7 @@ def prepare(
         seed: as in `pack()`.
         on_bad: as in `pack()`.
         max_bad: as in `pack()`.
-        save_to: folder in which packs are saved; None saves nothing. A folder on Drive is ignored if Drive is not
+        to: folder in which packs are saved; None saves nothing. A folder on Drive is ignored if Drive is not
             mounted.
         threads: number of concurrent reads, or `"auto"`.
         refresh: pack the source again even if a pack exists, and replace the saved pack.
@@ -125,7 +125,7 @@ def prepare(
 
     Example:
         >>> import colabkit
-        >>> pack = colabkit.prepare("samples:digits", size=16, save_to="saved")
+        >>> pack = colabkit.prepare("samples:digits", size=16, to="saved")
         >>> len(pack["train"]), pack["train"][0][0].shape
         (1797, torch.Size([3, 16, 16]))
         >>> pack.report.saved_path.exists()
@@ -146,8 +146,8 @@ def prepare(
         "max_bad": max_bad,
     }
     options = repr(PackOptions(act, **given).plain())
-    save_folder, unsaved = _save_folder(save_to, name)
-    folder = near_folder(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{_digest(key, options)}"
+    save_folder, unsaved = _save_folder(to, name)
+    folder = local_root(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{_digest(key, options)}"
 
     def pack_to(path: Path) -> None:
         # overwrite=True also checks fetched or staged copies of the source for changes.
@@ -183,12 +183,12 @@ class _Preparation:
     local_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.is_far = os.path.isabs(self.name) and can_hang(self.name, mounts())
+        self.is_remote = os.path.isabs(self.name) and can_hang(self.name, mounts())
         self.notes = self.read_notes()
 
     def run(self) -> PreparedPack:
         """Return the pack by the fastest route."""
-        if not self.is_far:
+        if not self.is_remote:
             self.read_state()
         found = self.find_local()
         if found is not None and (self.save_folder is None or self.is_saved(found.path)):
@@ -213,7 +213,7 @@ class _Preparation:
     def read_state(self) -> str | None:
         """Return the source's state, or None if it does not exist; reads it once, and on a mount only when needed."""
         if self.state is None:
-            self.state = state_of(self.name, is_far=self.is_far)
+            self.state = state_of(self.name, is_remote=self.is_remote)
         return self.state
 
     def find_local(self) -> PackInfo | None:
@@ -346,33 +346,33 @@ class _Preparation:
         return PreparedPack(info, with_reasons(report, "" if is_saved else self.unsaved, self.unused))
 
 
-def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:
+def _save_folder(to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:
     """Return the folder in which packs of a source are saved, or None and the reason why they are not."""
-    if save_to is None:
-        return None, option("save_to", None)
+    if to is None:
+        return None, option("to", None)
     try:
-        folder = Path(os.path.abspath(user_path(save_to, f"save packs in {str(save_to)!r}")))
+        folder = Path(os.path.abspath(user_path(to, f"save packs in {str(to)!r}")))
     except NotMounted as error:
-        return None, (error.message or str(error), " Or use ", option("save_to", None), " to save nothing.")
+        return None, (error.message or str(error), " Or use ", option("to", None), " to save nothing.")
     if os.path.isabs(name) and folder.is_relative_to(name):
         return None, f"{str(folder)!r} is inside the source, and colabkit never writes to a source"
     return folder, ""
 
 
-def state_of(name: str, *, is_far: bool) -> str | None:
+def state_of(name: str, *, is_remote: bool) -> str | None:
     """Return a string that changes with the source, cheaply even on a slow mount; None if the source does not exist."""
     if not os.path.isabs(name):
         return ""
     retries = Retries()
     try:
-        top = answer_of(lambda: retries.run(lambda: os.stat(name)), is_far)
+        top = answer_of(lambda: retries.run(lambda: os.stat(name)), is_remote)
         if not stat.S_ISDIR(top.st_mode):
             return json.dumps([top.st_size, top.st_mtime_ns])
-        names = sorted(answer_of(lambda: retries.run(lambda: os.listdir(name)), is_far))
+        names = sorted(answer_of(lambda: retries.run(lambda: os.listdir(name)), is_remote))
     except FileNotFoundError:
         return None
     paths = (os.path.join(name, entry) for entry in names[:_STATED_ENTRIES])
-    stalled_s = STALLED_S if is_far else None
+    stalled_s = STALLED_S if is_remote else None
     states = concurrently(
         lambda path: (path, *retries.run(lambda: _entry_state(path))), paths, "auto", stalled_s=stalled_s
     )

@@ -19,7 +19,7 @@ class PrepareReport(Report):
 
     Attributes:
         path: path of the local pack.
-        way: `"local"`: a local pack existed; `"saved"`: the pack in `save_to` was staged; `"packed"`: the source was
+        way: `"local"`: a local pack existed; `"saved"`: the pack in `to` was staged; `"packed"`: the source was
             packed.
         local_s: seconds to find and open the local pack.
         saved_s: seconds to stage the saved pack, in this call or an earlier one on this machine; None if unknown.
@@ -93,7 +93,7 @@ class PreparedPack(Pack):
 
     Example:
         >>> import colabkit
-        >>> pack = colabkit.prepare("samples:digits", save_to=None)
+        >>> pack = colabkit.prepare("samples:digits", to=None)
         >>> len(pack["train"])
         1797
         >>> pack.report.path == pack.path

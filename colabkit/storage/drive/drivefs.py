@@ -236,8 +236,8 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tupl
                 "Wait a few hours, then read one archive instead of many files, or a copy in your own Drive",
             )
         )
-    if "root folder" in text or "top folder" in logged:
-        return "top folder", MountFailed(
+    if "root folder" in text or "root folder" in logged:
+        return "root folder", MountFailed(
             cannot(
                 "mount Drive",
                 f"My Drive's root folder holds too many items to be listed within {format_seconds(timeout)}",

@@ -26,7 +26,7 @@ from colabkit.foundation import (
     file_changes,
     format_bytes,
     format_seconds,
-    near_folder,
+    local_root,
     omit,
     option,
     partials,
@@ -88,7 +88,7 @@ class AlreadyThere(Exception):
 class FetchRecord:
     """A record of a completed fetch: its final path, that path's state, and the source's version.
 
-    Each record is a small file in `near_folder()`, named by a digest of the address, never the address itself. A file
+    Each record is a small file in `local_root()`, named by a digest of the address, never the address itself. A file
     counts as unmodified while its size and modification time are the same; a folder, while the number and total size of
     its files are the same.
     """
@@ -122,7 +122,7 @@ class FetchRecord:
 
 
 def _record_path(identity: str) -> Path:
-    return near_folder(os.environ) / "fetched" / f"{identity}.json"
+    return local_root(os.environ) / "fetched" / f"{identity}.json"
 
 
 def state_of(path: Path) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""`read_probe()` measures how fast a folder, file or mount can be listed and read."""
+"""`probe()` measures how fast a folder, file or mount can be listed and read."""

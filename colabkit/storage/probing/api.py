@@ -1,4 +1,4 @@
-"""`read_probe()` measures how fast a folder, file or mount can be listed and read.
+"""`probe()` measures how fast a folder, file or mount can be listed and read.
 
 Only a child process with a deadline touches the path, so a dead or hanging mount cannot block the caller. The probe
 writes nothing, and reads no byte twice, since the second read would come from a cache.
@@ -42,7 +42,7 @@ class _LastRecord(Exception):
     """The last record arrived; stop reading, since the child may be unable to exit."""
 
 
-def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool = True) -> ProbeReport:
+def probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool = True) -> ProbeReport:
     """Measure how fast a folder or file can be listed, opened and read, and recommend how to use it.
 
     The probe measures the latency of opening a file and the rate of listing. It reads small files with 1, 4, 16 and 32
@@ -69,7 +69,7 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
     Example:
         >>> import colabkit
         >>> staged = colabkit.stage("samples:digits", to="digits")
-        >>> probe = colabkit.read_probe("digits", seconds=1)
+        >>> probe = colabkit.probe("digits", seconds=1)
         >>> probe.small[-1].concurrency
         32
         >>> probe.recommendation

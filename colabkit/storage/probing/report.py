@@ -1,4 +1,4 @@
-"""The report of `read_probe()`: measured rates, as text and as bar charts, and a recommendation."""
+"""The report of `probe()`: measured rates, as text and as bar charts, and a recommendation."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RatePanel:
 
 @dataclass(frozen=True, repr=False)
 class ProbeReport(Report):
-    """The report of `read_probe()`: measured rates and a recommendation.
+    """The report of `probe()`: measured rates and a recommendation.
 
     Attributes:
         path: the path as the caller wrote it.

@@ -23,8 +23,8 @@ from colabkit.foundation import (
     check_one_of,
     check_type,
     file_changes,
+    local_root,
     mounts,
-    near_folder,
     option,
 )
 from colabkit.storage.addresses import FSSPEC, Address
@@ -174,7 +174,7 @@ def _targets_of(source: AnySource, name: str, act: str, *, is_local: bool) -> It
 
 def _download(address: Address) -> Target:
     """Return the location of a download until it is staged."""
-    return Target("disk", near_folder(os.environ) / "downloads" / address.digest()[:12], address.digest())
+    return Target("disk", local_root(os.environ) / "downloads" / address.digest()[:12], address.digest())
 
 
 @contextmanager

@@ -26,10 +26,10 @@ from colabkit.foundation import (
     file_changes,
     format_bytes,
     kind_of,
+    local_root,
     memory_limits,
     mount_holding,
     mounts,
-    near_folder,
     option,
     partials,
     printable,
@@ -223,7 +223,7 @@ class Target:
 def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
     """Return all possible targets for the local copy; the last one is on disk, or the path in `to`."""
     name = f"{short_name(source)}-{key[:8]}"
-    disk = near_folder(os.environ)
+    disk = local_root(os.environ)
     shared, own = TMPFS / f"colabkit-{os.getuid()}", disk / f"{name}.tmpfs"
     places = [Target("tmpfs", own / name, key, mounted_at=own), Target("disk", disk / name, key)]
     if _is_own(shared):

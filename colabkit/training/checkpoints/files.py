@@ -247,13 +247,13 @@ class LoadedCheckpoint:
         path: path of its file.
         step: step after which it was taken.
         content: the saved content, with all tensors on the CPU.
-        passed_over: newer checkpoints that were skipped because they are damaged or have a flaw, with the reason.
+        skipped_checkpoints: newer checkpoints that are damaged or have a flaw, each with the reason.
     """
 
     path: Path
     step: int
     content: Mapping[str, Any]
-    passed_over: tuple[tuple[Path, str], ...]
+    skipped_checkpoints: tuple[tuple[Path, str], ...]
 
 
 def load(sealed: SealedCheckpoint) -> dict[str, Any]:

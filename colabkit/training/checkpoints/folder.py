@@ -22,8 +22,8 @@ from colabkit.foundation import (
     cannot,
     file_changes,
     format_seconds,
+    local_root,
     mounts,
-    near_folder,
 )
 from colabkit.storage import SLOWEST_BYTES_S
 from colabkit.training.checkpoints.files import (
@@ -58,7 +58,7 @@ _HEADER_BYTES = 1 << 20
 class CheckpointFolder:
     """A folder of checkpoints, written, sealed and published in the background.
 
-    If `save_to` is on a local disk, checkpoints are written there. If it is on a mount that can hang, such as Drive,
+    If `to` is on a local disk, checkpoints are written there. If it is on a mount that can hang, such as Drive,
     they are written to a local folder, and a second thread copies them to the mount, verifies them and seals them
     there. A mount that hangs or dies does not stop the training: `failures` lists it, and the next checkpoint tries
     again. If checkpoints are saved faster than the mount accepts them, only the newest and the best are copied.
@@ -70,31 +70,31 @@ class CheckpointFolder:
     system answers. Until then, nothing else can be saved.
 
     Args:
-        save_to: path of the folder; created when needed.
+        to: path of the folder; created when needed.
         keep_last: how many of the newest checkpoints to keep.
         mode: whether the lowest or the highest score is best.
         monitor: name of the score; scores with another name are not compared.
         timeout_s: seconds that one operation may take, plus one second for each 10 MB of a checkpoint. None means 120.
 
     Attributes:
-        local_folder: folder where checkpoints are written first; `save_to` itself if it is local.
+        local_folder: folder where checkpoints are written first; `to` itself if it is local.
         save_s: longest time in seconds from a call of `save()` until its checkpoint was sealed; 0 before the first.
     """
 
     def __init__(
         self,
-        save_to: str | os.PathLike[str],
+        to: str | os.PathLike[str],
         keep_last: int = 2,
         mode: Mode = "min",
         monitor: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        self.folder = Path(os.path.abspath(save_to))
+        self.folder = Path(os.path.abspath(to))
         self.local_folder = self.folder
         self._remote: RemoteFolder | None = None
         if can_hang(str(self.folder), mounts()):
             name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
-            self.local_folder = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
+            self.local_folder = Path(os.path.abspath(local_root(os.environ))) / "checkpoints" / name
             self._remote = RemoteFolder(self.folder, timeout_s)
         self._timeout_s = timeout_s or STALLED_S
         self._keep_last = keep_last
@@ -126,7 +126,7 @@ class CheckpointFolder:
 
     @property
     def latest(self) -> Path | None:
-        """The path of the newest checkpoint, in `save_to` if it is published, otherwise in the local folder."""
+        """The path of the newest checkpoint, in `to` if it is published, otherwise in the local folder."""
         with self._changed:
             newest = next(iter(self._counting(self._local_sealed) or self._counting(self._remote_sealed)), None)
             return None if newest is None else self._place_of(newest)
@@ -148,7 +148,7 @@ class CheckpointFolder:
         """Return the step of the newest sealed checkpoint, without checking for damage, or None.
 
         Raises:
-            TimedOut, FileFailed: if the mount of `save_to` does not answer, or a folder cannot be read.
+            TimedOut, FileFailed: if the mount of `to` does not answer, or a folder cannot be read.
         """
         act = f"look for checkpoints in {str(self.folder)!r}"
         with file_changes.translated(act):
@@ -158,7 +158,7 @@ class CheckpointFolder:
         return max(steps, default=None)
 
     def newest(self, flaw_of: Callable[[Mapping[str, Any]], str] | None = None) -> LoadedCheckpoint | None:
-        """Load the newest good checkpoint of `save_to` and the local folder, or return None without checkpoints.
+        """Load the newest good checkpoint of `to` and the local folder, or return None without checkpoints.
 
         Digests are checked. Damaged checkpoints are skipped, and also those whose content has a flaw, such as NaN,
         unless all have one. A remote checkpoint is copied to the local folder first. Files are loaded with
@@ -166,7 +166,7 @@ class CheckpointFolder:
 
         Raises:
             Corrupt: if all checkpoints are damaged.
-            TimedOut: if the mount of `save_to` does not answer.
+            TimedOut: if the mount of `to` does not answer.
             NotEnoughSpace, FileFailed: if a remote one cannot be copied, or a folder cannot be read.
         """
         act = f"resume from {str(self.folder)!r}"

@@ -41,7 +41,7 @@ def server(folder: Path) -> Iterator[str]:
         file = settings / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content))
-    places = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "COLABKIT_NEAR")
+    places = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "COLABKIT_LOCAL")
     environment = {
         **os.environ,
         **{name: str(home / name) for name in places},

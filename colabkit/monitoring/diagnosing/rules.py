@@ -3,7 +3,7 @@
 To add a rule, write a function in `data_rules` or `machine_rules` and list it here. Its docstring states when it
 applies. It takes a run and returns advice, or None if it does not apply or a value that it needs is unknown. If two
 pieces of advice predict the same speed, the rule listed first wins. Each rule is tested in
-`tests/monitoring/test_doctor_rules.py`, with a run to which it applies and similar runs to which it does not.
+`tests/monitoring/test_diagnosing_rules.py`, with a run to which it applies and similar runs to which it does not.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from colabkit.monitoring.doctor import data_rules, machine_rules
-from colabkit.monitoring.doctor.diagnosis import Advice
-from colabkit.monitoring.doctor.run_profile import RunProfile
+from colabkit.monitoring.diagnosing import data_rules, machine_rules
+from colabkit.monitoring.diagnosing.diagnosis import Advice
+from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 
 @dataclass(frozen=True)

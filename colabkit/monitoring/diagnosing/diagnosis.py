@@ -49,8 +49,8 @@ class Advice:
 
     Example:
         >>> import colabkit
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
-        >>> diagnosis = colabkit.diagnose(colabkit.Loader(data, batch_size=64), seconds=0.5)
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
+        >>> diagnosis = colabkit.doctor(colabkit.Loader(data, batch_size=64), seconds=0.5)
         >>> actions = [advice.action for advice in diagnosis.advice]
         >>> len(actions) <= 3
         True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from colabkit.foundation import format_bytes, format_count, format_seconds, format_share, format_things
-from colabkit.monitoring.doctor.diagnosis import HIGH, Advice
-from colabkit.monitoring.doctor.forecast import forecast_run
-from colabkit.monitoring.doctor.run_profile import RunProfile
+from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
+from colabkit.monitoring.diagnosing.forecast import forecast_run
+from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 _SMALL_READ = 256 << 10
 # CPUs count as idle if less than this share of them is used.
@@ -29,7 +29,7 @@ _LOAD_PACK = "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size
 def far_files(run: RunProfile) -> Advice | None:
     """Advise staging if every epoch reads files, or rows of a pack, from a mount or a network."""
     path = _quoted(run.facts.path)
-    if not (run.is_starved and run.facts.is_far and run.bottleneck in ("read", "gather")):
+    if not (run.is_starved and run.facts.is_remote and run.bottleneck in ("read", "gather")):
         return None
     is_known, is_cold = run.cpu_s is not None, run.facts.kind in ("foreign", "processes")
     faster = "; it may be even faster, since workers that wait for each file take more CPU time" if is_cold else ""
@@ -39,14 +39,14 @@ def far_files(run: RunProfile) -> Advice | None:
         f"colabkit.stage({path})",
         _speed_near(run),
         confidence="medium" if is_known else "low",
-        check=f"colabkit.read_probe({path}) measures the speed of the mount; {_check(run)}{faster}",
+        check=f"colabkit.probe({path}) measures the speed of the mount; {_check(run)}{faster}",
     )
 
 
 def far_files_to_pack(run: RunProfile) -> Advice | None:
     """Advise packing if every epoch opens and decodes many remote files."""
     files, encoding = run.facts.files, run.facts.encoding
-    if not (run.is_starved and run.facts.is_far) or encoding in (None, "raw") or _is_hdf5(run) or files == 1:
+    if not (run.is_starved and run.facts.is_remote) or encoding in (None, "raw") or _is_hdf5(run) or files == 1:
         return None
     return Advice(
         f"each epoch opens {format_count(files) if files else 'many'} remote files",
@@ -61,7 +61,7 @@ def far_files_to_pack(run: RunProfile) -> Advice | None:
 def small_files(run: RunProfile) -> Advice | None:
     """Advise packing if opening many small local files takes much of the loading time."""
     read, decode = run.part("read"), run.part("decode")
-    if not run.is_starved or run.facts.is_far or not read.samples or run.facts.files is None:
+    if not run.is_starved or run.facts.is_remote or not read.samples or run.facts.files is None:
         return None
     mean_bytes = read.handled_bytes / read.samples
     if mean_bytes >= _SMALL_READ or read.busy_s < 0.3 * (read.busy_s + decode.busy_s):
@@ -77,7 +77,7 @@ def small_files(run: RunProfile) -> Advice | None:
 
 def slow_disk(run: RunProfile) -> Advice | None:
     """Advise tmpfs or smaller samples if a local disk is too slow and the data is not cached in RAM."""
-    if not run.is_starved or run.facts.is_far or run.is_cpu_full:
+    if not run.is_starved or run.facts.is_remote or run.is_cpu_full:
         return None
     stalled = run.machine.io_stall_rate
     is_reading = (run.machine.read_bytes_per_s or 0.0) > 0.3 * _needed_bytes_per_s(run) > 0
@@ -118,7 +118,7 @@ def slow_decoding(run: RunProfile) -> Advice | None:
 
 def slow_transform(run: RunProfile) -> Advice | None:
     """Advise batched or GPU transforms, or smaller samples, if Python code processes samples one at a time."""
-    waits = run.bottleneck == "read" and run.facts.kind == "processes" and not run.facts.is_far
+    waits = run.bottleneck == "read" and run.facts.kind == "processes" and not run.facts.is_remote
     if not run.is_starved or not (waits or run.bottleneck in ("samples", "augment")):
         return None
     name = "augment" if run.bottleneck == "augment" else "samples"
@@ -144,7 +144,7 @@ def slow_transform(run: RunProfile) -> Advice | None:
 def slow_foreign(run: RunProfile) -> Advice | None:
     """Advise `colabkit.Loader` if a third-party loader, whose stages are unknown, is too slow."""
     facts = run.facts
-    if not run.is_starved or facts.kind != "foreign" or facts.is_far:
+    if not run.is_starved or facts.kind != "foreign" or facts.is_remote:
         return None
     found = "the loader is slow, and the time of its stages is unknown"
     if facts.workers == 0:
@@ -172,7 +172,7 @@ def slow_foreign(run: RunProfile) -> Advice | None:
 def more_workers(run: RunProfile) -> Advice | None:
     """Advise more workers if CPUs are idle and there are fewer workers than CPUs."""
     facts, rate = run.facts, run.machine.cpu_rate
-    if not run.is_starved or facts.workers is None or rate is None or rate >= _IDLE or facts.is_far:
+    if not run.is_starved or facts.workers is None or rate is None or rate >= _IDLE or facts.is_remote:
         return None
     most = round(run.machine.cpus)
     # This transform runs in the single thread that delivers batches, so more workers do not speed it up.
@@ -212,7 +212,7 @@ def held_by_python(run: RunProfile) -> Advice | None:
 def too_many_workers(run: RunProfile) -> Advice | None:
     """Advise fewer workers if there are more than two per CPU and the CPU is full."""
     facts = run.facts
-    if not run.is_starved or facts.workers is None or not run.is_cpu_full or facts.is_far:
+    if not run.is_starved or facts.workers is None or not run.is_cpu_full or facts.is_remote:
         return None
     most = max(1, round(run.machine.cpus))
     if facts.workers <= 2 * most:
@@ -244,7 +244,7 @@ def slow_start(run: RunProfile) -> Advice | None:
 def bursts(run: RunProfile) -> Advice | None:
     """Advise more prefetching if data is usually ready but a few steps wait long."""
     facts = run.facts
-    if run.shares.wait >= HIGH or run.late < _BURSTY or facts.is_far or facts.kind == "device":
+    if run.shares.wait >= HIGH or run.late < _BURSTY or facts.is_remote or facts.kind == "device":
         return None
     call = "prefetch_batches=64"
     if facts.kind == "foreign":
@@ -295,7 +295,7 @@ def cache_too_small(run: RunProfile) -> Advice | None:
     if run.passes < 2 or not run.is_starved or size is None or free is None or read is None:
         return None
     needed = _needed_bytes_per_s(run)
-    if run.facts.is_far or run.facts.path is None or not needed or read < 0.5 * needed:
+    if run.facts.is_remote or run.facts.path is None or not needed or read < 0.5 * needed:
         # Samples without a path are generated or in memory, so something else is reading.
         return None
     if _fits_in_ram(run):
@@ -310,7 +310,7 @@ def cache_too_small(run: RunProfile) -> Advice | None:
 
 def throttled(run: RunProfile) -> Advice | None:
     """Advise staging if a remote source becomes slower or reads fail and are retried."""
-    if not (run.is_starved and run.facts.is_far):
+    if not (run.is_starved and run.facts.is_remote):
         return None
     is_slower, retries = run.slowdown >= _THROTTLED, run.spent.retries
     if not is_slower and not retries:
@@ -331,13 +331,13 @@ def _speed_near(run: RunProfile) -> float:
     forecast = forecast_run(run)
     if run.facts.encoding == "raw":
         return forecast.from_rows(_row_bytes(run))
-    return forecast.without_loader() if run.cpu_s is None else forecast.from_near_files()
+    return forecast.without_loader() if run.cpu_s is None else forecast.from_local_files()
 
 
 def _check(run: RunProfile) -> str:
     if run.measured_alone_s is not None:
         return "compare the new speed with this prediction"
-    return "diagnose(..., headspace=headspace(step, loader)) predicts more accurately"
+    return "doctor(..., headspace=headspace(step, loader)) predicts more accurately"
 
 
 def _if_full(run: RunProfile) -> str:

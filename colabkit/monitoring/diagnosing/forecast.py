@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from colabkit.monitoring.doctor.run_profile import RunProfile
+from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 _LEAST_SHARE = 0.2
 _PROBE_BYTES, _PROBE_ROWS, _PROBES = 16 << 20, 1 << 16, 5
@@ -92,7 +92,7 @@ class Forecast:
         gather_s = self.samples * row_bytes / gather_bytes_per_s(row_bytes) if row_bytes else 0.0
         return self.samples_per_s(cpu_s=0.0, wall_s=0.0, here_s=gather_s)
 
-    def from_near_files(self) -> float:
+    def from_local_files(self) -> float:
         """Return the samples per second with files on the local disk, in the page cache.
 
         The prediction uses the measured CPU time per sample, which may be too high, since workers that wait for each
@@ -120,7 +120,7 @@ def forecast_run(run: RunProfile) -> Forecast:
         workers=run.facts.workers or 1,
         cpus=cpus,
         are_threads=run.facts.kind in ("decoded", "gathered"),
-        near_read_s=file_read_s() if run.facts.kind == "decoded" and run.facts.is_far else 0.0,
+        near_read_s=file_read_s() if run.facts.kind == "decoded" and run.facts.is_remote else 0.0,
     )
 
 

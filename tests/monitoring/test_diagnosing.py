@@ -33,11 +33,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colabkit.foundation import StepTimes
-from colabkit.monitoring.doctor import verdict as verdict_module
-from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
-from colabkit.monitoring.doctor.forecast import forecast_run
-from colabkit.monitoring.doctor.rules import RULES, Rule
-from colabkit.monitoring.doctor.run_profile import (
+from colabkit.monitoring.diagnosing import verdict as verdict_module
+from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
+from colabkit.monitoring.diagnosing.forecast import forecast_run
+from colabkit.monitoring.diagnosing.rules import RULES, Rule
+from colabkit.monitoring.diagnosing.run_profile import (
     RunProfile,
     has_enough_steps,
     late_share,
@@ -45,7 +45,7 @@ from colabkit.monitoring.doctor.run_profile import (
     settled_steps,
     typical_step,
 )
-from colabkit.monitoring.doctor.verdict import Doctor, judge
+from colabkit.monitoring.diagnosing.verdict import Doctor, judge
 
 UNHURRIED = settings(max_examples=200, deadline=None)
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-6, 1e3))

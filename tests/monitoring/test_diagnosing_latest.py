@@ -1,4 +1,4 @@
-"""`diagnose()` without an argument diagnoses the latest run; with a path, a saved report."""
+"""`doctor()` without an argument diagnoses the latest run; with a path, a saved report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from colabkit.errors import BadSource, InvalidOption, SourceMissing
 from colabkit.foundation import HostSnapshot, sampled
 from colabkit.foundation.meters.events import latest
 from colabkit.foundation.telemetry import sampler
-from colabkit.monitoring.doctor.api import diagnose
+from colabkit.monitoring.diagnosing.api import doctor
 
 MOST_BYTES = 300_000
 
@@ -40,14 +40,14 @@ def loader(samples: int = 600) -> colabkit.Loader:
 
 def test_without_a_run_the_error_names_the_next_step() -> None:
     with pytest.raises(InvalidOption, match=r"^Cannot diagnose: no training and no loop .* Train first, or pass"):
-        diagnose()
+        doctor()
 
 
 def test_a_training_is_diagnosed_by_its_report_even_after_its_loader_is_deleted() -> None:
     report = train(lambda batch: 0.5, loader())
     gc.collect()
     assert latest() is report
-    assert diagnose() == diagnose(report)
+    assert doctor() == doctor(report)
     assert "recent" not in report.to_dict()["spent"], "the report is unchanged"
     for _ in itertools.chain.from_iterable(itertools.repeat(loader(), 8)):
         pass
@@ -61,7 +61,7 @@ def test_a_loop_after_a_training_is_the_latest_run_even_over_a_watched_loader() 
     for _ in used:
         pass
     assert latest() is used.meters
-    assert diagnose().steps == diagnose(used).steps
+    assert doctor().steps == doctor(used).steps
     watched = colabkit.watch(DataLoader(TensorDataset(torch.zeros(400, 2)), batch_size=4))
     for _ in watched:
         pass
@@ -98,19 +98,19 @@ def test_a_loop_is_diagnosed_with_the_machine_of_that_time_even_after_sampling_s
             while watching.latest is None:
                 assert time.monotonic() < deadline_s, "no snapshot was taken"
                 time.sleep(0.001)
-    assert "slowed_gpu" in [advice.rule for advice in diagnose().advice]
+    assert "slowed_gpu" in [advice.rule for advice in doctor().advice]
     later = loader()
     for _ in later:
         pass
     later.meters.spent.left_s += 60.0
-    assert "slowed_gpu" not in [advice.rule for advice in diagnose(later).advice]
+    assert "slowed_gpu" not in [advice.rule for advice in doctor(later).advice]
 
 
 def test_peeking_at_a_loader_and_runs_without_steps_do_not_count(tmp_path: Path) -> None:
     one, two = loader(), loader()
     report = train(lambda batch: 0.5, one)
     two.peek()
-    diagnose(two, seconds=0.05)
+    doctor(two, seconds=0.05)
     train(lambda batch: 0.5, one, epochs=0)
     assert latest() is report
 
@@ -128,11 +128,11 @@ def test_an_interrupted_training_is_diagnosed() -> None:
 def test_a_saved_report_gets_the_same_verdict(tmp_path: Path) -> None:
     report = train(lambda batch: 0.5, loader(), epochs=2)
     hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)), QUIET) * 2, precision="fp32")
-    found, again = diagnose(hot), diagnose(hot.save(tmp_path / "run.json"))
+    found, again = doctor(hot), doctor(hot.save(tmp_path / "run.json"))
     assert (again.verdict, again.steps) == (found.verdict, found.steps)
     assert [advice.rule for advice in again.advice] == [advice.rule for advice in found.advice]
     assert again.step_s == pytest.approx(found.step_s, rel=1e-3)
-    assert diagnose(str(tmp_path / "run.json")) == again
+    assert doctor(str(tmp_path / "run.json")) == again
 
 
 def test_a_saved_report_stays_small(tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_a_saved_report_stays_small(tmp_path: Path) -> None:
     hosts = tuple(replace(with_gpu(), at_s=1e6 / 7 + n) for n in range(600))
     saved = replace(report, hosts=hosts, epochs=report.epochs * 200).save(tmp_path / "run.json")
     assert saved.stat().st_size < MOST_BYTES
-    assert diagnose(saved).steps > 100
+    assert doctor(saved).steps > 100
 
 
 def test_a_file_that_is_not_a_saved_report_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(SourceMissing, match=r"^Cannot read .*none\.json"):
-        diagnose(tmp_path / "none.json")
+        doctor(tmp_path / "none.json")
     good = train(lambda batch: 0.5, loader()).save(tmp_path / "run.json")
     record = json.loads(good.read_text())
     wrong = [
@@ -159,4 +159,4 @@ def test_a_file_that_is_not_a_saved_report_is_a_one_line_error(tmp_path: Path) -
     for text in ("", "[]", "{}", "nonsense \0", '{"spent": null}', "[" * 100_000, *map(json.dumps, wrong)):
         good.write_text(text)
         with pytest.raises(BadSource, match=r"a file that TrainReport\.save"):
-            diagnose(good)
+            doctor(good)

@@ -15,7 +15,7 @@ from colabkit.foundation import (
     StepTimes,
     usable_cpus,
 )
-from colabkit.monitoring.doctor.diagnosis import HIGH, MODERATE, Shares
+from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Shares
 
 ENOUGH_STEPS = 50
 # A few long steps are enough for a verdict: 8 steps that took 5 seconds in total.
@@ -219,14 +219,14 @@ class RunProfile:
         if not self.is_starved:
             return None
         if self.facts.kind == "foreign":
-            return "read" if self.facts.is_far and not self.is_cpu_full else None
+            return "read" if self.facts.is_remote and not self.is_cpu_full else None
         if self.facts.kind == "processes":
             if self.at_last_s > self.worker_s / max(1, self.facts.workers or 1):
                 # One thread transforms the finished batches of all workers.
                 return "augment"
             return "read" if self._waits_for_storage else "samples"
         decode = self.part("decode")
-        if self.facts.is_far and decode.wait_s > decode.busy_s:
+        if self.facts.is_remote and decode.wait_s > decode.busy_s:
             # Decoding waits for files that other threads read ahead.
             return "read"
         busiest = max(self.spent.parts, key=lambda part: 0.0 if self._is_ahead(part) else part.busy_s, default=None)
@@ -237,11 +237,11 @@ class RunProfile:
         """Whether worker processes use little CPU time although CPUs are free, so that they wait for storage."""
         part = self.part("samples")
         if not part.busy_s or not part.cpu_s:
-            return bool(self.facts.is_far)
+            return bool(self.facts.is_remote)
         return part.cpu_s / part.busy_s < _STORAGE_BOUND and not self.is_cpu_full
 
     def _is_ahead(self, part: PartSnapshot) -> bool:
-        return part.name == "read" and bool(self.facts.is_far)
+        return part.name == "read" and bool(self.facts.is_remote)
 
 
 def profile_run(

@@ -1,4 +1,4 @@
-"""`diagnose()` analyzes a training report or a loader; `watch()` times the steps of any loader."""
+"""`doctor()` analyzes a training report or a loader; `watch()` times the steps of any loader."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from colabkit.foundation import (
     sampled,
     seen,
 )
-from colabkit.loading import Loader, bytes_in, files_of, is_far, may_be_loader, path_of, samples_in, set_mark
-from colabkit.monitoring.doctor.diagnosis import Diagnosis, Shares
-from colabkit.monitoring.doctor.run_profile import SNAPSHOT_S, RunProfile, profile_run
-from colabkit.monitoring.doctor.verdict import judge
+from colabkit.loading import Loader, bytes_in, files_of, is_remote, may_be_loader, path_of, samples_in, set_mark
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Shares
+from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S, RunProfile, profile_run
+from colabkit.monitoring.diagnosing.verdict import judge
 from colabkit.training import HeadspaceReport, TrainReport, read_run
 
 T_co = TypeVar("T_co", covariant=True)
@@ -47,7 +47,7 @@ _SETTLED_EVERY = 16
 _OF_A_STEP = ("wrong_device",)
 
 
-def diagnose(
+def doctor(
     of: TrainReport | Iterable[Any] | str | os.PathLike[str] | None = None,
     *,
     seconds: float = 5.0,
@@ -76,9 +76,9 @@ def diagnose(
 
     Example:
         >>> import colabkit
-        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> loader = colabkit.Loader(data, batch_size=64)
-        >>> diagnosis = colabkit.diagnose(loader, seconds=0.5)
+        >>> diagnosis = colabkit.doctor(loader, seconds=0.5)
         >>> diagnosis.verdict in ("data", "copy", "compute", "other", "unknown")
         True
     """
@@ -175,7 +175,7 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis
 
 
 def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
-    """Wrap a loader so that `diagnose()` and `dashboard()` can time its steps.
+    """Wrap a loader so that `doctor()` and `dashboard()` can time its steps.
 
     The wrapper yields the same batches and forwards all attributes to `loader`.
 
@@ -193,7 +193,7 @@ def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
         >>> loader = colabkit.watch(torch.utils.data.DataLoader(range(6400), batch_size=64))
         >>> for batch in loader:
         ...     mean = batch.float().mean()
-        >>> diagnosis = colabkit.diagnose(loader)
+        >>> diagnosis = colabkit.doctor(loader)
         >>> diagnosis.samples_per_s > 0
         True
     """
@@ -305,7 +305,7 @@ def _facts_of(loader: Any) -> meters.LoaderFacts:
         workers=workers if isinstance(workers, int) else None,
         path=path,
         source=files_of(dataset),
-        is_far=is_far(path),
+        is_remote=is_remote(path),
         encoding="python",
         is_pinned=pins if isinstance(pins, bool) else None,
         keeps_workers=True if workers == 0 else keeps if isinstance(keeps, bool) else None,

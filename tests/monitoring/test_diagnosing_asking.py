@@ -1,4 +1,4 @@
-"""`diagnose()` of a report, of a used loader, and of an unused loader, whose state does not change."""
+"""`doctor()` of a report, of a used loader, and of an unused loader, whose state does not change."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trees import make_tree
 import colabkit
 from colabkit import errors
 from colabkit.loading import Loader
-from colabkit.monitoring.doctor import api
-from colabkit.monitoring.doctor.api import diagnose
-from colabkit.monitoring.doctor.diagnosis import Diagnosis
+from colabkit.monitoring.diagnosing import api
+from colabkit.monitoring.diagnosing.api import doctor
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
 from colabkit.packs import FileDataset, PackedDataset
 
 BRIEF = 0.05
@@ -78,7 +78,7 @@ def check(found: Diagnosis) -> None:
 
 def test_the_verdict_of_a_report_is_the_verdict_of_its_run(data: PackedDataset) -> None:
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
-    found = diagnose(report)
+    found = doctor(report)
     # Of the 88 steps, those of the first epoch and the first one of each epoch do not count.
     assert (found.verdict, found.steps) == ("compute", 70)
     check(found)
@@ -88,13 +88,13 @@ def test_the_diagnosis_of_a_report_uses_the_machine_of_that_run(data: PackedData
     report = train(lambda batch: threading.Event().wait(0.006), Loader(data, 2), epochs=5)
     hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)),) * 3, precision="fp32")
     # There are too few steps for advice.
-    assert [advice.rule for advice in diagnose(hot).advice] == []
+    assert [advice.rule for advice in doctor(hot).advice] == []
     longer = replace(hot, spent=replace(hot.spent, recent=hot.spent.recent * 2, steps=2 * hot.spent.steps))
-    assert [advice.rule for advice in diagnose(longer).advice] == ["slowed_gpu"]
+    assert [advice.rule for advice in doctor(longer).advice] == ["slowed_gpu"]
 
 
 def test_a_report_without_steps_has_too_few_for_a_verdict(data: PackedDataset) -> None:
-    found = diagnose(train(lambda batch: None, Loader(data, 4), epochs=0))
+    found = doctor(train(lambda batch: None, Loader(data, 4), epochs=0))
     assert found.sentence == "Too few steps for a diagnosis: 0 of 50, not counting the first ones"
     check(found)
 
@@ -104,7 +104,7 @@ def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
     for _ in loader:
         pass
     state, spent = loader.state_dict(), loader.meters.snapshot()
-    found = diagnose(loader, seconds=0)
+    found = doctor(loader, seconds=0)
     assert found.verdict == "data"
     # Its worker waits, and a CPU is free.
     assert found.bottleneck == "read"
@@ -132,7 +132,7 @@ def test_the_machine_is_sampled_once_for_a_used_loader_without_a_sampler(
     loader = Loader(data, 2)
     for _ in itertools.chain.from_iterable(itertools.repeat(loader, 8)):
         pass
-    assert [advice.rule for advice in diagnose(loader).advice if advice.rule == "full_disk"]
+    assert [advice.rule for advice in doctor(loader).advice if advice.rule == "full_disk"]
     assert len(closed) == 1
 
 
@@ -140,7 +140,7 @@ def test_a_used_watched_loader_is_diagnosed_by_its_loop() -> None:
     watched = colabkit.watch(DataLoader(Slow(100), 1))
     for _ in watched:
         pass
-    found = diagnose(watched)
+    found = doctor(watched)
     assert found.verdict == "data"
     assert "slow_foreign" in [advice.rule for advice in found.advice]
     check(found)
@@ -150,7 +150,7 @@ def test_an_unused_loader_is_timed_alone_and_its_state_does_not_change(data: Pac
     loader = Loader(data, 4, shuffle=True, seed=3)
     expected = [batch[1].tolist() for batch in Loader(data, 4, shuffle=True, seed=3)]
     state = loader.state_dict()
-    found = diagnose(loader, seconds=BRIEF)
+    found = doctor(loader, seconds=BRIEF)
     assert found.sentence.startswith("The loader alone: ")
     assert " per batch of 4 on average; " in found.sentence
     assert (found.verdict, found.ceiling_samples_per_s) == ("unknown", None)
@@ -158,13 +158,13 @@ def test_an_unused_loader_is_timed_alone_and_its_state_does_not_change(data: Pac
     assert loader.state_dict() == state
     batches = iter(loader)
     first = next(batches)[1].tolist()
-    assert diagnose(loader, seconds=BRIEF).sentence.startswith("The loader alone: "), "in the middle of an epoch"
+    assert doctor(loader, seconds=BRIEF).sentence.startswith("The loader alone: "), "in the middle of an epoch"
     assert [first, *(batch[1].tolist() for batch in batches)] == expected
     check(found)
 
 
 def test_the_speed_of_an_unused_data_loader_is_reported() -> None:
-    found = diagnose(DataLoader(Slow(40), 4), seconds=BRIEF)
+    found = doctor(DataLoader(Slow(40), 4), seconds=BRIEF)
     # A sample takes 2 ms.
     assert 0 < found.samples_per_s < 500
     assert "slow_foreign" in [advice.rule for advice in found.advice]
@@ -176,7 +176,7 @@ def test_the_speed_of_an_unused_data_loader_is_reported() -> None:
 
 
 def test_decoding_is_reported_for_an_unused_loader_of_image_files(tmp_path: Path) -> None:
-    found = diagnose(Loader(FileDataset(make_tree(tmp_path / "tree", 8)), 4, size=4, keep="auto"), seconds=BRIEF)
+    found = doctor(Loader(FileDataset(make_tree(tmp_path / "tree", 8)), 4, size=4, keep="auto"), seconds=BRIEF)
     assert found.samples_per_s > 0
     check(found)
 
@@ -193,29 +193,29 @@ def test_advice_about_a_pack_names_its_source_or_dots(tmp_path: Path) -> None:
 
 def test_one_batch_per_pass_or_one_pass_is_enough_and_an_endless_loader_is_stopped() -> None:
     for loader in ([torch.zeros(5, 2)], DataLoader(TensorDataset(torch.zeros(5, 2)), 8)):
-        found = diagnose(loader, seconds=BRIEF)
+        found = doctor(loader, seconds=BRIEF)
         assert found.samples_per_s > 0
         assert " per batch of 5 on average; " in found.sentence
         check(found)
-    found = diagnose(iter([torch.zeros(5, 2)] * 9), seconds=BRIEF)
+    found = doctor(iter([torch.zeros(5, 2)] * 9), seconds=BRIEF)
     assert (found.steps, found.samples_per_s > 0) == (8, True)
-    assert diagnose((torch.zeros(5) for _ in itertools.count()), seconds=BRIEF).samples_per_s > 0
+    assert doctor((torch.zeros(5) for _ in itertools.count()), seconds=BRIEF).samples_per_s > 0
 
 
 def test_an_unused_gpu_is_not_reported_for_a_loader_without_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = with_gpu(utilization_rate=0.0, torch_bytes=None, torch_reserved_bytes=None)
     real = api._profile
     monkeypatch.setattr(api, "_profile", lambda spent, facts, hosts: real(spent, facts, [idle] * 3))
-    assert "wrong_device" not in [advice.rule for advice in diagnose(Loader(Slow(), 4), seconds=BRIEF).advice]
+    assert "wrong_device" not in [advice.rule for advice in doctor(Loader(Slow(), 4), seconds=BRIEF).advice]
 
 
 def test_predictions_use_the_measured_time_of_the_step_alone() -> None:
     loader = colabkit.watch(DataLoader(Slow(320), 4))
     for _ in loader:
         pass
-    by_itself = diagnose(loader)
+    by_itself = doctor(loader)
     alone = headspace_of(step_s=0.01)
-    found = diagnose(loader, headspace=alone)
+    found = doctor(loader, headspace=alone)
     assert found.ceiling_samples_per_s == pytest.approx(alone.samples_per_s, rel=0.05)
     assert by_itself.ceiling_samples_per_s > 2 * found.ceiling_samples_per_s
     assert (found.verdict, found.shares, found.samples_per_s) == (
@@ -231,9 +231,9 @@ def test_predictions_use_the_measured_time_of_the_step_alone() -> None:
 def test_a_saved_report_accepts_a_headspace(data: PackedDataset, tmp_path: Path) -> None:
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
     alone = headspace_of(step_s=0.05)
-    found = diagnose(report, headspace=alone)
-    assert found.ceiling_samples_per_s < diagnose(report).ceiling_samples_per_s
-    from_file = diagnose(report.save(tmp_path / "run.json"), headspace=alone)
+    found = doctor(report, headspace=alone)
+    assert found.ceiling_samples_per_s < doctor(report).ceiling_samples_per_s
+    from_file = doctor(report.save(tmp_path / "run.json"), headspace=alone)
     assert from_file.ceiling_samples_per_s == pytest.approx(found.ceiling_samples_per_s, rel=1e-3)
 
 
@@ -243,27 +243,27 @@ def test_an_invalid_headspace_or_one_without_steps_is_a_one_line_error() -> None
         (headspace_of(0.01), r"headspace= is given, but the loader has not been used .*, or omit headspace=\."),
     ):
         with pytest.raises(errors.InvalidOption, match=f"^Cannot diagnose: {message}"):
-            diagnose(DataLoader(Slow(8), 4), headspace=headspace)
+            doctor(DataLoader(Slow(8), 4), headspace=headspace)
 
 
 @pytest.mark.parametrize("empty", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 2)), 4)])
 def test_a_loader_without_batches_is_a_one_line_error(empty: Any) -> None:
     with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose the loader: it yields no batches\. Check "):
-        diagnose(empty, seconds=BRIEF)
+        doctor(empty, seconds=BRIEF)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), "1", None, True])
 def test_a_time_that_is_not_a_finite_number_is_a_one_line_error(seconds: Any) -> None:
     message = rf"^Cannot diagnose the loader: seconds={seconds!r}; expected a finite number\. .* seconds=5\.$"
     with pytest.raises(errors.InvalidOption, match=message):
-        diagnose(DataLoader(Slow(8), 4), seconds=seconds)
+        doctor(DataLoader(Slow(8), 4), seconds=seconds)
 
 
 def test_an_argument_that_is_not_a_loader_is_a_one_line_error() -> None:
     message = r"^Cannot diagnose: the argument is (an?|the class) \w+; expected a TrainReport or an iterable"
     for rubbish in RUBBISH:
         with pytest.raises(errors.InvalidOption, match=message):
-            diagnose(rubbish)
+            doctor(rubbish)
 
 
 def test_an_error_of_the_loader_passes_unchanged() -> None:
@@ -272,4 +272,4 @@ def test_an_error_of_the_loader_passes_unchanged() -> None:
         raise OSError(5, "it broke")
 
     with pytest.raises(OSError, match="it broke"):
-        diagnose(batches(), seconds=10)
+        doctor(batches(), seconds=10)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from colabkit.foundation import format_bytes, format_fill, format_seconds, format_share, format_things
-from colabkit.monitoring.doctor.diagnosis import HIGH, Advice
-from colabkit.monitoring.doctor.forecast import forecast_run
-from colabkit.monitoring.doctor.run_profile import RunProfile
+from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
+from colabkit.monitoring.diagnosing.forecast import forecast_run
+from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 _EXPOSED_COPY = 0.05
 # Copies below this speed, in bytes/s, count as slow; a T4 copies about 12 GB/s from pinned memory.
@@ -110,7 +110,7 @@ def host_work(run: RunProfile) -> Advice | None:
     return Advice(
         f"work between steps takes {seconds} per step, {format_share(run.shares.other)} of the time",
         "Log, read values and save less often",
-        "colabkit.train(..., save_to=..., save_every='5min')",
+        "colabkit.train(..., to=..., save_every='5min')",
         forecast_run(run).samples_per_s(saved_s=run.step.other_s),
         check="torch.cuda.set_sync_debug_mode('warn') reports lines that wait for the GPU" if run.is_on_gpu else "",
     )

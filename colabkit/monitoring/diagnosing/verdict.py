@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, format_count, format_share
-from colabkit.monitoring.doctor.diagnosis import HIGH, MODERATE, Advice, Diagnosis, Verdict
-from colabkit.monitoring.doctor.forecast import forecast_run
-from colabkit.monitoring.doctor.rules import RULES
-from colabkit.monitoring.doctor.run_profile import ENOUGH_STEPS, RunProfile, profile_run
+from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Advice, Diagnosis, Verdict
+from colabkit.monitoring.diagnosing.forecast import forecast_run
+from colabkit.monitoring.diagnosing.rules import RULES
+from colabkit.monitoring.diagnosing.run_profile import ENOUGH_STEPS, RunProfile, profile_run
 
 _THRESHOLDS: dict[Verdict, float] = {"data": HIGH, "copy": 0.10, "other": HIGH}
 _HYSTERESIS = 0.03
@@ -58,7 +58,7 @@ class Doctor:
         """
         run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=self.precision)
         settled = self._settled(run)
-        # The last look reports the same verdict as diagnose().
+        # The last look reports the same verdict as doctor().
         return judge(run, None if is_over else settled, is_over=is_over)
 
     def _settled(self, run: RunProfile) -> Verdict:

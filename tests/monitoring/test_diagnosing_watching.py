@@ -19,8 +19,8 @@ from trees import make_tree
 import colabkit
 from colabkit.foundation import errors, meters
 from colabkit.loading.inspection import samples_in
-from colabkit.monitoring.doctor import api
-from colabkit.monitoring.doctor.api import watch
+from colabkit.monitoring.diagnosing import api
+from colabkit.monitoring.diagnosing.api import watch
 
 DATA = TensorDataset(torch.arange(10), torch.arange(10) % 3)
 Pair = namedtuple("Pair", "images labels")  # noqa: PYI024  # as torch's collate makes them
@@ -292,7 +292,7 @@ def test_facts_of_an_image_folder_and_of_its_subsets_contain_its_path(tmp_path: 
     for data in (folder, Subset(folder, [0, 1])):
         facts = watch(DataLoader(data, 2)).meters.facts
         assert facts is not None
-        assert (facts.path, facts.is_far) == (str(tmp_path / "tree"), False)
+        assert (facts.path, facts.is_remote) == (str(tmp_path / "tree"), False)
 
 
 @pytest.mark.parametrize(("allocated", "device"), [(0, "cpu"), (512, "cuda:1")])

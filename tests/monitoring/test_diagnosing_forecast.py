@@ -27,12 +27,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colabkit.foundation import LoaderFacts
-from colabkit.monitoring.doctor import forecast as forecast_module
-from colabkit.monitoring.doctor import run_profile
-from colabkit.monitoring.doctor.data_rules import far_files
-from colabkit.monitoring.doctor.forecast import Forecast, forecast_run
-from colabkit.monitoring.doctor.run_profile import RunProfile
-from colabkit.monitoring.doctor.verdict import judge
+from colabkit.monitoring.diagnosing import forecast as forecast_module
+from colabkit.monitoring.diagnosing import run_profile
+from colabkit.monitoring.diagnosing.data_rules import far_files
+from colabkit.monitoring.diagnosing.forecast import Forecast, forecast_run
+from colabkit.monitoring.diagnosing.run_profile import RunProfile
+from colabkit.monitoring.diagnosing.verdict import judge
 
 UNHURRIED = settings(deadline=None)
 SECONDS = st.floats(1e-6, 10)
@@ -71,7 +71,7 @@ def test_no_predicted_fix_of_the_input_is_faster_than_the_step_alone(forecast: F
     for speed in (
         forecast.without_loader(),
         forecast.from_rows(150_000.0),
-        forecast.from_near_files(),
+        forecast.from_local_files(),
         forecast.samples_per_s(workers=64),
     ):
         assert 0 < speed <= alone * (1 + 1e-9)
@@ -118,7 +118,7 @@ def test_the_predicted_speed_is_the_speed_of_the_slowest_part() -> None:
 
 def test_a_faster_source_does_not_help_a_loader_that_decodes_too_slowly() -> None:
     decoding = replace(USUAL, cpu_s=0.01, wall_s=0.05)
-    near = decoding.from_near_files()
+    near = decoding.from_local_files()
     assert near == pytest.approx(64 / (0.02 + 0.64 / 2))
     assert near < decoding.without_loader()
     # The workers use all CPUs.
@@ -131,9 +131,9 @@ def test_the_cpu_time_of_waiting_workers_is_used_for_predictions_and_the_check_s
 ) -> None:
     host = replace(QUIET, children_cpu_rate=0.1)
     parts = () if facts is FOREIGN else (part("samples" if facts is PROCESSES else "read", 0.05, 0.001),)
-    run = made(wait=1.9, facts=replace(facts, is_far=True, workers=2, path="/far"), parts=parts, host=host)
+    run = made(wait=1.9, facts=replace(facts, is_remote=True, workers=2, path="/far"), parts=parts, host=host)
     forecast = forecast_run(run)
-    assert forecast.from_near_files() == forecast.samples_per_s(
+    assert forecast.from_local_files() == forecast.samples_per_s(
         cpu_s=forecast.cpu_s + forecast.near_read_s, wall_s=forecast.cpu_s + forecast.near_read_s
     )
     advice = far_files(run)
@@ -228,10 +228,10 @@ def test_idle_cpus_or_an_unknown_machine_do_not_shorten_a_step(
 
 
 def test_local_files_cost_the_workers_one_read_each() -> None:
-    far = replace(DECODED, is_far=True)
+    far = replace(DECODED, is_remote=True)
     busy = part("decode", 0.002, 0.002)
     case = made(wait=0.1, compute=0.01, facts=far, parts=(busy, part("read", 0.2, 0.0)), host=QUIET)
     forecast = forecast_run(case)
     assert forecast.near_read_s > 0
-    assert forecast.from_near_files() < replace(forecast, near_read_s=0.0).from_near_files()
+    assert forecast.from_local_files() < replace(forecast, near_read_s=0.0).from_local_files()
     assert forecast_run(replace(case, facts=DECODED)).near_read_s == 0

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, PartSnapshot, StepTimes
-from colabkit.monitoring.doctor import data_rules, machine_rules
-from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
-from colabkit.monitoring.doctor.machine_rules import pageable_copies
-from colabkit.monitoring.doctor.rules import RULES
-from colabkit.monitoring.doctor.run_profile import GpuProfile, MachineProfile, RunProfile, profile_run
-from colabkit.monitoring.doctor.verdict import judge
+from colabkit.monitoring.diagnosing import data_rules, machine_rules
+from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
+from colabkit.monitoring.diagnosing.machine_rules import pageable_copies
+from colabkit.monitoring.diagnosing.rules import RULES
+from colabkit.monitoring.diagnosing.run_profile import GpuProfile, MachineProfile, RunProfile, profile_run
+from colabkit.monitoring.diagnosing.verdict import judge
 
 EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 # No two of these may be given together.
@@ -46,7 +46,7 @@ facts_of = st.builds(
     sample_bytes=rate,
     path=path,
     source=path,
-    is_far=st.sampled_from([None, True, False]),
+    is_remote=st.sampled_from([None, True, False]),
     files=count,
     encoding=st.sampled_from([None, "raw", "encoded", "python"]),
     tier=st.sampled_from([None, "gpu", "ram", "disk", "source"]),

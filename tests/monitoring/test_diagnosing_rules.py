@@ -24,7 +24,7 @@ from doctor_cases import (
 )
 
 from colabkit.foundation import LoaderFacts
-from colabkit.monitoring.doctor.rules import RULES
+from colabkit.monitoring.diagnosing.rules import RULES
 
 Given = dict[str, Any]
 Rows = tuple[Callable[..., Any], Given, dict[str, Given]]
@@ -38,8 +38,8 @@ SENT = (part("gather", 0.0001, size=3000), part("transfer", 1e-5, size=3000))
 ROWS = (part("gather", 0.004, size=150_000),)
 HDF5 = (part("read", 0.004), part("gather", 0.001, size=8))
 STARVED = {"wait": 0.2, "compute": 0.1}
-FOREIGN_HDF5 = replace(GATHERED, path="/data/x.h5", is_far=False, tier="source")
-ON_DISK = replace(GATHERED, path="/data/pack.h5", is_far=False, tier="disk", sample_bytes=150_000.0)
+FOREIGN_HDF5 = replace(GATHERED, path="/data/x.h5", is_remote=False, tier="source")
+ON_DISK = replace(GATHERED, path="/data/pack.h5", is_remote=False, tier="disk", sample_bytes=150_000.0)
 # The disk reads as many bytes as the samples contain.
 READING = replace(QUIET, storage_read_bytes_per_s=32e6, io_stall_rate=0.6)
 EPOCHS = {"passes": 4, "first_s": 12.0, "wait_s": 12.0}
@@ -51,8 +51,8 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
     "far_files": (
         {**STARVED, "facts": DRIVE, "parts": READS},
         {
-            "near": {"facts": replace(DRIVE, is_far=False)},
-            "far or near is not known": {"facts": replace(DRIVE, is_far=None)},
+            "near": {"facts": replace(DRIVE, is_remote=False)},
+            "far or near is not known": {"facts": replace(DRIVE, is_remote=None)},
             "not waited for": {"wait": 0.001},
             "decoding takes longer": {"parts": DECODES},
             "nothing was timed": {"parts": ()},
@@ -61,8 +61,8 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
     "far_files_to_pack": (
         {**STARVED, "facts": DRIVE, "parts": READS},
         {
-            "near": {"facts": replace(DRIVE, is_far=False)},
-            "far or near is not known": {"facts": replace(DRIVE, is_far=None)},
+            "near": {"facts": replace(DRIVE, is_remote=False)},
+            "far or near is not known": {"facts": replace(DRIVE, is_remote=None)},
             "packed": {"facts": replace(DRIVE, encoding="raw")},
             "a pack of files": {"facts": replace(DRIVE, path="/content/drive/MyDrive/birds.h5", files=None)},
             "one file": {"facts": replace(DRIVE, files=1)},
@@ -84,7 +84,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
     "slow_disk": (
         {**STARVED, "facts": ON_DISK, "parts": ROWS, "host": READING},
         {
-            "far": {"facts": replace(ON_DISK, is_far=True)},
+            "far": {"facts": replace(ON_DISK, is_remote=True)},
             "the CPU is full": {"host": replace(FULL, storage_read_bytes_per_s=32e6, io_stall_rate=0.6)},
             "read from RAM": {"host": replace(READING, storage_read_bytes_per_s=0.0)},
             "reads are not counted": {"host": replace(READING, storage_read_bytes_per_s=None)},
@@ -108,7 +108,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {
             "decoding takes longer": {"facts": DECODED, "parts": DECODES},
             "its workers wait for a far disk": {
-                "facts": replace(PROCESSES, path="/content/drive/x", is_far=True),
+                "facts": replace(PROCESSES, path="/content/drive/x", is_remote=True),
                 "parts": (part("samples", 0.012, 0.001),),
             },
             "another loader": {"facts": FOREIGN, "parts": ()},
@@ -123,7 +123,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {**STARVED, "facts": FOREIGN},
         {
             "ours": {"facts": DECODED},
-            "far": {"facts": replace(FOREIGN, path="/content/drive/x", is_far=True)},
+            "far": {"facts": replace(FOREIGN, path="/content/drive/x", is_remote=True)},
             "not waited for": {"wait": 0.001},
         },
     ),
@@ -163,7 +163,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "how many is not known": {"facts": replace(FOREIGN, workers=None)},
             "CPUs are idle": {"host": QUIET},
             "the CPU is not known": {"host": UNKNOWN_HOST},
-            "far": {"facts": replace(FOREIGN, workers=16, path="/content/drive/x", is_far=True)},
+            "far": {"facts": replace(FOREIGN, workers=16, path="/content/drive/x", is_remote=True)},
         },
     ),
     "slow_start": (
@@ -207,7 +207,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "RAM is not known": {"host": replace(READING, ram_total_bytes=0)},
             "sizes are not known": {"facts": replace(ON_DISK, sample_bytes=None)},
             "samples are not counted": {"facts": replace(ON_DISK, samples=None)},
-            "far": {"facts": replace(ON_DISK, is_far=True)},
+            "far": {"facts": replace(ON_DISK, is_remote=True)},
             "made or in memory": {"facts": replace(ON_DISK, path=None)},
             "not waited for": {"wait": 0.001},
         },
@@ -217,7 +217,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {
             "as fast as at first": {"steps": steps_of(wait=0.2)},
             "near": {"facts": DECODED},
-            "far or near is not known": {"facts": replace(DRIVE, is_far=None)},
+            "far or near is not known": {"facts": replace(DRIVE, is_remote=None)},
         },
     ),
     "pageable_copies": (
