@@ -20,8 +20,8 @@ HEAVY = ("torch", "h5py", "numpy", "PIL", "IPython", "ipywidgets", "google.colab
 MODULES = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.ModuleType)}
 MADE_BY_COLABKIT = ("Dashboard", "Launcher", "Pack", "PackedDataset", "PreparedPack", "SupervisedStep", "WatchedLoader")
 NAMESPACES = [getattr(colabkit, name) for name in MODULES]
-# Arguments of these types are passed by colabkit itself, never by users.
-PASSED_BY_COLABKIT = ("Event", "StepOptions", "Words")
+# Arguments of these types and modules are passed by colabkit itself, never by users.
+PASSED_BY_COLABKIT = ("meters", "Words")
 
 
 def test_public_names_are_sorted() -> None:
