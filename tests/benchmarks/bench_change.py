@@ -1,4 +1,4 @@
-"""Compare the speed of this checkout with another one, for example the one before a change.
+"""Compare the speed of this checkout with that of another one, for example from before a change.
 
     git worktree add ../before REVISION
     python tests/benchmarks/bench_change.py ../before
@@ -201,7 +201,7 @@ def first_batch(folder: Path) -> Callable[[], float]:
 
 
 def importing(folder: Path) -> Callable[[], float]:
-    # Import torch first, because its time is not colabkit's.
+    # Import torch first, because the time of that import is not colabkit's.
     import torch
 
     assert torch

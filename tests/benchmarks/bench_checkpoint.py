@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_checkpoint.py --folder /content
 
-1. How long `CheckpointFolder.save()` blocks its caller, compared with a plain copy of the same tensors into new memory
-   and into reused memory, and with `torch.save` in the caller's thread, as in a hand-written loop.
-2. How many small steps per second run while the checkpoint is written, compared with the same loop just before
-   and after, and with `torch.save` in a plain thread.
+1. The time for which `CheckpointFolder.save()` blocks its caller, compared with a plain copy of the same tensors into
+   new memory and into reused memory, and with `torch.save` in the caller's thread, as in a hand-written loop.
+2. The rate of small steps while the checkpoint is written, compared with the rate just before and after, and with
+   `torch.save` in a plain thread.
 
 The content resembles the states of a model and Adam: 60 sizes with three tensors each. The steps train a small CNN with
 batches of 64.

@@ -123,7 +123,7 @@ def off_by(found: dict[str, Any], speed: str = "expected") -> float | None:
 
 
 def agreement(speeds: list[float]) -> float:
-    """Return how often the median of two rounds is within 15% of the other rounds' median, as on a steady machine."""
+    """Return the share of pairs of rounds whose median is within 15% of the other rounds' median, at most 1."""
     pairs = list(itertools.combinations(range(len(speeds)), 2))
     close = 0
     for pair in pairs:
@@ -133,7 +133,7 @@ def agreement(speeds: list[float]) -> float:
 
 
 def needed(traces: list[Any], runs: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Return the requirements, and whether they are met."""
+    """Return the rows of the table of requirements."""
     right = sum(row[5] for row in traces) + sum(map(is_right, runs))
     clean = [found for found in runs if found["right"] == "compute"]
     offs = [abs(off) for found in runs if (off := off_by(found)) is not None]

@@ -82,7 +82,10 @@ def ratio(figures: dict[str, list[float]], bare: str, ours: str) -> float:
 
 
 def bare_gather(dataset: colabkit.PackedDataset) -> Callable[[], float]:
-    """Return a run at the limit of the `gpu` tier: it gathers rows on the device into one buffer, in random order."""
+    """Return a function that gathers rows on the device in random order, and returns the images per second.
+
+    This rate is the limit of the `gpu` tier, because all batches reuse one buffer.
+    """
     rows = dataset.rows.cuda()
     wide = rows.view(len(rows), -1).view(torch.int64)
     buffer = torch.empty(BATCH, wide.shape[1], dtype=torch.int64, device="cuda")
@@ -118,7 +121,7 @@ def bare_copy() -> Callable[[], float]:
 
 
 def epoch_bytes(loader: colabkit.Loader) -> Callable[[], float]:
-    """Return a run that measures the rate of copies: the bytes of all batches divided by the seconds of copying."""
+    """Return a function that runs an epoch and returns the rate at which batches are copied to the GPU, in MB/s."""
 
     def run() -> float:
         before = loader.meters.snapshot()

@@ -37,10 +37,10 @@ FEW = 10_000
 """Samples per epoch for systems with less than 20,000 images per second."""
 
 PHOTO_TIMES, ROW_TIMES = 4, 10
-"""Number of repetitions of the photos, so that an epoch has enough batches."""
+"""Number of repetitions of the photos in epochs of crops and of rows, so that an epoch has enough batches."""
 
 TURNS, TURN_EPOCHS = 40, 5
-"""Turns in a round of each process that alternates with another."""
+"""Turns per round and epochs per turn of a process that alternates with another."""
 
 FIRST_RUNS = 5
 PEERS = {"FFCV", "FFCV crops", "WebDataset", "Streaming", "litdata", "HF datasets", "SPDL", "SPDL crops", "DALI"}
@@ -80,11 +80,11 @@ class LoaderBench(Bench):
         return self.options.peers_python or (sys.executable if self.options.peers else None)
 
     def files(self) -> Path:
-        """Return the small images, with one folder for each class."""
+        """Return the folder of the small images, which has one folder for each class."""
         return extract(self.options.data, self.folder / "files") / "train"
 
     def few_files(self) -> Path:
-        """Return the first of the small images of each class."""
+        """Return a folder with the first small images of each class."""
         target = self.folder / "few"
         if not target.is_dir():
             classes = sorted(self.files().iterdir())
@@ -101,7 +101,7 @@ class LoaderBench(Bench):
         return target
 
     def pack(self, source: Path, size: int | None = None, encoding: str = "raw") -> Path:
-        """Return a pack of images."""
+        """Return the path of a pack of images, after reading it into the page cache."""
         target = self.folder / f"{source.name}-{encoding}-{size}.h5"
         if not target.exists():
             colabkit.pack(source, target, size=size, encoding=encoding, labels="auto", progress=False)
@@ -226,7 +226,7 @@ def bare(bench: LoaderBench) -> None:
 
 
 def rows_224(bench: LoaderBench) -> None:
-    """Compare rows of 150,528 bytes with copying blocks into one buffer, and into two because users hold batches."""
+    """Compare rows of 150,528 bytes with plain copies into one buffer, and into two alternating buffers."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     count = len(colabkit.open_pack(packed)["train"])
     rows = {

@@ -67,7 +67,7 @@ class StagingBench(Bench):
 
     @property
     def settings(self) -> list[tuple[float, ...]]:
-        """Latencies in ms, each with the number of concurrent requests."""
+        """Latencies in ms, each with a maximum number of concurrent requests."""
         return [tuple(map(float, text.split("/"))) for text in self.options.settings.split(",")]
 
     def fill(self, files: int, big_bytes: int) -> None:
@@ -168,7 +168,8 @@ def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
     def threads(count: int, share: int = 1) -> Callable[[], object]:
         return lambda: bare(bench.point, bench.paths[::share], count)
 
-    # A few threads take minutes and cannot be the best, so they read an eighth of the files and count eight times.
+    # Small numbers of threads are never the best and would take minutes. They read only an eighth of the files, so
+    # their times are multiplied by eight.
     shares = {count: 8 if count < at_once / 2 else 1 for count in SWEEP}
     sweep = {count: on_drive(threads(count, share)) * share for count, share in shares.items()}
     shown = ", ".join(f"{count}: {seconds:.2f}" for count, seconds in sweep.items())
@@ -321,7 +322,7 @@ def kill(bench: StagingBench) -> None:
 
 
 def kept(bench: StagingBench, target: Path, name: str) -> tuple[set[str], int]:
-    """Return the paths on the drive of the partial copy's complete files, and the blocks that it records."""
+    """Return the drive paths of the complete files in the partial copy, and the number of blocks in its journal."""
     if target.exists():
         return {f"/{path}" for path in bench.paths}, 10**9
     files, blocks = set(), 0

@@ -46,7 +46,7 @@ SIDE, CLASSES = 64, 10
 
 @dataclass(frozen=True)
 class Run:
-    """A training with or without a bottleneck.
+    """A training run with a planted bottleneck, and its fix.
 
     Attributes:
         name: description of the bottleneck.
@@ -109,7 +109,7 @@ def elsewhere(step_s: float) -> tuple[Callable[[Any], Any], dict[str, Any]]:
 
 
 def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None) -> float:
-    """Train for some seconds, and return the wall-clock seconds of the steps."""
+    """Train for some seconds, and return the wall-clock seconds of all complete steps, including waits for data."""
     until = time.perf_counter() + SECONDS
     clocked, is_over = 0.0, False
     with sampled():
@@ -141,7 +141,7 @@ def speed_of(spent: Any) -> float:
 
 
 def result_of(run: Run, folder: Path) -> dict[str, Any]:
-    """Run the slow and the fixed training in alternating rounds."""
+    """Train with and without the bottleneck in alternating rounds, and return the results."""
     step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
     is_mended = run.after is not None or run.is_mended_by_ending or run.on_step is not None
     diagnoses: list[Diagnosis] = []
@@ -305,7 +305,7 @@ def busy_processes(folder: Path, count: int = 2) -> Iterator[None]:
 
 @contextlib.contextmanager
 def little_memory(folder: Path) -> Iterator[None]:
-    """Fill nine tenths of the RAM."""
+    """Fill the RAM until only a tenth of it is available."""
     from colabkit.foundation import memory_limits
     from colabkit.foundation.mount_table import read_file
 

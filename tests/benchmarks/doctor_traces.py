@@ -96,7 +96,7 @@ WITH_T4 = replace(HOST, gpus=(T4,))
 
 
 def late_every(steps: int, seconds: float) -> Callable[[int, StepTimes], StepTimes]:
-    """Return a `shape` function with one long wait every so many steps."""
+    """Return a `shape` function that makes one of this many steps wait for this many seconds."""
     return lambda number, step: step._replace(wait_s=seconds) if number % steps == steps // 2 else step
 
 

@@ -1,4 +1,4 @@
-"""Loaders of other packages, which `loader_systems.py` runs, also where colabkit is not installed."""
+"""Loaders of other packages, which `loader_systems.py` also runs in environments without colabkit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["CROP", "PEERS", "Again", "Make", "arrays", "own_temporary_folder"]
 
 Make = Callable[[int], Iterable[Any]]
-"""Makes a loader of batches of this size; the length of a batch's last element is its number of samples."""
+"""A function that makes a loader for a batch size; the length of a batch's last element is its number of samples."""
 
 WORKERS = 2
 CROP = 224

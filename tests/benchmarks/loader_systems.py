@@ -64,7 +64,7 @@ def turns(system: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def timed(loader: Iterable[Any]) -> dict[str, float]:
-    """Take complete epochs until the time is over."""
+    """Take complete epochs for at least `LEAST_S` seconds, and return their samples, seconds and number."""
     samples = rounds = 0
     started = time.perf_counter()
     while (seconds := time.perf_counter() - started) < LEAST_S:

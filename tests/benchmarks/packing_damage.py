@@ -1,7 +1,8 @@
 """Damage a pack and report which check finds it: `python packing_damage.py flips|mutations PACK FIRST LAST`.
 
-This runs in a separate process, because a damaged file might crash it. It prints one line of JSON for each
-damaged copy immediately. The number and the kind determine all randomness, so that a crash can be repeated.
+The benchmark runs this script in a separate process, which a damaged file might crash. The script prints one line of
+JSON for each damaged copy immediately. The copy's number and the kind of damage determine all randomness, so that a
+crash can be repeated.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def flipped(
 
 
 def outcome(path: Path, expected: str) -> str:
-    """Return the first check that finds the damage; "equal" if none does and no data changed, "SILENT" if it did."""
+    """Return the first check that finds the damage; if none does, "equal" or, if data changed, "SILENT".
+
+    An error that is not a `ColabkitError` gives "UNTYPED" and the error.
+    """
     step = "open"
     try:
         pack = colabkit.open_pack(path)

@@ -148,7 +148,7 @@ def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: 
 
 
 def paired(figures: Mapping[str, list[float]], name: str, other: str) -> float:
-    """Return the median of the rounds' ratios, which a temporary slowdown of the machine does not change."""
+    """Return the median of the ratios in each round, which hardly depend on temporary slowdowns of the machine."""
     return statistics.median(one / two for one, two in zip(figures[name], figures[other], strict=True))
 
 
@@ -248,7 +248,7 @@ def extract(archive: str | Path, folder: Path) -> Path:
 
 
 def extract_photos(archive: str | Path, folder: Path) -> Path:
-    """Extract photos to a tree with one folder for each class; photos of a flat archive share one."""
+    """Extract photos to a tree with one folder for each class; the photos of an archive without folders share one."""
     with zipfile.ZipFile(archive) as opened:
         is_flat = all("/" not in name for name in opened.namelist())
     extract(archive, folder / "all" if is_flat else folder)

@@ -20,7 +20,6 @@ from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 def content(step: int) -> dict[str, Any]:
-    """Return the content of a step's checkpoint."""
     return {"state": {"weights": torch.full((5,), float(step))}, "history": [{"epoch": step, "values": {"loss": 0.5}}]}
 
 
@@ -59,7 +58,7 @@ def near_of(near_storage: Path) -> Path:
 
 
 def pretend_far(patch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Treat a folder on this disk as if it were on a network drive."""
+    """Treat a folder on this disk as if it were on a network drive, and return it."""
     for module in (checkpoint_folder, files):
         patch.setattr(module, "can_hang", lambda path, table: path.startswith(str(folder)))
     return folder
@@ -78,7 +77,7 @@ def with_far(work: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
 
 
 def assert_nothing_runs(folder: Path) -> None:
-    """Check that no thread of colabkit is running and no file below a folder is open."""
+    """Check that no colabkit thread is running and no file below a folder is open."""
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit")] == []
     descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     names = [os.readlink(path) for path in descriptors if os.path.lexists(path)]

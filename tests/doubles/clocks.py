@@ -1,4 +1,4 @@
-"""A fake GPU clock: its stream has passed every mark, and each step begins when it receives its batch."""
+"""A fake GPU clock: the stream has already passed every mark, and each step begins at the receipt of its batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Done(NamedTuple):
 
 
 class PromptClock(DeviceClock):
-    """Times the steps of a GPU that never lags; constructed like a `HostClock`."""
+    """A `DeviceClock` of a GPU that never lags, constructed like a `HostClock`."""
 
     def __init__(self, totals: StepTotals) -> None:
         super().__init__(lambda: Done(self.now_s))

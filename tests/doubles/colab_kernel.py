@@ -1,4 +1,4 @@
-"""A kernel like hosted Colab's, with the same shell and host name, a fake `google.colab`, and mounts only in /content.
+"""A kernel that colabkit takes for hosted Colab's: it has a shell of that name, and sees only the mounts in /content.
 
 Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake, this folder and colabkit on PYTHONPATH.
 """
@@ -20,7 +20,7 @@ ABSENT = ("lightning",)
 
 
 class Kernel(IPythonKernel):
-    """Runs cells in Colab's shell."""
+    """A kernel with a shell named like Colab's."""
 
     shell_class = Shell
 
@@ -37,7 +37,7 @@ def see_only_content() -> None:
 
 if __name__ == "__main__":
     see_only_content()
-    # colabkit recognizes hosted Colab by the existence of this file, so any existing file will do.
+    # colabkit recognizes hosted Colab by the existence of the file `_HOSTNAME`, so any existing file will do.
     places._HOSTNAME = __file__
     sys.modules.update(dict.fromkeys(ABSENT))
     IPKernelApp.launch_instance(kernel_class=Kernel)

@@ -117,7 +117,7 @@ def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4
 
 
 def whole_content(path: Path) -> tuple[object, ...]:
-    """Return everything in a pack, read in every possible way."""
+    """Return all content of a pack: its description, its arrays and its tables."""
     info = read_pack(path)
     content = {name: info.map(name).tobytes() for name in info.data_sets}
     tables = {name: info.table(name).tobytes() for name in info.table_crcs}
@@ -148,7 +148,6 @@ class AtChange:
 
 
 def fill_disk() -> None:
-    """Fail like a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -1,4 +1,4 @@
-"""Statistical tests of random results: equal distributions fail about once in 100,000 runs."""
+"""Statistical tests of random results; if the distributions are equal, a chi-square test fails once in 100,000 runs."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def made(
     samples: int = 64,
     **more: Any,
 ) -> RunProfile:
-    """Return the profile of a run with these steps, or with equal ones; `more` sets other values of the meters."""
+    """Return the profile of a run with `steps`, or with equal steps of the given times; `more` sets other meters."""
     taken = steps_of(wait, copy, compute, other, samples) if steps is None else steps
     spent = spent_of(taken, **{"parts": tuple(parts), **more})
     hosts = [] if host is None else [host] * 3

@@ -1,4 +1,4 @@
-"""A fake Google Drive for gdown: a proxy with a test certificate that answers for drive.google.com and its subdomains.
+"""A fake Google Drive for gdown: a proxy with a test certificate that answers for the hosts of Google Drive.
 
 The pages contain what gdown parses: the confirmation form, the caption of an error, and the listing of a folder for
 gdown 5 (`_DRIVE_ivd`) and gdown 6 (`embeddedfolderview`).
@@ -54,7 +54,7 @@ class DriveFile:
 
 @dataclass
 class DriveFolder:
-    """A folder, as the names and IDs of its files and subfolders."""
+    """A folder; `inside` holds the names and IDs of its files and subfolders."""
 
     name: str
     inside: list[tuple[str, str]]
@@ -183,7 +183,6 @@ class DriveHandler(Handler):
 
 @pytest.fixture(scope="session")
 def authority() -> trustme.CA:
-    """Return the certificate authority of the fake Drive."""
     return trustme.CA()
 
 
@@ -244,7 +243,7 @@ def fake_drive(authority: trustme.CA, gdown: str, folder: Path, patch: pytest.Mo
 
 
 def children() -> list[int]:
-    """Return the running child processes of this process."""
+    """Return the IDs of this process's running children."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -257,7 +256,7 @@ def children() -> list[int]:
 
 
 def running(text: str) -> list[int]:
-    """Return the processes whose command line contains a text."""
+    """Return the IDs of the other processes whose command line contains a text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -60,7 +60,7 @@ class Colab:
 
 
 def served() -> list[FuseMount]:
-    """Return all mounts of the fake."""
+    """Return all mounts of the fake `google.colab`."""
     double = sys.modules.get("google.colab.drive")
     return double.served if double else []
 
@@ -86,7 +86,7 @@ def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def be_at(place: Place, patch: pytest.MonkeyPatch) -> None:
-    """Make `drive` detect this kind of machine."""
+    """Make colabkit detect this platform."""
     for module in (drive, drivefs):
         patch.setattr(module, "current_place", lambda: place)
 
@@ -112,7 +112,7 @@ def hosted_colab(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Colab]:
 
 
 class Ocamlfuse:
-    """A mount by the fake google-drive-ocamlfuse."""
+    """A mount of the fake google-drive-ocamlfuse."""
 
     def __init__(self, folder: Path, label: str = "default", options: tuple[str, ...] = ()) -> None:
         self.home, self.root, self.point = folder / "home", folder / "content", folder / "my drive"
@@ -156,7 +156,7 @@ class Ocamlfuse:
         return (self.home / "ocamlfuse.calls").read_text().splitlines()
 
     def queue(self, *states: str) -> None:
-        """Set the program's upload queue."""
+        """Replace the program's upload queue with files in these states."""
         with closing(sqlite3.connect(self.cache / "cache.db")) as database, database:
             database.execute("DELETE FROM upload_queue")
             database.execute("DELETE FROM resource")

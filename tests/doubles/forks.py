@@ -11,7 +11,7 @@ from colabkit.foundation import file_changes
 
 
 def in_fork(work: Callable[[], object]) -> int:
-    """Run `work` in a forked process and return its wait status, which is 0 unless it raises."""
+    """Run `work` in a forked process and return the wait status, which is 0 if `work` succeeds."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -23,7 +23,7 @@ def in_fork(work: Callable[[], object]) -> int:
 
 
 def is_killed_at(number: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a fork that is killed at its `number`-th file change; return whether it was killed."""
+    """Run `work` in a fork that is killed at the `number`-th file change; return whether `work` got that far."""
     count = 0
 
     def kill(operation: str, path: Path) -> None:

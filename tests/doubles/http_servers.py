@@ -15,7 +15,7 @@ Server = TypeVar("Server", bound="WebServer")
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serves `content` at every path; `requests` holds the headers of each request, `paths` the requested paths."""
+    """A server that sends `content` for every path; `requests` has the headers of all requests, `paths` their paths."""
 
     daemon_threads = True
     block_on_close = False
@@ -37,7 +37,6 @@ class WebServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/data/file.bin"
 
     def next_plan(self) -> Plan:
-        """Return the plan of the next request."""
         with self.lock:
             return self.plans.pop(0) if len(self.plans) > 1 else self.plans[0] if self.plans else serve
 
@@ -186,7 +185,6 @@ def status(code: int, **headers: object) -> Plan:
 
 
 def redirect(to: str, code: int = 302) -> Plan:
-    """Redirect to another address."""
     return lambda handler: handler.answer(code, {"Location": to}, b"moved")
 
 

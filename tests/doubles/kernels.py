@@ -41,7 +41,7 @@ def kernel_of(kind: str, folder: Path) -> Iterator[str]:
 def kernel_at(
     folder: Path, command: Sequence[str], search: Sequence[str | Path], environ: Mapping[str, str] = {}
 ) -> Iterator[str]:
-    """Yield the name of a kernel that a command starts, and which writes its files to a folder.
+    """Yield the name of a kernel that a command starts and that writes its files to a folder.
 
     Args:
         folder: folder for all files that the kernel writes.

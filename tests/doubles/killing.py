@@ -25,7 +25,7 @@ from colabkit.packs.packing.api import pack
 class Killing:
     """A process that forks itself for each task, so that modules are imported only once.
 
-    Tasks are `functools.partial` objects of importable functions. They run without a test's patches.
+    Tasks are `functools.partial` objects of importable functions. They run without the patches of the test.
     """
 
     def __enter__(self) -> Self:

@@ -22,7 +22,6 @@ DEADLINE_S = 60
 
 
 def main(pack: str, state: str, folder: str, batch_size: str, batches: str) -> None:
-    """Load batches as the module's docstring describes."""
     # End this process even if the launcher is killed and cannot end it.
     signal.alarm(2 * DEADLINE_S)
     loader = Loader(open_pack(pack)["train"], int(batch_size), shuffle=True)

@@ -114,5 +114,5 @@ class _ForwardFile(io.BytesIO):
 
 
 def kept_partials(folder: Path) -> list[Path]:
-    """Return the partial data that interrupted runs left in a folder."""
+    """Return the partial copies that interrupted runs left in a folder."""
     return sorted(folder.glob(".colabkit-*-kept.partial"))

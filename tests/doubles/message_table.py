@@ -1,8 +1,7 @@
 """The table of all error messages, as shown in Python, by a magic, in a terminal and in the launcher.
 
 `python tests/doubles/message_table.py` writes the table to `docs/messages.md`. The messages are read from the source:
-each call of `cannot()` and of the checks that raise an error is a row, and `{...}` stands for a value known only at run
-time.
+each call of `cannot()` gives one or more entries, in which `{...}` stands for a value known only at run time.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ def sites() -> tuple[Site, ...]:
 
 
 def table() -> str:
-    """Return the page of all messages."""
+    """Return the page of all messages as Markdown."""
     lines = [_HEAD]
     for module, group in itertools.groupby(sites(), lambda site: site.module):
         lines.append(f"\n## {module}\n")
@@ -222,9 +221,9 @@ def table() -> str:
 _HEAD = """# Error messages
 
 Every error of colabkit is one sentence about what it cannot do, what it found and what it expected, and one about what
-to do next. This page lists all of them; `{...}` stands for a value. A message that names options or calls does so in
-the words of the place where you called colabkit: Python, a magic, a terminal or the launcher. Where these differ, the
-lines below the message show them.
+to do next. This page lists all of them; `{...}` stands for a value. A message names options and calls as you would
+write them in Python, in a magic, in a terminal or in the launcher. Where these versions differ, the lines below the
+message show them.
 
 `python tests/doubles/message_table.py` writes this page from the source, and a test compares it."""
 

@@ -41,7 +41,7 @@ def resnet18(classes: int = 10, width: int = 64, seed: int = 0) -> nn.Module:
 
 
 def small_cnn(classes: int = 10, width: int = 16, seed: int = 0) -> nn.Module:
-    """Return a convolutional network of 3 layers for 32x32 images of three channels."""
+    """Return a network with 3 convolutional layers for 32x32 images of 3 channels."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1),

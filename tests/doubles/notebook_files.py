@@ -25,12 +25,10 @@ CELL_METADATA = ("cellView", "tags")
 
 
 def read(path: Path) -> NotebookNode:
-    """Return a notebook."""
     return nbformat.read(path, as_version=4)
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
-    """Return the code cells."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 

@@ -32,7 +32,6 @@ class Ran:
     seconds: float
 
     def outputs(self, cell: str) -> list[NotebookNode]:
-        """Return the outputs of the cell with this ID."""
         (found,) = [one for one in code_cells(self.notebook) if one.id == cell]
         return found.outputs
 

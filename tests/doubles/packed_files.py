@@ -57,7 +57,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def packed(source: Any, out: Path, **options: Any) -> Path:
-    """Pack a source, check every sample against its CRC, and return the pack."""
+    """Pack a source, check every sample against its CRC, and return the path of the pack."""
     path = pack(source, out, progress=False, **options).path
     assert verify(path, progress=False).damaged == ()
     return path
@@ -83,7 +83,7 @@ def sharded(source: Any, out: Path, shard_bytes: int | None = 4 * ROW, **options
 
 
 def shards_beside(index: Path) -> list[Path]:
-    """Return the shards of an index."""
+    """Return the paths of the shards of an index."""
     return sorted(index.parent.glob(f"{index.stem}-0*.h5"))
 
 
@@ -93,7 +93,7 @@ def kept_shards(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Return an identity of a file that changes when the file is rewritten."""
+    """Return two numbers of which at least one changes when a file is rewritten."""
     return path.stat().st_ino, path.stat().st_mtime_ns
 
 
@@ -155,12 +155,11 @@ def stored(path: Path, split: str = "train", field: str = "X") -> list[Any]:
 
 
 def labels_of(path: Path, split: str = "train") -> list[Any]:
-    """Return the labels of a split."""
     return read_pack(path).table(f"Y_{split}").tolist()
 
 
 def fork(monkeypatch: pytest.MonkeyPatch, chunk_samples: int = 2, cpus: int = 2) -> None:
-    """Make samples in forked processes, however few and fast they are, with this many samples per task."""
+    """Make `pack()` use forked processes, however few and fast the samples are, with this many samples per task."""
     monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
     monkeypatch.setattr(sample_writer, "_TINY_S", float("inf"))
     monkeypatch.setattr(sample_writer, "_FORKING_S", -1.0)

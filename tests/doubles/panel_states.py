@@ -1,4 +1,4 @@
-"""Panel states, and fakes of the panel's inputs and screen, for its tests and pictures."""
+"""Panel states, and fakes of the panel's inputs and screen, for the tests and pictures of the panel."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def machine() -> Iterator[Machine]:
 
 
 class ToldClock:
-    """Publishes events of steps that never happened."""
+    """A clock that reports steps that never happened."""
 
     def __init__(self, steps: Sequence[StepTimes]) -> None:
         self.steps = list(steps)
@@ -147,7 +147,7 @@ class ToldClock:
 
 
 def took(counts: LoaderMeters, steps: int, wait_s: float, compute_s: float, samples: int = 4) -> None:
-    """Publish steps of this many seconds each."""
+    """Count steps that each waited and computed for this many seconds."""
     counts.batches += steps
     counts.samples += steps * samples
     counts.settle(ToldClock([StepTimes(wait_s, 0.0, compute_s, 0.0, samples)] * steps))

@@ -44,7 +44,7 @@ def archive_of(tree: Path, path: Path) -> Path:
 
 
 def path_table(folder: Path, root: str = "") -> pd.DataFrame:
-    """Return a table of the pictures in the class folders below `folder`, with their relative paths below `root`."""
+    """Return a table of the pictures, written below `folder`, with `root` before each relative path."""
     paths = sorted(class_folders(folder / "tree").glob("*/*.png"))
     names = [f"{root}{path.relative_to(folder)}" for path in paths]
     return pd.DataFrame({"path": names, "label": [path.parent.name for path in paths]})
@@ -77,7 +77,7 @@ def tf_records(place: Path) -> Path:
 
 
 def database(place: Path) -> Path:
-    """Write the pictures as an LMDB in the layout of scene text recognition."""
+    """Write the pictures as an LMDB in the layout of scene text recognition data sets."""
     values = {}
     for n in range(24):
         values[b"image-%09d" % n] = png(n)

@@ -13,7 +13,7 @@ from colabkit.packs.decode import images, jpeg
 from colabkit.packs.decode.images import row_decoder
 
 AGREEMENT = 2
-"""Largest difference of rounding between two JPEG decoders, out of 255."""
+"""Largest rounding difference between two JPEG decoders, in pixel values from 0 to 255."""
 
 PACKAGES = ["simplejpeg", "torchcodec", "torchvision", None]
 """The backends by name; None is Pillow alone."""
@@ -32,7 +32,7 @@ def noise(height: int = 33, width: int = 47) -> np.ndarray:
 
 
 def saved(pixels: np.ndarray | Image.Image, kind: str, **options: object) -> bytes:
-    """Return an image file's bytes."""
+    """Return an image as the bytes of a file."""
     buffer = io.BytesIO()
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
     image.save(buffer, kind, **options)
@@ -86,7 +86,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def take(package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode JPEG files with this package, or with Pillow for None; skip the test if the package is missing."""
+    """Make colabkit decode JPEG with this package, or with Pillow for None; skip the test if the package is missing."""
     chosen = None
     if package is not None:
         try:

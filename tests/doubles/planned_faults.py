@@ -1,4 +1,4 @@
-"""Planned drive faults, which can be replayed.
+"""Planned faults of a drive, which can be replayed.
 
 A plan is JSON: `{"seed": 0, "mtime_grain_s": 2.0, "faults": [{"on": "read", "path": "*/003.png", "do": "short"}]}`.
 """
@@ -69,7 +69,7 @@ class Plan:
         signals: two shared numbers: the first becomes 1 when hung requests are released, the second counts faults.
         seed: seed that picks the paths of faults with `one_in`.
         faults: the arguments of each `Fault`; if several are due, the first one occurs.
-        mtime_grain_s: modification times are rounded down to multiples of this.
+        mtime_grain_s: modification times are rounded down to multiples of this many seconds.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Plan:
         self._lock = threading.Lock()
 
     def meet(self, kind: str, path: str, offset: int = 0) -> str:
-        """Count a request and return the fault that is planned for it, or None."""
+        """Count a request and apply the fault that is planned for it, if any; return the fault's `do`, or ""."""
         if path in self._gone:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         due = [

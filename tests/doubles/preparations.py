@@ -33,11 +33,11 @@ def samples(prepared: PreparedPack) -> int:
 
 
 def forget_local(near_storage: Path) -> None:
-    """Start a new session without local data."""
+    """Remove all local data, as at the start of a new session."""
     for path in near_storage.iterdir():
         shutil.rmtree(path)
 
 
 def left_over(near_storage: Path) -> list[str]:
-    """Return the threads that are still running, and unfinished files."""
+    """Return the reader threads that are still running, and the unfinished files."""
     return [*map(str, reader_threads()), *leftovers(near_storage), *map(str, near_storage.rglob("*.staged"))]

@@ -25,7 +25,7 @@ def write(place: Path, files: dict[str, bytes]) -> Path:
 
 
 def content(place: Path) -> dict[str, bytes] | None:
-    """Return the content at a path."""
+    """Return the bytes of a folder's files by path, or of a file under the key ""; None if the path does not exist."""
     if place.is_file():
         return {"": place.read_bytes()}
     if not place.exists():

@@ -1,4 +1,4 @@
-"""The samples that the ranks of a training receive from their loaders in each step."""
+"""The samples that the ranks of a training run receive from their loaders in each step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_order(taken: Steps) -> list[int]:
 
 
 def state_of(loaders: list[Loader]) -> State:
-    """Return the state of the training, which must be the same on all ranks."""
+    """Return the state of the loaders, which must be the same on all ranks."""
     states = [loader.state_dict() for loader in loaders]
     assert all(state == states[0] for state in states)
     return states[0]

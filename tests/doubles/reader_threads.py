@@ -11,5 +11,5 @@ def reader_threads() -> list[threading.Thread]:
 
 
 def no_reader_threads() -> bool:
-    """Return whether all reader threads end in time."""
+    """Return whether no reader thread is running."""
     return not reader_threads()

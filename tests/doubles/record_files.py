@@ -19,7 +19,7 @@ SIZES = [(2, 3), (40, 60), (1, 1), (90, 90)]
 
 
 def image(number: int, kind: str = "PNG") -> bytes:
-    """Return a noise image as a file; by `number`, it takes from under 100 bytes to several pages of an LMDB."""
+    """Return the bytes of a noise image file; depending on `number`, under 100 bytes to several pages of an LMDB."""
     random = np.random.default_rng(number)
     file = io.BytesIO()
     pixels = random.integers(0, 256, (*SIZES[number % len(SIZES)], 3), dtype=np.uint8)
@@ -75,7 +75,6 @@ def example(**features: Any) -> bytes:
 
 
 def feature(name: str, values: list[Any]) -> bytes:
-    """Return one encoded entry of an example's feature map."""
     if values and isinstance(values[0], bytes):
         encoded = delimited(1, b"".join(delimited(1, value) for value in values))
     elif values and isinstance(values[0], float):

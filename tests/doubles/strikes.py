@@ -69,12 +69,10 @@ def killed_runs(killed_at: Callable[[int, partial[object]], bool], work: partial
 
 
 def full() -> None:
-    """Fail like a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def interrupt() -> None:
-    """Fail like Ctrl-C."""
     raise KeyboardInterrupt
 
 

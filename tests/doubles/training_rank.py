@@ -25,7 +25,6 @@ DEADLINE_S = 90
 
 
 def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
-    """Train as the module's docstring describes."""
     # End this process even if the launcher is killed and cannot end it.
     signal.alarm(2 * DEADLINE_S)
     torch.set_num_threads(1)
@@ -40,7 +39,6 @@ def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) 
 
 
 def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
-    """Train and record the results."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     # Different seeds on the ranks must not matter, because DDP copies the weights of rank 0.
     torch.manual_seed(rank)

@@ -24,7 +24,7 @@ from colabkit.training.report import TrainReport
 from colabkit.training.steps import supervised_step
 
 EPOCHS = 4
-"""Epochs of a `NotedTraining`."""
+"""Number of epochs of a `NotedTraining`."""
 
 DEADLINE_S = 100.0
 
@@ -106,12 +106,12 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def history(report: TrainReport) -> list[tuple[object, ...]]:
-    """Return the part of a report that does not depend on the clock."""
+    """Return the values of a report's epochs that do not depend on the clock."""
     return [(r.epoch, r.steps, r.samples, dict(r.values), dict(r.validation)) for r in report.epochs]
 
 
 def make_packs(folder: Path) -> dict[str, PackedDataset]:
-    """Return packs of the digits and of 32x32 color images.
+    """Return datasets of the digits and of 32x32 color images, both from new packs.
 
     The color images are random, or from the archive of CIFAR-10 JPEG files at `COLABKIT_CIFAR`.
     """

@@ -47,7 +47,7 @@ def v2_memory(folder: str, limit: int | str, used: int, inactive: int = 0, activ
 
 
 def v1_memory(folder: str, limit: int, used: int, inactive: int = 0) -> dict[str, str]:
-    """Return the files of a memory cgroup v1 folder."""
+    """Return the memory files of a cgroup v1 folder."""
     return {
         f"{folder}/memory.limit_in_bytes": f"{limit}\n",
         f"{folder}/memory.usage_in_bytes": f"{used}\n",
@@ -118,7 +118,7 @@ SANDBOX = {
 UNLIMITED = (
     ({"/proc/meminfo": MEMINFO}, 64, 32),
     (SANDBOX, 13, 12),
-    # The kernel gives no estimate of the available memory.
+    # Without an estimate of the available memory, the free memory counts.
     ({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}, 8, 3),
 )
 

@@ -45,10 +45,10 @@ BUILTINS = {
     "TrainingDiverged": FloatingPointError,
 }
 OTHERWISE_WORDED = {
-    # The decoders and the samples of a dataset do not know the file's name: the caller adds it to the reason.
+    # Decoders and datasets do not know the name of the file: their callers add the name to the error's text.
     *((path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()),
     ("dataset_samples.py", "BadImage"),
-    # It repeats the message of another error.
+    # `bucket.py` repeats the message of another error.
     ("bucket.py", "FetchFailed"),
 }
 
@@ -100,7 +100,7 @@ def test_a_notebook_shows_one_line_and_colabkit_debug_shows_the_full_traceback_w
 
 
 def unformed(source: str, module: str) -> list[str]:
-    """Return the places where an error of the family is made or raised without a message from `cannot`."""
+    """Return the lines that create or raise a colabkit error without a message from `cannot`."""
     tree = ast.parse(source)
     makers = {"cannot"} | {
         function.name
@@ -141,12 +141,11 @@ def message_names(tree: ast.AST, makers: set[str]) -> set[str]:
 
 
 def named(node: ast.AST | None) -> str:
-    """Return the last name of `a` or `b.a`."""
+    """Return the last part of a dotted name, such as `"a"` for `a` and `b.a`; empty for other expressions."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def is_call_of(node: ast.AST | None, names: set[str]) -> bool:
-    """Return whether the node is a call of one of these functions."""
     return isinstance(node, ast.Call) and named(node.func) in names
 
 
@@ -181,7 +180,6 @@ def test_an_error_without_cannot_is_found(source, count):
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the set of words in a text."""
     return frozenset(text.split())
 
 
@@ -199,7 +197,7 @@ CREATING_FLAGS = frozenset({"O_APPEND", "O_CREAT", "O_TRUNC"})
 
 
 def changes(source: str) -> Iterator[str]:
-    """Yield the places of a module that change files without `file_changes`."""
+    """Yield the lines of a module that change files without `file_changes`, or that hide such changes."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in CREATING_FLAGS:
             yield f"{node.lineno}: {node.attr}"
@@ -237,7 +235,7 @@ def opens_for_writing(call: ast.Call, owner: str, name: str) -> bool:
         # Flags that create files are found separately, and writing requires `os.write`.
         return False
     if name == "File" and not any(mode == "r" for mode in modes(call)):
-        # The mode of h5py must be given.
+        # `h5py.File` must be called with the mode "r".
         return True
     return any(re.fullmatch(r"[rwaxbt+]{1,3}", mode) and set(mode) & set("wax+") for mode in modes(call))
 

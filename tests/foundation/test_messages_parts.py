@@ -1,4 +1,4 @@
-"""Messages are data: each front end renders the same parts in its own words, and errors carry them unchanged."""
+"""Messages are data: each front end renders the same parts in its syntax, and errors keep the parts unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = [getattr(errors, name) for name in errors.__all__]
 
 
 class Shouted(Words):
-    """The words of a front end that writes everything in capitals."""
+    """The words of a front end that writes options and calls in capitals."""
 
     def option(self, name: str, value: object) -> str:
         return name.upper() if value is ... else f"{name.upper()} {value}"
@@ -231,7 +231,7 @@ def test_messages_are_values() -> None:
 
 
 class FailingDataset(torch.utils.data.Dataset[int]):
-    """A dataset whose samples raise an error of colabkit."""
+    """A dataset whose samples raise a colabkit error."""
 
     def __len__(self) -> int:
         return 1

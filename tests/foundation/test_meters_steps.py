@@ -94,7 +94,7 @@ def test_on_the_cpu_the_parts_are_exact():
     clock.stepped(9.5, 9.5, 13.5, 4)
     found = counts.snapshot()
     assert found.recent == (
-        # The end of this step was not marked.
+        # For this step, `worked()` was not called.
         StepTimes(1.0, 0.0, 4.0, 0.0, 8, is_first=True),
         StepTimes(0.5, 0.0, 2.0, 2.0, 8),
         StepTimes(0.0, 0.0, 2.0, 1.0, 4),
@@ -109,7 +109,7 @@ def test_on_the_cpu_the_parts_are_exact():
 
 
 def test_waiting_copying_and_computing_gpus_are_distinguished():
-    # The step includes its launch.
+    # Compute includes the launch, which takes 1 ms.
     assert mean(Loop(wait_s=0.05, step_s=0.01).run(20)) == (0.05, 0.0, 0.011, 0.0)
     assert mean(Loop(copy_ends_after_s=0.03, step_s=0.01).run(20)) == (0.0, 0.03, 0.01, 0.0)
     assert mean(Loop(step_s=0.02).run(20)) == (0.0, 0.0, 0.021, 0.0)

@@ -1,4 +1,4 @@
-"""Partials: published atomically or removed after any failure or kill, and leftovers are removed later."""
+"""After any failure or kill, a partial is published completely or not at all, and leftovers are removed later."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def test_publish_replaces_files_and_folders_on_request(tmp_path):
 
 
 def replace_folder(final: Path) -> None:
-    """Replace an old folder by a new one."""
     with partials.Partial(final) as partial:
         make_pair(partial.path, "new")
         partial.publish(replace=True)
@@ -180,7 +179,7 @@ def test_two_partials_of_one_process_do_not_collide(tmp_path):
 
 
 def left_by(tmp_path: Path, **changes: str) -> Path:
-    """Create a partial of `final` whose name has some parts changed."""
+    """Create a file that is named like a partial of `final`, except for the changed parts of the name."""
     with partials.Partial(tmp_path / "final") as partial:
         match = partials._PARTIAL.fullmatch(partial.path.name)
     assert match

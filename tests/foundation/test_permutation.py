@@ -1,6 +1,6 @@
 """The order of an epoch: a pure, uniform permutation that is the same on every machine and in every version.
 
-It is computed by sorting, by tables or by hashing; `permute_each` uses a separate permutation for each position.
+The order is computed by sorting, by tables or by hashing. `permute_each` uses a separate permutation for each position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EPOCHS = st.integers(0, 2**40)
 
 @pytest.fixture(params=["sorted", "network"])
 def way(request, monkeypatch):
-    """Compute orders of 1,500 samples in both ways: as for small and as for large sets."""
+    """Compute orders of 1,500 samples by sorting, as for small sets, and by the network, as for large ones."""
     if request.param == "network":
         monkeypatch.setattr(network, "_SORTED_UP_TO", 1024)
 
@@ -38,7 +38,7 @@ def whole(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 @given(SIZES, SEEDS, EPOCHS)
 def test_every_sample_comes_exactly_once(n, seed, epoch):
     assert np.array_equal(np.sort(whole(n, seed, epoch)), np.arange(n))
-    # Small grids have many shapes, so test them, too.
+    # Also test small grids, whose shapes vary most.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "_SORTED_UP_TO", 1024)
         assert np.array_equal(np.sort(whole(n, seed, epoch)), np.arange(n))
@@ -172,7 +172,7 @@ def test_an_invalid_range_is_rejected():
 
 @pytest.mark.parametrize("n", [2**16 + 1, 256 * 257, 257**2, 100_000, 2**20, 4096**2 - 5, 4096**2, 4096**2 + 1])
 def test_tables_contain_the_values_of_the_hash(n, monkeypatch):
-    """Test grids up to the largest one with tables, with no, some and the most possible cells beyond n."""
+    """Test grids up to the largest one with tables; the number of cells beyond n is zero, medium or maximal."""
     starts = (0, (n - 1000) // 2, n - 1000)
     by_tables = [epoch_order(n, 5, 6, start, start + 1000) for start in starts]
     monkeypatch.setattr(network, "_TABLES_UP_TO", 0)
@@ -212,7 +212,7 @@ def test_all_permutations_of_few_samples_are_equally_likely(size):
 @pytest.mark.parametrize("size", [31, 7, 36, 37, 64, 100, 32, 33])
 @pytest.mark.parametrize("apart", [1, 2, 3])
 def test_pairs_of_positions_contain_all_pairs_equally_often(size, apart):
-    """Count the pairs at positions 0 and `apart`, with 10 times more pairs than cells."""
+    """Count the pairs at positions 0 and `apart`, with 10 times as many pairs as cells."""
     found = permutations(size, 10 * size * size, key=apart)
     pairs = np.bincount(found[:, 0] * size + found[:, apart], minlength=size * size).reshape(size, size)
     assert not pairs.diagonal().any()

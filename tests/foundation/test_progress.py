@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Replace the error stream by a terminal and return it."""
+    """Replace `sys.stderr` with a stream that claims to be a terminal, and return the stream."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     return stream

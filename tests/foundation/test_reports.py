@@ -90,7 +90,6 @@ class Sample(Report):
 
 
 def sample(text: str = "hello") -> Sample:
-    """Return a report with a field of every kind."""
     by_name = MappingProxyType({"a": (1, Path("x")), PurePosixPath("b"): [MemoryReport(3, 2, "leaf")]})
     return Sample(text, Path("/a/b"), (1, 2), by_name, MemoryReport(2, 1, "machine"))
 

@@ -1,4 +1,4 @@
-"""No name, path or error text becomes HTML: all reports and packs, filled with markup."""
+"""Names, paths and error texts that contain markup never become HTML, in any report or pack."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_alike(page: str, plain: str) -> None:
 
 
 def kinds() -> list[type[Report]]:
-    """Return all reports of the package."""
+    """Return all report classes of the package."""
     for module in pkgutil.walk_packages([str(PACKAGE)], "colabkit."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -101,7 +101,7 @@ def filled(hint: Any, name: str) -> Any:
         # `Text` refers to classes that the modules of reports may not import.
         hints = typing.get_type_hints(hint, localns=vars(messages))
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
-        # A field of its own type would recurse forever.
+        # A field of the class's own type would recurse forever.
         own = {field for field in fields if hint in typing.get_args(hints[field])}
         return hint(**{field: None if field in own else filled(hints[field], name) for field in fields})
     if isinstance(hint, type) and issubclass(hint, tuple):
@@ -134,7 +134,7 @@ def test_a_pack_shows_hostile_classes_and_paths_as_text(name: str, tmp_path: Pat
 
 
 def packed(folder: Path, name: str) -> colabkit.Pack:
-    """Return a pack of two images; the name is that of a class, of the pack and of its source."""
+    """Return a pack of two images; `name` is the name of a class, of the pack and of its source."""
     for place in (name, "b"):
         (folder / name / place).mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(folder / name / place / f"{name[:40]}.png")

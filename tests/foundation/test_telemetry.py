@@ -1,4 +1,4 @@
-"""`Telemetry`: snapshots of this machine, on any machine."""
+"""`Telemetry`: snapshots of the machine that runs the tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_snapshot_takes_a_few_milliseconds_and_no_descriptor_stays_open():
         began = time.thread_time()
         telemetry.snapshot()
         taken_s.append(time.thread_time() - began)
-    # It takes 1.5 ms on an idle machine.
+    # A snapshot takes 1.5 ms on an idle machine.
     assert statistics.median(taken_s) < 0.02
     telemetry.close()
     assert psutil.Process().num_fds() <= before
@@ -75,7 +75,7 @@ def test_the_cpu_time_of_a_child_process_counts_as_own(tmp_path):
     with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as child:
         try:
             child.stdout.readline()
-            # This snapshot finds the device.
+            # This snapshot finds the child.
             host.snapshot()
             began, used_s = time.monotonic(), child_cpu_s(child.pid)
             deadline = began + 30

@@ -24,13 +24,12 @@ from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot, gpu_reports
 
 
 def gpus(nvml: Any, visible: str | None = None, torch: Any = None) -> Gpus:
-    """Return the GPUs of a process with a value of CUDA_VISIBLE_DEVICES and an imported torch."""
+    """Return the `Gpus` of a process with these values of CUDA_VISIBLE_DEVICES and of the module torch, if any."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     return Gpus(nvml, environ, {} if torch is None else {"torch": torch})
 
 
 def uuids(nvml: Any, visible: str | None = None, torch: Any = None) -> list[str | None]:
-    """Return the UUIDs of the listed GPUs."""
     return [gpu.uuid for gpu in gpus(nvml, visible, torch).snapshot()]
 
 
@@ -90,7 +89,7 @@ def test_bytes_over_pcie_are_never_queried():
 def test_utilization_is_the_mean_of_the_drivers_samples_since_the_last_snapshot():
     chip = Chip("GPU-a", samples=[(10, 100), (20, 30)])
     asked = gpus(FakeNvml(chip))
-    # The older sample was taken before the last snapshot.
+    # The first snapshot uses only the newest sample.
     assert asked.snapshot()[0].utilization_rate == 0.3
     chip.samples += [(30, 50), (40, 70), (50, 100_000)]
     assert asked.snapshot()[0].utilization_rate == pytest.approx(0.6)
@@ -123,7 +122,7 @@ def test_reasons_for_lowered_clocks_are_read_from_new_and_old_drivers():
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
-# These mean driver not loaded, library not found, and unknown.
+# The driver is not loaded, the library is not found, or the error is unknown.
 @pytest.mark.parametrize("error", [9, 12, UNKNOWN])
 def test_without_a_driver_there_are_no_gpus(function, error):
     nvml = FakeNvml(Chip("GPU-a"), failing={function: error})
@@ -197,7 +196,7 @@ def test_only_gpus_that_this_process_may_use_are_listed_in_the_order_of_cuda():
 
 
 def sliced() -> FakeNvml:
-    """Return a machine with a whole GPU and a GPU in three slices, the second of which is unused."""
+    """Return the NVML of a machine with a whole GPU, and a GPU with two MIG instances at indices 0 and 2."""
     unsupported = {"nvmlDeviceGetUtilizationRates": NOT_SUPPORTED, "nvmlDeviceGetSamples": NOT_SUPPORTED}
     unsupported |= dict.fromkeys(("nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons"), NOT_SUPPORTED)
     slices = [

@@ -92,7 +92,7 @@ class Machine:
         )
 
     def after(self, seconds: float, **changes: Any) -> HostSnapshot:
-        """Return a snapshot some seconds later, when some figures have changed."""
+        """Return a snapshot that is taken some seconds later, after these changes."""
         self.now += seconds
         for name, value in changes.items():
             setattr(self, name, value)
@@ -194,7 +194,7 @@ def test_own_cpu_covers_the_process_its_children_and_ended_children():
     machine.host.snapshot()
     machine.process.cpu, child.cpu = (1.0, 0.0), (51.0, 1.0)
     assert machine.after(1).own_cpu_rate == pytest.approx(3 / 4)
-    # The child ends half a second later, and its parent waited for it.
+    # After half a CPU second, the child has ended and its parent has waited for it.
     child.fails = psutil.NoSuchProcess(1)
     machine.process.cpu = (1.0, 52.5)
     assert machine.after(1).own_cpu_rate == pytest.approx(0.5 / 4)

@@ -27,7 +27,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class FakeTelemetry:
-    """Numbers its snapshots; each takes `cost_s` of the thread's CPU, and those in `failing` fail."""
+    """A fake telemetry whose snapshots are numbered and take `cost_s` CPU seconds each; those in `failing` fail."""
 
     def __init__(self, failing: set[int] = frozenset(), cost_s: float = 0.0) -> None:
         self.now = self.cpu_s = 0.0
@@ -50,7 +50,7 @@ class FakeTelemetry:
         self.closed += 1
 
     def sampler(self, **options: object) -> Sampler:
-        """Return a sampler that uses the clocks of this machine."""
+        """Return a sampler that uses the clocks of this fake."""
         options = {"period_s": 0.0, **options}
         return Sampler(self, clock=lambda: self.now, cpu_clock=lambda: self.cpu_s, **options)
 
@@ -128,7 +128,7 @@ def test_the_cost_is_the_threads_share_of_cpu_time():
         wait_until(lambda: telemetry.taken > 2)
     assert sampler.cost_share == pytest.approx(0.002)
     telemetry.now *= 100
-    # The sampler has ended, so its share of the CPU no longer changes.
+    # The sampler has stopped, so its share of the CPU no longer changes.
     assert sampler.cost_share == pytest.approx(0.002)
 
 
@@ -223,7 +223,7 @@ def test_a_user_ended_by_the_garbage_collector_while_another_begins_is_harmless(
     lock = module._shared.lock
 
     class Collecting:
-        """A lock in which the collector runs once, as soon as the thread holds it."""
+        """A lock that frees the forgotten object as soon as a thread holds the lock, like the garbage collector."""
 
         def __enter__(self) -> None:
             lock.acquire()

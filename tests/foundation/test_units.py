@@ -1,4 +1,4 @@
-"""Numbers as text: correct units, at most three digits before the unit changes, correct limits."""
+"""Numbers as text: correct units, rounding, and limits at which the unit changes."""
 
 from __future__ import annotations
 

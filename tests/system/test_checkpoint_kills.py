@@ -114,7 +114,10 @@ def test_a_kill_while_a_remote_checkpoint_is_fetched_lets_it_be_fetched_again(
 def every_full_disk(
     work: Callable[[], object], set_hook: Callable[..., None], lasting: bool
 ) -> Iterator[ColabkitError | None]:
-    """Fail `work` with a full disk at its 1st, 2nd, … file change, and yield after each failure, until it succeeds."""
+    """Fill the disk at the 1st, 2nd, … file change of `work`, and yield the error of each run, or None.
+
+    Stop when `work` has fewer file changes.
+    """
     number = 1
     while True:
         hook = AtChange(number, fill_disk, lasting)

@@ -40,7 +40,7 @@ def settings_of(notebook: NotebookNode) -> NotebookNode:
 
 
 def magics_of(source: str) -> Iterator[tuple[str, str, dict[str, Verb]]]:
-    """Yield the name, the line and the table of each magic in a cell."""
+    """Yield the name and the line of each magic in a cell, and the verbs that are magics of its kind."""
     if found := CELL_MAGIC.match(source):
         yield found[1], found[2], BODIES
     for match in LINE_MAGIC.finditer(CELL_MAGIC.sub("", source)):

@@ -23,7 +23,7 @@ LATENCY_S = 0.01
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Iterator[Colab]:
-    """Return a Drive that is not mounted yet and holds a folder of images; remove it after the test."""
+    """Yield a fake Colab whose Drive holds a folder of images and is not mounted yet; remove it after the test."""
     needs("FUSE", has_fuse())
     if os.geteuid() != 0:
         pytest.skip(f"only root can make {CONTENT}")

@@ -1,4 +1,4 @@
-"""`train()` in several processes: they share the samples, one of them writes, and more or fewer can resume."""
+"""`train()` in several processes: they share the samples, one writes, and more or fewer processes can resume."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def trained(
 
 
 def records(folder: Path) -> list[Path]:
-    """Return the records of the processes by rank."""
+    """Return the paths of the processes' records, sorted by rank."""
     return sorted(path for path in folder.glob("*-*.json") if not path.name.startswith("checkpoint"))
 
 
@@ -73,7 +73,7 @@ def by_epoch(ranks: list[dict[str, Any]]) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, numbers: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the records of uninterrupted trainings in one process and in two."""
+    """Return the records of uninterrupted training runs in one process and in two."""
     folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
     return {1: trained(numbers, folders[0], 1), 2: trained(numbers, folders[1], 2, by_torchrun=True)}
 
@@ -237,7 +237,7 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
     def work() -> None:
         def press(done: meters.StepDone) -> None:
             if done.step == 3 and distributed.get_rank() == 0:
-                # When a terminal or runtime ends, it also signals all processes.
+                # Send the signal to the process that called `notebook_launch()`, not to the training processes.
                 os.kill(os.getppid(), number)
 
         colabkit.train(lambda batch: None, colabkit.Loader(data, 2), epochs=99, state={}, to=tmp_path, on_step=press)

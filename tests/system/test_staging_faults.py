@@ -99,7 +99,7 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_refresh_leaves_the_old_or_th
     copy(remote, local, kind)
 
     def refresh() -> None:
-        # Change the source.
+        # A new modification time makes the source count as changed.
         os.utime(remote / "5.txt" if kind == "folder" else remote)
         copy(remote, local, kind, refresh=True)
 
@@ -131,7 +131,7 @@ def test_after_a_kill_at_any_operation_the_copy_is_absent_or_complete_and_the_ne
 def test_after_a_kill_at_any_operation_of_a_refresh_the_copy_is_absent_old_or_new(source, tmp_path, killed_at):
     remote, local = source("folder"), tmp_path / "near"
     copy(remote, local, "folder")
-    # Change the source.
+    # A new modification time makes the source count as changed.
     os.utime(remote / "5.txt", ns=(0, 0))
     for number in killed_runs(killed_at, partial(copy, remote, local, "folder", refresh=True)):
         assert content(local) in (None, FILES), f"at operation {number}"

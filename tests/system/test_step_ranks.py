@@ -85,7 +85,7 @@ def test_several_processes_save_checkpoints_in_the_middle_of_an_epoch(tmp_path, 
 
 
 def fail_in_one(rank: int, data: PackedDataset, folder: str) -> None:
-    """Train with a step that fails in one of two processes, and record the error of each training."""
+    """Train with a step that fails in one of two processes, and record the error in each process."""
     store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=dt.timedelta(minutes=30))
     steps: list[object] = []

@@ -1,4 +1,4 @@
-"""Trainings in processes that are killed or terminated: a resumed run equals an uninterrupted one, bit for bit."""
+"""Training in processes that are killed or terminated: a resumed run equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 

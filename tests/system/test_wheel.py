@@ -1,4 +1,4 @@
-"""The wheel contains exactly the required files, and the samples match the README."""
+"""The wheel contains exactly the required files, and `samples:digits` contains all digits."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def is_over(page: Page) -> bool:
 
 
 def watched(page: Page) -> tuple[set[str], set[str]]:
-    """Return the widths of the progress bar and the texts of the live panel until the work is finished."""
+    """Wait until the work is finished, and return all widths of the progress bar and all texts of the live panel."""
     bars: set[str] = set()
     frames: set[str] = set()
     look = f"""[
@@ -112,7 +112,7 @@ def watched(page: Page) -> tuple[set[str], set[str]]:
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Write enough image files in two classes to watch staging and packing."""
+    """Write this many image files in two classes."""
     random = np.random.default_rng(0)
     for name in ("dark", "light"):
         (folder / name).mkdir(parents=True)
@@ -191,7 +191,7 @@ def look_at_launcher(page: Page, address: str, folder: Path, pictures: Path) -> 
 
 
 def look_at_saved(page: Page, address: str, pictures: Path) -> list[bool]:
-    """Open the saved notebook without a kernel."""
+    """Open the saved notebook without a kernel, save a picture, and check the text."""
     open_lab(page, address)
     kernel = {"shouldStart": False, "canStart": False, "autoStartDefault": False}
     do(page, "docmanager:open", path="launcher.ipynb", factory="Notebook", kernelPreference=kernel)
@@ -204,7 +204,7 @@ def look_at_saved(page: Page, address: str, pictures: Path) -> list[bool]:
 
 
 def look_around(page: Page, pictures: Path) -> list[bool]:
-    """Save pictures of the panel in both themes and several widths."""
+    """Save pictures of the launcher in both themes and several widths, and check that nothing is cut off."""
     results = []
     for theme in ("Light", "Dark"):
         do(page, "apputils:change-theme", theme=f"JupyterLab {theme}")

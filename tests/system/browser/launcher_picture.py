@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 LAUNCHER = ".colabkit-launcher"
-# A palette of this size shows all colors of the launcher, and halves the file.
+# A palette of this size contains all colors of the launcher, and halves the size of the file.
 COLORS = 256
 
 

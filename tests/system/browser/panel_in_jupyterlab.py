@@ -92,7 +92,7 @@ def look_at(page: Page, address: str, folder: Path, screen: str, pictures: Path)
 
 
 def look_at_saved(page: Page, address: str, folder: Path, screen: str, pictures: Path) -> list[bool]:
-    """Open an untrusted copy of the saved notebook without a kernel."""
+    """Open an untrusted copy of the saved notebook without a kernel, save a picture, and check the panel."""
     saved = nbformat.read(folder / f"{screen}.ipynb", as_version=4)
     saved.metadata["copied"] = True
     nbformat.write(saved, folder / f"{screen}-saved.ipynb")

@@ -1,4 +1,4 @@
-"""A fake of the kernel's messages to the browser."""
+"""A fake of the messages that the kernel sends to the browser."""
 
 from __future__ import annotations
 

@@ -6,4 +6,4 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 
 
 class Shell(ZMQInteractiveShell):
-    """A shell with the name of Colab's, but without Colab's additions."""
+    """A shell named like Colab's, but without Colab's additions."""

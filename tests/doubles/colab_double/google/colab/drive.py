@@ -19,7 +19,7 @@ LOG = ".config/Google/DriveFS/Logs/drive_fs.txt"
 
 
 class TIMEOUT(Exception):
-    """Like `pexpect.TIMEOUT`, which Colab does not catch while it waits for DriveFS."""
+    """A stand-in for `pexpect.TIMEOUT`, which Colab does not catch while it waits for DriveFS."""
 
 
 def plan() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _ask_for_consent(wanted: dict[str, Any]) -> None:
     if answer == "hangs":
         time.sleep(3600)
     if answer == "never comes":
-        # Without an answer, the request returns None, which Colab ignores.
+        # Without an answer, Colab's request returns None, and `mount()` continues.
         return
     if answer == "refused":
         raise _message.MessageError("Error: credential propagation was unsuccessful")
