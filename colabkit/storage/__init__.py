@@ -1,12 +1,12 @@
-"""Storage: copy data from slow remotes to fast local files, and results back.
+"""Copy data from slow remotes to fast local files, and copy results back.
 
 - `drive`: `mount()`, `unmount()`, `flush()` and `clear_cache()` for Google Drive.
 - `probing`: `probe()` measures what a mount can deliver.
 - `sources`: reads the items of folders, archives, tables, record files and buckets concurrently.
-- `addresses`: parses Drive links, https and fsspec addresses.
-- `fetching`: `fetch()` downloads from these addresses.
-- `staging`: `stage()` makes local copies, `unstage()` removes them.
-- `publishing`: `publish()` copies finished files to the remote.
+- `addresses`: parses Drive links and IDs, https addresses and fsspec URLs.
+- `fetching`: `fetch()` downloads from Drive, the web and buckets.
+- `staging`: `stage()` makes local copies, and `unstage()` removes them.
+- `publishing`: `publish()` copies finished files and folders to a slow mount.
 
 To add a source type, write a class in `sources` that implements `sources.items.Source`, and register it in
 `sources.registry`.

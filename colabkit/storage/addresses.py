@@ -1,4 +1,4 @@
-"""Parse source addresses: determine their kind from the text alone, and remove secrets before they are shown."""
+"""Parse the addresses that `fetch()` accepts, and remove secrets from addresses in messages and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FSSPEC = "fsspec"
 
 _EXPECTED = "a Drive ID or link, an https address or an fsspec URL"
 _SHOWN_CHARS = 300
-# File systems allow file names of up to 255 bytes.
+# File systems allow names of up to 255 bytes; leave room for suffixes that programs add.
 _NAME_BYTES = 200
 # Known IDs have 28, 33 or 44 characters; gdown also requires at least 25.
 _DRIVE_ID = re.compile(r"[-\w]{25,}", re.ASCII)
@@ -28,7 +28,7 @@ _DRIVE_PATHS = (
     (DRIVE_FILE, re.compile(r"/d/([-\w]+)", re.ASCII)),
 )
 _DRIVE_FOLDER_PAGES = ("folderview", "embeddedfolderview")
-# An exported Google document is an ordinary file, in the format that the query names.
+# Links that export a Google document download an ordinary file, so they count as web addresses.
 _EXPORT = re.compile(r"/(export|pub)$")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(://|::)")
 _LOCAL = frozenset({"file", "local"})
@@ -59,7 +59,7 @@ class Address:
         return hashlib.sha256(os.fsencode("\0".join([self.kind, self.text, *more]))).hexdigest()
 
     def scrubbed(self, text: object) -> str:
-        """Return another program's message as one short line, without the secrets in its addresses."""
+        """Return another program's message as one short line, without this address's secrets and without any query."""
         found = " ".join(str(text).split())
         for secret in sorted(_secrets(self.text), key=len, reverse=True):
             found = found.replace(secret, "...")
@@ -144,7 +144,7 @@ def _shown(text: str) -> str:
         host, slash, path = rest.partition("/")
         host = host.rpartition("@")[2]
         if not re.fullmatch(r"(\[.*\]|[^:]*)(:\d*)?", host):
-            # An unescaped password character ended the host early, so the rest may be part of the password.
+            # An unescaped slash in the password ends this part early, so it may hold half of the password.
             host = "..."
         links.append(f"{scheme}{separator}{host}{slash}{path}")
     return _limited(printable("::".join(links)))

@@ -1,4 +1,4 @@
-"""`publish()` atomically copies a finished file or folder to a slow mount; `SlowMount` detects mounts that hang.
+"""Publish finished files and folders to slow mounts, and stop waiting for mounts that hang.
 
 `publish()` and checkpoints write a file to a mount in three steps: `write_blocks()` under a hidden name,
 `check_written()`, and a rename.
@@ -51,7 +51,7 @@ MOVED_BLOCK_BYTES = 4 << 20
 SLOWEST_BYTES_S = 10e6
 """Slowest expected rate in bytes/s. Some mounts upload a file when it is closed and do not respond meanwhile."""
 
-# Slowest expected rate in files/s for removing the old folder, which takes a single call.
+# Slowest expected rate, in files/s, for removing a replaced folder. The removal counts as one operation of the mount.
 _SLOWEST_FILES_S = 10.0
 # Each abandoned thread holds memory for as long as the mount hangs.
 _MOST_ABANDONED = 3
@@ -71,7 +71,7 @@ class PublishReport(Report):
         seconds: duration of the call.
         replaced: whether an earlier version was replaced.
         is_sent: whether the bytes have reached their destination; False on a mount that uploads later.
-        checked: the comparison made after writing.
+        checked: the check after writing: `"all bytes read back"` or `"sizes compared"`.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class PublishReport(Report):
     def _summary(self) -> str:
         rate = format_bytes(self.published_bytes / max(self.seconds, 1e-9))
         action = f"{'Replaced' if self.replaced else 'Published'} {str(self.path)!r}"
-        later = "" if self.is_sent else f"; uploaded later, {self._words.render(call('flush'))} waits for that"
+        later = "" if self.is_sent else f"; not uploaded yet, {self._words.render(call('flush'))} waits for the upload"
         size = format_bytes(self.published_bytes)
         return f"{action}: {size} in {format_seconds(self.seconds)} ({rate}/s, {self.checked}{later})"
 
@@ -93,7 +93,7 @@ class PublishReport(Report):
             ("path", str(self.path)),
             ("bytes", format_bytes(self.published_bytes)),
             ("checked", self.checked),
-            ("uploaded", "yes" if self.is_sent else f"later; {self._words.render(call('flush'))} waits for that"),
+            ("uploaded", "yes" if self.is_sent else f"later; {self._words.render(call('flush'))} waits for the upload"),
         ]
 
 
@@ -106,11 +106,11 @@ def publish(
 ) -> PublishReport:
     """Copy a finished file or folder to a slow mount, such as `drive:`, and report its final path.
 
-    The copy is written under a hidden name in the destination folder, synced, compared and renamed. After a kill at any
-    time, the final path of a file holds the complete old or the complete new file. Replacing a folder takes two
-    renames: a kill between them leaves the old folder under a hidden name in the same directory, and the next call
-    first restores it. Links, special files and empty folders inside a folder are skipped. Drive mounts upload files
-    later: call `flush()` to wait for that.
+    The copy is written under a hidden name in the destination folder, synced, compared and renamed. If the process is
+    killed at any time, the final path of a file holds the complete old or the complete new file. Replacing a folder
+    takes two renames: a kill between them leaves the old folder under a hidden name in the same directory, and the next
+    call first restores it. Links, special files and empty folders inside a folder are skipped. Drive mounts upload
+    files later: call `flush()` to wait for the upload.
 
     Args:
         path: a file, for example a pack, or a folder.
@@ -128,11 +128,11 @@ def publish(
         SourceChanged: if the source changes during the copy.
         TargetExists: if the target is a folder and the source is a file or vice versa, or if source and target are
             the same or one contains the other.
-        NotEnoughSpace: before anything is written, if the free space is known.
+        NotEnoughSpace: if the free space is known and too small; raised before any file is written.
         FileFailed: if the target cannot be written.
         Corrupt: if the bytes read back differ from those written.
         TimedOut: if the mount does not respond for ten minutes, plus one second for each 10 MB of the largest file and
-            for each 10 files; the unfinished copy stays there under its hidden name.
+            for each 10 files; until it responds again, the unfinished copy stays on it under a hidden name.
 
     Example:
         >>> import colabkit
@@ -223,7 +223,7 @@ class _Publication:
         except ColabkitError:
             raise
         except OSError as error:
-            # Write errors name no file and other errors name the hidden one, so report the final path.
+            # Write errors carry no file name and other errors carry the hidden name, so report the final path.
             error.filename = str(final)
             raise
         return final, is_replaced
@@ -260,7 +260,7 @@ class _Publication:
 
 
 class MoveCallback(Protocol):
-    """A function to call after each answer of the mount, with the number of bytes transferred."""
+    """A function to call each time the mount has answered, with the number of bytes transferred."""
 
     def __call__(self, size: int = 0) -> None:
         """Record an answer; raises `AbandonedError` if the caller no longer waits for the work."""
@@ -294,17 +294,17 @@ class SlowMount:
     ) -> T:
         """Run `work` in a thread and return its result; give up when the mount stops responding.
 
-        Abandoned work gets an exception at the mount's next answer, so it can clean up.
+        When the mount answers again, `AbandonedError` is raised in the abandoned work, so that the work can clean up.
 
         Args:
             act: verb and object for messages.
-            work: receives a function that it must call after each answer of the mount.
+            work: receives a function that it must call each time the mount has answered.
             largest_bytes: size of the largest file that `work` copies; each 10 MB add a second to the deadline.
             files: number of files that `work` copies; each 10 add a second to the deadline.
             on_wait: called several times a second while waiting; may raise to abandon the work.
 
         Raises:
-            TimedOut: if the mount does not respond.
+            TimedOut: if the mount does not respond, or has not yet responded to three earlier calls.
         """
         stop, ended = threading.Event(), threading.Event()
 
@@ -344,7 +344,7 @@ def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCa
     crc = offset = 0
     fd = file_changes.create(path)
     try:
-        # Close the generator, which holds the source file open, even if a stored exception keeps it alive.
+        # The generator holds the source file open, so close it even if a stored exception keeps it alive.
         with closing(blocks):
             for block in blocks:
                 file_changes.write_at(fd, block, offset, path)

@@ -44,7 +44,7 @@ def test_higher_levels_are_not_measured_with_few_files(tmp_path: Path) -> None:
     assert report.small[0].reads == 1
     (tmp_path / "none").mkdir()
     report = probe_quietly(tmp_path / "none", 2.0)
-    assert report.recommendation == "It contains no files."
+    assert report.recommendation == "The folder has no files."
     assert report.listing_rate is None
     assert report.is_complete
 

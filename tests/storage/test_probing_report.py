@@ -87,7 +87,7 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"small": small(1, 4, 15, 20)}, "... save the pack: one large file is read much faster."),
     ({"small": small(100, 101, 99, 100)}, "... more threads do not help; ... threads=1)."),
-    ({**LOCAL, "small": small(900, 900, 900, 900)}, "... This is fast enough to pack from it directly."),
+    ({**LOCAL, "small": small(900, 900, 900, 900)}, "... The folder is fast enough to pack from it directly."),
     ({**LOCAL, "small": small(300, 300, 300, 300)}, "... Stage it with colabkit.stage('drive:birds', threads=1)."),
     (
         {"files": 6, "small": small(10, None, None, None)},
@@ -107,7 +107,7 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
         "... Stage it with colabkit.stage('drive:birds.zip'), which reads several ranges concurrently.",
     ),
     ({**NOTHING, "errors": (("EIO", 30),)}, "No file could be read (EIO 30 times). Fix these errors first."),
-    ({**NOTHING, "files": 0}, "It contains no files."),
+    ({**NOTHING, "files": 0}, "The folder has no files."),
     ({**NOTHING, "files": 0, "is_complete": False}, "... Allow more time with seconds=."),
     ({**NOTHING, "files": 1, "small_files": 1}, "There are too few files for a recommendation."),
     (NOTHING, "Too few files were read in time for a recommendation. Allow more time with seconds=."),

@@ -1,1 +1,1 @@
-"""Mount, find, repair, flush and unmount Google Drive, and clear its cache, for all supported types of mounts."""
+"""Mount, find, repair, flush and unmount Google Drive, and clear its cache, for all supported mount types."""

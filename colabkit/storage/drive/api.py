@@ -1,6 +1,6 @@
 """`mount()`, `unmount()`, `flush()` and `clear_cache()` for all supported types of Google Drive mounts.
 
-Only child processes with a deadline touch a mount, so that a dead or hanging one cannot freeze the notebook.
+colabkit checks mounts in child processes with a deadline, so that a dead or hanging mount cannot freeze the notebook.
 """
 
 from __future__ import annotations
@@ -57,17 +57,19 @@ def mount(
     an existing google-drive-ocamlfuse or rclone mount is used; without one, the error lists the alternatives.
 
     Args:
-        path: where to mount Drive; defaults to its present mount point, else `/content/drive`.
+        path: where to mount Drive; defaults to its current mount point, or `/content/drive` if it is not mounted.
         readonly: refuse writes, to protect training data from accidental changes.
-        timeout: seconds to wait for consent, for Drive, and later for each folder listing; large folders need more.
-        force: also remount a working mount, after sending its writes, and a hanging mount, which loses unsent writes.
+        timeout: seconds to wait for consent, for Drive to start, and later for each folder listing; large folders need
+            more time.
+        force: also remount a mount that works, returns errors or hangs. Its writes are sent first, but the unsent
+            writes of a hanging mount are lost.
 
     Returns:
         The path of My Drive, and the state of the mount.
 
     Raises:
         MountFailed: if Drive cannot be mounted; the attribute `cause` holds the reason.
-        UnsentWrites: if writes could not be sent before remounting.
+        TimedOut, UnsentWrites: if writes could not be sent before remounting.
 
     Example:
         >>> import colabkit
@@ -121,12 +123,12 @@ def _note_of_mode(found: Mount, mode: bool | None) -> Text:
     """Return the note about a mount that may be writable although `readonly` was requested."""
     known = "The mount is writable" if mode is False else "Whether the mount is read-only is unknown"
     if found.fstype != DRIVEFS:
-        return f"{known}; to change that, mount it again with {DRIVE_TYPES[found.fstype]}"
-    return (f"{known}; to mount it again, use ", option("force", True))
+        return f"{known}; to make it read-only, mount it again with {DRIVE_TYPES[found.fstype]}"
+    return (f"{known}; to mount it again read-only, use ", option("force", True))
 
 
 def _forced_only(found: Mount, state: str, reason: str) -> MountFailed:
-    """Return the error for a DriveFS mount that hangs or returns errors, which `mount()` replaces only on request."""
+    """Return the error for a DriveFS mount that hangs or returns errors. `mount()` replaces it only with `force`."""
     is_quota = "quota" in log_causes()
     problem = "does not respond" if state == "hung" else "returns errors"
     log = "; its log reports QUOTA_EXCEEDED" if is_quota else ""
@@ -190,7 +192,7 @@ def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: floa
         return _report(mounted, "mounted", readonly, started)
     _unmount_at_once(found, timeout)
     mounted = mount_in_colab(point, readonly, timeout, force=True)
-    return _report(mounted, "repaired", readonly, started, ("Writes that had not been sent before may be lost",))
+    return _report(mounted, "repaired", readonly, started, ("Writes that were not sent before the repair may be lost",))
 
 
 def unmount(
@@ -200,7 +202,7 @@ def unmount(
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.
-        timeout: seconds to wait for the upload, which continues afterwards.
+        timeout: seconds to wait for the upload; after a timeout, the upload continues.
         force: unmount at once, even if the mount is dead, hangs, or has unsent writes.
         progress: show the elapsed seconds.
 
@@ -239,7 +241,7 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0,
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.
-        timeout: seconds to wait for the upload, which continues afterwards.
+        timeout: seconds to wait for the upload; after a timeout, the upload continues.
         progress: show the elapsed seconds.
 
     Returns:
@@ -280,8 +282,9 @@ def clear_cache(
 ) -> CacheReport:
     """Clear the local cache of the Drive mount, to see new files and to free disk space.
 
-    For DriveFS: send all writes, end the program, remove its cache and mount Drive again. For google-drive-ocamlfuse:
-    wait for uploads, unmount, run `-cc` and mount again. For rclone: only forget the directory listings.
+    For DriveFS: send all writes, end DriveFS, remove its cache and mount Drive again. For google-drive-ocamlfuse: wait
+    for uploads, unmount, run `google-drive-ocamlfuse -cc` and mount again. For rclone: only make rclone forget its
+    directory listings.
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.
@@ -342,7 +345,7 @@ def _served(found: Mount, act: str) -> DriveMount:
 
 
 def _unmount_at_once(found: Mount, timeout: float) -> str:
-    """Unmount at once, dead or alive; return a note about its unsent writes."""
+    """Unmount a mount in any state at once; return a note about its unsent writes."""
     if found.fstype == DRIVEFS:
         DriveFs(found).drop(timeout)
         return "writes that DriveFS had not sent are lost"

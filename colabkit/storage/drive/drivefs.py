@@ -1,9 +1,9 @@
-"""Mount, flush and unmount DriveFS, Colab's own Drive mount, through `google.colab.drive`.
+"""Mount, flush and unmount DriveFS, Colab's built-in Drive mount, through `google.colab.drive`.
 
-Four properties of `google.colab.drive.mount` shape this module: it asks the browser for consent before it checks
-whether Drive is mounted, it waits for the answer without a way to cancel, it must run in the kernel's main thread, and
-with `force_remount` it kills DriveFS, which loses all unsent writes. `flush_and_unmount` blocks silently, so it runs in
-a child process.
+Four properties of `google.colab.drive.mount` shape this module: it asks for consent in the browser before it checks
+whether Drive is mounted; it waits for the answer and cannot be cancelled; it must run in the kernel's main thread; and
+with `force_remount` it kills DriveFS, so all unsent writes are lost. `flush_and_unmount` blocks without any output, so
+it runs in a child process.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _AGAIN: Text = (
     call("mount"),
     " again; if that fails, use Runtime > Disconnect and delete runtime",
 )
-# Beginnings of printed lines that are dropped, since the report gives the same information in more detail.
+# Printed lines with these prefixes are dropped, since the report gives the same information in more detail.
 _EXPECTED = ("Mounted at", "Drive already mounted at")
 
 
@@ -135,7 +135,7 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     """Mount Drive through `google.colab` and return the working mount; raises `MountFailed` with its cause."""
     check_can_mount(current_place())
     holding = mount_holding(point, mounts())
-    # google.colab would access this folder and could hang.
+    # google.colab would access the folder, and a remote mount can hang.
     if holding is not None and holding.is_remote:
         failure = MountFailed(
             cannot(
@@ -312,7 +312,7 @@ class DriveFs(DriveMount):
         return [path for path in sorted(folder.iterdir()) if path.name != "Logs"] if folder.is_dir() else []
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes, which ends DriveFS, and mount Drive again."""
+        """Send all writes and end DriveFS, mount Drive again, and return the known state of the writes."""
         check_can_mount(current_place(), act)
         before = options_of(self.mount)
         sent = self.unmount(act, timeout, progress)
@@ -320,7 +320,7 @@ class DriveFs(DriveMount):
         return sent
 
     def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
-        """Mount with the former options; try twice, since DriveFS sometimes fails right after it ended."""
+        """Mount with the former options; try twice, since DriveFS sometimes fails to start right after it ended."""
         readonly, timeout = before
         for again in (True, False):
             try:
@@ -342,12 +342,12 @@ class DriveFs(DriveMount):
                 raise with_cause(error.cause, failure) from error
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes and end DriveFS."""
+        """Send all writes, end DriveFS, and return the known state of the writes."""
         with heartbeat("send writes", timeout, progress) as tick:
             finished = processes.run(
                 processes.python(_PUSH, str(math.ceil(timeout * 1000)), isolated=False),
                 act,
-                # DriveFS has the same deadline, and its own error is more precise, so let it fail first.
+                # DriveFS gets the deadline without the extra time, so that its more precise error comes first.
                 timeout + _GRACE_S,
                 next_step=(
                     "Allow more time with ",
@@ -380,7 +380,7 @@ class DriveFs(DriveMount):
         return "DriveFS reports that it sent all writes; whether they reached Drive cannot be checked from here"
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Send all writes, end DriveFS, remove its cache and mount Drive again; return the data that was lost."""
+        """Send all writes, end DriveFS, remove its cache and mount Drive again; describe the data that was lost."""
         check_can_mount(current_place(), act)
         before = options_of(self.mount)
         loss = ""
@@ -403,7 +403,7 @@ class DriveFs(DriveMount):
         return loss
 
     def drop(self, timeout: float) -> str:
-        """Kill DriveFS and unmount at once; return the data that was lost."""
+        """Kill DriveFS and unmount at once; describe the data that was lost."""
         for daemon in daemons("drive"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(daemon.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Find, check and detach Drive mounts of any type, and find the program that serves one."""
+"""Find, check and unmount Drive mounts of any type, and find the programs that serve them."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ from colabkit.foundation import (
 Liveness = Literal["alive", "failing", "dead", "hung"]
 
 PROBE_S = 15.0
-"""Seconds within which a mount must answer `statvfs`, which is never cached; otherwise it counts as hanging."""
+"""Seconds within which a mount must answer a check; otherwise it counts as hanging."""
 
 NO_UPLOADS = "no pending uploads; whether all writes reached Drive cannot be checked from here"
 """State of the writes once the program that serves the mount reports no pending uploads."""
 
-# The kernel returns these errors when the mount's program is gone.
+# The kernel returns these errors when the program that serves the mount has ended.
 _DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 _POLL_S = 0.25
 _PROBE = """
 import os, sys
 try:
+    # The kernel caches the result of `stat`, but not that of `statvfs`.
     os.statvfs(sys.argv[1])
     for folder in sys.argv[1:]:
         os.stat(folder)
@@ -70,10 +71,11 @@ def with_cause(cause: str, error: MountFailed) -> MountFailed:
 
 
 def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Liveness, str]:
-    """Return whether a mount answers, and otherwise the reason: its program is dead, it hangs, or it returns errors.
+    """Return a mount's state and, unless it is alive, the reason.
 
-    A child process accesses the mount, since a process that touches a hanging mount blocks and cannot be interrupted,
-    even by signals. All `folders` must exist and answer.
+    A mount is `"dead"` if its program has ended, `"hung"` if it does not answer in time, and `"failing"` if it returns
+    other errors. A child process accesses the mount, since a process that touches a hanging mount blocks and cannot be
+    interrupted, even by signals. The first of `folders` is the mount point; all must exist and be readable.
     """
     command = processes.python(_PROBE, *folders)
     try:
@@ -95,11 +97,11 @@ def mounts_at(point: str) -> int:
 
 
 def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
-    """Unmount; with `lazily`, do so at once, even if files are open or the program does not answer.
+    """Unmount a file system; with `lazily`, even if files on it are open or its program does not answer.
 
     Raises:
-        MountFailed: if the mount is in use, or belongs to another user.
-        TimedOut: if unmounting takes too long.
+        MountFailed: if the mount is in use or belongs to another user, or if no unmount program is installed.
+        TimedOut: if unmounting takes longer than `timeout` seconds.
     """
     act = f"unmount {mount.point!r}"
     commands = [
@@ -219,11 +221,11 @@ class DriveMount(ABC):
 
     @abstractmethod
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes, unmount, and return the known state of the writes. Raises the errors of `send`."""
+        """Send all writes, unmount, and return the known state of the writes. Raises `send`'s errors."""
 
     @abstractmethod
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache and return the loss; only `force` may lose unsent writes. Raises the errors of `send`."""
+        """Clear the cache and describe the loss; unsent writes are lost only with `force`. Raises `send`'s errors."""
 
     def wait_for_uploads(self, act: str, timeout: float, progress: bool) -> None:
         """Wait until no file is left to upload.
@@ -239,7 +241,7 @@ class DriveMount(ABC):
 
 
 def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
-    """Return the mount that `mount()` can reuse, or None; in Colab, only Colab's own mount counts."""
+    """Return the mount that `mount()` can reuse, or None; where `google.colab` works, only DriveFS mounts count."""
     table = mounts()
     table = [mount for mount in table if mount.point == point and mount.fstype in DRIVE_TYPES] or table
     if place.can_mount_drive:
@@ -251,8 +253,9 @@ def find_mount(path: str | os.PathLike[str] | None, act: str, timeout: float) ->
     """Return the Drive mount that holds a path; defaults to the only Drive mount.
 
     Raises:
-        NotMounted: if Drive is not mounted, or nothing is mounted at the path.
-        InvalidOption: if another type of file system is mounted there, or `timeout` is invalid.
+        NotMounted: if Drive is not mounted, if there are several Drive mounts and no path, or if the path is not on a
+            remote mount.
+        InvalidOption: if the path is on another type of remote mount, or `timeout` is invalid.
     """
     check_seconds(act, "timeout", timeout)
     table = mounts()
@@ -308,7 +311,7 @@ def check_not_inside(found: Mount, act: str) -> None:
 
 
 def check_alive(found: Mount, act: str, timeout: float) -> None:
-    """Raise `MountFailed` if a mount is dead or hangs; one that returns errors may still send its writes."""
+    """Raise `MountFailed` if a mount is dead or hangs; a mount that returns errors may still send its writes."""
     state, reason = liveness((found.point,), timeout)
     if state in ("alive", "failing"):
         return

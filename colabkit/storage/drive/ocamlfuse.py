@@ -1,8 +1,9 @@
-"""google-drive-ocamlfuse mounts: find the cache, count unsent files, and clear the cache without losing them.
+"""Find the cache of a google-drive-ocamlfuse mount, count its unsent files, and clear it without losing them.
 
 `google-drive-ocamlfuse -cc` removes every file in the cache folder, including `cache.db` with the upload queue, and
-does not coordinate with a running mount. So the order is: wait for the uploads, unmount, check the queue again (it is
-exact only then, as the program may keep it in memory), run `-cc`, and mount again with the same arguments.
+does not coordinate with a running mount. So the order is: wait for the uploads, unmount, check the queue again, run
+`-cc`, and mount again with the same arguments. The queue in `cache.db` is exact only after unmounting, since the
+program may keep entries in memory.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ class Ocamlfuse(DriveMount):
         return [path for path in self.cache.iterdir() if path.is_file()] if self.cache.is_dir() else []
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for all uploads."""
+        """Wait for all uploads, and return the known state of the writes."""
         self.wait_for_uploads(act, timeout, progress)
         return f"its database lists no pending uploads; those that {PROGRAM} keeps in memory are unknown"
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for all uploads, unmount, and wait for the program to end."""
+        """Wait for all uploads, unmount, wait for the program to end, and return the known state of the writes."""
         self.send(act, timeout, progress)
         self._unmount_and_wait(act, timeout)
         if unsent := self.unsent():
@@ -102,7 +103,6 @@ class Ocamlfuse(DriveMount):
         return f"{PROGRAM} reports {NO_UPLOADS}"
 
     def _unmount_and_wait(self, act: str, timeout: float) -> None:
-        """Unmount and wait for the program to end."""
         detach(self.mount, timeout)
         if not wait_until(lambda: not os.path.exists(f"/proc/{self.daemon.pid}"), timeout):
             raise TimedOut(
@@ -115,7 +115,6 @@ class Ocamlfuse(DriveMount):
             )
 
     def _mount_again(self, timeout: float) -> None:
-        """Mount again with the program's former arguments."""
         act = f"mount {self.mount.point!r} again"
         finished = self._run(list(self.daemon.arguments), act, timeout)
         state, reason = liveness((self.mount.point,), timeout)
@@ -126,7 +125,7 @@ class Ocamlfuse(DriveMount):
             raise with_cause("unknown", failure)
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache without losing writes; if files are unsent, keep the mount or mount it again."""
+        """Clear the cache and describe the loss; without `force`, raise an error instead if files are unsent."""
         try:
             self.wait_for_uploads(act, timeout, progress)
         except TimedOut:
@@ -190,9 +189,10 @@ class Ocamlfuse(DriveMount):
 def folders(daemon: Daemon) -> tuple[Path, Path]:
     """Return a program's configuration file and cache folder, derived from its arguments and environment.
 
-    The label is `default` unless `-label` sets another. The files are in `~/.gdfuse/LABEL`, or below the folder in
-    `gdfroot=` instead of `~/.gdfuse`; with `-xdgbd`, or if such a configuration exists, they are in the XDG folders.
-    The configuration's `cache_directory` has priority (google-drive-ocamlfuse, doc/Configuration.md and src/appDir.ml).
+    The label is `default` unless `-label` sets another. The files are in `~/.gdfuse/LABEL`; the option `gdfroot=`
+    replaces `~/.gdfuse`. With `-xdgbd`, or if there is a configuration file in the XDG folders and no `gdfroot=`, the
+    files are in the XDG folders. `-config` and the configuration's `cache_directory` have priority. See
+    doc/Configuration.md and src/appDir.ml in google-drive-ocamlfuse.
     """
     arguments = list(daemon.arguments)
     options = ",".join(value for word, value in itertools.pairwise(arguments) if word == "-o").split(",")

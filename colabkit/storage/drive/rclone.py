@@ -1,8 +1,8 @@
-"""rclone mounts of Drive: call the remote control, count unsent files, and clear cached directory listings.
+"""Count the unsent files of rclone mounts of Drive, and make rclone forget cached directory listings.
 
-The remote control (`--rc`) is called over HTTP with a deadline; without it, SIGHUP still makes rclone forget its
-listings. rclone itself evicts the file contents that `--vfs-cache-mode` caches, as set by `--vfs-cache-max-size` and
-`--vfs-cache-max-age`.
+The remote control (`--rc`) is called over HTTP with a deadline; without a remote control, SIGHUP still makes rclone
+forget its listings. rclone evicts the file contents that `--vfs-cache-mode` caches; the options `--vfs-cache-max-size`
+and `--vfs-cache-max-age` limit them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RC_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Rclone(DriveMount):
-    """An rclone mount with its program and its remote control, which is None if it does not answer."""
+    """An rclone mount with its program and its remote control; `control` is None if no remote control answers."""
 
     mount: Mount
     daemon: Daemon
@@ -56,21 +56,21 @@ class Rclone(DriveMount):
         return cls(mount, daemon, control if control and control.answers(mount) else None)
 
     def _stats(self) -> dict[str, Any]:
-        """Return the disk cache's statistics from the remote control; empty without one."""
+        """Return the disk cache's statistics; empty if no remote control answers."""
         if self.control is None:
             return {}
         answer = self.control.ask("vfs/stats", self.control.named(self.mount)).get("diskCache")
         return answer if isinstance(answer, dict) else {}
 
     def unsent(self) -> int | None:
-        """Return the number of files waiting to be uploaded; None without a remote control."""
+        """Return the number of files that are queued or uploading; None without a remote control."""
         if self.control is None:
             return None
         stats = self._stats()
         return int(stats.get("uploadsQueued", 0)) + int(stats.get("uploadsInProgress", 0))
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for all uploads; raises `UnsentWrites` if there is no remote control to query."""
+        """Wait for all uploads, and return the known state; raises `UnsentWrites` without a remote control."""
         if self.control is None:
             raise UnsentWrites(
                 cannot(
@@ -84,13 +84,13 @@ class Rclone(DriveMount):
         return f"rclone reports {NO_UPLOADS}"
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for all uploads and unmount."""
+        """Wait for all uploads, unmount, and return the known state of the writes."""
         sent = self.send(act, timeout, progress)
         detach(self.mount, timeout)
         return sent
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Make rclone forget its listings, through its remote control or else by SIGHUP; nothing is lost."""
+        """Make rclone forget its listings, through its remote control or with SIGHUP; nothing is lost."""
         if self.control is not None:
             self.control.ask("vfs/forget", self.control.named(self.mount))
         else:
@@ -156,14 +156,14 @@ class Control:
         return True
 
     def named(self, mount: Mount) -> dict[str, str]:
-        """Return the parameter that selects a mount's file system, needed if the program serves several."""
+        """Return the parameter that selects a mount's file system; empty unless the program serves several."""
         names = [str(name) for name in self.ask("vfs/list", {}).get("vfses", [])]
         mine = [name for name in names if name.rstrip(":/") == mount.source.rstrip(":/")]
         return {"fs": mine[0]} if len(names) > 1 and mine else {}
 
 
 def control_of(daemon: Daemon) -> Control | None:
-    """Return a program's plain-HTTP remote control, as set by its arguments and environment; None without one."""
+    """Return the plain-HTTP remote control that a program's arguments and environment set up, or None."""
     given = dict(_flags(daemon.arguments))
 
     def value(flag: str, default: str = "") -> str:
@@ -180,7 +180,7 @@ def control_of(daemon: Daemon) -> Control | None:
 
 
 def _is_mount(arguments: tuple[str, ...]) -> bool:
-    """Return whether the subcommand is a mount; others, such as `rclone copy`, would be killed by SIGHUP."""
+    """Return whether the subcommand is a mount; SIGHUP would kill other commands, such as `rclone copy`."""
     for number, word in enumerate(arguments):
         if word in _MOUNTING:
             return True

@@ -17,7 +17,7 @@ class MountReport(Report):
         path: the My Drive folder, which `drive:` stands for.
         mountpoint: folder where Drive is mounted.
         kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
-        state: `"mounted"`, `"was mounted already"`, or `"repaired"` if a dead mount was replaced.
+        state: `"mounted"`, `"was mounted already"`, or `"repaired"` if a dead or hanging mount was replaced.
         readonly: whether writes are refused; None if unknown, for example for a DriveFS mount made by another process.
         seconds: duration of the call.
     """
@@ -56,7 +56,7 @@ class MountReport(Report):
 
 
 def with_notes(report: MountReport, notes: tuple[Text, ...]) -> MountReport:
-    """Set a report's notes, in which each front end shows its own names of options and calls; return the report."""
+    """Set a report's notes, which may contain `call()` and `option()` parts, and return the report."""
     object.__setattr__(report, "_notes", notes)
     return report
 
@@ -115,13 +115,13 @@ class CacheReport(Report):
     Attributes:
         mountpoint: folder where Drive is mounted.
         kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
-        folder: the cache folder; None if the cache is only in the memory of the mount's program.
+        folder: the cache folder; None if the mount's program does not report one.
         cached_bytes: disk space that the cache took up, in bytes.
         freed_bytes: disk space that was freed, or would be freed with `dry_run`, in bytes.
         unsent: number of files not yet uploaded; None if unknown.
         steps: the steps that were taken, or would be taken with `dry_run`.
         loss: the data that was lost, or would be lost with `dry_run`; empty if none.
-        dry_run: whether nothing was changed.
+        dry_run: whether this was a dry run, which changes nothing.
         seconds: duration of the call.
     """
 

@@ -1,8 +1,8 @@
 """`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL, and can resume.
 
-Received data stays in a hidden folder beside the target, `.colabkit-...-kept.partial`, until it is complete: an
-interrupted or killed fetch resumes when it is run again, even in a new process. At every instant, the final path holds
-nothing, the complete old data or the complete new data.
+Received data stays in a hidden folder beside the target, `.colabkit-...-kept.partial`, until all data has arrived. So
+an interrupted or killed fetch resumes when it is run again, even in a new process. At every instant, the final path
+holds nothing, the complete old data or the complete new data.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class FetchReport(Report):
     Attributes:
         path: the fetched file or folder.
         source: the source's address, without userinfo, query and fragment.
-        via: `"https"`, or the program and its version, for example `"gdown 5.2.2"` or `"fsspec 2026.1 (memory)"`.
+        via: `"https"` or `"http"`; the program and its version, for example `"gdown 5.2.2"` or
+            `"fsspec 2026.1 (memory)"`; or `"existing file"` if a file with the requested digest existed.
         files: number of files.
         fetched_bytes: bytes received by this call, including those of failed attempts.
         resumed_bytes: bytes reused from an earlier, interrupted call.
@@ -104,15 +105,15 @@ def fetch(
 
     A fetch that was stopped by an error, Ctrl-C or a kill resumes when you call it again.
 
-    A repeated call fetches nothing if the final path is known to hold the data. Either the file has the requested
-    digest, or an earlier call fetched it from the same source to the same path, it has not been modified since (judged
-    by size and modification time, or by the number and total size of a folder's files), and the server reports the same
-    version. Drive reports no versions, so none is compared. Any other file or folder at the final path is left
-    unchanged unless `overwrite` is set.
+    A repeated call fetches nothing if the final path already holds the data. With `digest`, the file must have that
+    digest. Without it, an earlier call must have fetched the same source to the same path, and neither side may have
+    changed since: a file must have the same size and modification time, a folder the same number and total size of
+    files, and the server must report the same version. Drive reports no versions, so its files are not compared. Any
+    other file or folder at the final path is left unchanged unless `overwrite` is set.
 
-    Threads read many files, and parts of files, of an fsspec file system at once. If a request for at most 4 MiB of a
-    file takes longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped and remains
-    until the file system answers.
+    For fsspec URLs, threads read many files and parts of files at once. If a request for at most 4 MiB of a file takes
+    longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped and remains until the
+    file system answers.
 
     Args:
         source: the ID of a Drive file, a share link of a Drive file or folder, an `https://` or `http://` address, or
@@ -121,8 +122,8 @@ def fetch(
             file or folder. `drive:` and `~` work.
         digest: the digest that the file must have: `"sha256:"`, `"sha512:"`, `"sha1:"` or `"md5:"` followed by its hex
             digits.
-        timeout: seconds within which at least 4 KiB must arrive, or the attempt fails. `fetch` gives up after two such
-            attempts in a row, or five failures of any kind, without new data.
+        timeout: seconds within which at least 4 KiB must arrive, or the attempt fails. `fetch` gives up after two
+            timeouts, or five failures of any kind, without new data in between.
         cookies: let gdown use and rewrite its cookie file, for Drive files that need a login.
         overwrite: replace an existing file or folder at the final path, once all data has arrived.
         progress: show a progress bar.
@@ -134,8 +135,9 @@ def fetch(
         FetchFailed: if the source cannot be fetched; the message gives the cause and a remedy.
         TimedOut: if not enough data arrived in time.
         Corrupt: if the file does not have the requested digest; the data is discarded.
-        TargetExists: if something else is at the final path.
-        NotEnoughSpace: before anything is written, if the size is known.
+        TargetExists: if something else is at the final path and `overwrite` is not set, or if a file would replace a
+            folder or vice versa.
+        NotEnoughSpace: if the size is known and the free space is too small.
         MissingPackage: if gdown, fsspec or a file system's package is missing; the message gives the install command.
         InvalidOption: if `source` or an option is invalid; for local paths, use `stage()`.
 
@@ -214,7 +216,7 @@ def _fetch(job: FetchJob) -> tuple[Path, FetchRecord]:
 
 @contextlib.contextmanager
 def _no_new_empty_folder(folder: Path) -> Iterator[None]:
-    """If the block fails, remove the folders that were created for it."""
+    """If the block raises an exception, remove the empty folders that were created for it."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Fetch files and folders from any fsspec file system, with concurrent reads, and resume after the last block."""
+"""Fetch files and folders from any fsspec file system with concurrent reads, and resume with the missing blocks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _BucketDownload:
 
     @cached_property
     def bucket(self) -> BucketSource:
-        """The source, opened by the first attempt that succeeds: opening may already access the network."""
+        """The source; opened on first use, since opening may access the network."""
         try:
             return BucketSource(self.job.address.text, self.job.act, self.job.timeout)
         except FetchFailed as error:
@@ -63,7 +63,7 @@ class _BucketDownload:
             raise
 
     def can_resume(self) -> bool:
-        """Return whether the next call can reuse the received data, which requires that its version is known."""
+        """Return whether the next call can reuse data: some data has arrived, and its version is known."""
         return bool(self.kept.record.get("validator") and file_changes.disk_bytes(self.kept.data))
 
     def attempt(self) -> FetchResult:
@@ -79,7 +79,8 @@ class _BucketDownload:
         except SourceChanged:
             raise self._start_over() from None
         except FileFailed as error:
-            # Use only the cause, which holds the file system's message without secrets; this job adds its own action.
+            # The cause holds the file system's message without secrets. Drop the error's message, which names another
+            # action than this job's.
             cause = error.__cause__
             reason = str(cause.strerror if isinstance(cause, OSError) else error)
             raise TryFailed(reason, "Try again") from None
@@ -148,7 +149,7 @@ class _BucketDownload:
 
 
 def _version_of_all(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a digest of the versions of all files; empty if a file has no version besides its size."""
+    """Return a digest of the versions of all files; empty if any file has no version other than its size."""
     versions = {path: _version(info) for path, info in facts.items()}
     return hashlib.sha256(json.dumps(versions).encode()).hexdigest() if all(versions.values()) else ""
 

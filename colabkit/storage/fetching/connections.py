@@ -2,10 +2,10 @@
 
 A socket's own timeout applies to each read separately, so a server that sends a byte now and then could hold a request
 forever. Here, name lookup, connecting, TLS, redirects and headers share one deadline, and each socket operation gets
-the time that is left. The reader of the body extends the deadline whenever enough bytes arrive.
+the time that is left. The code that reads the body restarts the deadline whenever enough bytes arrive.
 
-The transport is the standard library's. requests and urllib3 have no deadline over several reads, read the bodies of
-redirects and take credentials from ~/.netrc; disabling that takes more code than their redirects and proxies save.
+This module uses `urllib.request`. The package requests has no deadline over several reads, reads the bodies of
+redirects and takes credentials from ~/.netrc; working around that would take more code than it saves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COUNT = "[0-9]{1,18}"
 
 
 class RedirectRefused(Exception):
-    """A redirect from https to another scheme, or to a scheme other than https and http; the message names both."""
+    """A redirect from https to http, or to a scheme other than https and http; the message names both schemes."""
 
 
 class Deadline:
@@ -66,7 +66,7 @@ class Deadline:
         self._until = time.monotonic() + self._timeout
 
     def extend(self, seconds: float) -> None:
-        """Extend the deadline by time that was not spent on the server."""
+        """Extend the deadline by time that was not spent waiting for the server."""
         self._until += seconds
 
     def left_s(self) -> float:
@@ -103,7 +103,7 @@ class Deadline:
 
 
 def _timed(kind: Any, deadline: Deadline) -> Any:
-    """Return a socket class whose operations end by the deadline."""
+    """Return a subclass of a socket class whose reads and TLS handshakes end by the deadline."""
 
     class TimedSocket(kind):  # type: ignore[misc]
         def recv_into(self, *arguments: Any) -> Any:
@@ -121,7 +121,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def http_error_302(  # type: ignore[override]
         self, req: urllib.request.Request, fp: HTTPResponse, code: int, msg: str, headers: http.client.HTTPMessage
     ) -> Any:
-        # The body is not needed, and may be endless.
+        # The body of a redirect is not needed, and may be endless.
         fp.close()
         return super().http_error_302(req, cast(IO[bytes], fp), code, msg, headers)
 
@@ -148,13 +148,13 @@ def open_address(url: str, headers: dict[str, str], authorization: str | None, d
     Args:
         url: the address, without userinfo.
         headers: headers that are also sent to redirect targets.
-        authorization: authorization header for this host only, or None.
+        authorization: value of the Authorization header, sent only to this host; None for no such header.
         deadline: the deadline for the response and for reading its body.
 
     Raises:
-        RedirectRefused: if a redirect leads away from https.
+        RedirectRefused: if a redirect leads from https to http, or to another scheme.
         urllib.error.HTTPError: for any status other than success.
-        OSError, http.client.HTTPException, ValueError: if there is no response.
+        OSError, http.client.HTTPException, ValueError: if there is no valid response.
     """
 
     def connection(kind: type[http.client.HTTPConnection]) -> Any:
@@ -188,7 +188,7 @@ def validator(headers: Message) -> str:
 
 
 def total_bytes(headers: Message) -> int | None:
-    """Return the announced length of the body in bytes; None if there is none."""
+    """Return the announced length of the body in bytes; None if the server announced none."""
     text = headers.get("Content-Length", "").strip()
     is_chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
     return int(text) if re.fullmatch(_COUNT, text) and not is_chunked else None
@@ -204,7 +204,7 @@ def content_range(headers: Message) -> tuple[int | None, int | None, int | None]
 
 
 def retry_after_s(headers: Message) -> float | None:
-    """Return the seconds to wait from `Retry-After`, given as a number or a date; None without one."""
+    """Return the waiting time in seconds from `Retry-After`, a number or a date; None if absent or invalid."""
     text = headers.get("Retry-After", "").strip()
     if text.isdecimal():
         return float(text)
@@ -223,7 +223,7 @@ def disposition_name(value: str | None) -> str:
             codecs.lookup(found[1])
             return safe_name(unquote_to_bytes(found[2]).decode(found[1], "replace"))
         except (LookupError, ValueError):
-            # The character set is unknown, but the plain form may be present as well.
+            # The character set is unknown, but the header may also contain a plain `filename`.
             pass
     if found := re.search(r'(?:^|[;\s])filename\s*=\s*(?:"((?:\\.|[^"\\])*)"|([^;]+))', value, re.IGNORECASE):
         name = re.sub(r"\\(.)", r"\1", found[1]) if found[1] is not None else found[2].strip()

@@ -1,8 +1,8 @@
 """Script of the child process that runs gdown and reports to its parent in JSON lines.
 
 gdown has no timeouts, prints its messages, and trusts the part files that it resumes. `_Guard` checks every response
-before gdown does: if a range does not continue the part, or belongs to another version, the child ends before a byte is
-written. The code uses only arguments that gdown 5 and 6 share.
+before gdown reads it: if a range does not continue the part file, or belongs to another version, the download ends
+before a byte is written. The code uses only arguments that gdown 5 and 6 share.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Tail:
 
 
 class _Guard:
-    """A check of every response before gdown reads it."""
+    """A check of the final response to each request, before gdown reads the body."""
 
     def __init__(self, plan: dict[str, Any], say: Any) -> None:
         self.plan, self.say = plan, say
@@ -64,7 +64,7 @@ class _Guard:
         def guarded(own: Any, request: Any, **options: Any) -> Any:
             self.add_key(request)
             response = send(own, request, **options)
-            # Each response of a redirect chain passes here, but only the last one with this option.
+            # requests calls `send` again for each redirect, with `allow_redirects=False`. Check the final response.
             if options.get("allow_redirects"):
                 self.check(response)
             return response
@@ -81,7 +81,7 @@ class _Guard:
     def check(self, response: Any) -> None:
         headers = response.headers
         self.status = response.status_code
-        # Without this, urllib3 1 takes a broken connection for the end of the file.
+        # By default, urllib3 1 takes a broken connection for the end of the file.
         response.raw.enforce_content_length = True
         requested = re.fullmatch(r"bytes=(\d+)-", response.request.headers.get("Range", ""))
         if requested:
@@ -114,14 +114,14 @@ class _Guard:
 
 
 def _end_with(parent: int) -> None:
-    """Exit when the parent does, since an orphan could write where the next fetch writes."""
+    """Exit when the parent does, since an orphan could write to the files of the next fetch."""
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(1)
 
 
 def _lock(path: str) -> None:
-    """Wait until no child of an earlier, killed parent is writing here."""
+    """Wait until no child of an earlier, killed parent is writing to this folder."""
     fd = os.open(path, os.O_RDONLY)
     until = time.monotonic() + _LOCK_S
     while True:
@@ -132,7 +132,7 @@ def _lock(path: str) -> None:
                 raise
             time.sleep(0.05)
         except OSError:
-            # The file system does not support locks, so only this fetch uses the folder.
+            # The file system does not support locks, so each fetch has a separate folder.
             return
         else:
             return
@@ -159,7 +159,7 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
     status: dict[str, Any] = {"version": version}
     try:
         if plan["is_folder"]:
-            # gdown only prints the errors of single files.
+            # gdown only prints the errors of a folder's files, so let it print.
             done = gdown.download_folder(quiet=False, **options)
         else:
             done = gdown.download(quiet=True, **options)
@@ -183,7 +183,7 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the request in the first argument and print one line with the result at the end."""
+    """Run the fetch described by the JSON in the first argument, and print its result as the last line."""
     plan = json.loads(sys.argv[1])
     out = sys.stdout
 

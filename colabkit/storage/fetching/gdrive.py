@@ -1,4 +1,4 @@
-"""Fetch files and folders of Google Drive with gdown, in a child process that is stopped if no data arrives."""
+"""Fetch files and folders from Google Drive with gdown, in a child process that is stopped if no data arrives."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _Child:
         self._is_admitted = False
 
     def run(self) -> dict[str, Any]:
-        """Run gdown once and return the child's last message; raises if it failed."""
+        """Run gdown once and return the child's last message; raises an error if gdown failed."""
         known = self.kept.record.get("known", {})
         if self._bytes_there() and not self.is_folder and not known:
             # The version that the existing bytes belong to is unknown.
@@ -93,7 +93,7 @@ class _Child:
             "id": self.job.address.text,
             "resource_key": self.job.address.resource_key,
             "is_folder": self.is_folder,
-            # With a trailing slash, gdown creates a folder inside, with the name of the Drive folder.
+            # With a trailing slash, gdown creates a folder with the Drive folder's name inside this one.
             "output": f"{self.kept.data.absolute()}{os.sep if self.is_folder else ''}",
             "cookies": self.job.cookies,
             "known": known,
@@ -124,7 +124,7 @@ class _Child:
         return self._bytes_there() > 0 and (self.is_folder or bool(file.get("total") and file.get("validator")))
 
     def _bytes_there(self) -> int:
-        """Return the size of the files that gdown has finished and of its part files."""
+        """Return the total size of finished files and part files, in bytes."""
         total = 0
         for path in [*self.kept.folder.glob(f"{self.kept.data.name}*"), *self.kept.data.rglob("*")]:
             # gdown may rename a file meanwhile.
@@ -134,7 +134,7 @@ class _Child:
 
     def _look(self) -> None:
         if self.is_folder and not self._is_admitted and (names := _folders_in(self.kept.data)):
-            # Check the target before the rest is downloaded in vain.
+            # The folder's name is now known, so check the target before more data is downloaded.
             self.job.admit(names[0].name, is_folder=True)
             self._is_admitted = True
         now = self._bytes_there()
@@ -276,6 +276,6 @@ def _name(job: FetchJob, file: dict[str, Any]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, without imports from the child's working folder."""
+    """Return this process's environment, changed so that the child imports nothing from its working folder."""
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(folder)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}

@@ -38,7 +38,7 @@ TRIES = 5
 """Limit for consecutive attempts without new data, and for restarts from the first byte."""
 
 HUNG_TRIES = 2
-"""Limit for timeouts among these attempts: one packet may get lost, but each timeout takes long."""
+"""Limit for timeouts among these attempts; lower, since each timeout takes long."""
 
 MIN_BYTES = 4096
 """Bytes that must arrive within the timeout; a slower server counts as not responding."""
@@ -52,7 +52,7 @@ _DIGITS = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
 
 
 class TryFailed(Exception):
-    """An attempt failed; another may succeed.
+    """A failed attempt to download; another attempt may succeed.
 
     Args:
         found: the failure, for the message if this was the last attempt.
@@ -88,9 +88,9 @@ class AlreadyThere(Exception):
 class FetchRecord:
     """A record of a completed fetch: its final path, that path's state, and the source's version.
 
-    Each record is a small file in `local_root()`, named by a digest of the address, never the address itself. A file
-    counts as unmodified while its size and modification time are the same; a folder, while the number and total size of
-    its files are the same.
+    Each record is a small file in `local_root()`, named by a digest of the address and the target; it never contains
+    the address. A fetched file counts as unmodified while its size and modification time are the same; a folder, while
+    the number and total size of its files are the same.
     """
 
     path: str
@@ -136,7 +136,7 @@ def state_of(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The result of a download: the path inside the partial to publish, and facts about it."""
+    """The result of a download: the path inside the partial to publish, and facts about the data."""
 
     path: Path
     name: str
@@ -179,7 +179,7 @@ def new_digests(expected: ExpectedDigest | None) -> dict[str, Any]:
 
 
 def digests_of(path: Path, expected: ExpectedDigest | None) -> dict[str, str]:
-    """Return a file's digests; empty for a folder."""
+    """Return a file's SHA-256 and the digest of the expected kind, in hex; empty for a folder."""
     if not path.is_file():
         return {}
     digests = new_digests(expected)
@@ -191,7 +191,7 @@ def digests_of(path: Path, expected: ExpectedDigest | None) -> dict[str, str]:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file's bytes are on stable storage."""
+    """Write a file's bytes to stable storage."""
     fd = file_changes.reopen(path)
     try:
         file_changes.sync(fd, path)
@@ -200,7 +200,7 @@ def sync_file(path: Path) -> None:
 
 
 class FetchJob:
-    """One call of `fetch()`: its options, its counters, and the progress bar. The options are those of `fetch()`."""
+    """A call of `fetch()`, with its options, counters and progress bar."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class FetchJob:
         return (next_step, "; the download resumes where it stopped") if can_resume and self.is_kept else next_step
 
     def try_until_done(self, attempt: Callable[[], FetchResult], can_resume: Callable[[], bool]) -> FetchResult:
-        """Return the result of `attempt`; retry while it raises `TryFailed`, as long as new data keeps arriving.
+        """Return the result of `attempt`; retry while it raises `TryFailed`, up to the limits below.
 
         Raises:
             TimedOut: after `HUNG_TRIES` timeouts without new data, or if the last of `TRIES` attempts timed out.
@@ -300,12 +300,12 @@ class FetchJob:
 
         Args:
             name: the source's name.
-            validator: the source's present version; None if it was not requested.
+            validator: the source's current version; None if it has not been requested.
             is_folder: whether the source is a folder.
 
         Raises:
             AlreadyThere: if the final path already holds the source's data.
-            TargetExists: if something else is at the final path.
+            TargetExists: if something else is at the final path that must not be replaced.
             InvalidOption: if a digest is requested for a folder.
         """
         if is_folder:

@@ -1,4 +1,4 @@
-"""Fetch files over https and http; resume by range requests, whose version and offset are checked."""
+"""Fetch files over https and http, and resume with range requests; check the version and offset of each response."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from colabkit.storage.fetching.transfer import (
     new_digests,
 )
 
-# TLS delivers 16 KiB at a time, so collect the data into fewer, larger writes.
+# TLS delivers at most 16 KiB at a time, so collect data for fewer, larger writes.
 _HELD_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 18
-# Bytes of a web page that are read for its title.
+# Number of bytes to read from a web page to find its title.
 _PAGE_BYTES = 1 << 16
 _TRANSIENT = frozenset({408, 425, 429})
 _FINAL = (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)
@@ -127,7 +127,7 @@ class _WebDownload:
             expected = self._checked_range(response, have)
             file_changes.check_space(self.job.act, expected, self._admit_rest())
         elif response.status in (200, 203):
-            # The file has changed, or the server does not support ranges.
+            # A complete file in answer to a range request: the file has changed, or the server does not support ranges.
             if have:
                 self.has_ranges = validator(response.headers) != self.kept.record["validator"]
                 self.sink.start_over()
@@ -205,7 +205,7 @@ class _WebDownload:
             raise TryFailed(f"the connection ended {missing} too early", _AGAIN)
 
     def _check_head(self, response: HTTPResponse, blocks: Iterator[bytes]) -> None:
-        """Store the first bytes; raise `FetchFailed` if they are those of a web page."""
+        """Store the first bytes; raise `FetchFailed` if they belong to a web page."""
         head = b""
         for block in blocks:
             head += block
@@ -266,7 +266,7 @@ class _WebDownload:
         raise TryFailed(found, next_step, starts_over=True)
 
     def _network_failure(self, error: Exception, host: str) -> TryFailed:
-        """Return the reason to retry after a network error; raise if retrying is useless."""
+        """Return `TryFailed` for a network error, or raise `FetchFailed` if another attempt cannot help."""
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(cause, TimeoutError):
             return TryFailed("too little data arrived", _AGAIN, hung=True)
@@ -294,12 +294,12 @@ class _WebDownload:
 
 
 def _version(validator: str, total: int | None) -> str:
-    """Return a string that identifies this version of a file; empty if the server reports only the length."""
+    """Return a string that identifies this version of a file; empty if the server sends no validator."""
     return f"{validator}|{total}" if validator else ""
 
 
 class _Sink:
-    """A file in a partial that is hashed while it is written, from its start or where an earlier process stopped.
+    """A file in a partial that is hashed while it is written; it can continue the file of an earlier process.
 
     Args:
         path: the file's path.
@@ -351,7 +351,6 @@ class _Sink:
         self.open()
 
     def write(self, block: bytes) -> None:
-        """Append bytes."""
         for digest in self._digests.values():
             digest.update(block)
         self._held += block

@@ -39,7 +39,7 @@ _Records = defaultdict[str, list[dict[str, Any]]]
 
 
 class _LastRecord(Exception):
-    """The last record arrived; stop reading, since the child may be unable to exit."""
+    """A signal to stop reading after the last record, since the child may be unable to exit."""
 
 
 def probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool = True) -> ProbeReport:
@@ -53,8 +53,8 @@ def probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool 
 
     Args:
         path: a folder or a file; `drive:` and `~` work.
-        seconds: time limit in seconds. The probe ends earlier if all is measured, and about two seconds later if the
-            mount hangs.
+        seconds: time limit in seconds. The probe ends earlier if everything has been measured, and about two seconds
+            later if the mount hangs.
         progress: show the elapsed seconds.
 
     Returns:
@@ -137,7 +137,7 @@ def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
 
 
 def _check(act: str, records: _Records) -> None:
-    """Raise the error of the first access to the path, if there was one."""
+    """Raise an error if the path could not be probed, or if the child ended early."""
     if failed := _last(records, "failed"):
         error = OSError(failed["errno"], os.strerror(failed["errno"]), failed["path"])
         if isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -1,7 +1,8 @@
 """The part of a probe that accesses the path, run as a script in a separate process with only the standard library.
 
-It prints each result immediately, as one line of JSON, since it may hang before the end; the keys are the report's
-fields. Only threads access the path, so that the main thread can report an operation that hangs.
+The script prints each result immediately, as one line of JSON, since a later operation may hang. In records of the kind
+`facts`, the keys are fields of the report. Only threads access the path, so that the main thread can report an
+operation that hangs.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ File: TypeAlias = tuple[str, int]
 def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float] | None:
     """Return operations and bytes per second from `start` on, or None if nothing finished.
 
-    At the end, some threads are idle while others finish. So the last `threads - 1` operations count only if they raise
-    the rate, and a single slow one does not lower it.
+    At the end, some threads are idle while others finish. So up to `threads - 1` of the last operations, and at most
+    half of all, are left out if that raises the rate.
     """
     ended = sorted(done, key=lambda op: op.end)
     total_bytes = list(accumulate(op.bytes for op in ended))
@@ -78,7 +79,10 @@ def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float]
 
 
 def portions(count: int, levels: Sequence[int], least: Callable[[int], int], most: Callable[[int], int]) -> list[int]:
-    """Split `count` items among the levels; a level gets 0 if too few are left for it."""
+    """Split `count` items among the levels; each level gets between `least(level)` and `most(level)` items.
+
+    Once too few items are left for a level, it and all later levels get 0.
+    """
     given: list[int] = []
     for level in levels:
         given.append(least(level) if sum(given) + least(level) <= count and 0 not in given else 0)
@@ -89,7 +93,7 @@ def portions(count: int, levels: Sequence[int], least: Callable[[int], int], mos
 
 
 class Probe:
-    """One probe of a path, in phases within a time limit.
+    """A probe of a path, in phases within a time limit.
 
     Args:
         path: a folder or a file.
@@ -156,7 +160,7 @@ class Probe:
             del self._running[thread]
 
     def _together(self, threads: int, work: Work, until: float) -> tuple[list[Op], float]:
-        """Run `work` on threads until it returns None or time is up; return the finished operations and the start."""
+        """Run `work` on threads until it returns None or time is up; return finished operations and the start time."""
         done: list[Op] = []
         go, is_done = threading.Event(), threading.Event()
 
@@ -248,7 +252,7 @@ class Probe:
                         if len(self.files) < _KEPT_FILES:
                             self.files.append(entry.path)
                     if not has_time():
-                        # Put the folder back, since it is not completely listed.
+                        # Put the folder back, so that the listing counts as incomplete.
                         folders.appendleft(folder)
                         break
             last = now()
@@ -258,7 +262,7 @@ class Probe:
         is_complete = not folders and not self.errors and not self.is_over
         rate = entries / (last - start) if entries and last > start else None
         self.write_record("facts", listed_entries=entries, files=files, listing_rate=rate, is_complete=is_complete)
-        # Shuffle, so that a second probe reads other files, which no cache holds.
+        # Shuffle, so that a second probe reads other files, which are probably not cached.
         random.shuffle(self.files)
 
     def _size(self, until: float) -> list[File]:
@@ -411,7 +415,7 @@ def _forget(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Probe the path in the first argument for the seconds in the second."""
+    """Probe the path in the first argument, for the number of seconds in the second argument."""
     probe = Probe(sys.argv[1], float(sys.argv[2]))
     probe.run()
     if probe.stalled is not None:

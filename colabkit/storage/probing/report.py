@@ -34,7 +34,7 @@ _QUICK_S = 2.0
 _LONG_S = 600.0
 _CACHED_SHARE = 0.2
 _CACHED_BYTES_PER_S = float(2 << 30)
-"""Faster than the networks and disks of hosted machines, so data read at this rate must come from memory."""
+"""Rate in bytes/s above that of networks and disks of hosted machines, so faster data must come from memory."""
 _BEST = f"the fewest threads or ranges that reach {format_share(_NEAR_BEST)} of the highest rate"
 
 
@@ -43,7 +43,7 @@ class ReadRate:
     """The read rate at one level of concurrency; rates are None if there were too few files or too little time.
 
     Attributes:
-        concurrency: number of threads that each read a file, or of ranges of one file.
+        concurrency: number of threads that read small files, or of concurrent ranges of one large file.
         reads: number of small files read, or of reads of up to 1 MiB from a large file.
         read_bytes: number of bytes read.
         reads_per_s: reads per second while all threads were busy.
@@ -60,14 +60,14 @@ class ReadRate:
 
 
 def best_rate(rates: Sequence[ReadRate], *, of_bytes: bool) -> ReadRate | None:
-    """Return the lowest concurrency that reaches 90% of the best rate, or None if nothing was measured."""
+    """Return the rate at the lowest concurrency that reaches 90% of the best rate; None if nothing was measured."""
     known = [(rate, (rate.bytes_per_s if of_bytes else rate.reads_per_s) or 0.0) for rate in rates]
     best = max((value for _, value in known), default=0.0)
     return next((rate for rate, value in known if best and value >= _NEAR_BEST * best), None)
 
 
 class RateBar(NamedTuple):
-    """One bar: number of threads or ranges, their name, height, value as text, and whether it is the best."""
+    """A bar: number of threads or ranges, `"threads"` or `"ranges"`, height, value as text, and whether it is best."""
 
     concurrency: int
     axis: str
@@ -280,8 +280,8 @@ def advise(report: ProbeReport) -> Text:
     The rules apply in this order. For a stall, name the operation and the remedy. If nothing could be read, give the
     reason. Otherwise, state the time for 1,000 small files and for the whole tree, with one thread and with the best
     number of threads, or the time for a large file. Then recommend packing directly (a local folder that delivers 1,000
-    files in under 2 s), or staging first with the best number of threads, and keeping one pack if even that takes over
-    ten minutes.
+    files in under 2 s), or staging first with the best number of threads. If staging takes over ten minutes, also
+    recommend saving the pack.
     """
     if report.stalled:
         return (f"The path did not respond in time: {report.stall}. ", _remedy(report))
@@ -292,10 +292,10 @@ def advise(report: ProbeReport) -> Text:
 
 
 def doubt(report: ProbeReport) -> str:
-    """Return why the figures may be better than for files that were never read, or an empty string.
+    """Return a warning if part of the measured data probably came from a cache, otherwise an empty string.
 
     A small file that a FUSE mount delivers to a single thread in under a millisecond did not come over a network, and
-    over 2 GiB/s is the speed of memory.
+    rates over 2 GiB/s are those of memory.
     """
     alone = report.small[0]
     if report.is_remote and report.fstype.startswith("fuse") and alone.quick_reads > _CACHED_SHARE * alone.reads:
@@ -322,7 +322,7 @@ def _of_nothing(report: ProbeReport) -> Text:
     if report.errors:
         return f"No file could be read ({report.error_text}). Fix these errors first."
     if not report.files:
-        return "It contains no files." if report.is_complete else ("No file was found in time.", more_time)
+        return "The folder has no files." if report.is_complete else ("No file was found in time.", more_time)
     could_be_read = report.type == "folder" and report.small_files > 1
     if could_be_read or not report.is_complete:
         return ("Too few files were read in time for a recommendation.", more_time)
@@ -353,7 +353,7 @@ def _of_small_files(report: ProbeReport, best: ReadRate) -> Text:
 
 def _next_step(report: ProbeReport, best: ReadRate, best_s: float, best_tree_s: float | None) -> Text:
     if not report.is_remote and best_s < _QUICK_S:
-        return "This is fast enough to pack from it directly."
+        return "The folder is fast enough to pack from it directly."
     stage = ("Stage it with ", call("stage", report.path, threads=best.concurrency))
     if best_tree_s is not None and best_tree_s > _LONG_S:
         return (stage, " once, pack the local copy, and save the pack: one large file is read much faster.")

@@ -1,6 +1,6 @@
 """Data sources: folders, archives, tables, buckets and records, which all provide a list of readable items.
 
-- `items`: the protocol of a source, its items and listing, and base classes such as `ArchiveSource`.
+- `items`: the `Source` protocol, `Item` and `Listing`, and base classes such as `ArchiveSource`.
 - `registry`: `open_source()` and `open_records()` choose the class that opens a path, an address or a pattern.
 - `folder`: a folder tree or a single file, and `SlowSource`, a simulated slow mount.
 - `zip_archive`, `tar_archive`, `tar_stream`: archives; `tar_stream` reads a tar sequentially.
@@ -8,5 +8,5 @@
 - `ranges`: samples that are byte ranges of a few large files, as in `webdataset`, `tfrecord` and `lmdb_records`.
 - `lmdb_child`: the child process that locates the values in an LMDB.
 - `engine`: `Reading`, which reads many items and blocks concurrently. `reads`: reads one item, with retries.
-- `concurrency`: calls that may hang or fail, in threads whose number adapts to the throughput.
+- `concurrency`: runs calls that may hang or fail in threads, whose number adapts to the throughput.
 """

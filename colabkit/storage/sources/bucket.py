@@ -29,7 +29,7 @@ from colabkit.storage.sources.items import ByteSpan, Item, Listing, SourceKind
 
 T = TypeVar("T")
 
-# Objects up to this size are read with one request.
+# The first small read from an object of up to this size fetches the rest of the object with one request.
 _WHOLE_BYTES = 8 << 20
 # Minimum request size for larger objects, since each request costs a round trip.
 _RANGE_BYTES = 4 << 20
@@ -69,7 +69,7 @@ class BucketSource:
     Args:
         address: an address of a file system that fsspec supports.
         act: verb and object for messages.
-        stalled_s: seconds to wait for a listing, in each of two attempts; None for ten minutes.
+        stalled_s: seconds to wait for an answer, such as a listing, in each of two attempts; None for ten minutes.
 
     Attributes:
         protocol: the protocol, such as `"gs"`; for a chain, that of its first link.
@@ -151,7 +151,7 @@ class BucketSource:
         return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open an object: a small one is read with one request, a large one in ranges."""
+        """Open an object; small objects are read with one request, larger objects in ranges."""
         if item.size > _RANGE_BYTES:
             return cast(BinaryIO, _Object(self, item))
         return io.BytesIO(self.read(item))
@@ -174,7 +174,7 @@ class BucketSource:
             if block:
                 yield block
         finally:
-            # All data has been read, so ignore errors on close, and do not wait long for a file system that hangs.
+            # Errors on close do not matter, since the file was only read. Do not wait long if the file system hangs.
             with suppress(Exception):
                 answer_of(file.close, self.can_hang, _CLOSE_S, tries=1)
 
@@ -192,7 +192,7 @@ class BucketSource:
     def _found(self) -> dict[str, Mapping[str, Any]]:
         self._fs.invalidate_cache()
         own: Mapping[str, Any] = {"type": "directory"}
-        # In object stores without folders, only the objects below this path exist.
+        # Many object stores have no folders, so `info` fails if there are only objects below this path.
         with suppress(FileNotFoundError):
             own = self._fs.info(self._root)
         if own.get("type") != "directory" and own.get("size") != 0:
@@ -242,7 +242,7 @@ class BucketSource:
 
 
 def items_of(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
-    """Yield the objects whose size is known."""
+    """Yield an item for each object whose size is known."""
     for path, info in facts.items():
         if info.get("size") is not None:
             yield Item(path, int(info["size"]), _mtime_ns(info))

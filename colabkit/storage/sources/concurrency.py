@@ -22,7 +22,7 @@ MOST_IN_FLIGHT = 128
 _GAIN = 1.08
 # A lower level is kept while its rate is above this share of the best rate.
 _LOSS = 0.95
-# Busy cores above which more threads only compete for the interpreter lock.
+# Number of busy cores above which more threads only compete for the interpreter lock.
 _BUSY = 0.85
 # Conditions may change, so try a higher level again after this many windows.
 _SETTLED_WINDOWS = 24
@@ -33,9 +33,9 @@ class Level:
     """Adaptive number of concurrent requests: it grows while throughput grows, and halves on errors.
 
     Calls are measured in windows of about one round of concurrent calls. Starting at 64, the number doubles while the
-    rate rises by at least 8%; then it returns to the best value and stays for 24 windows. If the first calls compute
-    more than they wait, it decreases instead, as long as the rate holds. An error halves it, at most once per window,
-    since concurrent calls often fail together (as in TCP: D. Chiu and R. Jain, 1989). All methods are thread-safe.
+    rate rises by at least 8%; then it returns to the best value and stays for 24 windows. If the first calls keep more
+    than 0.85 cores busy, it decreases instead, as long as the rate stays above 95% of the best. An error halves it, but
+    only once per window, since concurrent calls often fail together. `note()` and `refused()` are thread-safe.
 
     Attributes:
         now: the current number of requests.
@@ -74,7 +74,7 @@ class Level:
             self._step(rate, busy)
 
     def refused(self) -> None:
-        """Record a failed call: halve the number of requests."""
+        """Record a failed call: halve the number of requests, at most once per window."""
         with self._lock:
             if self.is_fixed or self._was_refused:
                 return
@@ -123,17 +123,17 @@ STALLED_S = 60.0
 """Seconds without data after which a read is abandoned and repeated."""
 
 REQUEST_BYTES = 512 << 10
-"""Size of one request. A call for more bytes counts as several requests, so that fewer such calls run at once."""
+"""A call counts as one request, plus one for each of these bytes, so that fewer large calls run at once."""
 
 _TRIES = 2
 _HELD_BYTES = 64 << 20
 _HELD_CALLS = 4096
 _MEASURED_CALLS = 8
 _MEASURED_S = 3e-3
-# Calls that compute this long release the interpreter lock long enough to benefit from threads.
+# Calls that compute for at least this long usually release the interpreter lock, so threads speed them up.
 _LONG_CALL_S = 1e-3
 _TICK_S = 0.25
-# Time to wait on exit for running calls; slower ones may continue, since they only read.
+# Time to wait on exit for running calls that may hang; slower calls continue in their daemon threads.
 _GRACE_S = 1.5
 _THREADS = "colabkit-read"
 
@@ -147,14 +147,14 @@ def check_threads(act: str, threads: Threads) -> None:
 
 
 def still_moving() -> None:
-    """Report from inside a long call that it has received data, so that it does not count as stalled."""
+    """Report, from inside a long call, that data has arrived, so that the call does not count as stalled."""
     if (call := getattr(_current, "call", None)) is not None:
         call.moved = time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
 class _Call(Generic[T, R]):
-    """One call: its task, the time of its last data, and its result or error."""
+    """A call, with its task, the time at which data last arrived, and its result or error."""
 
     task: T
     size: int
@@ -215,7 +215,7 @@ class Calls(Generic[T, R]):
 
     @property
     def may_begin(self) -> bool:
-        """Whether memory allows one more call."""
+        """Whether the limits on untaken results allow one more call."""
         return self._held_bytes < _HELD_BYTES and self.under_way < _HELD_CALLS
 
     @property
@@ -293,7 +293,7 @@ class Calls(Generic[T, R]):
         return goes_on
 
     def take(self) -> R:
-        """Return the result of a finished call, or raise its error.
+        """Wait for the next call that finishes, and return its result or raise its error.
 
         Raises:
             TimedOut: if a call stalled in all its attempts.
@@ -384,14 +384,14 @@ def concurrently(
     computations run in as many threads as CPUs, and tiny calls in the caller's thread.
 
     At most two tasks per thread are queued, and at most 4096 results or 64 MiB wait to be taken. The first error stops
-    the rest and is raised here. Closing the generator early waits for running calls, with `stalled_s` at most 1.5 s.
+    the remaining calls and is raised here. Closing the generator waits for running calls, at most 1.5 s if they hang.
 
     Args:
         function: called with each task; with `stalled_s` it must have no side effects.
-        tasks: consumed as capacity allows.
+        tasks: the tasks, consumed as capacity allows.
         threads: number of concurrent calls, or `"auto"`.
         stalled_s: seconds without data after which a call is repeated in another thread; None for never.
-        size_of: size of a task's result in bytes; fewer large results are read at once.
+        size_of: returns the size of a task's result in bytes; fewer calls run at once if their results are large.
         level: a level for `"auto"`, if the caller reports errors to it.
         on_wait: called several times a second while no call ends.
 
@@ -424,7 +424,7 @@ _END = object()
 
 
 def _suited_threads(wall_s: float, cpu_s: float, calls: int) -> int | None:
-    """Return the number of threads for calls with these total times in one thread; None if they mostly waited."""
+    """Return the number of threads for calls that took these total times in one thread; None if they mostly waited."""
     if not calls or cpu_s < wall_s / 2:
         return None
     return max(1, round(usable_cpus())) if cpu_s / calls >= _LONG_CALL_S else 1

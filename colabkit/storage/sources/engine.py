@@ -1,4 +1,4 @@
-"""Read items, and blocks of large ones, with many concurrent requests, for staging and packing."""
+"""Read items, and blocks of large items, with many concurrent requests, for staging and packing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes that were read, with their CRC32; `data` is None if they are already written."""
+    """Bytes that were read, with their CRC32; `data` is None if the bytes have already been written."""
 
     item: Item
     offset: int
@@ -54,19 +54,19 @@ def block_offsets(size: int) -> range:
 
 
 class Reading:
-    """A reader of a source's items with many concurrent requests; a context manager that stops its threads.
+    """A reader of a source's items with many concurrent requests, and a context manager that stops its threads.
 
     If the source can hang, the number of requests grows while throughput grows (`Level`). Errors that mounts recover
     from are retried as in `read_item`, and halve the number; a stalled read is abandoned and repeated once. For other
-    sources, the first reads are measured, and most are done one by one.
+    sources, the number depends on how the first reads perform; local files are usually read one at a time.
 
     Args:
         source: the source of the items.
         threads: number of concurrent reads, or `"auto"`.
         retries: counts the retries.
         on_wait: called several times a second while no data arrives.
-        place: writes a block of a large item to its destination. For a source that cannot hang, the reading threads
-            call it, with one buffer each, and `blocks()` then yields blocks without data.
+        place: writes a block of a large item to its destination; ignored if the source can hang. The reading threads
+            call it, and each reuses one buffer, so `blocks()` yields such blocks without data.
         stalled_s: seconds without data after which a read of a source that can hang is abandoned; None for 60.
     """
 
@@ -116,7 +116,7 @@ class Reading:
     def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
         """Yield the requested items, or their requested blocks, in one sequential pass."""
         items: dict[str, Item] = {}
-        # Offsets of items that are requested in blocks.
+        # Requested offsets, by path, of the items that are requested in blocks.
         offsets: dict[str, set[int]] = {}
         for one in wanted:
             items[one.item.path] = one.item

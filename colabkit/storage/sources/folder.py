@@ -46,7 +46,7 @@ class _Found(NamedTuple):
 
 
 class FolderSource(PathSource):
-    """A folder tree. Drive shortcuts are followed; links and special files are skipped and listed in `skipped`."""
+    """A folder tree. Drive shortcuts are followed; other links and special files are listed in `skipped`."""
 
     kind: ClassVar[SourceKind] = "folder"
 
@@ -143,7 +143,7 @@ class FolderSource(PathSource):
 
     @contextlib.contextmanager
     def _scanned(self, inside: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """Yield a folder's entries; a local folder is opened by descriptor, which halves the cost of reading sizes."""
+        """Yield a folder's entries. Scanning a local folder by descriptor halves the cost of reading sizes."""
         if self.can_hang:
             with os.scandir(self.path / inside) as entries:
                 yield entries

@@ -80,7 +80,7 @@ class Listing:
     Attributes:
         items: the files, sorted by path; for a table, one per row, in the table's order.
         skipped: pairs of a skipped path and the reason.
-        retries: number of folder listings that were retried.
+        retries: number of retries while the source was listed.
         columns: further columns of a table by name, with one value per item.
         extras: files that belong to the source but are not samples, such as the table itself.
     """
@@ -102,7 +102,7 @@ class Source(Protocol):
     """A collection of files: call `list()` once, then `open()` for any item from any thread.
 
     All methods raise `TimedOut` if there is no answer in two attempts, `FileFailed` for file system errors,
-    `FetchFailed` for errors of remote file systems, and `MissingPackage` with the install command.
+    `FetchFailed` for errors of remote file systems, and `MissingPackage` if a required package is not installed.
 
     Attributes:
         name: name for messages.
@@ -123,7 +123,7 @@ class Source(Protocol):
         """
 
     def open(self, item: Item) -> BinaryIO:
-        """Return an unbuffered binary file with the item's bytes; reading it to the end fails if any are invalid.
+        """Return an unbuffered binary file with the item's bytes; reading it to the end fails if a byte is invalid.
 
         If Python's `open()` created the file, it must hold exactly the item's bytes: blocks are read through its
         descriptor, whose size and time are compared with the listing. The `fileno()` of other files is not used, since
@@ -151,7 +151,7 @@ class SequentialSource(Source, Protocol):
         """Whether `open()` has to read all data that precedes an item."""
 
     def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
-        """Yield the wanted items in their stored order, each with a file that is valid until the next step."""
+        """Yield the wanted items, by default all, in stored order; each file is valid until the next step."""
 
 
 class PathSource:
@@ -177,7 +177,7 @@ class ArchiveSource(PathSource):
 
     Attributes:
         has_directory: whether `list()` reads only a small part of the file, so that a remote archive is listed in
-            place; otherwise, it is listed once it is local.
+            place; otherwise, its local copy is listed.
     """
 
     kind: ClassVar[SourceKind] = "archive"
@@ -256,7 +256,7 @@ def unknown_item(source: str, item: Item, kind: str = "member") -> SourceChanged
 
 
 def changed_item(source: str, item: Item, found: int) -> SourceChanged:
-    """Return the error for an item whose size or time has changed; `found` is its present size in bytes."""
+    """Return the error for an item whose size or time has changed; `found` is its current size in bytes."""
     act = f"read {item.path!r} of {source!r}"
     if found == item.size:
         return SourceChanged(cannot(act, "it was modified after it was listed", "", _LIST_AGAIN))

@@ -2,7 +2,7 @@
 
 The library maps the file and trusts its contents: a truncated file kills the process with a signal, and its
 environments must not be used after a fork. So only a child process uses it, and only for listing. Each value is
-contiguous, so its offset is sufficient for reading it.
+contiguous, so its offset and size are sufficient for reading it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DATA_FILE = "data.mdb"
 LMDB_SUFFIXES = (".lmdb", ".mdb")
 """File name suffixes of single-file LMDBs."""
 
-# This module is not imported, since it imports lmdb, which only the child process needs.
+# Do not import `lmdb_child`, since it imports lmdb, which only the child process needs.
 _CHILD = Path(__file__).with_name("lmdb_child.py")
 _LABEL_KEY = re.compile(rb"\Alabel-(?=\d+\Z)")
 _COUNT_KEY = b"num-samples"

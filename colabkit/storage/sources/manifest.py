@@ -64,7 +64,7 @@ def is_frame(value: Any) -> bool:
     if isinstance(value, type | Report) or not callable(getattr(value, "to_pandas", None)):
         return False
     if hasattr(value, "dtype"):
-        # This is a polars Series or an xarray array, and paths are strings.
+        # This is a polars Series or an xarray array; only a Series of strings can hold paths.
         return str(value.dtype) == "String"
     features = getattr(value, "features", None)
     if features is None:
@@ -93,8 +93,8 @@ class ManifestSource:
     The table is read once, in the constructor. The path column is the first of `path, file, filename, file_name,
     filepath, file_path, image, image_path, img_path` that exists, ignoring case, or the only column. Paths may begin
     with `drive:` or `~`; other relative paths are resolved against the folder of the table file, or the working folder
-    for a DataFrame or list. Item paths are relative to the table's folder if all files are below it, for a DataFrame or
-    list to the working folder if all given paths are relative, and otherwise to the common folder of all files. A
+    for a DataFrame or list. Item paths are relative to that folder if all files are below it; for a DataFrame or list,
+    all given paths must also be relative. Otherwise, item paths are relative to the common folder of all files. A
     pickled copy can open the items that were listed before, but does not contain the table.
 
     Args:
@@ -103,7 +103,7 @@ class ManifestSource:
 
     Raises:
         InvalidOption: if `table` is none of these.
-        BadSource: if there is no path column, or if a cell in it is empty.
+        BadSource: if the table has no rows or no path column, or if a cell of that column holds no path.
     """
 
     kind: ClassVar[SourceKind] = "table"
@@ -267,7 +267,7 @@ class ManifestSource:
             options = {"sep": _SEPARATORS[file.suffix.lower()], "encoding": encoding, "index_col": False}
             names = pandas.read_csv(file, nrows=0, **options).columns
             at = _path_column([str(name) for name in names])
-            # Read paths as text, so that a file name of digits does not become a number.
+            # Read paths as text, so that a file name such as 0001 does not become a number.
             texts = {names[at or 0]: str} if len(names) else {}
             return pandas.read_csv(
                 file, converters=texts, keep_default_na=False, na_values=_MISSING_CELLS, low_memory=False, **options
@@ -298,7 +298,7 @@ def is_manifest(path: Path) -> bool:
 
 
 def _first_in_text(path: Path, separator: str) -> str:
-    """Return the first path of a CSV file; empty if there is none."""
+    """Return the first path in a CSV or TSV file; empty if there is none."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file, delimiter=separator)
         try:
@@ -310,7 +310,7 @@ def _first_in_text(path: Path, separator: str) -> str:
 
 
 def _first_in_parquet(path: Path) -> str:
-    """Return the first path of a Parquet file; empty if there is none."""
+    """Return the first path in a Parquet file; empty if there is none."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:

@@ -61,9 +61,9 @@ class _Range(Item):
 class RangeSource:
     """A source whose samples are byte ranges of files.
 
-    Each read opens the file, checks that it has not changed since indexing, reads the range with one positional read,
-    and closes it. So threads and forked processes share nothing, and no descriptors stay open.
-    Items contain their locations: a source that was unpickled or opened again reads them without indexing.
+    Each read opens the file, checks that it has not changed since indexing, reads the range at its offset, and closes
+    the file. So threads and forked processes share nothing, and no descriptors stay open. Items contain their
+    locations, so a source that was unpickled or opened again reads them without indexing.
     """
 
     def __init__(self, name: str, files: Sequence[Path]) -> None:
@@ -140,7 +140,7 @@ class Indexing:
         return open_listed(path, str(path), listed), found.st_size
 
     def add(self, path: str, offset: int, size: int, fields: Mapping[str, Any]) -> None:
-        """Add a sample with its values; columns that it lacks get None."""
+        """Add a sample with its values; columns without a value for this sample get None."""
         still_moving()
         row = len(self._paths)
         self._paths.append(path)
@@ -170,7 +170,7 @@ class Indexing:
         return column in self._dropped
 
     def finish(self) -> Listing:
-        """Return the listing; it must have at least one sample, and unique paths."""
+        """Return the listing; raises `BadSource` if there are no samples, or two samples with the same path."""
         count = len(self._paths)
         if not count:
             example = f" (skipped {self.skipped[0][0]!r}: {self.skipped[0][1]})" if self.skipped else ""
@@ -207,7 +207,7 @@ def is_image_head(head: bytes) -> bool:
 
 
 def text_of(data: bytes) -> str | None:
-    """Decode bytes as UTF-8 text; None if they are invalid or contain a zero byte, as numbers do."""
+    """Return bytes as UTF-8 text; None if they are invalid or contain a zero byte, as binary numbers often do."""
     try:
         return None if b"\0" in data else data.decode("utf-8")
     except UnicodeDecodeError:

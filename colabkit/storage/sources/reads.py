@@ -45,7 +45,7 @@ class Retries:
             on_retry()
 
     def pause(self, error: OSError, tries: int) -> None:
-        """Count a retry and wait before it, longer each time; raise `error` if a retry would be useless."""
+        """Count a retry and wait before it, longer each time; raise `error` if it is permanent or tries ran out."""
         if error.errno not in _TRANSIENT or tries >= _TRIES:
             raise error
         self.add()
@@ -65,11 +65,11 @@ class Retries:
 def read_item(source: Source, item: Item, retries: Retries) -> bytes:
     """Return all bytes of an item, exactly as many as listed.
 
-    Transient errors of mounts (EIO, ENOTCONN, ETIMEDOUT, ESTALE) are retried from the offset reached, up to four
-    attempts, with growing, jittered pauses; each retry is counted. A file that ends early although its size is as
-    listed counts as such an error.
+    After a transient error of a mount (EIO, ENOTCONN, ETIMEDOUT, ESTALE or EAGAIN), the read is retried from the offset
+    reached, with growing, jittered pauses, until four attempts in a row have failed. Each retry is counted. A file that
+    ends early although it has the listed size counts as a transient error.
 
-    A small item of a local source is read by the source's `read_at_once()`, if it has one.
+    A small item of a local source is read with the source's `read_at_once()`, if it has one.
 
     Raises:
         SourceChanged: if the number of bytes differs from the listing, or the file has changed.
@@ -141,7 +141,7 @@ def blocks_passed(source: str, item: Item, file: BinaryIO, block_bytes: int) -> 
 
 
 class SharedFile:
-    """A large item, opened once for the blocks at `offsets`: the first read opens it, and the last one closes it."""
+    """A large item, opened once for the blocks at `offsets`: the first read opens it, and the last read closes it."""
 
     def __init__(self, source: Source, item: Item, offsets: Iterable[int]) -> None:
         self._source = source
@@ -178,7 +178,7 @@ class SharedFile:
         finally:
             with self._lock:
                 self._readers -= 1
-                # An abandoned read may still be running.
+                # An abandoned read may still use the file.
                 is_done = not self._left and not self._readers
             if is_done:
                 self.close()
@@ -230,7 +230,7 @@ class SharedFile:
     def _read_some(self, part: memoryview, offset: int, file: BinaryIO) -> int:
         if (fd := _fd(file)) is not None:
             return os.preadv(fd, [part[:_CHUNK_BYTES]], offset)
-        # Each thread opens the item separately, since such a file has only one position.
+        # A file without a descriptor has only one position, so each read opens the item separately.
         with self._source.open(self._item) as own:
             own.seek(offset)
             data = own.read(len(part))
@@ -254,11 +254,11 @@ class SharedFile:
 
 
 def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
-    """Check after the last read that an open file is still as listed; `done` is the number of bytes read.
+    """Check after the last read that an open file still matches the listing; `done` is the number of bytes read.
 
     Raises:
         SourceChanged: if its size or time has changed, or a file without a descriptor ended early.
-        OSError: EIO, if it ended early although its size is as listed, as happens on mounts that lost their server.
+        OSError: EIO, if it ended early although it has the listed size, as happens on mounts that lost their server.
     """
     fd = _fd(file)
     if fd is None:
@@ -273,7 +273,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
 
 
 def _fd(file: BinaryIO) -> int | None:
-    """Return a file's descriptor if Python's `open()` created it; others may refer to other data, so return None."""
+    """Return the descriptor of a file made by Python's `open()`, else None: it could refer to other data."""
     raw = file.raw if isinstance(file, io.BufferedReader) else file
     return raw.fileno() if isinstance(raw, io.FileIO) else None
 
@@ -304,7 +304,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO:
-    """Open a regular file if it matches the listing; `flags` are additional flags of `os.open`."""
+    """Open a file, or raise `SourceChanged` if it differs from the listing; `flags` are added to those of `os.open`."""
     fd = os.open(path, _FLAGS | flags)
     try:
         found = os.fstat(fd)
@@ -317,7 +317,7 @@ def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO
 
 
 def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
-    """Return all bytes of a small local file with few system calls; None if it differs from the listing."""
+    """Return all bytes of a small local file with few system calls; None if it is unreadable or has changed."""
     try:
         fd = os.open(path, _FLAGS | flags)
     except OSError:
@@ -332,6 +332,6 @@ def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
 
 
 def is_as_listed(found: os.stat_result, item: Item) -> bool:
-    """Return whether an open file is a regular file with the listed size and time."""
+    """Return whether an open file is a regular file with the listed size and, if known, modification time."""
     same_time = not item.mtime_ns or found.st_mtime_ns == item.mtime_ns
     return stat.S_ISREG(found.st_mode) and found.st_size == item.size and same_time

@@ -57,7 +57,7 @@ ARCHIVE_SUFFIXES = tuple(suffix for suffixes, *_ in _ARCHIVES for suffix in suff
 """File name suffixes of archives."""
 
 _SAMPLES = Path(__file__).parent.parent / "samples"
-# Suffixes of files that are often zip archives internally, but must stay single files for their readers.
+# Files with these suffixes are opened as single files, although many of them are zip archives internally.
 _WHOLE_SUFFIXES = (
     *(".bin", ".ckpt", ".keras", ".npz", ".onnx", ".pt", ".pt2", ".ptl", ".pth", ".safetensors"),
     *(".apk", ".docx", ".epub", ".ipynb", ".jar", ".kmz", ".odp", ".ods", ".odt", ".pptx", ".whl", ".xlsx"),
@@ -76,7 +76,7 @@ class PathTable(Protocol):
 
     @property
     def iloc(self) -> Any:
-        """Return rows by number, as pandas does."""
+        """Rows by number, as in pandas."""
 
 
 def open_source(source: AnySource) -> Source:
@@ -87,12 +87,12 @@ def open_source(source: AnySource) -> Source:
     file is a table if it has a path column and the first path in it exists.
 
     Args:
-        source: a path; a list of paths or a pandas DataFrame with a column of them; the address of a bucket's folder,
+        source: a path; a list of paths, or a pandas DataFrame with a path column; the address of a bucket's folder,
             such as `"gs://bucket/birds"`; `samples:NAME` for data included in the package; or a `Source`.
 
     Raises:
         SourceMissing: if the path does not exist.
-        BadSource: if it is a special file, or an address that must be fetched first.
+        BadSource: if the path is a special file or a broken link, or if an address must be fetched first.
         InvalidOption: if `source` is invalid.
         TimedOut: if there is no answer in two attempts.
     """
@@ -151,7 +151,7 @@ def _kind_of(path: Path) -> Callable[[Path], Source] | None:
 
 
 def check_outside(act: str, source: Source, target: Path) -> None:
-    """Raise `BadSource` if the target is the source or inside it, since a source is never written to."""
+    """Raise `BadSource` if the target is the source or inside it, since sources are never modified."""
     # Resolve paths by the mount table, without accessing a mount that may hang.
     table = mounts()
     if Path(resolved(os.path.abspath(target), table)).is_relative_to(resolved(os.path.abspath(source.name), table)):
@@ -160,7 +160,7 @@ def check_outside(act: str, source: Source, target: Path) -> None:
 
 
 def sample_archive(name: str) -> Path:
-    """Return the archive of a dataset that is included in the package, such as `sample_archive("digits")`."""
+    """Return the path of the archive of an included dataset, such as `sample_archive("digits")`."""
     path = _SAMPLES / f"{name}.zip"
     if not path.is_file():
         known = " or ".join(repr(f"samples:{file.stem}") for file in sorted(_SAMPLES.glob("*.zip")))
@@ -187,11 +187,11 @@ def open_records(source: Any) -> Source | None:
     adjacent members share a stem.
 
     Args:
-        source: the source as the user gave it.
+        source: a path, a list of paths or a pattern; None is returned for anything else.
 
     Raises:
         SourceMissing: if a shard is missing, or a pattern matches no shards.
-        InvalidOption: if a pattern has more than 100,000 shards.
+        InvalidOption: if a pattern has more than 100,000 shards, or a number with more than 18 digits.
         NotMounted: if the source begins with `drive:` and Drive is not mounted.
         FileFailed: if the source cannot be accessed.
         TimedOut: if there is no answer in two attempts.
@@ -252,7 +252,7 @@ def _shard_kind(names: Sequence[str]) -> Callable[[str, Sequence[Path]], RangeSo
 
 
 def _shards_in(folder: Path) -> list[Path]:
-    """Return the shards of a folder and its subfolders, sorted; an empty list if it contains anything else."""
+    """Return the shards of a folder and its subfolders, sorted; empty if there are other files except companions."""
     files: list[Path] = []
     for inner in _visible(folder):
         for entry in _visible(Path(inner.path)) if inner.is_dir() else [inner]:
@@ -269,7 +269,7 @@ def _visible(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _expanded(act: str, path: Path) -> list[Path]:
-    """Return the files that match a path or pattern; raises `SourceMissing` if an explicitly named one is missing."""
+    """Return the files that match a path or pattern; raises `SourceMissing` if a named file or any match is missing."""
     files = list(dict.fromkeys(_matches(act, path)))
     if missing := [file for file in files if not file.is_file()]:
         shards = format_things(len(files), "shard")

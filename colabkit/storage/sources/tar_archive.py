@@ -40,7 +40,7 @@ def is_tar(path: Path) -> bool:
 
 
 class _OpenTar(NamedTuple):
-    """The open archive, and its size and time when it was opened."""
+    """The open archive, its size and time when it was opened, and whether it is compressed."""
 
     file: BinaryIO
     archive: Item
@@ -50,9 +50,9 @@ class _OpenTar(NamedTuple):
 class TarSource(ArchiveSource):
     """A tar archive, read without extracting it: plain, or compressed with gzip, bzip2, xz or zstd.
 
-    Members of a plain tar can be read in any order, from any thread. A compressed one can only be read from its start:
-    `list()` reads all of it once, `walk()` yields its members in one pass, and `open()` starts a new pass for each
-    member, which is slow. The compression is recognized by the first bytes, not by the name.
+    Members of a plain tar can be read in any order, from any thread. A compressed tar can only be read from its start:
+    `list()` reads all of it once, and `walk()` yields its members in one pass. `open()` is slow, since it starts a new
+    pass for each member. The compression is recognized by the first bytes, not by the name.
 
     Args:
         path: the path of the archive.
@@ -155,7 +155,7 @@ class TarSource(ArchiveSource):
             return directory
 
     def _stream(self, archive: Item) -> TarStream:
-        """Open the archive again, if it has not changed."""
+        """Open the archive again; raise `SourceChanged` if it has changed."""
         file = open_listed(self.path, self.name, archive)
         try:
             return TarStream(self.name, file, archive.size)

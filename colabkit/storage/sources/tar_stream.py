@@ -24,7 +24,7 @@ from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import Member, broken_archive, inflates_too_far, inflation_limit
 
 _MAGIC: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-# A zstd frame without data, which pzstd writes first.
+# Magic number of a skippable zstd frame; pzstd writes such a frame first.
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 _USTAR_AT = 257
 _HEAD_BYTES = 512
@@ -149,7 +149,7 @@ def _inflated(name: str, file: BinaryIO, method: str) -> Any:
 
 
 _BLOCK_BYTES = 512
-# Paths have at most 4 KiB; extended attributes, 64 KiB each.
+# Maximum size of an extended header. Paths have at most 4 KiB, and extended attributes 64 KiB each.
 _EXTENDED_BYTES = 1 << 20
 _LINKS = frozenset({tarfile.LNKTYPE, tarfile.SYMTYPE})
 _SPECIAL = frozenset({tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE})
@@ -160,12 +160,12 @@ _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _NUMBER = re.compile(rb"([0-9]{1,20})")
 _TIME = re.compile(rb"(-?[0-9]{1,18})(?:\.([0-9]*))?")
 _MOST_NS = 1 << 63
-# Flags of GNU's old sparse format: further blocks of the sparse map follow.
+# Offsets of flags in GNU's old sparse format, in the header and in further blocks: another block of the map follows.
 _SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 
 def _padded(size: int) -> int:
-    """Return the space that a member takes up in the tar, rounded up to whole blocks."""
+    """Return a size in bytes, rounded up to full tar blocks."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 

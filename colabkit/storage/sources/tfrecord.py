@@ -33,7 +33,7 @@ _LENGTH = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 # The constant is from tensorflow/core/lib/hash/crc32c.h.
 _MASK_DELTA: Final = 0xA282EAD8
-# protobuf itself is limited to 2 GiB.
+# Maximum size of a record; the limit of protobuf is 2 GiB.
 _MOST_RECORD_BYTES = 1 << 30
 _BUFFER_BYTES = 1 << 20
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x01": "zlib", b"\x78\x5e": "zlib", b"\x78\x9c": "zlib", b"\x78\xda": "zlib"}
@@ -64,19 +64,20 @@ message_type { name: "Example" field { name: "features" number: 1 type_name: ".t
 
 
 def is_tfrecord_name(name: str) -> bool:
-    """Return whether this is a TFRecord file name: `x.tfrecord`, `x.tfrecords`, `x.tfrec` or `x-00000-of-00010`."""
+    """Return whether this is a TFRecord file name, such as `x.tfrecord`, `x.tfrec` or `x-00000-of-00010`."""
     return _NAME.search(name) is not None
 
 
 class TfRecordSource(RangeSource):
     """TFRecord files whose records are `tf.train.Example`s.
 
-    A record's payload is one bytes feature: `image/encoded`, `image`, `image_raw`, `jpeg` or `encoded`, unless it is
-    text, or else the only feature that starts like an image; the first record decides. A record's path is its file's
-    name and its number in that file. Every other feature becomes a column of the same name: text if all its bytes are
-    UTF-8, integers, or floats; single values if no record has more than one, otherwise lists. Bytes that are not text,
-    and lists of more than 1,024 numbers, are omitted and listed in `skipped`. The column `split` is added if file names
-    contain split names and no feature has this name. Indexing reads all bytes once and checks every CRC.
+    A record's payload is the first of the features `image/encoded`, `image`, `image_raw`, `jpeg` and `encoded` that
+    holds one bytes value other than text, or else the only feature that starts like an image. The first record
+    determines the feature for all records. A record's path is its file's name and its number in that file. Every other
+    feature becomes a column of the same name: text if all its bytes are UTF-8, integers, or floats; single values if no
+    record has more than one, otherwise lists. Bytes that are not text, and lists of more than 1,024 values, are omitted
+    and listed in `skipped`. The column `split` is added if file names contain split names and no feature has this name.
+    Indexing reads all bytes once and checks every CRC.
 
     Args:
         name: name for messages.
@@ -124,7 +125,7 @@ class _Examples:
             raise BadSource(cannot(self._found.act, found, "", next_step)) from error
 
     def payload(self, name: str, features: Mapping[str, Any]) -> bytes | None:
-        """Return a record's payload, from the feature that the first record determines; None if it is missing."""
+        """Return a record's payload, from the feature that the first record determines; None unless it is one value."""
         if not self.chosen:
             self.chosen = self._choose(name, features)
         if self.chosen not in features:

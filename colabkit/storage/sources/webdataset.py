@@ -34,7 +34,7 @@ _COLUMNS = _NUMBERS | _TEXTS | _JSON
 _KNOWN = _COLUMNS | {*IMAGE_EXTENSIONS, "npy"}
 # Equivalent to `base_plus_ext` in the webdataset package.
 _MEMBER = re.compile(r"((?:.*/|)[^./][^./]*)[.]([^/]+)", re.DOTALL)
-# Members that webdataset ignores.
+# Names of members that the webdataset package ignores.
 _META = re.compile(r"(^|/)__[^/]*__($|/)")
 _LOOKED_AT = 64
 _MOST_JSON_BYTES = 16 << 20
@@ -61,11 +61,11 @@ class WebDatasetSource(RangeSource):
 
     Args:
         name: name for messages.
-        shards: plain tars; compressed ones are refused, since their samples could only be read from the start.
+        files: uncompressed tars; compressed tars are rejected, since they can only be read from their start.
     """
 
     def _indexed(self) -> Listing:
-        """List the samples from the tar headers; only labels are read."""
+        """List the samples from the tar headers; read only the members that hold labels."""
         found = Indexing(self.name)
         kind = ""
         unread: Counter[str] = Counter()
@@ -142,7 +142,7 @@ def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, 
 
 
 def _split_name(name: str) -> tuple[str, str] | None:
-    """Return the key and the extension in a member's name; None if it belongs to no sample."""
+    """Return the key and the extension in a member's name; None if the member belongs to no sample."""
     match = None if _META.search(name) else _MEMBER.fullmatch(name)
     return (match[1], match[2].lower()) if match else None
 
@@ -215,7 +215,7 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a JSON value is a number, a string, null, or a possibly nested list of these."""
+    """Return whether a JSON value is a number, a string, null, or a nested list of these, within the size limits."""
     waiting, count = [value], 0
     while waiting:
         one = waiting.pop()

@@ -31,13 +31,13 @@ from colabkit.storage.sources.items import (
     unknown_item,
 )
 
-# Larger members are streamed.
+# Members larger than this are streamed.
 _INFLATE_BYTES = 64 << 20
 # Signature, then the lengths of name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
 _READABLE = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA})
-# Section 4.4.5 of PKWARE's APPNOTE.TXT.
+# Unsupported methods, from section 4.4.5 of PKWARE's APPNOTE.TXT.
 _METHODS: Final = {
     6: "Implode",
     9: "Deflate64",
@@ -68,8 +68,8 @@ class _OpenZip(NamedTuple):
 class ZipSource(ArchiveSource):
     """A zip archive, read member by member without extracting it.
 
-    Stored and deflated members, which are nearly all, are read with `os.pread` and inflated in one piece: this is
-    several times faster than the streams of `zipfile`, and threads can read concurrently.
+    Stored and deflated members of up to 64 MiB are read with `os.pread` and inflated in one piece. This is several
+    times faster than the streams of `zipfile`, and threads can read concurrently.
     """
 
     has_directory = True
@@ -132,7 +132,7 @@ class ZipSource(ArchiveSource):
             yield Member(member.filename, member.file_size, _mtime_ns(member.date_time), member, is_folder, oddity)
 
     def open(self, item: Item) -> BinaryIO:
-        """Open a member; its CRC is checked no later than its last byte is read."""
+        """Open a member; its CRC is checked at the latest when its last byte is read."""
         archive, directory = self._open_archive()
         member = directory.handles.get(item.path)
         if member is None:
@@ -148,7 +148,7 @@ class ZipSource(ArchiveSource):
             raise broken_archive(self.name, f"{item.path!r}: {error}") from error
 
     def read_at_once(self, item: Item) -> bytes | None:
-        """Return a member's bytes if it is valid and either stored or deflated; otherwise None."""
+        """Return a member's bytes if it is valid, stored or deflated, and not large; otherwise None."""
         archive, directory = self._open_archive()
         member = directory.handles.get(item.path)
         if member is None or member.file_size != item.size or member.compress_size > _INFLATE_BYTES:
@@ -173,7 +173,7 @@ class ZipSource(ArchiveSource):
         data = os.pread(fd, member.compress_size, offset)
         if member.compress_type == zipfile.ZIP_DEFLATED:
             inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-            # Limit the output to the declared size, whatever the stream contains.
+            # Inflate at most one byte more than declared, which the next check detects.
             data = inflater.decompress(data, member.file_size + 1)
         if len(data) != member.file_size or zlib.crc32(data) != member.CRC:
             raise zipfile.BadZipFile("its bytes do not match its CRC")
@@ -209,7 +209,7 @@ class _ZipMember(ByteSpan):
 
 @lru_cache(maxsize=1024)
 def _mtime_ns(date_time: tuple[int, ...]) -> int:
-    """Return a member's modification time, which has no time zone, as if it were UTC; 0 if it is invalid."""
+    """Return a member's modification time in ns, read as UTC since zip stores no time zone; 0 if it is invalid."""
     try:
         return calendar.timegm(date_time) * 10**9
     except (ValueError, OverflowError):

@@ -1,1 +1,1 @@
-"""`stage()` copies a remote source to local storage with concurrent reads, verifies it and publishes it atomically."""
+"""`stage()` copies a remote source to local storage with concurrent reads, and verifies the copy."""

@@ -1,8 +1,9 @@
-"""`stage()` copies a remote source to local storage with concurrent reads, verifies it and publishes it atomically.
+"""`stage()` copies a remote source to local storage with concurrent reads, and verifies the copy.
 
-A local copy holds exactly the source's files and a seal, `.colabkit-stage.json`, which is written last. Many files are
-read at once, since a mount answers each request with a delay; large files are read in several concurrent ranges; an
-archive is copied as one file and extracted locally. After an interruption, the next run reuses the data already copied.
+A local copy holds exactly the source's files and a seal, `.colabkit-stage.json`, which is written last. The copy
+appears at its path atomically. Many files are read at once, since a mount answers each request with a delay; large
+files are read in several concurrent ranges; an archive is copied as one file and extracted locally. After an
+interruption, the next run reuses the data already copied.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ def stage(
         source: a folder; a zip or tar archive; any other file; a table of paths (DataFrame, `.csv`, `.parquet`
             or a list of paths); an https address or Drive link, through `fetch()`; a bucket's folder (`gs://`,
             `s3://`); `samples:digits`; or a `Source`.
-        to: `"auto"` uses tmpfs if enough RAM remains for training, otherwise disk; `"tmpfs"` and `"disk"` force one;
-            any other value is the path of the copy. As root, if the copy fits in RAM but not in the existing tmpfs,
-            a separate tmpfs is mounted for it until `unstage()`.
+        to: `"auto"` uses tmpfs if enough RAM remains for training, otherwise disk; `"tmpfs"` and `"disk"` select one of
+            them; any other value is the path of the copy. As root, if the copy fits in RAM but not in the existing
+            tmpfs, a separate tmpfs is mounted for it until `unstage()`.
         threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
         verify: `"size"` compares file sizes; `"full"` reads the source a second time and compares all bytes.
         extract: False keeps an archive as one file.
         refresh: check the source again even if a local copy exists, and copy changed files.
-        dry_run: only plan; the report's `plan` describes the steps.
+        dry_run: copy nothing; the report's `plan` gives the target and the expected sizes.
         progress: show a progress bar.
 
     Returns:
@@ -82,7 +83,7 @@ def stage(
         BadArchive: if an archive is damaged, truncated or malicious.
         TargetExists: if something else is at the target path, or a file that you added to the local copy has the path
             of a new source file.
-        NotEnoughSpace: before anything is written, if the sizes are known.
+        NotEnoughSpace: if the target is too small; raised before anything is written if the sizes are known.
         SourceChanged: if a file changed after it was listed, or during the read.
         Corrupt: if, with `verify="full"`, the second read returns different bytes.
         TimedOut: if the source does not respond.
@@ -111,7 +112,7 @@ def stage(
         with _local_file(source, address, run, dry_run=dry_run) as local:
             if local is None:
                 return _report(run, _plan_of_address(run), started)
-            # Another process may have fetched and staged it meanwhile.
+            # Another process may have fetched and staged the source meanwhile.
             if not (found := run.find()):
                 with closing(_open(local, extract=extract)) as opened:
                     if address is not None:
@@ -200,7 +201,7 @@ def _local_file(
 
 
 def _local_origin(name: str) -> tuple[int, int] | None:
-    """Return size and time of a source that is a local file; None for any other source, which may be remote."""
+    """Return size and time of a source that is a local file; None for other sources, without accessing remote files."""
     if not os.path.isabs(name) or can_hang(name, mounts()) or not os.path.isfile(name):
         return None
     return origin_of(Path(name))

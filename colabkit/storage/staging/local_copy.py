@@ -44,7 +44,7 @@ class Seal:
         retries: number of reads and listings that were retried.
         skipped: pairs of a skipped path and the reason.
         verify: `"size"` or `"full"`.
-        origin: size and time of the archive that was extracted; None for other sources.
+        origin: size and time of the source if it is a single file, such as an archive; otherwise None.
         tmpfs: folder of the tmpfs that was mounted for the copy, otherwise empty.
     """
 
@@ -63,7 +63,7 @@ class Seal:
     format: int = _FORMAT
 
     def write(self, folder: Path, manifest: Iterable[tuple[Item, Crcs]]) -> None:
-        """Seal a complete folder."""
+        """Write the seal into a complete folder."""
         lines = [json.dumps(dataclasses.asdict(self))]
         for item, crcs in manifest:
             lines.append(json.dumps([item.path, item.size, item.mtime_ns, *(crcs[offset] for offset in sorted(crcs))]))
@@ -142,7 +142,7 @@ class LocalCopy:
             return False
 
     def has_good(self, item: Item, sealed: list[int]) -> bool:
-        """Return whether a file's bytes match its seal."""
+        """Return whether a file's bytes match the sealed CRC32s."""
         crcs = block_crcs(item, sealed)
         return good_blocks(self.folder / item.path, item, crcs) == crcs
 
@@ -215,7 +215,7 @@ def block_crcs(item: Item, crcs: list[int]) -> dict[int, int]:
 
 
 def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
-    """Return the blocks whose bytes in the file match their recorded CRC32; none if the file's size differs."""
+    """Return the recorded CRC32s that match the file's blocks, by offset; empty if the file's size differs."""
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != item.size:

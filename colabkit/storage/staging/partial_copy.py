@@ -1,4 +1,4 @@
-"""An unfinished local copy: a journal records each block after it is written, so a kill loses at most one block."""
+"""An unfinished local copy: a journal records each block after it is written, so that a later run can resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KnownBlocks: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
 
 
 class PartialCopy:
-    """A folder that is being filled with a source's items; a context manager that closes its files.
+    """A folder that is being filled with a source's items, and a context manager that closes its files.
 
     A block counts as written once the journal records it. The next process checks the recorded blocks by their CRC32
     and resumes from there. `source` is the source's name in messages.
@@ -40,7 +40,7 @@ class PartialCopy:
         self.crcs: dict[str, dict[int, int]] = {}
         self._source = source
         self._journal = journal
-        # Descriptors of unfinished files.
+        # Descriptors of unfinished large files, by path.
         self._open: dict[str, int] = {}
         self._opening = threading.Lock()
         self._folders: set[str] = set()
@@ -94,7 +94,7 @@ class PartialCopy:
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                # Read the file again instead.
+                # Hard links may be impossible here, so let the file be read again.
                 continue
             self._note(item, block_crcs(item, sealed))
             linked.append(item)
@@ -185,7 +185,7 @@ class PartialCopy:
 
 
 def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs]) -> Iterator[Wanted]:
-    """Yield the requests for items, large ones in blocks, except for written blocks."""
+    """Yield a request for each small item and for each block of a large item, except those already written."""
     for item in items:
         there = written.get(item.path, {})
         if item.size <= BLOCK_BYTES:
@@ -199,7 +199,7 @@ def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs])
 
 
 def read_journal(journal: Path) -> tuple[KnownBlocks, int]:
-    """Return the blocks that a journal records, and the size of its complete lines; a kill may truncate the last."""
+    """Return the blocks that a journal records, and the size of its valid lines; a kill may truncate the last line."""
     known: KnownBlocks = {}
     end = 0
     with suppress(OSError, ValueError, TypeError), journal.open("rb") as file:
@@ -219,7 +219,7 @@ class PriorCopy:
     Attributes:
         place: their location; None if there are none.
         sealed: the finished copy, which needs a refresh or has lost files; None for an interrupted run.
-        known: the files and their blocks.
+        known: the files, with their blocks.
         archive_bytes: number of bytes of an archive that were already copied.
     """
 
@@ -229,7 +229,7 @@ class PriorCopy:
     archive_bytes: int = 0
 
     def lacks(self, item: Item) -> bool:
-        """Return whether a file must still be read."""
+        """Return whether no data of a file exists locally."""
         return (item.path, item.size, item.mtime_ns) not in self.known
 
     @classmethod

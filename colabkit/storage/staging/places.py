@@ -50,21 +50,21 @@ RESERVE_BYTES = 2 << 30
 """Minimum RAM in bytes that staging to tmpfs leaves for training; a quarter of the available RAM if that is more."""
 
 _TABLE = "a table of paths"
-# Together with a key this is at most 255 bytes, even with 4 bytes per character.
+# Together with part of a key and a suffix, a name has at most 255 bytes, even with 4 bytes per character.
 _NAME_CHARS = 60
 _CAP_SYS_ADMIN = 21
 _MOUNT_S = 10.0
 # Extra space of a tmpfs for folders and journals.
 _SLACK_BYTES = 16 << 20
 _PAGE_BYTES = 4096
-# Space that a file system uses for each file's entry.
+# Estimated space, in bytes, that a file system uses for each file's entry.
 _ENTRY_BYTES = 1024
 
 
 def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address | None]:
     """Return a source's name for messages, the key that identifies it, and its address if it has one.
 
-    All three depend only on the source's text, since a remote source may be slow, hang or no longer exist.
+    The source is not accessed, since a remote source may be slow, hang or no longer exist.
     """
     address = None
     if isinstance(source, Source):
@@ -163,7 +163,7 @@ class Target:
         return discard_kept(self.path, identity) if identity else 0
 
     def clear(self, act: str) -> int | None:
-        """Remove the local copy, data of interrupted runs and an empty tmpfs; return the bytes freed, or None."""
+        """Remove the local copy, data of interrupted runs and an empty tmpfs; return the bytes freed, None if none."""
         freed: int | None = None
         if (copy := LocalCopy.at(self.path)) is not None and copy.seal.key == self.key:
             freed = copy.seal.staged_bytes
@@ -182,7 +182,7 @@ class Target:
         return needed + _SLACK_BYTES <= _spare_ram() and can_mount()
 
     def prepare(self, act: str, needed: int) -> None:
-        """Create a private folder in the shared tmpfs, or mount a large enough tmpfs; raises `NotEnoughSpace`."""
+        """Create a private folder in the shared tmpfs or mount a separate tmpfs; raises `NotEnoughSpace` on failure."""
         if self.name == "tmpfs" and self.mounted_at is None:
             file_changes.make_private_folder(self.path.parent)
         if (point := self.mounted_at) is None:
@@ -199,7 +199,7 @@ class Target:
             raise NotEnoughSpace(cannot(act, found, "", ("Use ", option("to", "disk"))))
 
     def give_back_tmpfs(self, act: str) -> None:
-        """Unmount this target's tmpfs and remove its folder, if it is empty."""
+        """Unmount this target's separate tmpfs and remove its folder, if the tmpfs is empty."""
         if (point := self.mounted_at) is None or not point.is_dir() or any(point.iterdir()):
             return
         if os.path.ismount(point):
@@ -208,7 +208,7 @@ class Target:
             file_changes.remove_empty_folder(point)
 
     def check_room(self, act: str, needed: int, cached: int) -> None:
-        """Raise `NotEnoughSpace` if `needed` bytes, plus `cached` bytes in the mount's own disk cache, do not fit."""
+        """Raise `NotEnoughSpace` if `needed` bytes do not fit here, or `cached` bytes not in DriveFS's disk cache."""
         cache = Path.home() / DRIVEFS_FOLDER
         if self.mounted_at is None:
             shared = cached if cached and _device(self.path) == _device(cache) else 0
@@ -249,7 +249,7 @@ def choose(places: list[Target], needed: int, is_requested: bool) -> Target:
 
 
 def room_of(items: Iterable[Item]) -> int:
-    """Return the disk space that files take up: full pages, plus an entry for each."""
+    """Return the disk space, in bytes, that files take up: full pages, plus an entry for each file."""
     return sum(-(-item.size // _PAGE_BYTES) * _PAGE_BYTES + _ENTRY_BYTES for item in items)
 
 
@@ -285,7 +285,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder below a world-writable one belongs to this user or does not exist."""
+    """Return whether a folder belongs to this user or does not exist."""
     try:
         found = folder.lstat()
     except OSError:

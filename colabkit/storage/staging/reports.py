@@ -23,17 +23,17 @@ class StagePlan(Report):
 
     Attributes:
         source: name of the source.
-        kind: `"folder"`, `"archive"`, `"file"`, `"table"` or `"bucket"`.
+        kind: `"folder"`, `"archive"`, `"file"`, `"table"`, `"bucket"`, or `"address"` for a source not fetched yet.
         files: number of files in the local copy; None for an archive that is not local yet.
         read_bytes: bytes to read from the source.
         staged_bytes: size of the local copy; an estimate for an archive whose members are unknown.
         peak_bytes: maximum space needed at the target during staging, including an archive that is being extracted.
-        cache_bytes: local disk space for the mount's own cache; DriveFS caches everything that is read.
-        present_bytes: bytes left by an interrupted run, which are not read again if they are valid.
+        cache_bytes: local disk space for the mount's cache; DriveFS caches everything that is read.
+        present_bytes: bytes that already exist locally; they are not read again if they are valid.
         target: `"tmpfs"`, `"disk"` or `"path"`.
         why: the reason for the target.
         path: path of the local copy.
-        skipped: links and special files, with the reason.
+        skipped: pairs of a skipped path and the reason.
     """
 
     source: str
@@ -88,7 +88,7 @@ class StageReport(Report):
         staged_bytes: total size of these files.
         seconds: duration of the call.
         retries: number of reads and listings that were retried.
-        skipped: links and special files, with the reason.
+        skipped: pairs of a skipped path and the reason.
         reused: whether an existing local copy was used.
         resumed_bytes: bytes reused from an interrupted run or from the copy that was refreshed.
         verify: `"size"` if file sizes were compared; `"full"` if the source was read twice and all bytes compared.

@@ -145,7 +145,7 @@ class StagingRun:
                     # Another process may have finished the copy meanwhile.
                     return self.find() or self._fill(self._kept, target, source, reading, listing, ahead, prior)
             finally:
-                # Unmount the tmpfs if it stayed empty.
+                # If the run failed, the separate tmpfs may be empty.
                 target.give_back_tmpfs(self.act)
 
     def _check_target(self, source: Source, target: Target) -> None:
@@ -314,7 +314,7 @@ class StagingRun:
         ahead: Collection[str] = (),
         old: LocalCopy | None = None,
     ) -> list[tuple[Item, Crcs]]:
-        """Copy items, except those that an interrupted run or old copy has; return all with their CRC32s."""
+        """Copy items that neither an interrupted run nor the old copy holds; return all items with their CRC32s."""
         self._copy = copy
         there = copy.resume(items)
         there += copy.link_from(old, items) if old else []
@@ -395,7 +395,7 @@ class StagingRun:
         self._sign()
 
     def _sign(self) -> None:
-        """Show other processes, once a second, that this one is alive."""
+        """Show other processes, at most once a second, that this process is alive."""
         if self._kept is not None and time.monotonic() - self._signed > _SIGN_S:
             self._signed = time.monotonic()
             self._kept.show_life()
@@ -419,5 +419,5 @@ def _kind_of(source: Source) -> SourceKind:
 
 
 def _is_listed_later(source: Source) -> bool:
-    """Return whether listing would read an entire remote archive, so that it is listed once it is local."""
+    """Return whether listing would read an entire remote archive; if so, its local copy is listed instead."""
     return isinstance(source, ArchiveSource) and source.can_hang and not source.has_directory
