@@ -162,9 +162,9 @@ def sync(fd: int, path: Path) -> None:
 
 
 class BackgroundSync:
-    """Flushes a file to the storage device in the background while it is written, so that the final `sync` is short.
+    """A background thread that flushes a file to the storage device during writes, so that the final `sync` is short.
 
-    It does not call `_step`, since it does not change the file. Errors are ignored; the final `sync` reports them.
+    It does not call `_step`, since it does not change the file. It ignores errors, which the final `sync` reports.
 
     Args:
         path: path of the file.

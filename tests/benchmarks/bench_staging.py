@@ -231,7 +231,7 @@ def local(bench: StagingBench) -> None:
     file = bench.root / "big.bin"
     seconds: dict[str, list[float]] = {"stage()": [], "cp": []}
     for _ in range(5 * bench.rounds):
-        # Write back data of earlier runs first, so that it does not count.
+        # Write back the data of earlier runs first, so that this run does not wait for it.
         os.sync()
         seconds["stage()"].append(timed(lambda: colabkit.stage(file, bench.target(), progress=False)))
         shutil.rmtree(bench.folder / "targets" / str(bench.targets))

@@ -197,7 +197,7 @@ def litdata_array(file: tuple[str, int]) -> dict[str, Any]:
 def litdata_image(file: tuple[str, int]) -> dict[str, Any]:
     from PIL import Image
 
-    # litdata stores the file's original bytes.
+    # For an image that Pillow opened, litdata stores the original bytes of the file.
     return {"image": Image.open(file[0]), "label": file[1]}
 
 

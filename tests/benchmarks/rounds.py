@@ -189,7 +189,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def child(command: Sequence[str | Path], deadline_s: float) -> Found:
     """Run a program and return the JSON of its last line, or the reason why there is none."""
-    # Write back data of earlier runs first, so that it does not count.
+    # Write back the data of earlier runs first, so that this run does not wait for it.
     os.sync()
     words = [str(word) for word in command]
     try:

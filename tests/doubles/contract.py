@@ -168,9 +168,9 @@ def failures(
     lasting: bool = False,
     at_removals: bool = False,
 ) -> Iterator[int]:
-    """Let `act` fail `work` at its 1st, 2nd, … file change, and yield after each failure, until `work` succeeds.
+    """Call `act`, which raises, at the 1st, 2nd, … file change of `work`; yield after each failure, until none occurs.
 
-    Removals, which clean up, fail only if `at_removals` is true.
+    Removals count as file changes only if `at_removals` is true.
     """
     for number in itertools.count(1):
         hook = AtChange(number, act, lasting)

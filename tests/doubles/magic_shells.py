@@ -25,7 +25,7 @@ def loaded_shell() -> Iterator[InteractiveShell]:
 
 
 def run(shell: InteractiveShell, cell: str) -> ExecutionResult:
-    """Run a cell as a front end does, and increase the execution count."""
+    """Run a cell, and increase the execution count as Jupyter does."""
     return shell.run_cell(cell, store_history=True)
 
 

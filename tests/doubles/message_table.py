@@ -35,7 +35,7 @@ class Site:
     message: Message
 
     def rendered(self) -> dict[str, str]:
-        """Return the message as each front end shows it."""
+        """Return the message in Python, magic, terminal and launcher syntax."""
         verb = next((verb for verb in VERBS if set(self.message.options) <= {one.name for one in verb.options}), None)
         action = self.message.action if isinstance(self.message.action, str) else ""
         by_action = next((verb for verb in VERBS if action.split(" ")[0] == verb.name), verb)
@@ -49,7 +49,7 @@ class Site:
 
 
 class SourceReader:
-    """Reads message texts from the syntax tree of a module."""
+    """A reader of the message texts in a module's syntax tree."""
 
     def __init__(self, path: Path) -> None:
         self.module = path.relative_to(ROOT / "colabkit").as_posix()

@@ -42,7 +42,7 @@ def struck_runs(
     error: type[BaseException],
     step: int = 1,
 ) -> Iterator[tuple[int, Strike]]:
-    """Let `act` fail `work` at its 1st, 2nd, … file change, and yield each number, until `work` succeeds."""
+    """Call `act`, which raises, at the 1st, 2nd, … file change of `work`; yield each number, until `work` succeeds."""
     for number in itertools.count(1, step):
         strike = Strike(number, act)
         file_hook(strike)

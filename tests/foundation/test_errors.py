@@ -230,12 +230,11 @@ def modes(call: ast.Call) -> list[str]:
 
 
 def opens_for_writing(call: ast.Call, owner: str, name: str) -> bool:
-    """Return whether a call of some `open` has a mode that writes, or a mode that is only known at run time."""
+    """Return whether a call opens a file with a mode that writes, or `h5py.File` is called without the mode "r"."""
     if owner == "os" and name == "open":
         # Flags that create files are found separately, and writing requires `os.write`.
         return False
     if name == "File" and not any(mode == "r" for mode in modes(call)):
-        # `h5py.File` must be called with the mode "r".
         return True
     return any(re.fullmatch(r"[rwaxbt+]{1,3}", mode) and set(mode) & set("wax+") for mode in modes(call))
 

@@ -17,7 +17,7 @@ from colabkit.foundation.meters.steps import DeviceClock, HostClock, StepTimes
 
 @dataclass
 class Stream:
-    """A GPU's stream: work is queued at the host's time and runs one after the other."""
+    """A GPU's stream: work is queued at the host's time and runs in order."""
 
     host_s: float = 0.0
     ends_s: float = 0.0

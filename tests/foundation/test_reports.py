@@ -34,7 +34,7 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """Collects the tags, attributes and text of some HTML."""
+    """The tags, attributes and text of some HTML."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

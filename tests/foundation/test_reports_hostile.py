@@ -39,7 +39,7 @@ OWN = (
 
 
 class Page(HTMLParser):
-    """Records the structure of a page: its tags in order, each with the names of its attributes."""
+    """The structure of a page: its tags in order, each with the names of its attributes."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -24,7 +24,7 @@ from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot, gpu_reports
 
 
 def gpus(nvml: Any, visible: str | None = None, torch: Any = None) -> Gpus:
-    """Return the `Gpus` of a process with these values of CUDA_VISIBLE_DEVICES and of the module torch, if any."""
+    """Return the `Gpus` of a process; None means that CUDA_VISIBLE_DEVICES is unset, or torch is not imported."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     return Gpus(nvml, environ, {} if torch is None else {"torch": torch})
 

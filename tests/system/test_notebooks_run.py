@@ -34,7 +34,7 @@ def stack(request: pytest.FixtureRequest) -> str:
 
 
 class Runs:
-    """Runs notebooks with both stacks concurrently, twice each, in a separate kernel for each notebook and stack.
+    """Notebook runs with both stacks concurrently, twice each, in a separate kernel for each notebook and stack.
 
     Args:
         folder: folder for all files that the notebooks write.

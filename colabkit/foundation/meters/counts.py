@@ -28,7 +28,7 @@ class LoaderFacts:
     Attributes:
         kind: how batches are made: threads gather rows (`"gathered"`) or decode images (`"decoded"`), worker processes
             make one sample at a time (`"processes"`), the device gathers rows (`"device"`), or a third-party loader
-            makes them (`"foreign"`).
+            makes the batches (`"foreign"`).
         samples: number of samples per epoch, over all processes.
         batch_size: batch size of this process.
         device: device of the batches, for example `"cpu"` or `"cuda:0"`.

@@ -93,7 +93,7 @@ class Mark(Protocol):
 
 
 class HostClock:
-    """Times steps on the CPU with the host's clock and counts each step when it ends.
+    """A clock for steps on the CPU, which uses the host's clock and counts each step when it ends.
 
     The loader calls `given` and `stepped` for each batch; training calls `worked` and `apart` in between. The class
     accesses little memory, since fast loaders yield 10,000 batches per second and fill the CPU caches.
@@ -156,7 +156,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Times steps on a GPU with events in its stream.
+    """A clock for steps on a GPU, which records events in the GPU's stream.
 
     Args:
         mark: records an event in the stream.

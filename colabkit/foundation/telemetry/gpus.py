@@ -266,7 +266,7 @@ def _ask(nvml: ModuleType, query: str, *arguments: Any) -> Any:
 
 
 class Gpus:
-    """Takes GPU snapshots with cached driver handles.
+    """A source of GPU snapshots, which caches the driver's handles.
 
     Args:
         nvml: the NVML module; by default `pynvml` from the package `nvidia-ml-py`, if installed.

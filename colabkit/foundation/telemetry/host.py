@@ -97,7 +97,7 @@ class HostSnapshot:
 
 
 class Host:
-    """Reads the state of the machine; values that cannot be read are None.
+    """A source of snapshots of the machine, in which values that cannot be read are None.
 
     Args:
         read: reads a small text file.
@@ -300,7 +300,7 @@ def _stalled_s(read: Reader, file: str) -> float | None:
 
 
 class Telemetry:
-    """Takes snapshots of the machine with cached handles to the driver and the process.
+    """A source of snapshots of the machine and its GPUs, which caches handles to the driver and the process.
 
     Not thread-safe.
 

@@ -26,7 +26,7 @@ _MOST_COST = 0.01
 
 
 class Sampler:
-    """Takes snapshots in a daemon thread during a `with` block, or from `start()` to `stop()`.
+    """A daemon thread that takes snapshots during a `with` block, or from `start()` to `stop()`.
 
     Args:
         telemetry: takes the snapshots; by default a new `Telemetry`, opened and closed in the thread because drivers

@@ -59,7 +59,7 @@ class Totals(NamedTuple):
 
 
 class Family:
-    """Reads the totals of a process and its children.
+    """A process and its children, whose totals are read together.
 
     Args:
         process: the process, as a `psutil.Process`.
