@@ -377,7 +377,7 @@ def logging() -> None:
     in_python(300_000)
 
 
-COPY_NEAR = ("far_files", "throttled")
+COPY_NEAR = ("remote_files", "throttled")
 RUNS: Sequence[Run] = (
     Run("files on a slow drive", "data", COPY_NEAR, slow(file_loader, open_s=0.1, at_once=8), file_loader),
     Run("files on a slow drive, a longer step", "data", COPY_NEAR, slow(file_loader, open_s=0.15, at_once=8),

@@ -53,7 +53,7 @@ STEPS = st.lists(st.builds(StepTimes, SECONDS, SECONDS, SECONDS, SECONDS, st.int
 
 
 def shared(wait: float, count: int = 100) -> list[StepTimes]:
-    """Return steps of 0.1 s that wait for this share of the time."""
+    """Return steps that take 0.1 s each and wait for data for this share of it."""
     return steps_of(wait=0.1 * wait, compute=0.1 * (1 - wait), count=count)
 
 
@@ -107,7 +107,7 @@ def test_the_first_steps_of_a_run_and_of_each_pass_are_not_counted() -> None:
     steps = [StepTimes(float(number), 0.0, 0.1, 0.0, 1, number % 50 == 0) for number in range(200)]
     kept = [step.wait_s for step in settled_steps(steps)]
     assert kept == [number for number in range(20, 200) if number % 50]
-    # At most a fifth of the steps is left out.
+    # At most a fifth of the steps count as warm-up.
     assert len(settled_steps(steps[1:11])) == 8
     assert len(settled_steps(steps[1:11], warm=0)) == 10
 
@@ -187,7 +187,7 @@ def test_snapshots_of_the_machine_in_an_ignored_first_pass_do_not_count() -> Non
     first = replace(spent_of(decoded), recent=())
     spent = spent_of([*decoded, *shared(0.0)], passes=2, first_pass=first)
     hosts = [replace(FULL, at_s=float(second)) for second in range(10)]
-    # A pass takes ten seconds.
+    # Each pass takes ten seconds.
     hosts += [replace(QUIET, at_s=10.0 + second) for second in range(11)]
     assert profile_run(spent, DECODED, hosts).machine.cpu_rate == pytest.approx(QUIET.cpu_rate, abs=0.1)
     assert profile_run(spent_of(decoded), DECODED, hosts).machine.cpu_rate == pytest.approx(0.65, abs=0.05)
@@ -210,19 +210,19 @@ def test_too_few_steps_give_no_verdict_and_no_advice() -> None:
 
 
 def looks(doctor: Doctor, *shares: float) -> list[str]:
-    """Return the verdicts of looks at runs that wait for these shares of the time."""
+    """Look at several runs, each waiting for data for one of these shares of the time, and return the verdicts."""
     return [doctor.look(spent_of(shared(share)), GATHERED, [QUIET]).verdict for share in shares]
 
 
 @pytest.mark.parametrize(
     ("shares", "verdicts"),
     [
-        # The verdict changes when a new one is clear twice.
+        # The verdict changes once two consecutive looks find the new one.
         ((0.5, 0.01, 0.01, 0.5, 0.5), ["data", "data", "compute", "compute", "data"]),
-        # It does not flicker around the threshold.
+        # Shares close to the threshold do not change the verdict.
         ((0.21, *[0.19, 0.21, 0.175, 0.175] * 5), ["data"] * 21),
         ((0.01, *[0.21, 0.19] * 5), ["compute"] * 11),
-        # It changes three points below the threshold.
+        # A share three percentage points below the threshold does.
         ((0.21, 0.16, 0.16), ["data", "data", "compute"]),
     ],
 )
@@ -256,7 +256,7 @@ def test_the_verdict_stays_while_there_are_too_few_steps() -> None:
 
 
 def rules_that_give(monkeypatch: pytest.MonkeyPatch, *advice: Advice) -> None:
-    """Replace the rules with ones that give this advice; known rules keep their rank and silence the same rules."""
+    """Replace the rules with stubs that always give `advice`. A stub of an existing rule keeps its other attributes."""
     known = {rule.name: rule for rule in RULES}
 
     def rule(given: Advice) -> Rule:
@@ -270,7 +270,7 @@ def rules_that_give(monkeypatch: pytest.MonkeyPatch, *advice: Advice) -> None:
 
 
 def advised(name: str, samples_per_s: float | None = None) -> Advice:
-    """Return advice of a rule."""
+    """Return advice that the rule `name` could give."""
     return Advice(f"{name} was found", f"Do {name}", samples_per_s=samples_per_s, rule=name)
 
 

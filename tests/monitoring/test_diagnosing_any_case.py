@@ -21,7 +21,7 @@ from colabkit.monitoring.diagnosing.run_profile import GpuProfile, MachineProfil
 from colabkit.monitoring.diagnosing.verdict import judge
 
 EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-# No two of these may be given together.
+# Advice of the first set contradicts advice of the second.
 AGAINST = (
     ({"Use fewer workers or smaller batches, or remove data that is staged there"}, {"num_workers="}),
     ({"more workers will not help"}, {"Use 2 workers", "Use 4 workers", "Use 8 workers"}),

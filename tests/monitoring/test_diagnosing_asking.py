@@ -106,7 +106,7 @@ def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
     state, spent = loader.state_dict(), loader.meters.snapshot()
     found = doctor(loader, seconds=0)
     assert found.verdict == "data"
-    # Its worker waits, and a CPU is free.
+    # The worker sleeps while a CPU is free.
     assert found.bottleneck == "read"
     assert [advice.rule for advice in found.advice] == ["slow_transform"]
     assert found.advice[0].found.endswith("most of it waiting for storage")
@@ -170,7 +170,7 @@ def test_the_speed_of_an_unused_data_loader_is_reported() -> None:
     assert "slow_foreign" in [advice.rule for advice in found.advice]
     assert all(advice.samples_per_s is None and advice.saved_s is None for advice in found.advice)
     rows = dict(row[:2] for row in found._rows())
-    # Only the loader was timed.
+    # The loader was iterated without a step.
     assert "waiting for data" not in rows
     check(found)
 

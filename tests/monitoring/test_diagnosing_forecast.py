@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from colabkit.foundation import LoaderFacts
 from colabkit.monitoring.diagnosing import forecast as forecast_module
 from colabkit.monitoring.diagnosing import run_profile
-from colabkit.monitoring.diagnosing.data_rules import far_files
+from colabkit.monitoring.diagnosing.data_rules import remote_files
 from colabkit.monitoring.diagnosing.forecast import Forecast, forecast_run
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 from colabkit.monitoring.diagnosing.verdict import judge
@@ -52,7 +52,7 @@ USUAL = Forecast(samples=64, step_s=0.1, held_s=0.02, cpu_s=0.004, wall_s=0.005,
 
 @st.composite
 def cases(draw: st.DrawFn) -> RunProfile:
-    """Draw a case that could have been measured."""
+    """Draw a case with values that a real run could have."""
     facts = draw(st.sampled_from([GATHERED, DECODED, FOREIGN, ON_GPU]))
     host = draw(st.sampled_from([None, QUIET, FULL, with_gpu()]))
     if host is not None:
@@ -121,7 +121,7 @@ def test_a_faster_source_does_not_help_a_loader_that_decodes_too_slowly() -> Non
     near = decoding.from_local_files()
     assert near == pytest.approx(64 / (0.02 + 0.64 / 2))
     assert near < decoding.without_loader()
-    # The workers use all CPUs.
+    # The two workers already use both CPUs.
     assert decoding.samples_per_s(workers=64) == pytest.approx(64 / (0.02 + 0.64 / 3.8))
 
 
@@ -134,9 +134,9 @@ def test_the_cpu_time_of_waiting_workers_is_used_for_predictions_and_the_check_s
     run = made(wait=1.9, facts=replace(facts, is_remote=True, workers=2, path="/far"), parts=parts, host=host)
     forecast = forecast_run(run)
     assert forecast.from_local_files() == forecast.samples_per_s(
-        cpu_s=forecast.cpu_s + forecast.near_read_s, wall_s=forecast.cpu_s + forecast.near_read_s
+        cpu_s=forecast.cpu_s + forecast.local_read_s, wall_s=forecast.cpu_s + forecast.local_read_s
     )
-    advice = far_files(run)
+    advice = remote_files(run)
     assert advice is not None
     assert ("it may be even faster" in advice.check) == is_told
 
@@ -146,9 +146,9 @@ def test_workers_and_a_step_on_the_cpu_take_turns(are_threads: bool) -> None:
     computing = Forecast(64, 0.1, 0.1, 0.01, 0.01, workers=2, cpus=2.0, are_threads=are_threads)
     assert computing.samples_per_s() == pytest.approx(64 / (0.1 + 0.64))
     on_four = replace(computing, cpus=4.0).samples_per_s()
-    # Threads share Python's lock; processes do not.
+    # Threads wait for the GIL; processes do not.
     assert on_four == pytest.approx(64 / (0.1 + (0.64 if are_threads else 0.32)))
-    # Without the lock, as with a GPU, threads do not wait for the step.
+    # A step on a GPU does not hold the GIL, so threads do not wait for it.
     assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)
 
 
@@ -190,7 +190,7 @@ def test_a_ten_times_slower_machine_gets_a_slower_prediction(monkeypatch: pytest
         for name in ("perf_counter", "thread_time"):
             monkeypatch.setattr(time, name, lambda: tick_s * next(ticks))
         forget_measurements()
-        return bound.from_rows(row_bytes), forecast_run(run).near_read_s
+        return bound.from_rows(row_bytes), forecast_run(run).local_read_s
 
     rows_per_s, read_s = measured(1e-3)
     usual_rows_per_s, usual_read_s = measured(1e-4)
@@ -232,6 +232,6 @@ def test_local_files_cost_the_workers_one_read_each() -> None:
     busy = part("decode", 0.002, 0.002)
     case = made(wait=0.1, compute=0.01, facts=far, parts=(busy, part("read", 0.2, 0.0)), host=QUIET)
     forecast = forecast_run(case)
-    assert forecast.near_read_s > 0
-    assert forecast.from_local_files() < replace(forecast, near_read_s=0.0).from_local_files()
-    assert forecast_run(replace(case, facts=DECODED)).near_read_s == 0
+    assert forecast.local_read_s > 0
+    assert forecast.from_local_files() < replace(forecast, local_read_s=0.0).from_local_files()
+    assert forecast_run(replace(case, facts=DECODED)).local_read_s == 0

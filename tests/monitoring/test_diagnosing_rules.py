@@ -40,7 +40,7 @@ HDF5 = (part("read", 0.004), part("gather", 0.001, size=8))
 STARVED = {"wait": 0.2, "compute": 0.1}
 FOREIGN_HDF5 = replace(GATHERED, path="/data/x.h5", is_remote=False, tier="source")
 ON_DISK = replace(GATHERED, path="/data/pack.h5", is_remote=False, tier="disk", sample_bytes=150_000.0)
-# The disk reads as many bytes as the samples contain.
+# The bytes read from disk equal the bytes of the samples.
 READING = replace(QUIET, storage_read_bytes_per_s=32e6, io_stall_rate=0.6)
 EPOCHS = {"passes": 4, "first_s": 12.0, "wait_s": 12.0}
 LATE = [step._replace(wait_s=4.0) if number % 200 == 50 else step for number, step in enumerate(steps_of(count=400))]
@@ -48,7 +48,7 @@ SLOWER = [step._replace(wait_s=0.01 + 0.02 * number) for number, step in enumera
 UNKNOWN_HOST = replace(QUIET, storage_read_bytes_per_s=None, cpu_rate=None, own_cpu_rate=None, busiest_core_rate=None)
 
 TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
-    "far_files": (
+    "remote_files": (
         {**STARVED, "facts": DRIVE, "parts": READS},
         {
             "near": {"facts": replace(DRIVE, is_remote=False)},
@@ -58,7 +58,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "nothing was timed": {"parts": ()},
         },
     ),
-    "far_files_to_pack": (
+    "remote_files_to_pack": (
         {**STARVED, "facts": DRIVE, "parts": READS},
         {
             "near": {"facts": replace(DRIVE, is_remote=False)},

@@ -27,14 +27,14 @@ Pair = namedtuple("Pair", "images labels")  # noqa: PYI024  # as torch's collate
 
 
 class Stream(IterableDataset[int]):
-    """Numbers without a length."""
+    """An iterable of numbers that has no length."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(6))
 
 
 class Named:
-    """A third-party loader with a name and without a length."""
+    """A third-party loader that has a name but no length."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -108,7 +108,7 @@ def test_batches_samples_passes_and_steps_are_counted() -> None:
 
 
 def test_waiting_and_work_are_measured_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Asked, given, left, given, left; asking for the third is not timed.
+    # Times of two steps: one when the first batch is requested, then two per batch. The last request is not timed.
     now = itertools.chain([0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
     monkeypatch.setattr(api.time, "perf_counter", lambda: next(now))
     watched = watch(Named([torch.zeros(8), torch.zeros(8)]))
@@ -220,7 +220,7 @@ BATCHES: tuple[tuple[Any, int], ...] = (
     (UserDict(image=torch.zeros(7)), 7),
     ({"inputs": {"ids": torch.zeros(7, 3)}}, 7),
     ([{"ids": torch.zeros(7)}, torch.zeros(7)], 7),
-    # This is how collate functions for object detection return a batch.
+    # Collate functions for object detection return batches in this form.
     (((torch.zeros(3, 5, 5), torch.zeros(3, 9, 4)), ({"boxes": 1}, {"boxes": 2})), 2),
     ((torch.zeros(7, 3), ["a"] * 7), 7),
     (["a", "b", "c"], 3),
@@ -273,7 +273,7 @@ def test_facts_are_read_from_the_attributes_of_a_data_loader() -> None:
     for options, keeps_workers, is_pinned in (
         ({"num_workers": 2, "persistent_workers": True, "pin_memory": True}, True, True),
         ({"num_workers": 2}, False, False),
-        # It has no workers.
+        # This loader has no workers.
         ({}, True, False),
     ):
         assert watch(DataLoader(data, 4, **options)).meters.facts == meters.LoaderFacts(

@@ -61,7 +61,7 @@ SHOWN = ("display_data", "update_display_data", "comm_open", "comm_msg", "comm_c
 
 @dataclass
 class Sent:
-    """A message of a cell to the front end: kind, bytes, time."""
+    """A message from a cell to the front end: its type, size in bytes and time."""
 
     messages: list[tuple[str, int, float]] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Sent:
 
 
 class Client(NotebookClient):
-    """Runs a notebook and counts the messages of each cell."""
+    """A client that runs a notebook and records the messages of each cell."""
 
     sent: dict[int, Sent]
 

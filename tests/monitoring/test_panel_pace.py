@@ -12,7 +12,7 @@ from colabkit.monitoring.panel.api import Dashboard, FramePace
 
 
 def paced(time: FakeTime, cost_s: float, frames: int, pace: FramePace | None = None) -> FramePace:
-    """Return the pace after some frames, each painted when it was due."""
+    """Return a pace that has painted some frames, each when it was due."""
     if pace is None:
         pace = FramePace(0.5, time)
         pace.painted(0.2, 0.2)
@@ -85,7 +85,7 @@ def test_the_advice_for_a_costly_panel_makes_it_slower_than_its_own_limit() -> N
 
 
 class Slow(Frames):
-    """A slow screen."""
+    """A screen on which a frame takes long."""
 
     def __init__(self, time: FakeTime, cost_s: float) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from colabkit.monitoring.panel.recorder import RunRecorder, StepValues, TimeSeri
 
 
 class AskedDoctor:
-    """Records its arguments."""
+    """A doctor that records the arguments it gets."""
 
     def __init__(self) -> None:
         self.spent: list[MetersSnapshot] = []

@@ -18,7 +18,7 @@ TIMES = ("data_wait", "copy", "compute", "other")
 
 
 class Metrics:
-    """An object with the function that `mlflow` has."""
+    """A stand-in for the module `mlflow`."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -29,7 +29,7 @@ class Metrics:
 
 
 class Run:
-    """An object with the functions of a W&B run, which ignores entries of earlier steps."""
+    """A stand-in for a W&B run, which ignores entries for earlier steps."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -44,7 +44,7 @@ class Run:
 
 
 class Writer:
-    """An object with the function of a `SummaryWriter`."""
+    """A stand-in for a `SummaryWriter`."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []

@@ -129,7 +129,7 @@ def _profile(
 
 
 def _host_now() -> HostSnapshot:
-    """Return one snapshot of the machine, for runs during which no sampler was running."""
+    """Take one snapshot of the machine, for a run that no sampler has recorded."""
     with closing(Telemetry()) as telemetry:
         return telemetry.snapshot()
 
@@ -210,7 +210,7 @@ def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
 class WatchedLoader(Generic[T_co]):
     """A loader whose steps are timed.
 
-    While `loader` produces a batch, it blocks this thread, so a panel is not updated.
+    The panel is not updated while `loader` produces a batch, since `loader` blocks the thread that paints.
 
     Args:
         loader: yields the batches.

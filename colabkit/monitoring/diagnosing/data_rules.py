@@ -21,12 +21,12 @@ _LEAST_LEFT = 0.1
 # Transforms that shrink samples.
 _SIZING = ("ResizedCrop", "CenterCrop", "Resize")
 _HDF5 = (".h5", ".hdf5")
-# Source name of loaders made from a list or table in memory.
+# Name of a source that is a list or table in memory.
 _NAMELESS = "a table of paths"
 _LOAD_PACK = "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
 
 
-def far_files(run: RunProfile) -> Advice | None:
+def remote_files(run: RunProfile) -> Advice | None:
     """Advise staging if every epoch reads files, or rows of a pack, from a mount or a network."""
     path = _quoted(run.facts.path)
     if not (run.is_starved and run.facts.is_remote and run.bottleneck in ("read", "gather")):
@@ -37,13 +37,13 @@ def far_files(run: RunProfile) -> Advice | None:
         f"each epoch reads from {_place(run)}",
         f"Stage the {'file' if _is_hdf5(run) else 'files'} to the local disk once",
         f"colabkit.stage({path})",
-        _speed_near(run),
+        _speed_when_local(run),
         confidence="medium" if is_known else "low",
         check=f"colabkit.probe({path}) measures the speed of the mount; {_check(run)}{faster}",
     )
 
 
-def far_files_to_pack(run: RunProfile) -> Advice | None:
+def remote_files_to_pack(run: RunProfile) -> Advice | None:
     """Advise packing if every epoch opens and decodes many remote files."""
     files, encoding = run.facts.files, run.facts.encoding
     if not (run.is_starved and run.facts.is_remote) or encoding in (None, "raw") or _is_hdf5(run) or files == 1:
@@ -321,12 +321,12 @@ def throttled(run: RunProfile) -> Advice | None:
         ", and ".join(found),
         "Stage the data before training, since Drive limits frequent requests",
         f"colabkit.stage({_quoted(run.facts.path)})",
-        _speed_near(run),
+        _speed_when_local(run),
         confidence="low",
     )
 
 
-def _speed_near(run: RunProfile) -> float:
+def _speed_when_local(run: RunProfile) -> float:
     """Return the predicted speed with the remote data on the local disk."""
     forecast = forecast_run(run)
     if run.facts.encoding == "raw":

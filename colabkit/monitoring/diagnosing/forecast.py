@@ -39,7 +39,7 @@ class Forecast:
         workers: number of workers.
         cpus: number of CPUs that this process may use.
         are_threads: whether the workers are threads of the process that runs the step.
-        near_read_s: CPU seconds to read a sample's file once it is local; 0 if `cpu_s` includes reading.
+        local_read_s: CPU seconds to read a sample's file once it is local; 0 if `cpu_s` includes reading.
     """
 
     samples: int
@@ -50,7 +50,7 @@ class Forecast:
     workers: int
     cpus: float
     are_threads: bool = False
-    near_read_s: float = 0.0
+    local_read_s: float = 0.0
 
     def samples_per_s(
         self,
@@ -98,7 +98,7 @@ class Forecast:
         The prediction uses the measured CPU time per sample, which may be too high, since workers that wait for each
         file run with cold CPU caches.
         """
-        near_s = self.cpu_s + self.near_read_s
+        near_s = self.cpu_s + self.local_read_s
         return self.samples_per_s(cpu_s=near_s, wall_s=near_s)
 
 
@@ -120,7 +120,7 @@ def forecast_run(run: RunProfile) -> Forecast:
         workers=run.facts.workers or 1,
         cpus=cpus,
         are_threads=run.facts.kind in ("decoded", "gathered"),
-        near_read_s=file_read_s() if run.facts.kind == "decoded" and run.facts.is_remote else 0.0,
+        local_read_s=file_read_s() if run.facts.kind == "decoded" and run.facts.is_remote else 0.0,
     )
 
 

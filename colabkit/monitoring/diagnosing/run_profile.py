@@ -23,7 +23,7 @@ _FEW_STEPS, _LONG_S = 8, 5.0
 # The first steps fill caches, run cuDNN's benchmarks and compile; SPDL also drops 20.
 _WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2
 _BLOCKS = 24
-# Largest number of batches that a loader delivers at once.
+# Largest number of batches that a loader delivers as one group.
 _BURST = 32
 _LATE = 3.0
 _QUICK = 0.01
@@ -93,7 +93,7 @@ class RunProfile:
         step: the typical step.
         steps: number of steps that the profile is based on.
         is_enough: whether these steps are enough for a verdict.
-        quick_s: seconds of compute of the fastest steps, which nothing disturbed.
+        quick_s: compute time of the fastest steps in seconds; these steps ran undisturbed.
         late: share of the time taken by a few long waits, in [0, 1].
         slowdown: duration of the newest third of the steps divided by that of the oldest third.
         spent: the loader's meters over these steps.
@@ -182,14 +182,14 @@ class RunProfile:
 
     @property
     def worker_s(self) -> float:
-        """Worker seconds per sample, without reads of a remote source that other threads do ahead of time."""
+        """Worker seconds per sample, without the reads of a remote source that other threads perform in advance."""
         others = ("gather", "transfer", "augment") if self.facts.kind == "processes" else ("gather", "transfer")
         own = [part for part in self.spent.parts if part.name not in others and not self._is_ahead(part)]
         return sum(part.busy_s for part in own) / self._handled if self._handled else 0.0
 
     @property
     def at_last_s(self) -> float:
-        """Seconds per sample spent on transforming batches after worker processes have made them."""
+        """Seconds per sample that the final transform takes, which runs on batches that worker processes have made."""
         if self.facts.kind != "processes" or not self._handled:
             return 0.0
         return self.part("augment").busy_s / self._handled

@@ -28,7 +28,7 @@ _PARTS = {
 
 
 class Doctor:
-    """Diagnoses a run while it is active; the verdict changes after two consecutive looks with a different result.
+    """Diagnoses an active run; the verdict changes only after two consecutive looks agree on another one.
 
     Args:
         precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.

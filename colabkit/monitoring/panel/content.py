@@ -234,7 +234,7 @@ def gauges(state: PanelState) -> tuple[Gauge, ...]:
 
 
 def advice_text(state: PanelState) -> AdviceText:
-    """Return the best piece of advice; if the loss is not finite, this is advice about the loss."""
+    """Return the best piece of advice, or advice about the loss if it is not finite."""
     loss = state.values.get("loss")
     if loss is not None and not math.isfinite(loss):
         return AdviceText("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)

@@ -170,7 +170,7 @@ class RunRecorder:
         )
 
     def _read(self, is_over: bool) -> None:
-        """Read values from the device: wait for them at the end of the run, otherwise take those that have arrived."""
+        """Read the step values; wait for values on the device only at the end of the run."""
         is_new = False
         with contextlib.suppress(Exception):
             # If the device has failed, the training loop raises the error.
