@@ -1,4 +1,4 @@
-"""Fixtures for tests of storage: a network without proxies and back-off, and a fake Drive for gdown."""
+"""Fixtures for the storage tests: a network without proxies and long back-off, and a fake Drive for gdown."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from waiting import wait_until
 from colabkit.storage.fetching import transfer
 from colabkit.storage.sources import reads
 
-# Fixtures that tests of this folder use.
+# Re-export these fixtures for the tests in this folder.
 __all__ = ["authority", "drive", "gdown"]
 
 
 @pytest.fixture
 def plain_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Retry without back-off and without a proxy, and check that no thread remains."""
+    """Make retries quick, ignore proxies, and check that no thread remains."""
     monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
     monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:

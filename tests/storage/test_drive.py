@@ -1,4 +1,4 @@
-"""Parsing of programs' arguments and configuration, and errors of `drive` that need no mount."""
+"""Tests of `drive` without a mount: errors, and parsing of programs' arguments and configuration."""
 
 from __future__ import annotations
 

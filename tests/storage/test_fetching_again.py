@@ -1,4 +1,4 @@
-"""`fetch()` repeated after a kill, Ctrl-C or a failure, run concurrently, and over other data; and its messages."""
+"""`fetch()` after a kill, Ctrl-C or a failure, in concurrent calls, and over other data; and its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections of `fetch()` and its header parsers: nothing hangs past the timeout, and every form is understood."""
+"""Connections of `fetch()`, which never hang past the timeout, and its parsers of headers, pages and addresses."""
 
 from __future__ import annotations
 

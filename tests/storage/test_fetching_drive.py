@@ -1,4 +1,4 @@
-"""`fetch()` of Drive files, by real gdown 5 and 6 from a fake Drive that misbehaves like Drive."""
+"""`fetch()` of Drive files, with real gdown 5 and 6 and a fake Drive that misbehaves like Drive."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_hanging_drive_times_out(drive, tmp_path, monkeypatch, plan, resumes):
 
 
 def is_half_there(folder: Path) -> bool:
-    """Return whether much of the file is saved together with its version."""
+    """Return whether over a million bytes of the file, and its version, have been saved."""
     notes = "".join(path.read_text() for path in folder.glob(".colabkit-*/record"))
     kept_bytes = sum(path.stat().st_size for path in folder.glob(".colabkit-*/data*"))
     return "validator" in notes and kept_bytes > 1_000_000

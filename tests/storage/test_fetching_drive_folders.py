@@ -1,4 +1,4 @@
-"""`fetch()` of Drive folders: complete or not at all, by real gdown 5 and 6."""
+"""`fetch()` of Drive folders, complete or not at all, with real gdown 5 and 6."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREE = {"one.bin": CONTENT, "inner/two.txt": b"2", "inner/three.txt": b"3"}
 
 
 def plant(drive: FakeDrive) -> None:
-    """Create a folder with the files of `TREE`."""
+    """Create a folder on the fake Drive with the files of `TREE`."""
     for name, content in TREE.items():
         drive.add(name.rpartition("/")[2], content)
     inner = [("two.txt", drive_id("two")), ("three.txt", drive_id("three"))]
@@ -143,7 +143,7 @@ def test_names_in_a_folder_stay_inside_it(drive, tmp_path, name):
 
 @only_new
 def test_each_page_of_a_slow_listing_counts_as_progress(drive, tmp_path):
-    """Each page of the listing counts, so that many folders do not look like a Drive that hangs."""
+    """Listing many folders takes longer than the timeout, but must not look like a Drive that hangs."""
     drive.add("one.bin", b"1")
     pages = 8
     for number in range(pages):

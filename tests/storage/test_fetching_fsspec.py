@@ -1,4 +1,4 @@
-"""`fetch()` through fsspec: files and folders of one version, resumed, with timeouts."""
+"""`fetch()` of files and folders through fsspec: consistent versions, resuming and timeouts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage,
 from colabkit.storage.fetching.api import FetchReport, fetch
 from colabkit.storage.sources.engine import BLOCK_BYTES
 
-# The content fills three blocks.
+# The content spans three blocks.
 CONTENT = random.Random(1).randbytes(9_000_001)
 TREE = {"a/one.bin": CONTENT, "a/b/two.txt": b"2", "three": b""}
 
 
 class Faulty(MemoryFileSystem):
-    """Files in memory; `fault` is called with the path and offset before each block is read."""
+    """A file system in memory that calls `fault` with the path and offset before each read."""
 
     protocol = "faulty"
     store: ClassVar[dict[str, Any]] = {}
@@ -63,7 +63,7 @@ def faults(monkeypatch: pytest.MonkeyPatch, fault: Callable[[str, int], None]) -
 
 
 def fails_once(at: int, error: BaseException) -> Callable[[str, int], None]:
-    """Return a fault that raises the first time an offset is reached."""
+    """Return a fault that raises `error` once, at the first read from offset `at` or later."""
     left = [error]
 
     def fault(path: str, offset: int) -> None:
@@ -74,7 +74,7 @@ def fails_once(at: int, error: BaseException) -> Callable[[str, int], None]:
 
 
 def fails_after_a_block(to: Path, error: BaseException) -> Callable[[str, int], None]:
-    """Return a fault that raises once, at the second block of a file, when the journal in `to` has the first one."""
+    """Return a fault that raises `error` once, at a later block of a file, after the journal in `to` records one."""
     fault = fails_once(1, error)
 
     def wait(path: str, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""The texts and recommendations of a probe's report, and the rates computed from single operations."""
+"""The texts and recommendations of a probe's report, and the rates computed from individual operations."""
 
 from __future__ import annotations
 
@@ -73,14 +73,15 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
         "1,000 small files take 1 min 40 s one by one and 5.0 s with 32 threads; the 20,000 files here take "
         "33 min 20 s and 1 min 40 s. Stage it with colabkit.stage('drive:birds', threads=32).",
     ),
-    # Without the complete listing, the time for the tree is not estimated; some of the sizes are sufficient.
+    # Without a complete listing, the time for the tree is not estimated.
     (
         {"is_complete": False},
         "1,000 small files take 1 min 40 s one by one and 5.0 s with 32 threads. Stage it with "
         "colabkit.stage('drive:birds', threads=32).",
     ),
+    # The sizes of some of the files are sufficient for the estimate.
     (PART, "... 33 min 20 s and 1 min 40 s. ..."),
-    # Larger files count by their bytes.
+    # The time for larger files is estimated from their bytes.
     (
         {"sized_bytes": 20_000_000 + 1000 * MIB, "large": large(MIB, 2 * MIB, 4 * MIB, 10 * MIB)},
         "... the 20,000 files here take 35 min 00 s and 3 min 20 s. ...",
@@ -154,7 +155,7 @@ def test_rates_of_a_cache_get_a_caveat_except_on_tmpfs() -> None:
         ([], 2, None),
         ([Op(n, n + 1, 10) for n in range(3)], 1, (1, 10)),
         ([Op(n, n + 1, 10) for n in (0, 0, 1, 1, 2, 2)], 2, (2, 20)),
-        # The mount serves only one of 32 concurrent reads, so waiting in its queue is no progress.
+        # The mount serves one of 32 concurrent reads at a time, so queueing does not raise the rate.
         ([Op(0, n, 1) for n in range(1, 33)], 32, (1, 1)),
         # A straggler does not lower the rate.
         ([Op(n / 10, (n + 1) / 10, 1) for n in range(10)] + [Op(1.0, 30.0, 1)], 2, (10, 10)),
@@ -181,9 +182,9 @@ def test_unmeasured_levels_are_shown_as_not_available_and_empty_panels_are_hidde
     report = make_report(small=small(10, 40, None, None))
     picture, lines = report._repr_html_(), str(report).splitlines()[-5:-1]
     picture = picture[picture.index("<svg") :]
-    # The title and the best bar are bold.
+    # The title and the value of the best bar are bold.
     assert picture.count("font-weight: 700") == 2
-    # There are two labels, which the description repeats.
+    # Both unmeasured bars have a label, and the description repeats the labels.
     assert picture.count("n/a") == 4
     assert "One large file" not in picture
     assert [line.split()[-1] for line in lines] == ["██████", "best", "n/a", "n/a"]

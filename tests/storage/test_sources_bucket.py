@@ -38,7 +38,7 @@ def birds():
 
 
 class Scripted:
-    """A file system, like an object store, whose listing a test sets."""
+    """A fake object store whose listing is set by the test."""
 
     def __init__(self, found: Any, cat: Any = None) -> None:
         self.found = found

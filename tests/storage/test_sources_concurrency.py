@@ -285,7 +285,7 @@ def test_waiting_calls_get_many_threads_long_ones_one_per_cpu_and_tiny_ones_none
 
 @pytest.fixture
 def stuck() -> Iterator[threading.Event]:
-    """Return an event that hanging calls wait for; they and their threads end with the test."""
+    """Return an event that hanging calls wait for; the calls and their threads end with the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -304,7 +304,7 @@ def test_a_stalled_call_is_repeated_once_and_its_late_result_is_dropped(stuck, i
         if len(made) == 1:
             stuck.wait(LONG_S)
             return "late"
-        # The first call ends during the second one.
+        # End the first call while the second call runs.
         if is_late:
             stuck.set()
             made[0].join(LONG_S)
@@ -337,7 +337,7 @@ def test_a_call_with_one_attempt_raises_when_it_stalls(stuck):
 
 
 def test_a_stalled_call_is_noticed_while_others_keep_ending(stuck, monkeypatch):
-    # Longer than the time between two results.
+    # The time between two checks is longer than that between two results.
     monkeypatch.setattr(concurrency, "_TICK_S", 0.2)
     repeated = threading.Event()
     made = []
@@ -407,7 +407,7 @@ def test_a_slow_call_continues_while_it_receives_data(monkeypatch, is_moving):
         made.append(task)
         for _ in range(4):
             now += 40.0
-            # The last of these checks began after the clock moved.
+            # Wait for several checks, so that the last one began after the clock moved.
             for _ in range(3):
                 looked.acquire(timeout=LONG_S)
             if is_moving:

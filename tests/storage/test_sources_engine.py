@@ -1,4 +1,4 @@
-"""`Reading`: items and blocks of large ones, read concurrently, exactly, with retries, and closed at the end."""
+"""`Reading`: exact, concurrent reads of items and blocks, with retries, and no open files at the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Drive(FolderSource):
-    """A folder that counts opened files."""
+    """A folder that records which items are opened."""
 
     def __init__(self, path: Path, can_hang: bool = True) -> None:
         super().__init__(path)
@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def wanted(source: Source, items: Iterable[Item]) -> Iterator[Wanted]:
-    """Yield the items, the large ones in blocks."""
+    """Yield a request for each small item and for each block of a large item."""
     for item in items:
         if item.size <= BLOCK:
             yield Wanted(item, 0, item.size)
@@ -84,7 +84,7 @@ def wanted(source: Source, items: Iterable[Item]) -> Iterator[Wanted]:
 
 
 def put_together(blocks: Iterable[Block]) -> dict[str, bytes]:
-    """Join the blocks of all items; check that each has the right CRC and is returned once."""
+    """Join the blocks of all items; check that each block has the right CRC and is returned once."""
     found: dict[str, dict[int, bytes]] = {}
     for block in blocks:
         assert block.data is not None
@@ -96,7 +96,7 @@ def put_together(blocks: Iterable[Block]) -> dict[str, bytes]:
 
 
 def read(source: Source, items: Iterable[Item] | None = None, threads: int | str = "auto") -> dict[str, bytes]:
-    """Return the bytes of all items of a source."""
+    """Return the bytes of a source's items, by default all, by path."""
     with Reading(source, threads, retries := Retries()) as reading:  # type: ignore[arg-type]
         found = put_together(reading.blocks(wanted(source, source.list().items if items is None else items)))
     assert retries.on_retry is None
@@ -112,7 +112,7 @@ def only(source: Source, name: str) -> list[Item]:
 def preadv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[int, Preadv, int, list[memoryview], int], int]], None]:
-    """Return a function that replaces `os.preadv` by one that gets the number of the call and the real function."""
+    """Return a function that replaces `os.preadv`; the replacement also gets the call's number and the original."""
     real, lock, count = os.preadv, threading.Lock(), [0]
 
     def put(other: Callable[[int, Preadv, int, list[memoryview], int], int]) -> None:

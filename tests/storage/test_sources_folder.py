@@ -1,4 +1,4 @@
-"""Folders as sources: complete listings, the same for local folders and for those that can hang."""
+"""Folders as sources: listings are complete, and the same for local folders and for folders that can hang."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[False, True], ids=["local", "can hang"], autouse=True)
 def can_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Treat all folders as local, then as ones that can hang; check that no thread is left."""
+    """Treat all folders as local, then as able to hang; check that no thread is left."""
     monkeypatch.setattr(items, "can_hang", lambda path, table: request.param)
     yield request.param
     assert comes_true(no_reader_threads)
 
 
 def listed(folder: Path) -> list[str]:
-    """Return the paths in the listing of a folder."""
     return [item.path for item in FolderSource(folder).list().items]
 
 
 def open_files() -> int:
-    """Return the number of open descriptors of this process."""
     return len(os.listdir("/dev/fd"))
 
 
@@ -75,7 +73,7 @@ def test_special_files_are_skipped_and_never_opened(image_tree):
     os.mkfifo(image_tree / "pipe")
     server = socket.socket(socket.AF_UNIX)
     before = Path.cwd()
-    # The path of a socket must be short.
+    # The path of a socket must be short, so bind it relative to the folder.
     os.chdir(image_tree)
     try:
         server.bind("socket")
@@ -229,7 +227,7 @@ def test_transient_errors_are_retried_and_counted(image_tree, monkeypatch, numbe
     monkeypatch.setattr(folder, "_stats_of", flaky_stats)
     listing = FolderSource(image_tree).list()
     assert (listing.items, listing.skipped) == (before.items, before.skipped)
-    # The tree, its three classes and one file are retried.
+    # The listings of the tree and its three folders are retried, and one batch of file sizes.
     assert listing.retries == 5
 
 

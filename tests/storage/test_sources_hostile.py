@@ -30,7 +30,7 @@ ENDINGS = [".tar", ".tar.gz", ".tar.zst"]
 
 
 def entry(name: str = "x", data: bytes = b"", kind: bytes = tarfile.REGTYPE, **raw: bytes) -> bytes:
-    """Return a member of a tar; `raw` overwrites fields of its header, and its checksum is corrected."""
+    """Return the header and data of a tar member; `raw` overwrites header fields before the checksum is computed."""
     header = tarfile.TarInfo("x")
     header.name, header.type, header.size = name, kind, len(data)
     header.linkname = "/etc/passwd" if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
@@ -43,7 +43,7 @@ def entry(name: str = "x", data: bytes = b"", kind: bytes = tarfile.REGTYPE, **r
 
 
 def checked(block: bytearray) -> bytes:
-    """Return headers with a correct checksum in the last one."""
+    """Return header blocks with a correct checksum in the last block."""
     start = len(block) - 512
     block[start + 148 : start + 156] = b" " * 8
     block[start + 148 : start + 156] = b"%06o\0 " % sum(block[start:])
@@ -56,7 +56,7 @@ def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
 
 
 def record(key: str, value: str) -> bytes:
-    """Return a record of an extended header, which begins with its length."""
+    """Return a record of an extended header; its length prefix counts the entire record."""
     body = f" {key}={value}\n".encode()
     length = len(body) + 1
     while len(str(length)) + len(body) != length:
@@ -65,7 +65,7 @@ def record(key: str, value: str) -> bytes:
 
 
 def base256(value: int) -> bytes:
-    """Return a number in the 12 bytes that GNU uses for large and negative ones."""
+    """Return a number in the 12-byte form that GNU tar uses for large and negative numbers."""
     return (b"\xff" if value < 0 else b"\x80") + value.to_bytes(11, "big", signed=True)
 
 

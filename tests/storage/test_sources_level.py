@@ -1,4 +1,4 @@
-"""The adaptive number of concurrent reads, in virtual time with simulated sources."""
+"""`Level`, the adaptive number of concurrent reads, in virtual time with simulated sources."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MS = 1e-3
 
 @dataclass
 class Simulation:
-    """Simulate calls to a source that has a latency and serves a limited number of requests at once.
+    """Simulated calls to a source that has a latency and serves a limited number of calls at once.
 
     Args:
-        level: number of calls in flight.
-        latency_s: seconds until an answer, for each request; a call makes as many requests as its weight.
-        cap: requests that the source answers at once; others wait their turn.
+        level: the level that sets the number of requests in flight.
+        latency_s: seconds until the answer to a call of weight 1, in proportion to the weight.
+        cap: number of calls that the source serves at once; other calls wait.
         cpu_s: CPU seconds of each call after its answer.
         cores: number of CPU cores.
         weights: weights of consecutive calls.
-        jitter: random share of the latency.
-        refused: probability that a call is refused at first and repeated after five latencies.
+        jitter: maximum relative deviation from the latency.
+        refused: probability that an answer is an error; the call is then repeated after five latencies.
     """
 
     level: Level
@@ -53,7 +53,7 @@ class Simulation:
         self._in_flight = 0
 
     def run(self, seconds: float) -> float:
-        """Continue for some seconds; return the requests per second."""
+        """Continue for some virtual seconds; return the requests per second."""
         since, before = self.time, self.done
         if not self._in_flight:
             self.level.begin(self.time)

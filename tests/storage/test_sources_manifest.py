@@ -71,12 +71,12 @@ def test_every_kind_of_table_has_the_same_listing(tree, write, monkeypatch):
 
 
 class Convertible:
-    """A table of another package, such as Ray Data, which converts itself."""
+    """A table of another package, such as Ray Data, that can be converted to pandas."""
 
     def __init__(self, frame: pd.DataFrame, path_type: str | None = None) -> None:
         self._frame = frame
         if path_type is not None:
-            # Hugging Face describes columns like this; a decoded image has no dtype of text.
+            # Hugging Face datasets describe columns like this; the dtype of an image column is not text.
             self.features = {name: SimpleNamespace(dtype=path_type) for name in frame.columns}
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class Convertible:
 
 
 def frames_of(package: str, frame: pd.DataFrame) -> tuple[object, object]:
-    """Return a table of a package, and its column of paths if the package has columns."""
+    """Return a frame as another package's table; for polars, also return its path column, otherwise None."""
     if package == "polars":
         needs("polars", importlib.util.find_spec("polars") is not None)
         import polars as pl
@@ -324,7 +324,7 @@ def test_labels_of_any_text_survive_a_csv(tmp_path, labels):
 
 
 def _reads_as_a_number(text: str) -> bool:
-    """Return whether a CSV file, which has no types, may turn a label into a number, a boolean or a missing value."""
+    """Return whether reading a CSV file may turn a label into a number, a boolean or a missing value."""
     return text.strip().lower() in ("true", "false", "nan", "inf", "-inf", "+inf", "infinity") or text.strip()[:1] in (
         *"+-.0123456789",
         "",

@@ -151,7 +151,7 @@ Odd = Callable[[int, "OddFile", int], bytes]
 
 
 class OddFile(io.FileIO):
-    """A file that calls a function with the number of each read."""
+    """A file whose reads call the folder's `odd` function, with the number of the read."""
 
     def __init__(self, path: Path, source: OddFolder) -> None:
         super().__init__(path)
@@ -164,7 +164,7 @@ class OddFile(io.FileIO):
 
 
 class OddFolder(FolderSource):
-    """A folder whose files are read through a function."""
+    """A folder whose files are read with a custom function."""
 
     def __init__(self, path: Path, odd: Odd) -> None:
         super().__init__(path)

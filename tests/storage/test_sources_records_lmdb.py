@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def noise(sizes, seed=1):
-    """Return values of these sizes by keys in the same order."""
+    """Return random values of these sizes, with consecutive numbers as keys."""
     drawn = random.Random(seed)
     return {b"%06d" % number: drawn.randbytes(size) for number, size in enumerate(sizes)}
 
@@ -209,7 +209,7 @@ def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path, rounds):
     refused = 0
     for number in range(rounds):
         data = bytearray(whole)
-        # The damage is in page headers, which contain the tree.
+        # Damage the first bytes of pages, which hold their headers.
         for _ in range(1 + number % 5):
             data[drawn.randrange(len(data) // 4096) * 4096 + drawn.randrange(120)] ^= 1 << drawn.randrange(8)
         path = tmp_path / "flipped.lmdb"

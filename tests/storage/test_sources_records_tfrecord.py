@@ -1,4 +1,4 @@
-"""TFRecord files as sources: files of real writers are read, and every flipped bit is a typed error."""
+"""TFRecord files as sources: files of a real writer are read, and every flipped bit raises a typed error."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def source_of(*files):
-    """Return tars as a source of samples."""
     return WebDatasetSource("shards", files)
 
 

@@ -1,4 +1,4 @@
-"""Tar archives as sources: at most one pass, the same bytes as the tree, and no unnecessary reads."""
+"""Tar archives as sources: one pass for each listing or walk, correct bytes, and no unnecessary reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPRESSED = [".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.z
 
 
 def contents(source: TarSource) -> dict[str, bytes]:
-    """Return the files of one walk."""
+    """Return the bytes of all files, by path, from one walk."""
     return {item.path: file.read() for item, file in source.walk()}
 
 

@@ -33,7 +33,7 @@ METHODS = {
 
 
 def zip_of(archive: Path, *members: tuple[str, bytes]) -> Path:
-    """Write a zip archive of members with any names, including repeated ones."""
+    """Write a zip archive of members with any names, including repeated names."""
     with zipfile.ZipFile(archive, "w") as file:
         for name, data in members:
             file.writestr(zipfile.ZipInfo(name), data)
@@ -42,7 +42,7 @@ def zip_of(archive: Path, *members: tuple[str, bytes]) -> Path:
 
 @pytest.fixture
 def tree(tmp_path):
-    """Return a small tree of images, a text that compresses well, and an empty file."""
+    """Return a small tree of images, with a text that compresses well and an empty file."""
     folder = make_tree(tmp_path / "tree", 1)
     (folder / "ants" / "notes.txt").write_text("many words " * 400)
     (folder / "ants" / "empty.txt").write_text("")
@@ -75,7 +75,7 @@ def test_concurrent_threads_read_the_directory_once(tree, tmp_path, monkeypatch)
         opened.append(path)
         if len(opened) > 1:
             inside.set()
-        # Give the second thread the chance to enter here.
+        # Wait, so that a second thread could enter if nothing prevented it.
         inside.wait(0.2)
         return original(path)
 

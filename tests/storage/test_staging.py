@@ -1,4 +1,4 @@
-"""`stage()`: identical bytes, complete or not at all; the source and other data are not modified."""
+"""`stage()`: local copies are identical and complete, and neither the source nor other data is modified."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_the_source_is_never_written_to(image_tree, archive, tmp_path):
 
 
 class FlakySource(MemorySource):
-    """Fails the first open of every second file, like a mount."""
+    """A source whose first open of every second file fails, as on a flaky mount."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -304,7 +304,7 @@ def test_retries_are_counted_in_the_report(tmp_path, monkeypatch):
 
 
 class CountingSource(MemorySource):
-    """Counts concurrent opens, and holds the first ones until `wanted` run at once or cannot."""
+    """A source that counts concurrent opens; after `after` opens, each waits until `wanted` have run at once."""
 
     def __init__(self, files: dict[str, bytes], wanted: int, after: int) -> None:
         super().__init__(files)

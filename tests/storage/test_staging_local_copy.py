@@ -59,7 +59,7 @@ def test_verify_names_the_damaged_files(image_tree, tmp_path):
 def test_refresh_reads_damaged_blocks_again(image_tree):
     (image_tree / "big.bin").write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
     path = copy(image_tree).path
-    # Of the big file, only one block is damaged.
+    # Only one block of the big file is damaged.
     for name, at in (("ants/000.png", 0), ("big.bin", BLOCK_BYTES + 5)):
         damage(path / name, at)
         assert copy(image_tree).reused, "the sizes are unchanged"
@@ -116,7 +116,7 @@ def test_nothing_is_written_through_added_links(image_tree, near_storage, tmp_pa
     (found / "latest").symlink_to(theirs)
     (found / "notes").write_bytes(b"theirs")
     (image_tree / "notes").write_bytes(b"new")
-    # This happens after the link was hard-linked.
+    # The error may be raised after the added link has been carried over.
     with pytest.raises(TargetExists, match="your file 'notes'"):
         copy(image_tree, refresh=True)
     (found / "notes").unlink()
@@ -164,7 +164,7 @@ def test_files_and_links_added_to_a_local_copy_stay(image_tree, monkeypatch, can
         (folder / "both").write_bytes(b"same")
     assert copy(image_tree).reused
     (image_tree / "cats" / "new.png").write_bytes(b"new")
-    # Hard links to another file system fail, too.
+    # Hard links between file systems fail with this error.
     if not can_link:
         monkeypatch.setattr(file_changes, "link", refused)
     assert not copy(image_tree, refresh=True).reused

@@ -1,4 +1,4 @@
-"""The locations of local copies, tmpfs or disk: the plan made before anything is written, and freeing the space."""
+"""Locations of local copies in tmpfs and on disk, the plans of `stage()`, and `unstage()`."""
 
 from __future__ import annotations
 

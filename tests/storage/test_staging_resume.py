@@ -1,4 +1,4 @@
-"""`stage()` repeated: after a kill, concurrently with another process, and after changes."""
+"""`stage()` after an interruption, concurrently with another process, and after changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colabkit.storage.staging.places import candidates, identity_of
 
 
 class CountingSource(MemorySource):
-    """A source in memory that records opened items, and can be set to fail."""
+    """A source in memory that records opened items, and can interrupt the run."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -37,7 +37,7 @@ FILES = {f"{folder}/{number}.bin": os.urandom(50 + number) for folder in "ab" fo
 
 
 def interrupted(source: CountingSource, after: int, **options: object) -> None:
-    """Stage, and interrupt the run when one file is opened."""
+    """Stage a source, and interrupt the run after `after` files have been opened."""
     source.fails_at = after
     with pytest.raises(KeyboardInterrupt):
         copy(source, threads=1, **options)

@@ -95,7 +95,7 @@ def test_any_sequential_source_is_staged_block_by_block(tmp_path):
 
 
 class GzipArchive(ArchiveSource):
-    """A new archive type that is only a class: one gzip file, opened by the standard library."""
+    """A new archive type without further code: a gzip file that holds one item."""
 
     def list(self) -> Listing:
         with gzip.open(self.path) as file:
@@ -107,7 +107,7 @@ class GzipArchive(ArchiveSource):
 
 
 class GzipFromFront(GzipArchive):
-    """The same, but sequential."""
+    """A `GzipArchive` that can only be read from its start."""
 
     is_sequential = True
 
@@ -133,7 +133,7 @@ def test_a_new_archive_type_needs_only_a_class_and_a_line_in_the_registry(tmp_pa
 
 
 class ListedOtherwise(WalkedSource):
-    """A source whose sizes or items change between listing and reading; its name is that of the case."""
+    """A source whose sizes or items change between listing and reading; `name` describes the change."""
 
     def __init__(self, name: str, sizes: dict[str, int], files: dict[str, bytes], *, knows_sizes: bool) -> None:
         super().__init__(files)
