@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import traceback
+from typing import Any
 
 from colabkit.foundation.messages import PYTHON, Message, Words, has_references
 from colabkit.foundation.reports import printable
+
+_PARTS = ("action", "found", "expected", "next_step")
 
 
 class _MessageOfError:
@@ -38,6 +41,14 @@ class OneLineError(BaseException):
             return self.words.render(self.args[0])
         # KeyError would show a single argument in quotes.
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the type, the text, and the parts of the message as values for `json.dumps`."""
+        values = {"type": type(self).__name__, "message": str(self)}
+        if (message := self.message) is None:
+            return values
+        parts = {name: self.words.render(getattr(message, name)) for name in _PARTS}
+        return {**values, **parts, "options": list(message.options)}
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints: the message, or the full traceback if COLABKIT_DEBUG=1."""

@@ -1,10 +1,12 @@
 """Notebook: the user interfaces, namely magics, the command line, the launcher and the demo.
 
-- `verbs`: the table of verbs and their options, shared by magics, commands, launcher and completion.
+- `verbs`: the table of verbs and their options, shared by magics, commands, launcher and completion; `verb_types`:
+  the classes of its rows.
 - `options`: converts the words of a line to keyword arguments, and writes messages in the syntax of a line.
 - `lines`: parses and completes the line of a magic.
 - `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.
-- `command_line`: the command `colabkit`. `launcher`: the panel with buttons. `demonstration`: `demo()`.
+- `command_line`: the command `colabkit`; `shell_completion`: its completion in bash, zsh and fish.
+- `launcher`: the panel with buttons. `demonstration`: `demo()`.
 
 To add `%hello` and `colabkit hello`, write `hello()` in the subpackage where it belongs, export it in the
 `__init__.pyi` of that subpackage and in `colabkit/__init__.pyi`, and add a row `Verb("hello", ...)` to `VERBS` in

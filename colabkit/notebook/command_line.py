@@ -3,34 +3,62 @@
 The exit status is 0 on success. It is 1 after an error of colabkit or in the user's file, if the report is not good (a
 damaged pack, an interrupted training run, a loader that `doctor` finds too slow), or if standard output is closed. It
 is 2 for invalid arguments, and 130 after Ctrl-C. An error is one line on standard error, after the traceback if the
-user's file failed.
+user's file failed. With `--json`, standard output is one JSON object: the report, or `{"error": {...}}`.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 import colabkit
-from colabkit.foundation import ColabkitError, InvalidOption, OneLineError, SourceMissing, cannot, printable
-from colabkit.notebook.options import LineWords, VerbParser, arguments_of, look_up_in, parser_of, speak
-from colabkit.notebook.verbs import VERBS, Verb
-
-_STATUS = (
-    "Exit status: 0 on success, 1 after an error or if the report is not good, 2 for invalid arguments, 130 after "
-    "Ctrl-C."
+from colabkit.foundation import (
+    ColabkitError,
+    InvalidOption,
+    OneLineError,
+    SourceMissing,
+    cannot,
+    format_rate,
+    format_seconds,
+    format_share,
+    meters,
+    printable,
 )
+from colabkit.notebook.options import (
+    LineWords,
+    arguments_of,
+    list_verbs,
+    look_up_in,
+    parser_of,
+    speak,
+    verb_named,
+)
+from colabkit.notebook.shell_completion import COMPLETION, completion_script
+from colabkit.notebook.verb_types import Verb
+from colabkit.notebook.verbs import COMMANDS
 
+_HELP = """usage: colabkit VERB [OPTIONS]
+
+Stage training data to local storage, pack it into one file, and train on it.
+
+{verbs}
+
+See colabkit VERB --help for the options of a verb. colabkit --version prints
+the version.
+
+Exit status: 0 on success, 1 after an error or if the report is not good,
+2 for invalid arguments, 130 after Ctrl-C."""
+
+_VERBS = (*COMMANDS, COMPLETION)
 _PREFIX = "colabkit "
 """The words before a verb in a command."""
 
@@ -40,44 +68,43 @@ _loaded: set[str] = set()
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status."""
-    about = "Stage training data to local storage, pack it into one file, and train on it."
-    parser = argparse.ArgumentParser(prog="colabkit", description=about, epilog=_STATUS)
-    parser.add_argument("--version", action="version", version=f"colabkit {colabkit.__version__}")
-    commands = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=VerbParser)
-    for verb in VERBS:
-
-        def make(**options: Any) -> argparse.ArgumentParser:
-            aliases = [verb.name.replace("_", "-")] if "_" in verb.name else []  # noqa: B023 - called in this iteration
-            return commands.add_parser(verb.name, help=verb.help, aliases=aliases, **options)  # noqa: B023
-
-        command = parser_of(verb, f"colabkit {verb.name}", make)
-        command.add_argument("--json", action="store_true", help="print the report as JSON")
-    parsed = parser.parse_args(arguments)
-    verb = next(verb for verb in VERBS if verb.name == parsed.verb.replace("-", "_"))
+    name, *words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        return _printed(_HELP.format(verbs=list_verbs(_VERBS)))
+    if name == "--version":
+        return _printed(f"colabkit {colabkit.__version__}")
+    is_json = "--json" in (words[: words.index("--")] if "--" in words else words)
+    verb: Verb | None = None
     try:
-        if parsed.json and hasattr(parsed, "progress"):
+        verb = verb_named(name.replace("-", "_"), _VERBS, "colabkit")
+        parser = parser_of(verb, f"colabkit {verb.name}")
+        parser.add_argument("--json", action="store_true", help="print the report, or the error, as JSON")
+        parsed = parser.parse_args(words)
+        if verb is COMPLETION:
+            return _printed(completion_script(parsed.shell, _VERBS))
+        if is_json and hasattr(parsed, "progress"):
             parsed.progress = False
-        with _panel() if verb.name == "train" and sys.stdout.isatty() and not parsed.json else nullcontext():
-            report = getattr(colabkit, verb.call)(**arguments_of(verb, parsed, _look_up))
+        with _epochs_shown(verb, is_json):
+            report = getattr(colabkit, verb.name)(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
-        return _failed(_message(error, verb))
-    except KeyboardInterrupt as interrupt:
-        _failed(_message(interrupt, verb) if isinstance(interrupt, OneLineError) else "interrupted")
-        return 130
+        is_of_line = isinstance(error, InvalidOption) and _of_the_user(error.__traceback__) is None
+        return _failed(error, verb, is_json, status=2 if is_of_line else 1)
+    except KeyboardInterrupt as error:
+        return _failed(error, verb, is_json, status=130)
     except Exception as error:
         trace = _of_the_user(error.__traceback__)
         is_unread = isinstance(error, SyntaxError) and error.filename in _loaded
         if trace is None and not is_unread:
             raise
         print("".join(traceback.format_exception(type(error), error, trace)), end="", file=sys.stderr)
-        return _failed(f"your file failed: {type(error).__name__}: {printable(error)}")
+        return _failed(error, verb, is_json, status=1)
     speak(report, verb, LineWords(verb, _PREFIX))
-    is_read = _printed(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
+    is_read = not _printed(json.dumps(report.to_dict(), indent=2) if is_json else str(report))
     return 0 if report.is_good and is_read else 1
 
 
-def _printed(text: str) -> bool:
-    """Print a report in the terminal's encoding; return False if the reading program, such as `head`, has ended."""
+def _printed(text: str) -> int:
+    """Print in the terminal's encoding; return 0, or 1 if the reading program, such as `head`, has ended."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -86,32 +113,57 @@ def _printed(text: str) -> bool:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-        return False
-    return True
+        return 1
+    return 0
 
 
-def _message(error: OneLineError, verb: Verb) -> str:
-    """Return the message of an error; it names Python arguments only if the user's file made the call."""
-    if _of_the_user(error.__traceback__) is None:
-        error.words = LineWords(verb, _PREFIX)
-    return printable(error)
-
-
-def _failed(message: str) -> int:
-    print(f"colabkit: {message}", file=sys.stderr)
-    return 1
+def _failed(error: BaseException, verb: Verb | None, is_json: bool, status: int) -> int:
+    """Print an error as one line, and with `--json` also as JSON; return the exit status."""
+    fields: dict[str, Any]
+    if isinstance(error, OneLineError):
+        # The message names Python arguments only if the user's file made the call.
+        if verb is not None and _of_the_user(error.__traceback__) is None:
+            error.words = LineWords(verb, _PREFIX)
+        fields = error.to_dict()
+    else:
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        text = "interrupted" if is_interrupt else f"your file failed: {type(error).__name__}: {error}"
+        fields = {"type": type(error).__name__, "message": text}
+    print(f"colabkit: {printable(fields['message'])}", file=sys.stderr)
+    if is_json:
+        _printed(json.dumps({"error": fields}, indent=2))
+    return status
 
 
 @contextmanager
-def _panel() -> Iterator[None]:
-    """Show the live panel during training in the block."""
-    from colabkit.monitoring import show_beside_training
+def _epochs_shown(verb: Verb, is_json: bool) -> Iterator[None]:
+    """Show the live panel during training in the block, or one line per epoch if the output is not a terminal."""
+    if verb.name not in ("train", "k_fold") or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    if sys.stdout.isatty() and not is_json:
+        from colabkit.monitoring import show_beside_training
 
-    end = show_beside_training()
+        end = show_beside_training()
+    else:
+        stream = sys.stderr if is_json else sys.stdout
+
+        def show(event: meters.Event) -> None:
+            if isinstance(event, meters.EpochDone):
+                print(_epoch_line(event), file=stream, flush=True)
+
+        end = meters.subscribe(show)
     try:
         yield
     finally:
         end()
+
+
+def _epoch_line(done: meters.EpochDone) -> str:
+    seconds = max(done.seconds, 1e-9)
+    values = (f"{name} {value:.4g}" for name, value in done.values.items())
+    speed = f"{format_rate(done.samples / seconds, 'samples')}, {format_share(done.wait_s / seconds)} waiting for data"
+    return ", ".join([f"epoch {done.epoch + 1}: {format_seconds(done.seconds)}", speed, *values])
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:

@@ -17,8 +17,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from colabkit.foundation import ColabkitError, InvalidOption, cannot, processes, user_path
-from colabkit.notebook.options import RaisingParser, parser_of
-from colabkit.notebook.verbs import CELLS, LINES, Option, Verb
+from colabkit.notebook.options import VerbParser, parser_of
+from colabkit.notebook.verb_types import Option, Verb
+from colabkit.notebook.verbs import CELLS, LINES
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -94,7 +95,7 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         raise InvalidOption(cannot(f"read {line.strip()!r}", found, "", next_step)) from error
 
 
-class _LineParser(RaisingParser):
+class _LineParser(VerbParser):
     """A parser that never treats the value of a variable as an option, and never exits the kernel.
 
     A `DataWord` is parsed as a placeholder that is replaced where the value is read.

@@ -5,7 +5,6 @@ They are generated from the table in `verbs`. `load_ipython_extension()` registe
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable
@@ -18,8 +17,9 @@ import colabkit
 from colabkit.foundation import InvalidOption, OneLineError, cannot
 from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
 from colabkit.notebook.lines import complete_lines, line_parser, split_line
-from colabkit.notebook.options import LineWords, arguments_of, look_up_in, parser_of, speak
-from colabkit.notebook.verbs import CELLS, DASHBOARD, LINES, Verb
+from colabkit.notebook.options import LineWords, arguments_of, list_verbs, look_up_in, parser_of, speak, verb_named
+from colabkit.notebook.verb_types import Verb
+from colabkit.notebook.verbs import CELLS, DASHBOARD, LINES
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -104,7 +104,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 def line_magics(shell: InteractiveShell, panels: CellPanels) -> dict[str, LineMagic]:
     """Return the line magics by name."""
-    found = {verb.name: _of_verb(shell, verb) for verb in LINES if verb is not DASHBOARD}
+    found = {verb.name: _of_verb(shell, verb) for verb in LINES}
     found[DASHBOARD.name] = _dashboard(shell, panels)
     return {**found, "colabkit": _colabkit(found)}
 
@@ -124,7 +124,7 @@ def cell_magics(shell: InteractiveShell) -> dict[str, CellMagic]:
 
 def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
     def run(line: str) -> Any:
-        return getattr(colabkit, verb.call)(**_arguments(shell, verb, line, f"%{verb.name}"))
+        return getattr(colabkit, verb.name)(**_arguments(shell, verb, line, f"%{verb.name}"))
 
     return _wrapped(shell, verb, run)
 
@@ -144,25 +144,19 @@ def _dashboard(shell: InteractiveShell, panels: CellPanels) -> LineMagic:
 
 def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
     text = (
-        "usage: %colabkit [VERB ...]\n\nOpen the launcher, or run a magic: %colabkit stage is the same as %stage.\n\n"
-        + "\n".join(f"  {verb.name:12} {verb.help}" for verb in LINES)
-        + "\n"
+        "usage: %colabkit [VERB ...]\n\nThe same as %launch, or run a magic: %colabkit stage is the same as %stage.\n\n"
+        f"{list_verbs(LINES)}\n"
     )
 
     def magic(line: str) -> Any:
         name, rest = [*line.split(maxsplit=1), "", ""][:2]
         name = name.lstrip("%")
         if not name:
-            return colabkit.launch()
+            return magics["launch"]("")
         if name in _HELP:
             print(text)  # noqa: T201 - the user asked for help
             return None
-        if name not in magics:
-            similar = difflib.get_close_matches(name, magics, n=1)
-            next_step = f"Run %colabkit {similar[0]}, or see %colabkit --help" if similar else "See %colabkit --help"
-            expected = f"one of {', '.join(magics)}"
-            raise InvalidOption(cannot(f"run %colabkit {name}", f"{name!r} is not a verb", expected, next_step))
-        return magics[name](rest)
+        return magics[verb_named(name, LINES, "%colabkit").name](rest)
 
     return _known_to_ipython(magic, "colabkit", text)
 

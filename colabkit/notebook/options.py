@@ -10,25 +10,25 @@ from __future__ import annotations
 import argparse
 import difflib
 import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
 from colabkit.foundation import CallRef, Code, InvalidOption, Report, Text, Words, cannot, parse_bytes
-from colabkit.notebook.verbs import VERBS, Option, Verb
+from colabkit.notebook.verb_types import Option, Verb
+from colabkit.notebook.verbs import GROUPS, VERBS
 
 _MOST_NAMED = 3
 """Maximum number of loaders that a message suggests."""
 
 
 class VerbParser(argparse.ArgumentParser):
-    """A parser that rejects unknown options and suggests similar ones."""
+    """A parser that raises `InvalidOption`, and suggests options similar to an unknown one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, but report unknown arguments as an error."""
-        words = list(sys.argv[1:] if args is None else args)
+        words = list(args)
         options = words[: words.index("--")] if "--" in words else words
         known = self._option_string_actions
         for name in (word.partition("=")[0] for word in options if word.startswith("--") and " " not in word):
@@ -40,19 +40,46 @@ class VerbParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
-
-class RaisingParser(VerbParser):
-    """A parser that raises `InvalidOption` instead of exiting the process."""
-
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidOption`."""
-        known = [action.option_strings[0] if action.option_strings else action.dest for action in self._actions]
-        expected = f"arguments from {', '.join(known)}"
-        raise InvalidOption(cannot(f"run {self.prog}", message, expected, f"See {self.prog} --help"))
+        # argparse names the argument first: "argument --size: 'big' is not a number".
+        found = message.removeprefix("argument ").replace(": ", " ", 1) if message.startswith("argument ") else message
+        raise InvalidOption(cannot(f"run {self.prog}", found, "", f"See {self.prog} --help"))
+
+
+def verb_named(name: str, verbs: Iterable[Verb], prog: str) -> Verb:
+    """Return a verb by name.
+
+    Args:
+        name: name of the verb.
+        verbs: verbs to choose from.
+        prog: word before the verb in a line, `"%colabkit"` or `"colabkit"`.
+
+    Raises:
+        InvalidOption: if there is no such verb; the message suggests a similar one.
+    """
+    known = {verb.name: verb for verb in verbs}
+    if name in known:
+        return known[name]
+    similar = difflib.get_close_matches(name, known, n=1)
+    next_step = f"Run {prog} {similar[0]}, or see {prog} --help" if similar else f"See {prog} --help"
+    raise InvalidOption(
+        cannot(f"run {prog} {name}", f"{name!r} is not a verb", f"one of {', '.join(known)}", next_step)
+    )
+
+
+def list_verbs(verbs: Iterable[Verb]) -> str:
+    """Return one line for each verb, below the headings of their groups."""
+    lines = []
+    for verb in verbs:
+        if verb.name in GROUPS:
+            lines += ["", f"{GROUPS[verb.name]}:"]
+        lines.append(f"  {verb.name:12} {verb.help}")
+    return "\n".join(lines[1:])
 
 
 def parser_of(
-    verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser] = RaisingParser
+    verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser] = VerbParser
 ) -> argparse.ArgumentParser:
     """Return the parser of a verb's options.
 
@@ -75,12 +102,28 @@ def parser_of(
             how.update(nargs="+", metavar="NAME")
         elif not option.flag:
             optional = {} if option.is_required else {"nargs": "?", "default": option.default}
-            how = {"type": partial(parse_value, option.kind), **optional}
+            how = {"type": partial(_parse, option), **optional}
+            if option.is_closed:
+                how["metavar"] = _one_of(option)
         else:
-            how.update(type=partial(parse_value, option.kind), metavar=option.name.upper())
+            how.update(
+                type=partial(_parse, option), metavar=_one_of(option) if option.is_closed else option.name.upper()
+            )
             text += "" if option.default is None else f" (default: {option.default})"
         parser.add_argument(option.flag or option.name, help=text, **how)
     return parser
+
+
+def _one_of(option: Option) -> str:
+    return f"{{{','.join(option.words)}}}"
+
+
+def _parse(option: Option, text: str) -> Any:
+    if option.is_closed and text not in option.words:
+        similar = difflib.get_close_matches(text, option.words, n=1)
+        hint = f" (did you mean {similar[0]}?)" if similar else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(option.words)}{hint}")
+    return parse_value(option.kind, text)
 
 
 def parse_value(kind: str, text: str) -> Any:
@@ -214,7 +257,7 @@ class LineWords(Words):
 
     def __init__(self, verb: Verb, prefix: str) -> None:
         self._options = {option.name: option for option in verb.options}
-        self._verbs = {known.call: known for known in VERBS if known.is_magic or prefix != "%"}
+        self._verbs = {known.name: known for known in VERBS if (known.is_magic if prefix == "%" else known.is_command)}
         self._prefix = prefix
 
     def option(self, name: str, value: Any) -> str:

@@ -2,74 +2,16 @@
 
 To add one, write the public function, which returns a `Report`, export it in its subpackage's `__init__.pyi` and in
 `colabkit/__init__.pyi`, and add a row to `VERBS`. The magic, the command, their help and their completion are derived
-from the row. Names, order and defaults of the options must match the function; a test compares them. Another test
-compares the table in README, which `python tests/doubles/readme_tables.py` prints. Cell magics are in `CELLS`.
+from the row. Names, order and defaults of the options must match the function; tests compare them, the page
+`docs/calls.md`, which `python tests/doubles/call_table.py` writes, and the table in README, which
+`python tests/doubles/readme_tables.py` prints. Cell magics are in `CELLS`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An argument of a verb.
-
-    Attributes:
-        name: name of the function's parameter.
-        help: one line for `--help` and `?`.
-        default: default of the function; an option without one is required.
-        kind: `text`, `path`, `number`, `amount`, `bytes`, `seconds`, `flag` (also `--no-...`), `switch`, `threads`,
-            `steps`, `size`, `folder`, `labels`, `splits`, `fields`, `object`, `objects`, `data` (a path or a variable)
-            or `subject` (a variable, or the path of a saved report).
-        is_positional: whether it is positional although it has a default; required options always are.
-        words: special values, which completion offers.
-    """
-
-    name: str
-    help: str
-    default: Any = ...
-    kind: str = "text"
-    is_positional: bool = False
-    words: tuple[str, ...] = ()
-
-    @property
-    def is_required(self) -> bool:
-        """Whether the option has no default."""
-        return self.default is ...
-
-    @property
-    def flag(self) -> str:
-        """The option in a line, such as `--batch-size`; empty for a positional one."""
-        return "" if self.is_required or self.is_positional else "--" + self.name.replace("_", "-")
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """A magic and a command.
-
-    Attributes:
-        name: name of both.
-        help: one-line description.
-        options: its options, positional ones first.
-        is_magic: whether it is also a magic.
-        function: name of the public function, if it differs from `name`.
-        more: help text below the options.
-    """
-
-    name: str
-    help: str
-    options: tuple[Option, ...] = ()
-    is_magic: bool = True
-    function: str = ""
-    more: str = ""
-
-    @property
-    def call(self) -> str:
-        """The name of the public function."""
-        return self.function or self.name
-
+from colabkit.notebook.verb_types import Option, Verb
 
 _SAMPLES = ("samples:digits",)
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
@@ -85,9 +27,10 @@ _PACKED = (
         "raw (pixels), source (the original file bytes), jpeg (re-encoded), or auto",
         "auto",
         words=("raw", "source", "jpeg", "auto"),
+        is_closed=True,
     ),
     Option("quality", "JPEG quality, 1 to 100", 90, "number"),
-    Option("channels", "3 for RGB, 1 for luminance", 3, "number", words=("1", "3")),
+    Option("channels", "3 for RGB, 1 for luminance", 3, "number", words=("1", "3"), is_closed=True),
     Option(
         "labels",
         "a column, several such as a,b,c, none, or auto (a label column if there is one, otherwise folder names)",
@@ -103,6 +46,7 @@ _PACKED = (
         "how to handle a file that cannot be decoded: raise an error, skip it, or blank (store a black image)",
         "raise",
         words=("raise", "skip", "blank"),
+        is_closed=True,
     ),
     Option(
         "max_bad",
@@ -138,7 +82,13 @@ TRAINING = (
     ),
     Option("validate_every", "steps between two validations, or epoch", "epoch", "steps", words=("epoch",)),
     Option("monitor", "name of the number that selects the best checkpoint; by default the loss", None),
-    Option("mode", "whether the lowest (min) or the highest (max) value is best", "min", words=("min", "max")),
+    Option(
+        "mode",
+        "whether the lowest (min) or the highest (max) value is best",
+        "min",
+        words=("min", "max"),
+        is_closed=True,
+    ),
     Option("patience", "stop after this many validations or epochs without improvement of monitor", None, "number"),
     Option("min_delta", "how much monitor must change to count as an improvement", 0.0, "amount"),
     Option("deadline", "time until the runtime ends, such as 11h30min", None),
@@ -147,16 +97,35 @@ TRAINING = (
         "raise an error or continue if a step returns NaN or infinity",
         "raise",
         words=("raise", "continue"),
+        is_closed=True,
     ),
     Option("timeout", "time limit for one file system operation of a checkpoint, such as 5min", None),
 )
 """The options of training, shared by `train` and `%%train`."""
 
+_SHOWN = (
+    Option("refresh_s", "seconds between frames, at least 0.5", 0.5, "seconds"),
+    Option(
+        "screen",
+        "where to show the panel: auto, notebook, widgets, text or none",
+        "auto",
+        words=("auto", "notebook", "widgets", "text", "none"),
+        is_closed=True,
+    ),
+)
+
+DASHBOARD = Verb(
+    "dashboard",
+    "show the live panel for loops over a Loader in later cells",
+    (*_SHOWN, Option("off", "stop showing the panel", False, "switch")),
+    is_command=False,
+)
+
 VERBS: tuple[Verb, ...] = (
-    Verb("runtime", "show the available CPUs, RAM, tmpfs, disks, GPUs and package versions"),
+    Verb("runtime", "show the CPUs, RAM, disks, GPUs and package versions"),
     Verb(
         "mount",
-        "mount Google Drive, or find or repair its existing mount",
+        "mount Google Drive, or find or repair its mount",
         (
             Option(
                 "path",
@@ -187,7 +156,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "clear_cache",
-        "clear the local cache of the Drive mount: DriveFS, google-drive-ocamlfuse or rclone",
+        "clear the local cache of the Drive mount",
         (
             _ON_MOUNT,
             Option("dry_run", "change nothing; show what would be freed and lost", False, "flag"),
@@ -195,10 +164,11 @@ VERBS: tuple[Verb, ...] = (
             Option("force", "clear the cache even if writes are unsent, which loses them", False, "flag"),
             _SECONDS_SHOWN,
         ),
+        more="The mount may be of DriveFS, google-drive-ocamlfuse or rclone.",
     ),
     Verb(
         "fetch",
-        "download a Drive file or folder, an https address, or files of a bucket",
+        "download from Drive, an https address or a bucket",
         (
             Option(
                 "source", "a Drive ID or share link, an https address, or a gs://, s3:// or hf:// URL (through fsspec)"
@@ -213,19 +183,24 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "probe",
-        "measure how fast a folder can be listed, and its small and large files opened and read",
+        "measure how fast a folder can be listed and its files read",
         (
             Option("path", "a folder or a file", kind="path"),
             Option("seconds", "time limit in seconds", 8.0, "seconds"),
             _PROGRESS,
         ),
-        function="probe",
     ),
     Verb(
         "stage",
-        "copy a folder, an archive, a file, the files of a table, an address or a bucket's folder to local storage",
+        "copy files from a slow source to local storage",
         (
-            Option("source", "a path, an address, drive:PATH, or samples:digits", kind="path", words=_SAMPLES),
+            Option(
+                "source",
+                "a folder, an archive, a file, a table of paths, an address, a bucket's folder, drive:PATH, or "
+                "samples:digits",
+                kind="path",
+                words=_SAMPLES,
+            ),
             Option("to", "auto, tmpfs, disk, or the path of the copy", "auto", "path", words=("auto", "tmpfs", "disk")),
             _THREADS,
             Option(
@@ -233,6 +208,7 @@ VERBS: tuple[Verb, ...] = (
                 "size compares file sizes; full reads the source again and compares all bytes",
                 "size",
                 words=("size", "full"),
+                is_closed=True,
             ),
             Option("extract", "extract an archive", True, "flag"),
             Option(
@@ -244,12 +220,12 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "unstage",
-        "remove a local copy, or the data of an interrupted run, and free its space",
+        "remove a local copy, or what an interrupted run left",
         (Option("path", "the path of the copy, or the source that was staged", kind="path"),),
     ),
     Verb(
         "publish",
-        "copy a finished file or folder to a slow mount, verify the copy, and rename it into place",
+        "copy a finished file or folder to a slow mount, and verify it",
         (
             Option("path", "a file, such as a pack, or a folder", kind="path"),
             Option("to", "an existing folder, such as drive:packs/, or the final path", kind="path"),
@@ -258,9 +234,11 @@ VERBS: tuple[Verb, ...] = (
                 "full reads the copy back and compares all bytes; size compares file sizes",
                 "full",
                 words=("full", "size"),
+                is_closed=True,
             ),
             _PROGRESS,
         ),
+        more="The copy gets its final name once it is verified.",
     ),
     Verb(
         "pack",
@@ -290,7 +268,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "prepare",
-        "get a local pack by the fastest route: an existing local pack, one saved on Drive, or a new one",
+        "get a local pack: an existing one, one saved on Drive, or new",
         (
             Option("source", "as for pack, or an address", kind="path", words=_SAMPLES),
             *_PACKED,
@@ -302,7 +280,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "verify",
-        "check every byte of a pack or a local copy against its checksums",
+        "check a pack or a local copy against its checksums",
         (Option("path", "path of the pack or the local copy", kind="path"), _PROGRESS),
     ),
     Verb(
@@ -320,8 +298,29 @@ VERBS: tuple[Verb, ...] = (
         ),
     ),
     Verb(
+        "evaluate",
+        "measure the loss and the accuracy of a model",
+        (
+            Option("model", "a model or a supervised_step: a variable, or FILE.py:NAME in a terminal", kind="object"),
+            Option("loader", "as for train, or any other loader", kind="object"),
+            Option("loss", "function of the output and the labels; by default the loss of the step", None, "object"),
+        ),
+    ),
+    Verb(
+        "k_fold",
+        "cross-validate a function that trains a model",
+        (
+            Option("run", "function that trains on one fold: a variable, or FILE.py:NAME in a terminal", kind="object"),
+            Option("dataset", "split of a pack: a variable, or FILE.py:NAME in a terminal", kind="object"),
+            Option("folds", "number of folds", 5, "number"),
+            Option("stratify", "give each fold the same share of every class", True, "flag"),
+            Option("groups", "field whose equal values stay in the same fold", None),
+            Option("seed", "seed for assigning samples to folds", 0, "number"),
+        ),
+    ),
+    Verb(
         "headspace",
-        "measure the speed of the step on cached batches, which is the limit for any loader",
+        "measure the speed of the step alone, the limit for any loader",
         (
             Option("step", "as for train", kind="object"),
             Option("loader", "as for train, or any other loader", kind="object"),
@@ -350,11 +349,11 @@ VERBS: tuple[Verb, ...] = (
                 "object",
             ),
         ),
-        function="doctor",
     ),
+    DASHBOARD,
     Verb(
         "demo",
-        "train on images on a simulated slow drive, first from the files, then from a pack, and compare the speeds",
+        "train from a simulated slow drive, and compare the speeds",
         (
             Option(
                 "data", "folder or zip archive with one folder per class; by default handwritten digits", None, "path"
@@ -370,8 +369,9 @@ VERBS: tuple[Verb, ...] = (
             Option("to", "folder for local copy, pack and checkpoints; by default they are removed", None, "path"),
             Option("progress", "print each step and show the live panel", True, "flag"),
         ),
-        is_magic=False,
+        more="The demo trains first from the files, then from a pack.",
     ),
+    Verb("launch", "open a panel with buttons, from the data to the training", is_command=False),
 )
 
 LOADING = (
@@ -388,16 +388,6 @@ _HERE = {
     "state": "variables to save in checkpoints, such as: model optimizer; required with --to",
     "validate": "function that returns a dict of numbers",
 }
-
-_SHOWN = (
-    Option("refresh_s", "seconds between frames, at least 0.5", 0.5, "seconds"),
-    Option(
-        "screen",
-        "where to show the panel: auto, notebook, widgets, text or none",
-        "auto",
-        words=("auto", "notebook", "widgets", "text", "none"),
-    ),
-)
 
 CELLS = (
     Verb(
@@ -417,11 +407,17 @@ CELLS = (
 )
 """The cell magics."""
 
-DASHBOARD = Verb(
-    "dashboard",
-    "show the live panel for every loop over a Loader in the following cells",
-    (*_SHOWN, Option("off", "stop showing the panel", False, "switch")),
-)
+GROUPS = {
+    "runtime": "Machine and Google Drive",
+    "fetch": "Copies of data",
+    "pack": "Packs",
+    "train": "Training",
+    "demo": "Start",
+}
+"""The headings of the help, each by the first verb below it."""
 
-LINES = (*(verb for verb in VERBS if verb.is_magic), DASHBOARD)
+COMMANDS = tuple(verb for verb in VERBS if verb.is_command)
+"""The verbs of the command line."""
+
+LINES = tuple(verb for verb in VERBS if verb.is_magic)
 """The line magics, except `%colabkit`."""

@@ -348,7 +348,9 @@ class TrainingRun:
         self._spend()
         means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums)).read()
         samples = sum(self.processes.from_all(begun.samples))
-        self._epochs.append(begun.record(samples, means))
+        record = begun.record(samples, means)
+        self._epochs.append(record)
+        meters.publish(meters.EpochDone(record.epoch, samples, record.seconds, record.wait_s, record.shown))
         self._begun = None
         self._is_saved = False
         if self.judge.is_by_epoch:

@@ -7,7 +7,8 @@ prints the table to insert between the marks in the README.
 
 from __future__ import annotations
 
-from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS, Verb
+from colabkit.notebook.verb_types import Verb
+from colabkit.notebook.verbs import CELLS, VERBS
 
 __all__ = ["verbs_table"]
 
@@ -17,7 +18,6 @@ def verbs_table() -> str:
     lines = ["| | does | options |", "|---|---|---|"]
     lines += [_row("%" if verb.is_magic else "colabkit ", verb) for verb in VERBS]
     lines += [_row("%%", verb) for verb in CELLS]
-    lines.append(_row("%", DASHBOARD))
     return "\n".join(lines)
 
 

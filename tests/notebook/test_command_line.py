@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,17 +15,23 @@ import pytest
 import colabkit
 from colabkit.foundation import meters
 from colabkit.notebook.command_line import main
-from colabkit.notebook.verbs import VERBS
+from colabkit.notebook.verbs import COMMANDS
 from colabkit.packs.format.pack_file import read_pack
 
 
-def test_the_help_lists_the_verbs_and_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["--help"])
-    assert done.value.code == 0
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_the_help_lists_the_verbs_and_the_exit_status(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(words) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert all(verb.name in shown for verb in VERBS)
+    assert all(f"{verb.name} {verb.help}" in shown for verb in COMMANDS)
     assert all(status in shown for status in ("0 on success", "1 after an error", "2 for invalid", "130 after Ctrl-C"))
+
+
+def test_the_help_of_a_verb_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["clear-cache", "--help"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: colabkit clear_cache [-h] [--dry-run")
 
 
 def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,20 +55,56 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.C
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_arguments_print_the_usage_with_a_hint_and_exit_with_status_2(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stage", "--treads", "4"], "unknown option --treads (did you mean --threads?). See colabkit stage --help."),
+        (["stage", "a", "--jsn"], "unknown option --jsn (did you mean --json?). See colabkit stage --help."),
+        (["stage", "a", "b"], "unrecognized arguments: b. See colabkit stage --help."),
+        (["stage", "a", "--verify", "ful"], "--verify 'ful' is not one of size, full (did you mean full?)."),
+        (["stage", "a", "--threads", "0"], "--threads 0; expected a whole number of 1 or more"),
+        (["trian"], "Run colabkit train, or see colabkit --help."),
+    ],
+)
+@pytest.mark.every_case
+def test_invalid_arguments_are_one_line_with_a_hint_and_exit_status_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
-    for words, said in (
-        (["--treads", "4"], "unknown option --treads (did you mean --threads?)"),
-        (["a", "--jsn"], "unknown option --jsn (did you mean --json?)"),
-        (["a", "b"], "unrecognized arguments: b"),
-    ):
-        with pytest.raises(SystemExit) as done:
-            main(["stage", *words])
-        assert done.value.code == 2
-        shown = capsys.readouterr().err
-        assert shown.startswith("usage: colabkit stage [-h] [--to TO]")
-        assert shown.endswith(f"colabkit stage: error: {said}\n")
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("colabkit: Cannot ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "kind", "options"),
+    [
+        (["pack", "no such folder", "out.h5"], 1, "SourceMissing", []),
+        (["pack", "samples:digits", "out.h5", "--size", "0"], 2, "InvalidOption", ["size"]),
+        (["pack", "samples:digits", "out.h5", "--size", "big"], 2, "InvalidOption", []),
+        (["trian"], 2, "InvalidOption", []),
+    ],
+)
+@pytest.mark.every_case
+def test_json_output_also_contains_errors(
+    experiment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    status: int,
+    kind: str,
+    options: list[str],
+) -> None:
+    monkeypatch.chdir(experiment)
+    assert main([*words, "--json"]) == status
+    shown = capsys.readouterr()
+    (error,) = json.loads(shown.out).values()
+    assert error["type"] == kind
+    assert error["options"] == options
+    assert shown.err == f"colabkit: {error['message']}\n"
+    assert error["message"].startswith(f"Cannot {error['action']}: {error['found']}")
+    assert error["message"].endswith(f"{error['next_step']}.")
+    assert error["expected"] in error["message"]
 
 
 def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +114,8 @@ def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(colabkit, "runtime", interrupted)
     assert main(["runtime"]) == 130
     assert capsys.readouterr().err == "colabkit: interrupted\n"
+    assert main(["runtime", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out) == {"error": {"type": "KeyboardInterrupt", "message": "interrupted"}}
 
 
 def test_a_damaged_pack_is_exit_status_1(image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,9 +249,42 @@ def test_a_terminal_shows_the_panel_during_training(
     assert not meters.is_heard()
 
 
-@pytest.mark.parametrize("reference", ["step", "missing.py:step"])
-def test_an_invalid_reference_is_a_one_line_error(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", reference, "x.py:loader"]) == 1
+def test_without_a_terminal_each_epoch_is_one_line(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = experiment / "experiment.py"
+    words = ["train", f"{file}:step", f"{file}:loader", "--epochs", "2"]
+    assert main(words) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    line = r"{}: [\d.]+ m?s, [\d,]+ samples/s, [\d.]+% waiting for data, loss 0\.5"
+    assert re.fullmatch(line.format("epoch 1"), first)
+    assert re.fullmatch(line.format("epoch 2"), second)
+    assert main([*words, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert len(json.loads(shown.out)["epochs"]) == 2
+    assert re.match(line.format("epoch 1"), shown.err)
+
+
+def test_a_model_is_evaluated_and_cross_validated(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(experiment)
+    file = experiment / "experiment.py"
+    file.write_text(
+        EXPERIMENT
+        + "import torch\nmodel = torch.nn.Linear(2, 2)\n"
+        + "data = colabkit.open_pack(colabkit.pack('samples:digits', 'p.h5').path)['train']\n"
+        + "def run(training, validation, fold):\n    return {'samples': len(validation)}\n"
+    )
+    assert main(["evaluate", f"{file}:model", f"{file}:loader", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 600
+    assert main(["k_fold", f"{file}:run", f"{file}:data", "--folds", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mean"] == {"samples": 599.0}
+
+
+@pytest.mark.parametrize(("reference", "status"), [("step", 2), ("missing.py:step", 1)])
+def test_an_invalid_reference_is_a_one_line_error(
+    reference: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", reference, "x.py:loader"]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("colabkit: Cannot use '")
     assert reference.partition(":")[0] in line

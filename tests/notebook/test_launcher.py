@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 
 def verbs(plan: Pipeline) -> list[str]:
-    return [step.verb.call for step in plan.calls]
+    return [step.verb.name for step in plan.calls]
 
 
 def test_each_button_includes_the_calls_of_the_buttons_before_it() -> None:
@@ -188,7 +188,7 @@ def check_code(source: str, work: str) -> None:
         shown = {
             name: repr(value) if isinstance(value, ResultPath) else value for name, value in call.arguments.items()
         }
-        assert found[call.verb.call] == shown
+        assert found[call.verb.name] == shown
     assert found["train"]["to"] == pipeline.training.to
 
 

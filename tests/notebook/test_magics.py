@@ -16,7 +16,7 @@ from colabkit.foundation import meters
 from colabkit.notebook.lines import split_line
 from colabkit.notebook.verbs import VERBS
 
-MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "dashboard", "colabkit"]
+MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "colabkit"]
 
 
 @pytest.fixture

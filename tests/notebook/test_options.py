@@ -14,16 +14,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.notebook.options import arguments_of, given_in, look_up_in, parser_of
-from colabkit.notebook.verbs import CELLS, DASHBOARD, LOADING, VERBS
+from colabkit.notebook.options import arguments_of, given_in, list_verbs, look_up_in, parser_of
+from colabkit.notebook.verb_types import Verb
+from colabkit.notebook.verbs import CELLS, DASHBOARD, GROUPS, LOADING, VERBS
 
-OPTIONS = [(verb, option) for verb in (*VERBS, *CELLS, DASHBOARD) for option in verb.options]
+OPTIONS = [(verb, option) for verb in (*VERBS, *CELLS) for option in verb.options]
 LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
 
 
 def test_names_order_and_defaults_match_the_functions() -> None:
     for verb in VERBS:
-        expected = defaults(getattr(colabkit, verb.call))
+        expected = defaults(getattr(colabkit, verb.name))
+        expected |= {"off": False} if verb is DASHBOARD else {}
         assert [(option.name, option.default) for option in verb.options] == list(expected.items()), verb.name
 
 
@@ -58,10 +60,12 @@ def test_offered_words_are_the_values_that_the_function_accepts() -> None:
     for verb, option in OPTIONS:
         if verb is DASHBOARD:
             continue
-        function = colabkit.Loader.__init__ if option in LOADING else getattr(colabkit, verb.call)
-        allowed = {str(word) for word in literals(typing.get_type_hints(function).get(option.name))}
+        function = colabkit.Loader.__init__ if option in LOADING else getattr(colabkit, verb.name)
+        hints = typing.get_type_hints(function)
+        allowed = {str(word) for word in literals(hints.get(option.name))}
         if allowed and option.kind != "flag":
             assert set(option.words) == allowed
+            assert option.is_closed == (typing.get_origin(hints[option.name]) is typing.Literal), option.name
 
 
 def literals(hint: object) -> set[object]:
@@ -92,8 +96,28 @@ def test_every_option_is_explained_in_the_help() -> None:
         assert option.help.split(",")[0] in " ".join(parser_of(verb, verb.name).format_help().split())
 
 
+def test_a_wrong_choice_lists_the_valid_ones_and_the_nearest() -> None:
+    message = r"Cannot run pack: --encoding 'rwa' is not one of raw, source, jpeg, auto \(did you mean raw\?\)\."
+    with pytest.raises(InvalidOption, match=message):
+        parse("pack", "a", "b.h5", "--encoding", "rwa")
+    assert "--encoding {raw,source,jpeg,auto}" in parser_of(named("pack"), "pack").format_help()
+    assert parse("pack", "a", "b.h5", "--channels", "1")["channels"] == 1
+
+
+def named(name: str) -> Verb:
+    return next(verb for verb in VERBS if verb.name == name)
+
+
+def test_every_verb_stands_on_one_line_below_a_heading() -> None:
+    lines = list_verbs(VERBS).splitlines()
+    assert max(map(len, lines)) < 80
+    headings = [line for line in lines if line and line[0] != " "]
+    assert headings == [f"{heading}:" for heading in GROUPS.values()]
+    assert [line.split()[0] for line in lines if line.startswith(" ")] == [verb.name for verb in VERBS]
+
+
 def parse(verb_name: str, *words: str, **objects: object) -> dict[str, object]:
-    verb = next(verb for verb in VERBS if verb.name == verb_name)
+    verb = named(verb_name)
     return arguments_of(verb, parser_of(verb, verb_name).parse_args(words), partial(look_up_in, objects))
 
 

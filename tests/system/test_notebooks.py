@@ -14,10 +14,11 @@ from notebook_files import FOLDER, NOTEBOOKS, code_cells, read, stored
 
 from colabkit.notebook.lines import split_line
 from colabkit.notebook.options import parser_of
-from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS, Verb
+from colabkit.notebook.verb_types import Verb
+from colabkit.notebook.verbs import CELLS, VERBS
 
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-LINES = {verb.name: verb for verb in (*VERBS, DASHBOARD) if verb.is_magic}
+LINES = {verb.name: verb for verb in VERBS if verb.is_magic}
 BODIES = {verb.name: verb for verb in CELLS}
 OTHERS = {"load_ext", "pip"}
 LINE_MAGIC = re.compile(r"^(\s*(?:\w+ = )?)%(\w+)(.*)$", re.MULTILINE)

@@ -10,6 +10,7 @@ from colabkit.foundation.meters.counts import LoaderMeters as LoaderMeters
 from colabkit.foundation.meters.counts import MetersSnapshot as MetersSnapshot
 from colabkit.foundation.meters.counts import PartSnapshot as PartSnapshot
 from colabkit.foundation.meters.events import BatchTaken as BatchTaken
+from colabkit.foundation.meters.events import EpochDone as EpochDone
 from colabkit.foundation.meters.events import EpochStarted as EpochStarted
 from colabkit.foundation.meters.events import Event as Event
 from colabkit.foundation.meters.events import RunEnded as RunEnded

@@ -85,13 +85,32 @@ class ValidationDone:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochDone:
+    """An epoch of `train()` has finished.
+
+    Attributes:
+        epoch: number of the epoch, from 0.
+        samples: samples trained on, in all processes together.
+        seconds: duration in seconds, without validation.
+        wait_s: seconds spent waiting for data.
+        values: means of the step's values and results of the validation, by label.
+    """
+
+    epoch: int
+    samples: int
+    seconds: float
+    wait_s: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
     """The end of `train()`; `error` is the name of the exception that stopped it, if any."""
 
     error: str | None
 
 
-Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone | ValidationDone | RunEnded
+Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone | ValidationDone | EpochDone | RunEnded
 Listener: TypeAlias = Callable[[Event], None]
 
 # The latest report, if any.

@@ -62,8 +62,8 @@ class GpuReport(Report):
     is_sliced: bool | None = None
 
     def _summary(self) -> str:
-        memory = "memory n/a" if self.total_bytes is None else format_bytes(self.total_bytes)
-        return f"{self.name or 'GPU, name n/a'}, {memory}"
+        memory = "" if self.total_bytes is None else f", {format_bytes(self.total_bytes)}"
+        return f"{self.name or 'GPU'}{memory}"
 
     def details(self) -> str:
         """Return all known values as one line."""
@@ -71,12 +71,13 @@ class GpuReport(Report):
         sliced = ", in MIG slices" if self.is_sliced else ""
         driver = "" if self.driver is None else f", driver {self.driver}"
         cuda = "" if self.cuda is None else f", CUDA up to {self.cuda}"
-        return f"{self._summary()}{free}{sliced}{driver}{cuda}, {self.uuid or 'UUID n/a'}"
+        uuid = "" if self.uuid is None else f", {self.uuid}"
+        return f"{self._summary()}{free}{sliced}{driver}{cuda}{uuid}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         free = None if self.free_bytes is None else format_bytes(self.free_bytes)
         found = {"uuid": self.uuid, "free": free, "driver": self.driver, "CUDA": self.cuda}
-        return [(name, value or "n/a") for name, value in found.items()]
+        return [(name, value) for name, value in found.items() if value]
 
 
 @dataclass(frozen=True, slots=True)

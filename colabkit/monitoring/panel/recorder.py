@@ -70,8 +70,8 @@ class RunRecorder:
 
     def note(self, event: meters.Event) -> None:
         """Record an event; events after the end of the run are ignored."""
-        if self._ended_s is None:
-            self._noters[type(event)](event)
+        if self._ended_s is None and (note := self._noters.get(type(event))) is not None:
+            note(event)
 
     def end(self, error: str | None) -> None:
         """Record the end of the run and the name of the error that stopped it; later calls are ignored."""

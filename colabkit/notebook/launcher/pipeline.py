@@ -19,7 +19,8 @@ import colabkit
 from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, Report, cannot, option
 from colabkit.notebook.launcher.settings import PACK_OPTIONS, Settings
 from colabkit.notebook.options import parse_value
-from colabkit.notebook.verbs import VERBS, Option, Verb
+from colabkit.notebook.verb_types import Option, Verb
+from colabkit.notebook.verbs import VERBS
 from colabkit.packs import label_samples
 from colabkit.storage import FSSPEC, WEB, Listing, address_of, looked_at_by
 
@@ -73,7 +74,7 @@ class PipelineCall:
             name: results[value.name].path if isinstance(value, ResultPath) else value
             for name, value in self.arguments.items()
         }
-        return getattr(colabkit, self.verb.call)(**arguments)
+        return getattr(colabkit, self.verb.name)(**arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ def _code_of_call(call: PipelineCall, secret: str) -> str:
             value = call.arguments[one.name]
             text = _ADDRESS if secret and value == secret else repr(value)
             given.append(f"{one.name}={text}" if one.flag else text)
-    return f"{call.name} = colabkit.{call.verb.call}({', '.join(given)})"
+    return f"{call.name} = colabkit.{call.verb.name}({', '.join(given)})"
 
 
 def _training_lines(training: TrainingSettings) -> list[str]:

@@ -183,17 +183,15 @@ class ProbeReport(Report):
         return "\n".join(filter(None, (first, self.recommendation, self.caveat)))
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [
-            ("mount", ", from ".join(filter(None, (self.fstype, self.mount_source))) or "n/a"),
-        ]
-        if self.open_s is None or self.open_p95_s is None:
-            rows.append(("opening", "n/a"))
-        else:
+        rows: list[tuple[str, ...]] = []
+        if mount := ", from ".join(filter(None, (self.fstype, self.mount_source))):
+            rows.append(("mount", mount))
+        if self.open_s is not None and self.open_p95_s is not None:
             rows.append(("opening", f"{format_seconds(self.open_s)}; 95% within {format_seconds(self.open_p95_s)}"))
         if self.type == "folder":
-            rate = "n/a" if self.listing_rate is None else format_rate(self.listing_rate, "entries")
+            rate = "" if self.listing_rate is None else f"{format_rate(self.listing_rate, 'entries')}; "
             part = "the whole tree" if self.is_complete else "a part of the tree"
-            rows.append(("listing", f"{rate}; {format_things(self.listed_entries, 'entry')}, {part}"))
+            rows.append(("listing", f"{rate}{format_things(self.listed_entries, 'entry')}, {part}"))
         sized = "" if self.sized_files == self.files else f" in {format_count(self.sized_files)} of them"
         largest = f", the largest {format_bytes(self.largest_bytes)}" if self.sized_files > 1 else ""
         rows.append(("files", f"{format_count(self.files)}; {format_bytes(self.sized_bytes)}{sized}{largest}"))
