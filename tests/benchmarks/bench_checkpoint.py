@@ -43,7 +43,6 @@ def main() -> None:
 
 
 def folder_of(bench: Bench) -> Path:
-    """Return a new folder for checkpoints."""
     return Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=bench.options.folder or bench.folder))
 
 

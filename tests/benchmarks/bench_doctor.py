@@ -84,14 +84,12 @@ def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
 
 
 def run_of(name: str) -> dict[str, Any]:
-    """Return the results of a real run."""
     found = {"name": name, **child([sys.executable, HERE / "doctor_runs.py", name], DEADLINE_S)}
     print("  " + ("; ".join(run_row(found)) if "verdict" in found else name), file=sys.stderr, flush=True)
     return found
 
 
 def run_row(found: dict[str, Any]) -> tuple[str, ...]:
-    """Return the table row of a real run."""
     shares = "/".join(f"{100 * share:.0f}" for share in found["shares"][0].values())
     return (
         found["name"] + ("" if is_right(found) else "  WRONG"),
@@ -106,7 +104,6 @@ def run_row(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def is_right(found: dict[str, Any]) -> bool:
-    """Return whether the verdict is the planted bottleneck."""
     return bool(found["verdict"] == found["right"])
 
 

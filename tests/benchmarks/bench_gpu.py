@@ -77,7 +77,6 @@ def make_dataset(folder: Path) -> colabkit.PackedDataset:
 
 
 def ratio(figures: dict[str, list[float]], bare: str, ours: str) -> float:
-    """Return the ratio between the medians of two systems."""
     return statistics.median(figures[ours]) / statistics.median(figures[bare])
 
 

@@ -107,7 +107,7 @@ class StagingBench(Bench):
         return (parent or self.folder / "targets") / str(self.targets)
 
     def tmpfs_target(self) -> Path:
-        """Return a new path for a copy in tmpfs, where stage() copies data that fits."""
+        """Return a new path for a copy in tmpfs, where `stage()` by default copies data that fits."""
         return self.target(self.tmpfs)
 
     def show(self, title: str, seconds: Mapping[str, list[float]], needed: Mapping[str, float]) -> None:
@@ -122,7 +122,6 @@ class StagingBench(Bench):
 
 
 def command(*words: object) -> None:
-    """Run a program and wait for it."""
     subprocess.run([str(word) for word in words], check=True, capture_output=True)
 
 

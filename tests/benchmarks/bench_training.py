@@ -109,7 +109,6 @@ def shown(shown_s: list[float]) -> Iterator[None]:
 
 
 def samples_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random images and labels for this many steps."""
     return torch.randn(BATCH * count, 3, 32, 32), torch.randint(0, 10, (BATCH * count,))
 
 
@@ -148,7 +147,8 @@ def by_train(
 ) -> Callable[[], float]:
     """Return a function that trains an epoch with `train()` and returns the microseconds per step.
 
-    If a context `beside` the training is given, steps are timed from event to event, without the first step.
+    If `beside` is given, training runs within its context manager, and steps are timed from event to event, without the
+    first step.
     """
     model, optimizer = network()
     step = colabkit.supervised_step(model, optimizer)

@@ -130,7 +130,6 @@ def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None]
 
 
 def watched(loader: Any) -> Any:
-    """Return a loader with meters."""
     return loader if isinstance(loader, colabkit.Loader) else colabkit.watch(loader)
 
 
@@ -329,7 +328,6 @@ def cached_files(folder: Path, batch: int = 32, count: int = 320) -> Any:
 
 
 def torch_files(folder: Path, workers: int, batch: int = 16, count: int = 2400, work: int = 0) -> Any:
-    """Return a torch `DataLoader` of image files."""
     return DataLoader(
         Files(photos(folder, count), work), batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )
@@ -361,12 +359,10 @@ def large_rows(folder: Path, batch: int = 16) -> Any:
 
 
 def arrays(batch: int) -> Callable[[Path], Any]:
-    """Return a function that makes a `Loader` of tensors."""
     return lambda folder: colabkit.Loader(rows(), batch, shuffle=True)
 
 
 def tensors(batch: int, workers: int = 0) -> Callable[[Path], Any]:
-    """Return a function that makes a torch `DataLoader` of tensors."""
     return lambda folder: DataLoader(
         TensorDataset(*rows()), batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )

@@ -36,7 +36,6 @@ def main() -> None:
 
 
 def measure(system: str, source: str, target: str) -> None:
-    """Run a system and print its measurements."""
     try:
         run = SYSTEMS[system]()
     except ImportError as error:
@@ -112,7 +111,6 @@ def ffcv_jpg() -> Run:
 
 
 def ffcv_rows() -> Run:
-    """Write the rows of a raw pack with FFCV."""
     return ffcv_of("raw", Rows)
 
 

@@ -162,7 +162,6 @@ def verdict(what: str, found: float | None, needed: float, form: str, at_most: b
 
 
 def needs_table(verdicts: Iterable[tuple[str, str, str, str]]) -> None:
-    """Print the table of requirements."""
     table("Requirements", ("", "found", "required", "met"), verdicts)
 
 
@@ -181,7 +180,6 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Non
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the time of a call in seconds."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

@@ -107,7 +107,6 @@ class HeldDisk:
 
     @property
     def is_released(self) -> bool:
-        """Whether the disk responds again."""
         return self._released.is_set()
 
     def release(self) -> None:
@@ -118,5 +117,4 @@ class HeldDisk:
 
 
 def writers() -> list[threading.Thread]:
-    """Return the running threads that write checkpoints."""
     return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]

@@ -143,7 +143,6 @@ class AtChange:
 
     @property
     def was_reached(self) -> bool:
-        """Whether the `number`-th file change was reached."""
         return self.count >= self.number
 
 

@@ -37,7 +37,7 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 
 
 def drive_id(name: str) -> str:
-    """Return an ID as long as Drive's."""
+    """Return an ID of 28 characters, which begins with 1 like a real one."""
     return f"1{name:x<27}"
 
 

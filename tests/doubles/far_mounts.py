@@ -29,18 +29,16 @@ DEADLINE_S = 15.0
 
 
 def has_fuse() -> bool:
-    """Return whether this machine can mount FUSE file systems."""
     has_mfusepy = importlib.util.find_spec("mfusepy") is not None
     return has_mfusepy and os.access("/dev/fuse", os.R_OK | os.W_OK) and shutil.which("fusermount3") is not None
 
 
 def has_rclone() -> bool:
-    """Return whether this machine can run `rclone mount`."""
     return shutil.which("rclone") is not None and os.access("/dev/fuse", os.R_OK | os.W_OK)
 
 
 class _Mount:
-    """A child process that serves a mount; leaving the block kills it and unmounts, even if it hangs."""
+    """A mount that a child process serves; leaving the block kills the process and unmounts even a hanging mount."""
 
     def __init__(self, point: Path, fstype: str) -> None:
         self.point = point
@@ -49,7 +47,7 @@ class _Mount:
 
     @property
     def pid(self) -> int:
-        """The process that serves the mount."""
+        """The ID of the process that serves the mount."""
         assert self._child is not None
         return self._child.pid
 
@@ -155,7 +153,7 @@ class FuseMount(_Mount):
         os.close(self._log)
 
     def hang(self, operation: Operation | None = None, after: int = 0) -> None:
-        """Stop responding to all operations; or to those of one kind, after `after` more of them."""
+        """Stop responding: to all operations, or only to those of one kind, after `after` more of this kind."""
         if operation is None:
             os.kill(self.pid, signal.SIGSTOP)
         else:
@@ -176,12 +174,10 @@ class FuseMount(_Mount):
 
     @property
     def opened(self) -> int:
-        """Number of file opens."""
         return self._numbers[slow_drive.COUNT + slow_drive.OPEN]
 
     @property
     def listed(self) -> int:
-        """Number of folder listings."""
         return self._numbers[slow_drive.COUNT + slow_drive.LIST]
 
     @property

@@ -50,7 +50,6 @@ class Colab:
         return path.read_text().splitlines() if path.exists() else []
 
     def count(self, event: str) -> int:
-        """Return the number of calls of this kind."""
         return sum(line.split()[0] == event for line in self.events())
 
     @property
@@ -73,7 +72,8 @@ def forget_double(patch: pytest.MonkeyPatch) -> None:
 
 def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Hide the remote mounts of other tests that may run on this machine."""
-    # Import these packages before patching, because they import the functions by name and need the real ones.
+    # Import these packages before patching, because they import functions of `mount_table` by name and need the
+    # original functions.
     for room in ("fetching", "probing", "staging"):
         importlib.import_module(f"colabkit.storage.{room}.api")
     real = mounts.mounts

@@ -33,7 +33,6 @@ class WebServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The URL of a file on this server."""
         return f"http://127.0.0.1:{self.server_address[1]}/data/file.bin"
 
     def next_plan(self) -> Plan:
@@ -73,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def content(self) -> bytes:
-        """The requested file."""
+        """The bytes of the requested file."""
         return self.server.content
 
     @property

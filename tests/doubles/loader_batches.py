@@ -29,7 +29,6 @@ def same(some: list[Any], others: list[Any]) -> bool:
 
 
 def loader_threads(prefix: str = "colabkit-loader") -> list[threading.Thread]:
-    """Return the running loader threads."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
 
 

@@ -25,7 +25,6 @@ def tarred(folder: Path, archive: Path) -> Path:
 
 
 def zipped(folder: Path, archive: Path, compression: int = zipfile.ZIP_DEFLATED) -> Path:
-    """Write a zip archive of a folder."""
     with zipfile.ZipFile(archive, "w", compression) as file:
         for path in sorted(folder.rglob("*")):
             file.write(path, path.relative_to(folder))

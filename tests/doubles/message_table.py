@@ -202,7 +202,6 @@ def sites() -> tuple[Site, ...]:
 
 
 def table() -> str:
-    """Return the page of all messages as Markdown."""
     lines = [_HEAD]
     for module, group in itertools.groupby(sites(), lambda site: site.module):
         lines.append(f"\n## {module}\n")

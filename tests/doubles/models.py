@@ -70,7 +70,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_step(model: nn.Module | None = None, *arguments: Any, **options: Any) -> tuple[nn.Module, SupervisedStep]:
-    """Return a model and a step that trains it."""
     model = small_cnn(width=8) if model is None else model
     return model, supervised_step(model, sgd(model), *arguments, **options)
 

@@ -33,7 +33,6 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def stored(notebook: NotebookNode) -> str:
-    """Return a notebook's text in the stored format."""
     made = nbformat.from_dict({**notebook, "metadata": METADATA})
     for cell in made.cells:
         cell.metadata = {name: value for name, value in cell.metadata.items() if name in CELL_METADATA}

@@ -91,7 +91,6 @@ STATES = {
 
 
 def render(state: PanelState) -> tuple[str, str]:
-    """Return the panel as HTML and as text."""
     return as_html(state), as_text(state)
 
 

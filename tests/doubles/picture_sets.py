@@ -16,7 +16,6 @@ NAMES = ("ant", "bee", "cat")
 
 
 def png(number: int) -> bytes:
-    """Return one of the pictures in PNG format."""
     return saved(PIXELS[number], "PNG")
 
 

@@ -40,7 +40,6 @@ def saved(pixels: np.ndarray | Image.Image, kind: str, **options: object) -> byt
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """Return a PNG file's bytes."""
     return saved(pixels, "PNG")
 
 

@@ -28,7 +28,6 @@ def ready(source: object, **options: Any) -> PreparedPack:
 
 
 def samples(prepared: PreparedPack) -> int:
-    """Return the number of samples of a pack."""
     return sum(len(prepared[split]) for split in prepared)
 
 

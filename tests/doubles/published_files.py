@@ -16,7 +16,7 @@ NEW_FOLDER = {"a.png": b"new" * 900, "deep/er/d.png": b"newer", "e.txt": b""}
 
 
 def write(place: Path, files: dict[str, bytes]) -> Path:
-    """Write a file, or a folder of files."""
+    """Write a folder of files, given by path, or a single file, given under the key ""."""
     for name, data in files.items():
         path = place / name if name else place
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,8 @@ import threading
 
 
 def reader_threads() -> list[threading.Thread]:
-    """Return the running reader threads."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-read")]
 
 
 def no_reader_threads() -> bool:
-    """Return whether no reader thread is running."""
     return not reader_threads()

@@ -334,7 +334,6 @@ def shared_numbers() -> tuple[int, memoryview]:
 
 
 def numbers_at(shared: int) -> memoryview:
-    """Return the shared numbers of a descriptor."""
     return memoryview(mmap.mmap(shared, SHARED_BYTES)).cast("q")
 
 

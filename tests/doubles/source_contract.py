@@ -88,7 +88,6 @@ def _state(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def write_tree(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Write files below a folder."""
     for path, data in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)

@@ -31,7 +31,6 @@ class Strike:
 
     @property
     def struck(self) -> bool:
-        """Whether the `number`-th file change was reached."""
         return self.left <= 0
 
 

@@ -19,7 +19,6 @@ FOREVER = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

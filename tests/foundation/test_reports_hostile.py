@@ -65,7 +65,6 @@ def check_alike(page: str, plain: str) -> None:
 
 
 def kinds() -> list[type[Report]]:
-    """Return all report classes of the package."""
     for module in pkgutil.walk_packages([str(PACKAGE)], "colabkit."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)

@@ -13,13 +13,11 @@ from trees import needs
 
 @pytest.fixture
 def fuse() -> None:
-    """Skip the test if this machine cannot mount FUSE file systems."""
     needs("FUSE", has_fuse())
 
 
 @pytest.fixture
 def rclone() -> None:
-    """Skip the test if rclone cannot mount."""
     needs("rclone", has_rclone())
 
 

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("fuse")
 
 
 def log(colab: Colab, text: str) -> None:
-    """Write the log of DriveFS."""
     path = colab.home / DRIVEFS_LOG
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -34,7 +34,6 @@ def jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(**options) -> MountFailed:
-    """Return the error that `mount()` raises."""
     with pytest.raises(MountFailed) as caught:
         colabkit.mount(**options)
     return caught.value

@@ -31,7 +31,6 @@ MOST_LINES_OF_A_FUNCTION = 5
 
 
 def as_python(source: str) -> str:
-    """Return a cell's source without magics."""
     return LINE_MAGIC.sub(r"\1None", CELL_MAGIC.sub("", source))
 
 

@@ -49,7 +49,6 @@ class Runs:
         self._begun: dict[str, dict[str, Future[Twice]]] = {}
 
     def of(self, name: str, stack: str) -> Twice:
-        """Return both runs of a notebook with a stack."""
         if name not in self._begun:
             stacks = KINDS if self._is_full else (stack,)
             self._begun[name] = {each: self._pool.submit(self._twice, name, each) for each in stacks}

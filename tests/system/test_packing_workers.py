@@ -56,7 +56,6 @@ def children(pid: int | None = None) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

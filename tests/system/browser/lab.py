@@ -82,14 +82,12 @@ def _wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def save_notebook(path: Path, cells: list[str]) -> None:
-    """Write a notebook of code cells."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, path)
 
 
 def do(page: Page, command: str, **arguments: object) -> None:
-    """Run one of JupyterLab's commands."""
     page.evaluate("([name, taken]) => { window.jupyterapp.commands.execute(name, taken); }", [command, arguments])
 
 

@@ -31,7 +31,6 @@ def plan() -> dict[str, Any]:
 
 
 def note(event: str) -> None:
-    """Record a call for the test."""
     with open(os.environ["COLAB_DOUBLE"] + ".events", "a") as file:
         file.write(event + "\n")
 
