@@ -83,7 +83,7 @@ def ratio(figures: dict[str, list[float]], bare: str, ours: str) -> float:
 def bare_gather(dataset: colabkit.PackedDataset) -> Callable[[], float]:
     """Return a function that gathers rows on the device in random order, and returns the images per second.
 
-    This rate is the limit of the `gpu` tier, because all batches reuse one buffer.
+    This rate is an upper limit for the `gpu` tier: each batch takes only one operation, into a reused buffer.
     """
     rows = dataset.rows.cuda()
     wide = rows.view(len(rows), -1).view(torch.int64)

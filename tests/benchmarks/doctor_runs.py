@@ -285,7 +285,7 @@ MOUNTED: list[FuseMount] = []
 
 
 def unmount() -> None:
-    """Unmount the drives, which also drops their data from the kernel's cache."""
+    """Unmount the drives, so that the kernel also drops their data from its cache."""
     while MOUNTED:
         MOUNTED.pop().__exit__(None, None, None)
 

@@ -151,7 +151,7 @@ def fill_disk() -> None:
 
 
 def kills(killed_at: Callable[[int, Any], bool], work: partial[object]) -> Iterator[int]:
-    """Kill `work` at its 1st, 2nd, … file change, and yield after each kill, until it succeeds."""
+    """Kill `work` at its 1st, 2nd, … file change, and yield after each kill, until `work` succeeds."""
     number = 1
     while killed_at(number, work):
         yield number

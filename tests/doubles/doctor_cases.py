@@ -83,7 +83,7 @@ def steps_of(
 def part(
     name: str, busy_s: float, cpu_s: float = 0.0, wait_s: float = 0.0, size: int = 0, samples: int = 6400
 ) -> PartSnapshot:
-    """Return the snapshot of a loader part with these costs per sample."""
+    """Return the snapshot of a loader part with these seconds and this size in bytes per sample."""
     return PartSnapshot(
         name, samples, size * samples, busy_s * samples, wait_s * samples, samples // 64, busy_s, cpu_s * samples
     )

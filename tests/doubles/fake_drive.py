@@ -211,7 +211,7 @@ def drive(
 
 
 def installed(line: str, config: pytest.Config) -> str:
-    """Return the folder with a version of gdown, which is installed only once."""
+    """Return the folder that contains a version of gdown, after installing it if necessary."""
     name = f"{line.translate(str.maketrans('=>', '--'))}-{sys.version_info.major}.{sys.version_info.minor}"
     folder = config.cache.mkdir("gdown") / name
     with (folder.parent / f"{name}.lock").open("w") as lock:

@@ -251,7 +251,7 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = DEADLI
 
 
 def in_child(code: str, *arguments: object, seconds: float = 5.0) -> str:
-    """Run Python code that may hang in a child process; return its output, or `"hung"` after the deadline."""
+    """Run Python code, which may hang, in a child process; return the output, or `"hung"` after the deadline."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -41,7 +41,7 @@ class Killing:
         self._process.communicate()
 
     def at(self, number: int, work: partial[object]) -> bool:
-        """Run `work` in a process that is killed at its `number`-th file change; return whether it got that far."""
+        """Run `work` in a process that is killed at the `number`-th file change; return whether `work` got that far."""
         pickle.dump((number, dict(os.environ), os.getcwd(), work), self._process.stdin)
         self._process.stdin.flush()
         status = int(self._process.stdout.readline())

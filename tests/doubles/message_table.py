@@ -148,7 +148,7 @@ def _joined(node: ast.expr) -> str:
 
 
 def _short(node: ast.expr) -> str:
-    """Return the name in an expression that describes its value best."""
+    """Return the name that best describes the value of an expression."""
     names = [
         one.id if isinstance(one, ast.Name) else one.attr
         for one in ast.walk(node)
@@ -185,7 +185,7 @@ def _statements(function: ast.AST) -> list[ast.stmt]:
 
 
 def _calls(node: ast.AST, function: ast.AST | None, error: str) -> Iterator[tuple[ast.AST | None, ast.Call, str]]:
-    """Return the calls of `cannot()`, each with the enclosing function and the name of the error that receives it."""
+    """Return the calls of `cannot()`, each with its function and the name of the error that receives the message."""
     for child in ast.iter_child_nodes(node):
         inner = child if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "cannot":

@@ -42,7 +42,7 @@ WAYS = {
 def photos(
     folder: Path, per_class: int = 4, size: tuple[int, int] = (24, 32), kind: str = "JPEG", **options: Any
 ) -> Path:
-    """Write photos with this (height, width) into class folders, and return the folder around them."""
+    """Write photos with this (height, width) into class folders below `folder`, and return `folder`."""
     for label, name in enumerate(("ants", "bees", "cats")):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(per_class):
@@ -111,7 +111,7 @@ def photos_for(options: dict[str, Any], folder: Path) -> Path:
 
 
 def content(path: Path) -> dict[str, list[tuple[bytes, ...]]]:
-    """Return all samples of each split, read through the public dataset."""
+    """Return all samples of each split, read through the datasets of `open_pack()`."""
     found = {}
     for split, data in open_pack(path).items():
         samples = [data[number] for number in range(len(data))]

@@ -36,7 +36,7 @@ SHARED_BYTES = 8 * 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _TICK_S = 0.01
-# Shorter idle times of the connection do not count as lost bandwidth, because readers wake up a little late.
+# Idle times of the connection below this limit do not lose bandwidth, because readers wake up a little late.
 _CATCH_UP_S = 0.01
 _THREADS = 128
 # Maximum size of one request in bytes: the kernel's limit of 256 pages.
@@ -276,7 +276,7 @@ def _without_copies(fuse: type) -> type:
 
     class Fuse(fuse):
         def _wrapper(self, function: Any, *arguments: Any) -> int:
-            # Otherwise Python creates and frees its state for libfuse's thread in each request, and maps memory for it.
+            # Otherwise, Python would allocate and free the state of libfuse's thread in each request.
             if not hasattr(thread, "is_kept"):
                 ctypes.pythonapi.PyGILState_Ensure()
                 thread.is_kept = True

@@ -41,7 +41,10 @@ def struck_runs(
     error: type[BaseException],
     step: int = 1,
 ) -> Iterator[tuple[int, Strike]]:
-    """Call `act`, which raises, at the 1st, 2nd, … file change of `work`; yield each number, until `work` succeeds."""
+    """Call `act`, which raises, at each file change of `work` in turn; yield its number and the hook.
+
+    Only every `step`-th file change is tested. The runs end when `work` succeeds.
+    """
     for number in itertools.count(1, step):
         strike = Strike(number, act)
         file_hook(strike)

@@ -34,7 +34,7 @@ def stack(request: pytest.FixtureRequest) -> str:
 
 
 class Runs:
-    """Notebook runs with both stacks concurrently, twice each, in a separate kernel for each notebook and stack.
+    """Two runs of each notebook per stack, in a separate kernel; the runs with both stacks are concurrent.
 
     Args:
         folder: folder for all files that the notebooks write.

@@ -67,7 +67,7 @@ def descriptors() -> int:
 
 
 def at_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any, str], object]) -> None:
-    """In each worker, call `act` with each range of samples, both `"before"` and `"after"` these are made."""
+    """In each worker, call `act(samples, "before")` and `act(samples, "after")` around the making of each range."""
     write = sample_writer.FileSampleWriter.write_range
 
     def written(self: Any, samples: Any) -> Any:
