@@ -144,7 +144,7 @@ def _shown(text: str) -> str:
         host, slash, path = rest.partition("/")
         host = host.rpartition("@")[2]
         if not re.fullmatch(r"(\[.*\]|[^:]*)(:\d*)?", host):
-            # An unescaped slash in the password ends this part early, so it may hold half of the password.
+            # An unescaped slash in the password ends the host early, so `host` may hold part of the password.
             host = "..."
         links.append(f"{scheme}{separator}{host}{slash}{path}")
     return _limited(printable("::".join(links)))

@@ -185,7 +185,7 @@ def _source_at(act: str, local: Path) -> FileSource | FolderSource:
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
-    """One call of `publish()`; `advance` is called with the numbers of bytes and files completed."""
+    """A call of `publish()`; `advance` is called with the numbers of bytes and files completed."""
 
     act: str
     source: FileSource | FolderSource
@@ -195,7 +195,7 @@ class _Publication:
     advance: Callable[[int, int], None]
 
     def run(self, target: Path, answered: MoveCallback) -> tuple[Path, bool]:
-        """Copy, compare and rename; return the final path and whether an earlier version was replaced."""
+        """Copy and compare all files, then rename the copy; return its path and whether it replaced an old version."""
 
         def moved(size: int = 0) -> None:
             answered()
@@ -344,7 +344,7 @@ def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCa
     crc = offset = 0
     fd = file_changes.create(path)
     try:
-        # The generator holds the source file open, so close it even if a stored exception keeps it alive.
+        # Close the generator, since it holds the source file open, and a stored exception can keep it alive.
         with closing(blocks):
             for block in blocks:
                 file_changes.write_at(fd, block, offset, path)

@@ -1,4 +1,4 @@
-"""`fetch()` after a kill, Ctrl-C or a failure, in concurrent calls, and over other data; and its messages."""
+"""`fetch()` after a kill, Ctrl-C or a failure, concurrent calls, other data at the target, names and messages."""
 
 from __future__ import annotations
 

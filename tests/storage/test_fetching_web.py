@@ -243,7 +243,7 @@ def test_a_web_page_instead_of_a_file_is_refused_with_its_title(tmp_path):
 def test_a_compressed_body_is_refused_unless_the_file_name_says_so(tmp_path):
     plan = servers.body(b"\x1f\x8b\x00", Content_Encoding="gzip")
     with served(CONTENT, plan) as server:
-        with pytest.raises(FetchFailed, match="sends it compressed"):
+        with pytest.raises(FetchFailed, match="sends the file compressed"):
             get(server, tmp_path)
         assert fetch(server.url.replace("bin", "tar.gz"), tmp_path, progress=False).path.name == "file.tar.gz"
 

@@ -1,4 +1,4 @@
-"""`probe()` of local folders and files."""
+"""`probe()` on local folders and files."""
 
 from __future__ import annotations
 

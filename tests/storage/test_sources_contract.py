@@ -1,4 +1,4 @@
-"""Tests that all sources pass."""
+"""Tests that every type of source must pass."""
 
 from __future__ import annotations
 

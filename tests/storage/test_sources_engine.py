@@ -104,7 +104,7 @@ def read(source: Source, items: Iterable[Item] | None = None, threads: int | str
 
 
 def only(source: Source, name: str) -> list[Item]:
-    """Return one item of a source, in a list."""
+    """Return the item with this path, in a list."""
     return [item for item in source.list().items if item.path == name]
 
 

@@ -51,7 +51,7 @@ def shards(place: Path, samples: Mapping[str, bytes]) -> Path:
 
 
 def records(place: Path, samples: Mapping[str, bytes]) -> Path:
-    """Write samples as TFRecord; their paths are `FILE/NUMBER`."""
+    """Write samples as TFRecord files; their paths are `FILE/NUMBER`."""
     folder = place / "records"
     folder.mkdir()
     for shard, paths in itertools.groupby(samples, lambda path: path.partition("/")[0]):

@@ -236,7 +236,7 @@ def test_too_little_space_is_refused_before_anything_is_written(archive, image_t
 
 
 def rewrite(path: Path, change: str) -> None:
-    """Change a file's size or time."""
+    """Change a file's time and, unless `change` is "touch", its size."""
     data = path.read_bytes()
     path.write_bytes({"grow": data + b"x", "shrink": data[:-5], "touch": data}[change])
     os.utime(path, ns=(1, 1))

@@ -164,7 +164,7 @@ def test_files_and_links_added_to_a_local_copy_stay(image_tree, monkeypatch, can
         (folder / "both").write_bytes(b"same")
     assert copy(image_tree).reused
     (image_tree / "cats" / "new.png").write_bytes(b"new")
-    # Hard links between file systems fail with this error.
+    # Hard links between two file systems fail with `EXDEV`.
     if not can_link:
         monkeypatch.setattr(file_changes, "link", refused)
     assert not copy(image_tree, refresh=True).reused

@@ -54,7 +54,7 @@ def mount(
     """Mount Google Drive, or find its existing mount, and report its path.
 
     A working mount is reused without asking for consent again; a mount whose program died is repaired. Outside Colab,
-    an existing google-drive-ocamlfuse or rclone mount is used; without one, the error lists the alternatives.
+    an existing google-drive-ocamlfuse or rclone mount is used; without such a mount, the error lists alternatives.
 
     Args:
         path: where to mount Drive; defaults to its current mount point, or `/content/drive` if it is not mounted.
@@ -290,7 +290,7 @@ def clear_cache(
         path: any path on the mount; defaults to the only Drive mount.
         dry_run: change nothing; report what would be freed and lost.
         timeout: seconds for sending writes, and for each further step.
-        force: clear the cache even if writes are unsent, which loses them.
+        force: clear the cache even if writes cannot be sent and are lost.
         progress: show the elapsed seconds.
 
     Returns:

@@ -64,8 +64,8 @@ _TIMEOUT_S = 120.0
 # Time limit for the DriveFS process and its mount to disappear after `flush_and_unmount` returns.
 _END_S = 15.0
 _ANYWHERE: Text = (
-    "Mount it with 'rclone mount REMOTE: FOLDER --vfs-cache-mode full --rc', so that paths such as drive:birds work, "
-    "or download a share link with ",
+    "Mount Drive with 'rclone mount REMOTE: FOLDER --vfs-cache-mode full --rc', so that paths such as drive:birds "
+    "work, or download a share link with ",
     call("fetch"),
 )
 _AGAIN: Text = (
@@ -394,7 +394,7 @@ class DriveFs(DriveMount):
                 raise
             loss = self.drop(timeout)
         if not wait_until(lambda: not list(daemons("drive")), _END_S):
-            found = "Drive is unmounted, but DriveFS is still running and writing to its cache"
+            found = "Drive is unmounted, but DriveFS is still running and may be writing to its cache"
             raise TimedOut(cannot(act, found, "", ("Run ", call("mount"), " and try again")))
         with file_changes.translated(act):
             for path in self.cached():

@@ -182,7 +182,7 @@ class DriveMount(ABC):
     """A mount of Drive and the program that serves it.
 
     Attributes:
-        mount: its entry in the mount table.
+        mount: the mount's entry in the mount table.
         steps: the steps of `clear`, for the report.
         is_remounted: whether `send` unmounts Drive and mounts it again.
         frees_contents: whether `clear` removes file contents from the disk.
@@ -250,7 +250,7 @@ def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
 
 
 def find_mount(path: str | os.PathLike[str] | None, act: str, timeout: float) -> Mount:
-    """Return the Drive mount that holds a path; defaults to the only Drive mount.
+    """Return the Drive mount that holds a path; without a path, return the only Drive mount.
 
     Raises:
         NotMounted: if Drive is not mounted, if there are several Drive mounts and no path, or if the path is not on a

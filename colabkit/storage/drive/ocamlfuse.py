@@ -1,4 +1,4 @@
-"""Find the cache of a google-drive-ocamlfuse mount, count its unsent files, and clear it without losing them.
+"""Count the unsent files of a google-drive-ocamlfuse mount, and clear its cache without losing these files.
 
 `google-drive-ocamlfuse -cc` removes every file in the cache folder, including `cache.db` with the upload queue, and
 does not coordinate with a running mount. So the order is: wait for the uploads, unmount, check the queue again, run
@@ -108,7 +108,7 @@ class Ocamlfuse(DriveMount):
             raise TimedOut(
                 cannot(
                     act,
-                    f"{PROGRAM} is still running {timeout:g} s after it was unmounted",
+                    f"{PROGRAM} is still running {timeout:g} s after unmounting",
                     "",
                     ("Wait until it has uploaded all files, or allow more time with ", option("timeout")),
                 )

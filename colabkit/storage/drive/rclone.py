@@ -1,8 +1,8 @@
 """Count the unsent files of rclone mounts of Drive, and make rclone forget cached directory listings.
 
 The remote control (`--rc`) is called over HTTP with a deadline; without a remote control, SIGHUP still makes rclone
-forget its listings. rclone evicts the file contents that `--vfs-cache-mode` caches; the options `--vfs-cache-max-size`
-and `--vfs-cache-max-age` limit them.
+forget its listings. rclone itself evicts file contents that `--vfs-cache-mode` caches, according to its options
+`--vfs-cache-max-size` and `--vfs-cache-max-age`.
 """
 
 from __future__ import annotations

@@ -106,10 +106,10 @@ def fetch(
     A fetch that was stopped by an error, Ctrl-C or a kill resumes when you call it again.
 
     A repeated call fetches nothing if the final path already holds the data. With `digest`, the file must have that
-    digest. Without it, an earlier call must have fetched the same source to the same path, and neither side may have
-    changed since: a file must have the same size and modification time, a folder the same number and total size of
-    files, and the server must report the same version. Drive reports no versions, so its files are not compared. Any
-    other file or folder at the final path is left unchanged unless `overwrite` is set.
+    digest. Without `digest`, an earlier call must have fetched the same source to the same path, the fetched data must
+    be unmodified, and the server must report the same version. Data counts as unmodified if a file's size and
+    modification time, or a folder's number and total size of files, are the same. Drive reports no versions, so they
+    are not compared. Any other file or folder at the final path is left unchanged unless `overwrite` is set.
 
     For fsspec URLs, threads read many files and parts of files at once. If a request for at most 4 MiB of a file takes
     longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped and remains until the

@@ -4,8 +4,8 @@ A socket's own timeout applies to each read separately, so a server that sends a
 forever. Here, name lookup, connecting, TLS, redirects and headers share one deadline, and each socket operation gets
 the time that is left. The code that reads the body restarts the deadline whenever enough bytes arrive.
 
-This module uses `urllib.request`. The package requests has no deadline over several reads, reads the bodies of
-redirects and takes credentials from ~/.netrc; working around that would take more code than it saves.
+This module uses `urllib.request`. The `requests` package has no deadline over several reads, reads the bodies of
+redirects and takes credentials from ~/.netrc; avoiding this behavior would take more code than `requests` saves.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def is_html(headers: Message | None, head: bytes, name: str) -> bool:
 
     Args:
         headers: headers of the response, or None if unknown.
-        head: the first `HEAD_BYTES` of the body, or all of a shorter one.
+        head: the first `HEAD_BYTES` of the body, or the entire body if it is shorter.
         name: the file name; a suffix such as `.html` means that a web page was requested.
     """
     if name.lower().endswith(_HTML_NAMES) or b"\0" in head:

@@ -91,7 +91,7 @@ class _Guard:
             if self.file["total"] != int(got[3]):
                 raise Changed
             if self.known is None or self.known["total"] is None or not self.known["validator"]:
-                # The version of the part file is unknown.
+                # The version of the part file is unknown, so it may differ.
                 raise Changed
             if any(self.known[fact] != self.file[fact] for fact in ("total", "validator")):
                 raise Changed

@@ -83,7 +83,7 @@ class _Child:
         """Run gdown once and return the child's last message; raises an error if gdown failed."""
         known = self.kept.record.get("known", {})
         if self._bytes_there() and not self.is_folder and not known:
-            # The version that the existing bytes belong to is unknown.
+            # The version of the existing bytes is unknown, so they cannot be resumed.
             self.kept.start_over()
         self.kept.note(known=known)
         lock = self.kept.folder / "child"

@@ -173,7 +173,7 @@ class ExpectedDigest:
 
 
 def new_digests(expected: ExpectedDigest | None) -> dict[str, Any]:
-    """Return new hash objects for SHA-256 and for the expected digest."""
+    """Return new hash objects, by kind, for SHA-256 and the kind of the expected digest."""
     kinds = {"sha256"} | ({expected.kind} if expected else set())
     return {kind: hashlib.new(kind, usedforsecurity=False) for kind in kinds}
 

@@ -121,7 +121,7 @@ class _WebDownload:
         return self._whole()
 
     def _answered(self, response: HTTPResponse, have: int) -> tuple[int, int | None]:
-        """Return the offset at which the response starts, and the number of bytes it must deliver."""
+        """Return the offset at which the response starts, and the number of bytes it must deliver; None if unknown."""
         expected: int | None
         if response.status == 206:
             expected = self._checked_range(response, have)
@@ -143,7 +143,7 @@ class _WebDownload:
         name = disposition_name(response.headers.get("Content-Disposition")) or self._name_of_path(response)
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity") and not name.lower().endswith((".gz", ".tgz", ".br", ".zst")):
-            found = f"the server sends it compressed ({encoding[:20]!r}), contrary to the request"
+            found = f"the server sends the file compressed ({encoding[:20]!r}), contrary to the request"
             raise FetchFailed(cannot(self.job.act, found, "uncompressed data", "Download it with another program"))
         version = validator(response.headers)
         final = self.job.admit(name, _version(version, total))

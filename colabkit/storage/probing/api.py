@@ -49,7 +49,7 @@ def probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool 
     threads, and the largest file, if it has at least 16 MiB, with 1, 2, 4 and 8 concurrent ranges. Files of up to 1 MiB
     count as small; if there are fewer than five of those, files of less than 16 MiB do. A value is None if there were
     too few files or too little time. Each file is read at most once, in random order, with a limit of about 5,300 small
-    files and 600 MiB of the large one. Symbolic links below the path are not followed.
+    files and 600 MiB of the large file. Symbolic links below the path are not followed.
 
     Args:
         path: a folder or a file; `drive:` and `~` work.
@@ -111,7 +111,7 @@ def probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool 
 
 
 def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
-    """Probe in a child and return its records by kind."""
+    """Probe the path in a child process, and return the child's records by kind."""
     records: _Records = defaultdict(list)
 
     def keep(line: str) -> None:

@@ -97,7 +97,7 @@ class Probe:
 
     Args:
         path: a folder or a file.
-        seconds: time limit.
+        seconds: time limit in seconds.
     """
 
     def __init__(self, path: str, seconds: float) -> None:
@@ -173,7 +173,7 @@ class Probe:
                     self.errors.append(errno.errorcode.get(error.errno or 0, type(error).__name__))
                     continue
                 if op is None:
-                    # The rate is measured for this number of threads, so the others must not continue alone.
+                    # The rate is measured for this number of threads, so end the other threads too.
                     is_done.set()
                 else:
                     done.append(op)

@@ -67,7 +67,7 @@ def best_rate(rates: Sequence[ReadRate], *, of_bytes: bool) -> ReadRate | None:
 
 
 class RateBar(NamedTuple):
-    """A bar: number of threads or ranges, `"threads"` or `"ranges"`, height, value as text, and whether it is best."""
+    """A bar, with its concurrency and the unit of that, its height, its value as text, and whether it is the best."""
 
     concurrency: int
     axis: str
@@ -116,7 +116,7 @@ class ProbeReport(Report):
         largest_bytes: size of the largest file whose size was read.
         small: rates for small files with 1, 4, 16 and 32 threads.
         large: rates for the largest file in 1, 2, 4 and 8 concurrent ranges, if it has at least 16 MiB.
-        errors: pairs of error name and number of operations that failed with it.
+        errors: pairs of an error's name and the number of operations that failed with this error.
         stalled: whether an operation hung.
         stall: the hanging operation, and the time waited for it.
         seconds: duration of the probe.
@@ -149,7 +149,7 @@ class ProbeReport(Report):
 
     @property
     def recommendation(self) -> str:
-        """One or two sentences of advice."""
+        """Advice on how to use the path, in a few sentences."""
         return self._words.render(advise(self))
 
     def to_dict(self) -> dict[str, Any]:
@@ -378,7 +378,7 @@ def _of_large_file(report: ProbeReport, best: ReadRate) -> Text:
 
 
 def _tree_seconds(report: ProbeReport, rate: ReadRate) -> float | None:
-    """Estimate the seconds to read all files: small ones at this rate, others at the best rate in bytes per second."""
+    """Estimate the seconds to read all files: small files at this rate, others at the best rate in bytes per second."""
     if not report.is_complete or not report.sized_files or not rate.reads_per_s:
         return None
     large = best_rate(report.large, of_bytes=True)

@@ -94,7 +94,7 @@ class BucketSource:
         except ColabkitError:
             raise
         except OSError as error:
-            # The text of this error contains no secrets.
+            # The error's text contains no secrets, so it may be the cause.
             raise self._unreadable(error) from error
         self._root = root.rstrip("/")
         self._is_object: bool | None = None
@@ -120,7 +120,7 @@ class BucketSource:
         return self._root.rpartition("/")[2]
 
     def list(self) -> Listing:
-        """Return every object below the address, with one listing."""
+        """Return every object below the address, using a single listing request."""
         try:
             facts = self.find()
         except ColabkitError:
@@ -131,7 +131,7 @@ class BucketSource:
         return Listing(tuple(items_of(facts)), tuple(skipped))
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return the file system's metadata of every object by path, sorted; raises `OSError` for transient errors."""
+        """Return the metadata of every object, by path, in order; raises `OSError` for transient errors."""
         found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your permissions"
@@ -221,7 +221,7 @@ class BucketSource:
 
     @contextmanager
     def _translated_errors(self, act: str) -> Iterator[None]:
-        """Translate file system errors, whose texts may contain secrets; transient ones become `OSError`."""
+        """Translate file system errors, whose texts may contain secrets; transient errors become `OSError`."""
         try:
             yield
         except ColabkitError:

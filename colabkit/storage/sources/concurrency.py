@@ -169,8 +169,8 @@ class _Call(Generic[T, R]):
 class Calls(Generic[T, R]):
     """Concurrent calls of one function, as many as a `Level` allows; results arrive in order of completion.
 
-    A stalled call is abandoned in its daemon thread and repeated in another. So with `stalled_s`, the function must
-    have no side effects.
+    A stalled call is abandoned in its daemon thread and repeated in another thread. So with `stalled_s`, the function
+    must have no side effects.
 
     Args:
         function: called with each task.
@@ -357,7 +357,7 @@ class Calls(Generic[T, R]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drop queued calls and wait for running ones, but only briefly if they may hang."""
+        """Drop queued calls and wait for running calls, but only briefly if they may hang."""
         self._is_over = True
         self._tasks.put(None)
         deadline = time.monotonic() + _GRACE_S
@@ -384,7 +384,7 @@ def concurrently(
     computations run in as many threads as CPUs, and tiny calls in the caller's thread.
 
     At most two tasks per thread are queued, and at most 4096 results or 64 MiB wait to be taken. The first error stops
-    the remaining calls and is raised here. Closing the generator waits for running calls, at most 1.5 s if they hang.
+    the remaining calls and is raised here. Closing the generator waits for running calls; with `stalled_s`, for 1.5 s.
 
     Args:
         function: called with each task; with `stalled_s` it must have no side effects.
@@ -436,7 +436,7 @@ def answer_of(ask: Callable[[], T], can_hang: bool, stalled_s: float | None = No
     Args:
         ask: a function without side effects.
         can_hang: whether `ask` may never return.
-        stalled_s: seconds without `still_moving()` after which `ask` counts as stalled; None for 60.
+        stalled_s: seconds without `still_moving()` after which `ask` counts as stalled; None for 60 seconds.
         tries: number of attempts.
 
     Raises:

@@ -67,7 +67,7 @@ class Reading:
         on_wait: called several times a second while no data arrives.
         place: writes a block of a large item to its destination; ignored if the source can hang. The reading threads
             call it, and each reuses one buffer, so `blocks()` yields such blocks without data.
-        stalled_s: seconds without data after which a read of a source that can hang is abandoned; None for 60.
+        stalled_s: seconds without data after which a read of a source that can hang is abandoned; None for 60 seconds.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ class FolderSource(PathSource):
             return open_listed(path, self.name, item)
 
     def read_at_once(self, item: Item) -> bytes | None:
-        """Return a small local item's bytes, or None if the file differs from the listing."""
+        """Return a small local item's bytes, or None if the file is unreadable or has changed."""
         return read_listed(f"{self.name}/{item.path}", item, os.O_NOFOLLOW)
 
     def _is_shortcut(self, link: str | Path) -> bool:

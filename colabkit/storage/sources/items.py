@@ -1,14 +1,14 @@
 """The protocol that all sources implement, and code that several of them share.
 
-To add a source type, write a module with a class that implements `Source`, and add a line to `registry.py` that opens
-it. A new archive type inherits from `ArchiveSource`; no other module checks the concrete class of an archive.
+To add a source type, write a module with a class that implements `Source`, and add a line to `registry.py` that selects
+the class. A new archive type inherits from `ArchiveSource`; no other module checks the concrete class of an archive.
 
 The class can also implement `SequentialSource`, and define
 
 - `kind`, its `SourceKind`, by default `"folder"`: plans show it, and for a `"file"`, `stage()` returns the path of that
   file instead of a folder;
-- `read_at_once(item)`, which returns the bytes of a small local item in the fastest way, or None if it differs from the
-  listing.
+- `read_at_once(item)`, which returns the bytes of a small local item in the fastest way, or None if they are unreadable
+  or have changed.
 
 Sources can build on `PathSource`, `RangeSource` (samples that are byte ranges of a few large files), `ByteSpan` (a
 file-like object for an item) and `directory_of` (checks for archives).
@@ -170,7 +170,7 @@ class PathSource:
 
 
 class ArchiveSource(PathSource):
-    """Base class of archives: one file that holds others. The constructor takes only a path.
+    """Base class of archives, which are files that hold other files. The constructor takes only a path.
 
     `stage()` copies a remote archive as one file and extracts the copy. A subclass implements `list()` and `open()`,
     and also `walk()` and `is_sequential` if it can only be read from its start.
@@ -295,7 +295,7 @@ class Directory(Generic[H]):
 
 
 def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) -> Directory[H]:
-    """Return the regular files among an archive's members; of several with the same path, the last one counts.
+    """Return the regular files among an archive's members; of several members with the same path, the last counts.
 
     Raises:
         BadArchive: if a name points outside the archive, a path is both a file and a folder, there are more than 10

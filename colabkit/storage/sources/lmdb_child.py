@@ -15,7 +15,7 @@ import numpy as np
 
 _BATCH = 1000
 _HEAD_BYTES = 16
-# Size of a value that describes a nested database.
+# Size, in bytes, of a value that describes a nested database.
 _DATABASE_BYTES = 48
 _MOST_DATABASES = 1024
 

@@ -1,7 +1,7 @@
 """An LMDB as a source; LMDB's library, in a child process, lists the locations of the values.
 
-The library maps the file and trusts its contents: a truncated file kills the process with a signal, and its
-environments must not be used after a fork. So only a child process uses it, and only for listing. Each value is
+LMDB's library maps the file and trusts its contents: a truncated file kills the process with a signal. Also, an open
+LMDB must not be used after a fork. So only a child process uses the library, and only for listing. Each value is
 contiguous, so its offset and size are sufficient for reading it.
 """
 
@@ -46,10 +46,10 @@ _CONTROL = re.compile(rb"[\0-\x1f\x7f]")
 class LmdbSource(RangeSource):
     """A Lightning Memory-Mapped Database: a folder with `data.mdb`, or one file.
 
-    Every key whose value starts like an image is a sample; if there are none, every key is a sample. Its path is the
-    key as UTF-8, or in hex if it is binary. In the layout of scene text datasets, `image-000000001` with
-    `label-000000001`, the labels become the column `label`. Other keys and nested databases are listed in `skipped`.
-    Pickles are never loaded. LMDB stores no checksums, so a flipped bit inside a value is not detected.
+    Every key whose value starts like an image is a sample; if there are no such keys, every key is a sample. A sample's
+    path is its key as UTF-8, or in hex if the key is binary. In the layout of scene text datasets, `image-000000001`
+    with `label-000000001`, the labels become the column `label`. Other keys and nested databases are listed in
+    `skipped`. Pickles are never loaded. LMDB stores no checksums, so a flipped bit inside a value is not detected.
 
     Args:
         path: the folder or file.

@@ -88,7 +88,7 @@ def as_pandas(act: str, table: Any) -> Any:
 
 
 class ManifestSource:
-    """The files that a table lists, one per row, with its other columns as plain values; empty cells are None.
+    """The files that a table lists, one per row, with the other columns as plain values; empty cells are None.
 
     The table is read once, in the constructor. The path column is the first of `path, file, filename, file_name,
     filepath, file_path, image, image_path, img_path` that exists, ignoring case, or the only column. Paths may begin
@@ -146,7 +146,7 @@ class ManifestSource:
         table = self._table
         if not table.paths:
             empty = "its rows are available only in the process that opened the table"
-            raise BadSource(cannot(self._act, empty, "", "List it in that process, or open the table in this one"))
+            raise BadSource(cannot(self._act, empty, "", "List it in that process, or open the table in this process"))
         retries = Retries()
 
         def look(path: str) -> tuple[str, os.stat_result | None]:
@@ -167,7 +167,7 @@ class ManifestSource:
         return open_listed(Path(self._table.root, item.path), self.name, item)
 
     def read_at_once(self, item: Item) -> bytes | None:
-        """Return a small local item's bytes, or None if the file differs from the listing."""
+        """Return a small local item's bytes, or None if the file is unreadable or has changed."""
         return read_listed(f"{self._table.root}/{item.path}", item)
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class ManifestSource:
         return _Table(root, paths, columns)
 
     def _user_path(self, row: int, cell: Any, table: Sequence[Mount]) -> str:
-        """Return the path in a cell."""
+        """Return the path in a cell, with `drive:` and `~` expanded; raises `BadSource` if there is no path."""
         text = os.fspath(cell) if isinstance(cell, str | os.PathLike) else ""
         if not isinstance(text, str) or not text.strip() or "\0" in text:
             raise self._bad_row(row, "no path" if text in ("", b"") else f"{cell!r:.60}", "a path")

@@ -103,7 +103,7 @@ class RangeSource:
         """Do nothing: no file stays open."""
 
     def _known(self, item: Item) -> _Range:
-        """Return the sample that an item stands for, with its location."""
+        """Return the listed sample, with its location, that has an item's path and size."""
         items = self.list().items
         row = bisect_left(items, item.path, key=lambda one: one.path)
         known = items[row] if row < len(items) else None
@@ -133,7 +133,7 @@ class Indexing:
         return len(self._paths)
 
     def open_next(self, path: Path) -> tuple[BinaryIO, int]:
-        """Open the next file unbuffered and return it with its size; samples added after this call belong to it."""
+        """Open the next file unbuffered and return it with its size; samples added from now on are in this file."""
         found = os.stat(path)
         listed = Item(path.name, found.st_size, found.st_mtime_ns)
         self._files.append(_File(Path(os.path.abspath(path)), listed))
@@ -224,6 +224,6 @@ def shard_names(files: Sequence[Path]) -> list[str]:
 
 
 def split_of(shard: str) -> str | None:
-    """Return the split named in a shard's name, `train`, `dev` or `test`; None if there is none or several."""
+    """Return the split in a shard's name, `train`, `dev` or `test`; None if the name has no split or several."""
     splits = {_SPLIT_WORDS[word] for word in re.split(r"[^a-z]+", shard.lower()) if word in _SPLIT_WORDS}
     return splits.pop() if len(splits) == 1 else None

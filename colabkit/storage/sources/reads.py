@@ -45,7 +45,7 @@ class Retries:
             on_retry()
 
     def pause(self, error: OSError, tries: int) -> None:
-        """Count a retry and wait before it, longer each time; raise `error` if it is permanent or tries ran out."""
+        """Count a retry and wait before it, longer each time; raise `error` if it is permanent or no tries are left."""
         if error.errno not in _TRANSIENT or tries >= _TRIES:
             raise error
         self.add()
@@ -178,7 +178,7 @@ class SharedFile:
         finally:
             with self._lock:
                 self._readers -= 1
-                # An abandoned read may still use the file.
+                # An abandoned read may still use the file, so count the readers as well.
                 is_done = not self._left and not self._readers
             if is_done:
                 self.close()
@@ -242,7 +242,7 @@ class SharedFile:
         with self._lock:
             if file is not None and file is self._file:
                 self._file = None
-                # Other threads may still be reading from it.
+                # Other threads may still be reading from this file, so close it later.
                 self._dropped.append(file)
 
     def _check_if_last(self, offset: int, file: BinaryIO) -> None:
@@ -273,7 +273,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
 
 
 def _fd(file: BinaryIO) -> int | None:
-    """Return the descriptor of a file made by Python's `open()`, else None: it could refer to other data."""
+    """Return the descriptor of a file made by `open()`; None for other files, whose descriptors may not be theirs."""
     raw = file.raw if isinstance(file, io.BufferedReader) else file
     return raw.fileno() if isinstance(raw, io.FileIO) else None
 
@@ -304,7 +304,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO:
-    """Open a file, or raise `SourceChanged` if it differs from the listing; `flags` are added to those of `os.open`."""
+    """Open a file, or raise `SourceChanged` if it differs from the listing; `flags` are more flags for `os.open`."""
     fd = os.open(path, _FLAGS | flags)
     try:
         found = os.fstat(fd)

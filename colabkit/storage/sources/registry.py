@@ -180,14 +180,14 @@ def open_records(source: Any) -> Source | None:
     """Open a source that consists of records; return None for any other source.
 
     An LMDB is a folder with `data.mdb`, or a file with the suffix `.lmdb` or `.mdb`. WebDataset shards are tar files.
-    TFRecord files have the suffix `.tfrecord`, `.tfrecords` or `.tfrec`, optionally followed by `-00000-of-00010`, or
-    only the latter. Shards and TFRecord files are given as one file, a list of files, a pattern such as `shards/*.tar`
-    or `train-{000000..000012}.tar`, or a folder that contains only such files, directly or in subfolders such as
-    `train/`; `.json`, `.txt`, `.md` and `.idx` files beside them are ignored. A single tar counts as a shard only if
-    adjacent members share a stem.
+    The name of a TFRecord file ends in `.tfrecord`, `.tfrecords`, `.tfrec` or a number such as `-00000-of-00010`.
+    Shards and TFRecord files are given as one file, a list of files, a pattern such as `shards/*.tar` or
+    `train-{000000..000012}.tar`, or a folder that contains only such files, directly or in subfolders such as `train/`;
+    `.json`, `.txt`, `.md` and `.idx` files beside them are ignored. A single tar counts as a shard only if adjacent
+    members share a stem.
 
     Args:
-        source: a path, a list of paths or a pattern; None is returned for anything else.
+        source: a path, a list of paths, a pattern or any other source.
 
     Raises:
         SourceMissing: if a shard is missing, or a pattern matches no shards.
@@ -252,7 +252,7 @@ def _shard_kind(names: Sequence[str]) -> Callable[[str, Sequence[Path]], RangeSo
 
 
 def _shards_in(folder: Path) -> list[Path]:
-    """Return the shards of a folder and its subfolders, sorted; empty if there are other files except companions."""
+    """Return the shards of a folder and its subfolders, sorted; empty if there are files of any other type."""
     files: list[Path] = []
     for inner in _visible(folder):
         for entry in _visible(Path(inner.path)) if inner.is_dir() else [inner]:
@@ -269,7 +269,7 @@ def _visible(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _expanded(act: str, path: Path) -> list[Path]:
-    """Return the files that match a path or pattern; raises `SourceMissing` if a named file or any match is missing."""
+    """Return the files that match a path or pattern; raises `SourceMissing` if a file is missing or none match."""
     files = list(dict.fromkeys(_matches(act, path)))
     if missing := [file for file in files if not file.is_file()]:
         shards = format_things(len(files), "shard")

@@ -29,7 +29,7 @@ from colabkit.storage.sources.tar_stream import TarStream, compression_of, is_ta
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 """File name suffixes of tar archives."""
 
-# Smaller members are read in one piece.
+# Members of up to this size are read in one piece.
 _AT_ONCE_BYTES = 1 << 20
 
 
@@ -165,7 +165,7 @@ class TarSource(ArchiveSource):
 
 
 class _Slice(ByteSpan):
-    """A member of a plain tar."""
+    """A member of a plain tar, read at its offset in the open archive."""
 
     def __init__(self, source: str, archive: BinaryIO, start: int, item: Item) -> None:
         super().__init__(item.size)

@@ -160,7 +160,7 @@ _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _NUMBER = re.compile(rb"([0-9]{1,20})")
 _TIME = re.compile(rb"(-?[0-9]{1,18})(?:\.([0-9]*))?")
 _MOST_NS = 1 << 63
-# Offsets of flags in GNU's old sparse format, in the header and in further blocks: another block of the map follows.
+# Offsets of the flag for another block of the sparse map in GNU's old format: in the header, and in such a block.
 _SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 
@@ -275,5 +275,4 @@ def _time_ns(text: bytes) -> int:
 
 
 def _broken(stream: TarStream, reason: str) -> BadArchive:
-    """Return the error for an invalid tar."""
     return broken_archive(stream.name, reason)

@@ -125,7 +125,7 @@ def _plain_stream(path: Path, file: BinaryIO, size: int) -> TarStream:
 
 
 def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, list[_Part]]]:
-    """Return the samples of a shard in order."""
+    """Return the keys of a shard's samples, in stored order, each with the sample's members."""
     directory = directory_of(stream.name, tar_members(stream), stream.archive_bytes)
     found.skipped += [(f"{shard}/{path}", reason) for path, reason in directory.listing.skipped]
     samples: list[tuple[str, list[_Part]]] = []
@@ -230,6 +230,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _bad_label(act: str, path: str, column: str, found: str, expected: str) -> BadSource:
-    """Return the error for a member that is not a valid label."""
     next_step = "Repair or remove this sample"
     return BadSource(cannot(act, f"the .{column} of {path!r} is {found}", expected, next_step))

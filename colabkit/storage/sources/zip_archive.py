@@ -173,7 +173,7 @@ class ZipSource(ArchiveSource):
         data = os.pread(fd, member.compress_size, offset)
         if member.compress_type == zipfile.ZIP_DEFLATED:
             inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-            # Inflate at most one byte more than declared, which the next check detects.
+            # Inflate at most one byte more than declared; the next check detects the extra byte.
             data = inflater.decompress(data, member.file_size + 1)
         if len(data) != member.file_size or zlib.crc32(data) != member.CRC:
             raise zipfile.BadZipFile("its bytes do not match its CRC")

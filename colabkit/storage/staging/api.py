@@ -75,7 +75,7 @@ def stage(
         progress: show a progress bar.
 
     Returns:
-        The path of the copy, its files, and the time taken.
+        The path of the copy, its number of files, and the time taken.
 
     Raises:
         SourceMissing: if the source does not exist.
@@ -124,7 +124,7 @@ def stage(
 def unstage(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source | StageReport,
 ) -> UnstageReport:
-    """Remove a local copy made by `stage()`, or the data of an interrupted run, and free its space.
+    """Remove a local copy made by `stage()`, or the data of an interrupted run, to free the space.
 
     Args:
         path: the copy's path, the report of `stage()`, or the source that was staged with `to="auto"`.
@@ -134,7 +134,7 @@ def unstage(
 
     Raises:
         SourceMissing: if there is no local copy.
-        NotSealed: if `stage()` did not create the data at this path; it is left unchanged.
+        NotSealed: if `stage()` did not create the data at this path; the data is left unchanged.
 
     Example:
         >>> import colabkit

@@ -147,7 +147,7 @@ class LocalCopy:
         return good_blocks(self.folder / item.path, item, crcs) == crcs
 
     def verify(self, *, progress: bool) -> StageVerifyReport:
-        """Read all files and report missing and damaged ones."""
+        """Read all files, and report which files are missing or damaged."""
         started = time.monotonic()
         damaged = []
         with ProgressBar("verify", self.seal.staged_bytes, "B", progress, files=self.seal.files) as bar:

@@ -32,7 +32,7 @@ class PartialCopy:
     """A folder that is being filled with a source's items, and a context manager that closes its files.
 
     A block counts as written once the journal records it. The next process checks the recorded blocks by their CRC32
-    and resumes from there. `source` is the source's name in messages.
+    and writes only the others. `source` is the source's name in messages.
     """
 
     def __init__(self, source: str, folder: Path, journal: Path) -> None:
@@ -106,7 +106,7 @@ class PartialCopy:
         file_changes.write_at(self._fd(block.item), block.data, block.offset, self.folder / block.item.path)
 
     def write(self, block: Block) -> bool:
-        """Write a block, unless it is already placed, and record it; return whether its file is now complete."""
+        """Write a block, unless `place()` has written it, and record it; return whether its file is now complete."""
         item = block.item
         if block.offset in self.crcs.get(item.path, {}):
             return False
@@ -140,7 +140,7 @@ class PartialCopy:
         self._note(item, crcs)
 
     def check(self, block: Block) -> None:
-        """Compare a block that was read a second time with the written one; raises `Corrupt`."""
+        """Raise `Corrupt` if a block that was read a second time differs from the written block."""
         with (self.folder / block.item.path).open("rb", buffering=0) as file:
             written = os.pread(file.fileno(), block.size, block.offset)
         if crc32(written) != block.crc:
@@ -217,9 +217,9 @@ class PriorCopy:
     """Files of a source that already exist locally.
 
     Attributes:
-        place: their location; None if there are none.
+        place: the location of the files; None if there are no files.
         sealed: the finished copy, which needs a refresh or has lost files; None for an interrupted run.
-        known: the files, with their blocks.
+        known: the CRC32s of the existing blocks, for each file.
         archive_bytes: number of bytes of an archive that were already copied.
     """
 
@@ -264,7 +264,7 @@ def _files_below(folder: Path) -> Iterator[str]:
 def extract(
     archive: ArchiveSource, missing: list[Item], copy: PartialCopy, threads: Threads, retries: Retries
 ) -> Iterator[Item]:
-    """Write members of an archive, and yield each complete one."""
+    """Write members of an archive, and yield each member when it is complete."""
     rest = missing
     if not archive.is_sequential:
         rest = [item for item in missing if item.size > BLOCK_BYTES]
@@ -279,7 +279,7 @@ def extract(
 
 
 def check_extracted(archive: ArchiveSource, items: list[Item], copy: PartialCopy, retries: Retries) -> Iterator[Item]:
-    """Read all members a second time, compare them with the written files, and yield each; raises `Corrupt`."""
+    """Read all members a second time, and yield each; raises `Corrupt` if a member differs from the written file."""
     for item, blocks in _member_blocks(archive, items, retries):
         for offset, data in zip(block_offsets(item.size), blocks, strict=False):
             copy.check(Block(item, offset, len(data), crc32(data), data))

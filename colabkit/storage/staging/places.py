@@ -50,7 +50,7 @@ RESERVE_BYTES = 2 << 30
 """Minimum RAM in bytes that staging to tmpfs leaves for training; a quarter of the available RAM if that is more."""
 
 _TABLE = "a table of paths"
-# Together with part of a key and a suffix, a name has at most 255 bytes, even with 4 bytes per character.
+# Names of this length, with part of a key and a suffix, have at most 255 bytes, even with 4 bytes per character.
 _NAME_CHARS = 60
 _CAP_SYS_ADMIN = 21
 _MOUNT_S = 10.0
@@ -208,7 +208,7 @@ class Target:
             file_changes.remove_empty_folder(point)
 
     def check_room(self, act: str, needed: int, cached: int) -> None:
-        """Raise `NotEnoughSpace` if `needed` bytes do not fit here, or `cached` bytes not in DriveFS's disk cache."""
+        """Raise `NotEnoughSpace` if `needed` bytes do not fit here, or DriveFS's disk cannot cache `cached` bytes."""
         cache = Path.home() / DRIVEFS_FOLDER
         if self.mounted_at is None:
             shared = cached if cached and _device(self.path) == _device(cache) else 0
@@ -265,7 +265,7 @@ def _spare_ram() -> int:
 
 
 def cache_bytes(path: str, read_bytes: int) -> int:
-    """Return the bytes that the mount of a path caches on the local disk when reading; DriveFS caches everything."""
+    """Return how many of these bytes a path's mount caches on the local disk; DriveFS caches everything."""
     table = mounts()
     holding = mount_holding(resolved(path, table), table) if os.path.isabs(path) else None
     return read_bytes if holding is not None and holding.fstype == DRIVEFS else 0

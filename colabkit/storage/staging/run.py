@@ -1,4 +1,4 @@
-"""One run of `stage()`: check existing local copies, list, plan, copy or extract, verify and publish."""
+"""Run `stage()`: check existing local copies, list the source, plan, copy or extract, verify and publish."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class StagingRun:
         return None
 
     def run(self, source: Source, dry_run: bool) -> LocalCopy | None:
-        """Stage and return the local copy; with `dry_run`, only plan and return None."""
+        """Stage the source and return its local copy; with `dry_run`, only make the plan, and return None."""
         # Check the target before the listing, which may take minutes.
         if len(self.places) == 1:
             self._check_target(source, self.places[0])
@@ -174,7 +174,7 @@ class StagingRun:
         return target
 
     def _list(self, source: Source, ahead: Reading | None, prior: PriorCopy) -> tuple[Listing, set[str]]:
-        """Return the listing, and the paths of items that are already being read since they were found early."""
+        """Return the listing, and the paths of items whose reading began while others were still being listed."""
         reading: set[str] = set()
 
         def on_found(items: list[Item]) -> None:
