@@ -13,7 +13,7 @@ only public calls that both checkouts have:
 - `packing`: packing 3,000 small JPEG files as raw images; `packing photos`: packing 300 photos as 128x128 images
 - `staging`: copying 3,000 small files
 - `training`: steps of a small network with `train()`, batch size 64
-- `first batch`: from `open_pack()` to the first batch in a new process; `import`: the import of `Loader`
+- `first batch`: from `open_pack()` to the first batch in a new process; `import`: the import of the main functions
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def main() -> None:
 
 
 def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Return each round's seconds for both checkouts: the median of several turns after a warm-up."""
+    """Return the seconds of each round for both checkouts.
+
+    They are the median of several turns after a warm-up. Workloads in `IN_NEW_PROCESSES` take only one turn.
+    """
     checkouts = {"before": os.path.abspath(before), "after": str(CHECKOUT)}
     local = os.path.join(folder, "near")
     commands = {which: [sys.executable, __file__, path, "--child", name, folder] for which, path in checkouts.items()}
@@ -89,7 +92,7 @@ def compared(before: list[float], after: list[float]) -> tuple[float, float, flo
 
 
 def write_data(folder: Path) -> None:
-    """Write small images, photos and a pack, identical in each run."""
+    """Write small images, photos, and an array of 50,000 images, identical in each run."""
     chance = np.random.default_rng(0)
     for name, count, side, classes in (("small", 3000, 32, 10), ("photos", 300, 480, 3)):
         for number in range(count):

@@ -155,7 +155,7 @@ def memory(bench: PackingBench) -> None:
 
 
 def watched(bench: PackingBench, system: str, source: Path) -> dict[str, int]:
-    """Run a system and return its peak memory in bytes, sampled every few milliseconds."""
+    """Run a system; return the sampled peaks of RSS and PSS over all processes, and the parent's peak, in bytes."""
     peaks = {"rss": 0, "pss": 0, "own": 0}
     with tempfile.TemporaryFile("w+", dir=bench.folder) as out, tempfile.TemporaryFile("w+", dir=bench.folder) as err:
         process = psutil.Popen(bench.command(system, source), stdout=out, stderr=err)

@@ -57,8 +57,8 @@ class Run:
         width: number of channels of the model, which determines the time of a step.
         elsewhere_s: seconds of a step that does not use the CPU, as on a GPU; the doctor receives this value. 0 for a
             model on the CPU.
-        beside: context manager that does other work during the run.
-        on_step: called after each step.
+        beside: returns a context manager that does other work during the slow run.
+        on_step: called after each step of the slow run.
         is_mended_by_ending: whether the fix is to end the work of `beside`.
     """
 

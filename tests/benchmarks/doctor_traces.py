@@ -36,12 +36,11 @@ class Trace:
         host: state of the machine.
         noise: standard deviation of each step's times, relative to their means.
         batches_at_once: number of batches that a loader yields together, so that only the first one is waited for.
-        shape: function that changes the seconds of step i.
+        shape: function of a step's number and times that returns changed times.
         steps: number of steps.
         precision: precision of the step.
         passes: number of passes over the data.
         first_s: seconds to the first batch of each pass.
-        gpu: whether batches are copied to a GPU.
     """
 
     name: str

@@ -30,7 +30,7 @@ Found: TypeAlias = dict[str, Any]
 class Bench:
     """A benchmark in several parts: its folder, measurements, requirements and failures.
 
-    A subclass defines `RUNS`, which maps the parts' names to functions of the benchmark.
+    `main()` takes the parts by name, as functions of the benchmark.
     """
 
     folder: Path
@@ -205,7 +205,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of each process's turns; processes run at the same time, and sleep when it is not their turn.
 
-    Each process runs its work once for each line on stdin, and prints the seconds; the first turn does not count.
+    Each process runs its work once for each line on stdin, and prints the seconds. The first turn is a warm-up, which
+    counts only if `turns` is 0.
     """
     os.sync()
     with ExitStack() as living:

@@ -86,7 +86,7 @@ def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def be_at(place: Place, patch: pytest.MonkeyPatch) -> None:
-    """Make colabkit detect this platform."""
+    """Make the Drive functions detect this platform."""
     for module in (drive, drivefs):
         patch.setattr(module, "current_place", lambda: place)
 
