@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -98,6 +99,37 @@ def test_help_shows_only_standard_types_and_public_names() -> None:
 
 def test_public_types_are_documented() -> None:
     assert [name for name in colabkit.types.__all__ if not inspect.getdoc(getattr(colabkit.types, name))] == []
+
+
+LOADER = colabkit.Loader([[1.0]], 1)
+TIMED = {
+    "clear_cache": (),
+    "doctor": (LOADER,),
+    "fetch": ("https://example.org/a.zip",),
+    "flush": (),
+    "headspace": (len, LOADER),
+    "mount": (),
+    "probe": (".",),
+    "train": (len, LOADER),
+    "unmount": (),
+}
+"""Valid arguments of the calls that take `timeout` or `seconds`."""
+
+
+def test_every_time_limit_is_a_number_of_seconds_or_text_with_a_unit() -> None:
+    taken = {name: inspect.signature(getattr(colabkit, name)).parameters for name in set(colabkit.__all__) - MODULES}
+    timed = {(name, one) for name, found in taken.items() for one in found if one in ("timeout", "seconds")}
+    assert {name for name, _ in timed if not name.endswith("Report")} == TIMED.keys()
+    for name, one in sorted(timed):
+        if name in TIMED:
+            assert taken[name][one].annotation in ("float | str", "float | str | None")
+            with pytest.raises(colabkit.errors.InvalidOption, match=rf"{one}='soon'; expected a duration above 0"):
+                getattr(colabkit, name)(*TIMED[name], **{one: "soon"})
+
+
+def test_a_time_limit_may_be_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    assert colabkit.probe(tmp_path, seconds="1min", progress=False).files == 1
 
 
 def run_python(code: str) -> str:

@@ -7,7 +7,6 @@ from .checks import check_callable as check_callable
 from .checks import check_duration as check_duration
 from .checks import check_number as check_number
 from .checks import check_one_of as check_one_of
-from .checks import check_seconds as check_seconds
 from .checks import check_size as check_size
 from .checks import check_type as check_type
 from .checks import check_whole_number as check_whole_number
@@ -131,3 +130,4 @@ from .units import format_seconds as format_seconds
 from .units import format_share as format_share
 from .units import format_things as format_things
 from .units import parse_bytes as parse_bytes
+from .units import parse_duration as parse_duration

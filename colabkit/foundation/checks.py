@@ -17,14 +17,7 @@ from typing import Any, TypeGuard
 
 from colabkit.foundation.errors import InvalidOption, MissingPackage
 from colabkit.foundation.messages import Code, Text, cannot, option
-
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)")
-_UNITS_S = {
-    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
-    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
-    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
-    **dict.fromkeys(("d", "day", "days"), 86400.0),
-}
+from colabkit.foundation.units import parse_duration
 
 
 def check_one_of(act: Text, name: str, value: object, choices: Iterable[object], next_step: Text = "") -> None:
@@ -101,27 +94,23 @@ def check_number(
     raise InvalidOption(cannot(act, option(name, value), f"a finite number{bounds}", next_step))
 
 
-def check_seconds(act: Text, name: str, value: object) -> float:
-    """Return a finite number of seconds above 0; raise `InvalidOption` for other values."""
-    if not is_finite_number(value) or value <= 0:
-        next_step = ("For example, use ", option(name, 60))
-        raise InvalidOption(cannot(act, option(name, value), "a number of seconds above 0", next_step))
-    return value
-
-
-def check_duration(act: Text, name: str, value: object, *, needs_unit: bool = False) -> float:
+def check_duration(
+    act: Text, name: str, value: object, *, needs_unit: bool = False, example: float | str = "30min"
+) -> float:
     """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds above 0.
 
     Raises:
-        InvalidOption: if the value is none of these or not above 0, or if it is a number and `needs_unit` is true.
+        InvalidOption: if the value is none of these or not above 0, or if it is a number and `needs_unit` is true; the
+            message suggests `example`.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else None if needs_unit else value
     if isinstance(value, str):
-        found = _DURATION.findall(value.lower())
-        is_whole = not _DURATION.sub("", value.lower()).strip() and all(unit in _UNITS_S for _, unit in found)
-        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in found) if is_whole else None
+        try:
+            seconds = parse_duration(value)
+        except ValueError:
+            seconds = None
     if not is_finite_number(seconds) or seconds <= 0:
-        next_step = ("For example, use ", option(name, "30min"))
+        next_step = ("For example, use ", option(name, example))
         expected = "a duration above 0 in seconds, or with a unit (s, min, h or d)"
         if needs_unit:
             expected = "a duration above 0 with a unit (s, min, h or d)"

@@ -1,4 +1,4 @@
-"""Formatting of bytes, seconds, counts and rates, and parsing of byte sizes."""
+"""Formatting of bytes, seconds, counts and rates, and parsing of byte sizes and durations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import math
 import re
 
 _BYTES = re.compile(r"(?P<number>\d+(\.\d+)?) *((?P<prefix>[KMGTP])(?P<binary>i)?)?B?", re.IGNORECASE)
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)")
+_UNITS_S = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -27,6 +34,14 @@ def parse_bytes(text: str) -> int:
     base = 1024 if match["binary"] else 1000
     power = " KMGTP".index((match["prefix"] or " ").upper())
     return round(float(match["number"]) * float(base**power))
+
+
+def parse_duration(text: str) -> float:
+    """Parse a duration such as `"5min"` or `"1h 30min"` to seconds; raise `ValueError` if it is not one."""
+    found = _DURATION.findall(text.lower())
+    if not found or _DURATION.sub("", text.lower()).strip() or any(unit not in _UNITS_S for _, unit in found):
+        raise ValueError(text)
+    return sum(float(number) * _UNITS_S[unit] for number, unit in found)
 
 
 def format_fill(used: float, total: float) -> str:

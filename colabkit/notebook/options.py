@@ -15,7 +15,7 @@ from functools import partial
 from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
-from colabkit.foundation import CallRef, Code, InvalidOption, Report, Text, Words, cannot, parse_bytes
+from colabkit.foundation import CallRef, Code, InvalidOption, Report, Text, Words, cannot, parse_bytes, parse_duration
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import GROUPS, VERBS
 
@@ -210,6 +210,13 @@ def _size(text: str) -> int | tuple[int, int]:
     return (int(height), int(width)) if cross else int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return parse_duration(text)
+
+
 def _labels(text: str) -> str | list[str] | None:
     if text.lower() == "none":
         return None
@@ -231,7 +238,7 @@ def _splits(text: str) -> dict[str, float] | str | None:
 _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("text", "path", "object", "data", "subject"), (str, "text")),
     "number": (int, "a whole number"),
-    "seconds": (float, "a number of seconds"),
+    "seconds": (_seconds, "a duration in seconds, or with a unit (s, min, h or d)"),
     "threads": (lambda text: text if text == "auto" else int(text), "auto or a whole number"),
     "steps": (lambda text: int(text) if text.lstrip("-").isdecimal() else text, "a whole number, or text"),
     "size": (_size, "a number, or height and width such as 240x320"),

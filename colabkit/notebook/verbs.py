@@ -99,7 +99,7 @@ TRAINING = (
         words=("raise", "continue"),
         is_closed=True,
     ),
-    Option("timeout", "time limit for one file system operation of a checkpoint, such as 5min", None),
+    Option("timeout", "time limit for one file system operation of a checkpoint, such as 5min", None, "seconds"),
 )
 """The options of training, shared by `train` and `%%train`."""
 
@@ -135,7 +135,12 @@ VERBS: tuple[Verb, ...] = (
                 is_positional=True,
             ),
             Option("readonly", "refuse writes", False, "flag"),
-            Option("timeout", "seconds to wait for consent, and again for Drive", 120.0, "seconds"),
+            Option(
+                "timeout",
+                "seconds, or a duration such as 5min, to wait for consent, and again for Drive",
+                120.0,
+                "seconds",
+            ),
             Option("force", "also remount a working mount, or a hung one, which loses unsent writes", False, "flag"),
         ),
     ),
@@ -144,7 +149,7 @@ VERBS: tuple[Verb, ...] = (
         "send all pending writes and unmount Drive",
         (
             _ON_MOUNT,
-            Option("timeout", "seconds to wait for the upload", 600.0, "seconds"),
+            Option("timeout", "seconds, or a duration such as 5min, to wait for the upload", 600.0, "seconds"),
             Option("force", "unmount at once, even if the mount is dead, hung or has unsent writes", False, "flag"),
             _SECONDS_SHOWN,
         ),
@@ -152,7 +157,11 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "flush",
         "send all pending writes to Drive",
-        (_ON_MOUNT, Option("timeout", "seconds to wait for the upload", 600.0, "seconds"), _SECONDS_SHOWN),
+        (
+            _ON_MOUNT,
+            Option("timeout", "seconds, or a duration such as 5min, to wait for the upload", 600.0, "seconds"),
+            _SECONDS_SHOWN,
+        ),
     ),
     Verb(
         "clear_cache",
@@ -160,7 +169,12 @@ VERBS: tuple[Verb, ...] = (
         (
             _ON_MOUNT,
             Option("dry_run", "change nothing; show what would be freed and lost", False, "flag"),
-            Option("timeout", "seconds to wait for the upload, and for each further step", 600.0, "seconds"),
+            Option(
+                "timeout",
+                "seconds, or a duration such as 5min, to wait for the upload, and for each further step",
+                600.0,
+                "seconds",
+            ),
             Option("force", "clear the cache even if writes are unsent, which loses them", False, "flag"),
             _SECONDS_SHOWN,
         ),
@@ -175,7 +189,12 @@ VERBS: tuple[Verb, ...] = (
             ),
             Option("to", "an existing folder, or the path of the file", ".", "path", is_positional=True),
             Option("digest", "expected digest, such as sha256:9f86d0...", None),
-            Option("timeout", "seconds without progress before an attempt fails", 60.0, "seconds"),
+            Option(
+                "timeout",
+                "seconds, or a duration such as 2min, without progress before an attempt fails",
+                60.0,
+                "seconds",
+            ),
             Option("cookies", "use gdown's cookie file", False, "flag"),
             Option("overwrite", "replace an existing file or folder", False, "flag"),
             _PROGRESS,
@@ -186,7 +205,7 @@ VERBS: tuple[Verb, ...] = (
         "measure how fast a folder can be listed and its files read",
         (
             Option("path", "a folder or a file", kind="path"),
-            Option("seconds", "time limit in seconds", 8.0, "seconds"),
+            Option("seconds", "time limit in seconds, or such as 1min", 8.0, "seconds"),
             _PROGRESS,
         ),
     ),
@@ -326,7 +345,7 @@ VERBS: tuple[Verb, ...] = (
             Option("loader", "as for train, or any other loader", kind="object"),
             Option("state", "objects that the step changes; by default those of supervised_step", None, "objects"),
             Option("batches", "number of batches to cache", 4, "number"),
-            Option("seconds", "how long to measure, in seconds", 3.0, "seconds"),
+            Option("seconds", "how long to measure, in seconds or such as 1min", 3.0, "seconds"),
         ),
     ),
     Verb(
@@ -341,7 +360,12 @@ VERBS: tuple[Verb, ...] = (
                 "subject",
                 is_positional=True,
             ),
-            Option("seconds", "how long to iterate a loader that has not been used, in seconds", 5.0, "seconds"),
+            Option(
+                "seconds",
+                "how long to iterate a loader that has not been used, in seconds or such as 1min",
+                5.0,
+                "seconds",
+            ),
             Option(
                 "headspace",
                 "result of headspace, for more accurate predictions: a variable, or FILE.py:NAME in a terminal",

@@ -117,7 +117,7 @@ def headspace(
         found = f"loader is {kind_of(loader)}, which can be iterated only once"
         raise InvalidOption(cannot(act, found, "", "Pass the loader itself"))
     check_whole_number(act, "batches", batches, 1)
-    duration = check_duration(act, "seconds", seconds)
+    duration = check_duration(act, "seconds", seconds, example=3)
     parts = state_of(act, state, step, is_saved=True)
     if isinstance(step, Stateful):
         parts["the step"] = step

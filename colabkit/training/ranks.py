@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection
 from types import TracebackType
@@ -28,9 +28,11 @@ import torch
 from torch import distributed
 
 from colabkit.foundation import (
+    Code,
     InvalidOption,
     LaunchFailed,
     cannot,
+    check_type,
     check_whole_number,
     format_things,
     kind_of,
@@ -158,8 +160,8 @@ class Ranks:
         return agreed
 
 
-def notebook_launch(function: Callable[..., Any], processes: int | None = None, *arguments: Any) -> Any:
-    """Call `function(*arguments)` in several processes of one `torch.distributed` group; return rank 0's result.
+def notebook_launch(function: Callable[..., Any], args: Sequence[Any] = (), processes: int | None = None) -> Any:
+    """Call `function(*args)` in several processes of one `torch.distributed` group; return rank 0's result.
 
     Each process uses the GPU of its rank, with NCCL. Without GPUs, the processes share the CPUs, with Gloo. In the
     function, `Loader` and `train()` distribute the work over the processes. Processes are started, not forked:
@@ -169,14 +171,15 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
     Args:
         function: function that each process runs. `cloudpickle` must be able to pickle it, its arguments and its
             result.
+        args: arguments of the function, as a tuple or a list.
         processes: number of processes; None for one per GPU, or two without GPUs.
-        arguments: arguments of the function.
 
     Returns:
         The return value of the function in rank 0.
 
     Raises:
-        InvalidOption: if there are fewer GPUs than processes, or the function cannot be pickled.
+        InvalidOption: if an argument is invalid, there are fewer GPUs than processes, or the function cannot be
+            pickled.
         LaunchFailed: if a process failed. The error describes the first failure and has its traceback as a note.
 
     Example:
@@ -184,7 +187,7 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
         >>> def work(factor):
         ...     import torch.distributed as dist
         ...     return factor * dist.get_world_size()
-        >>> colabkit.notebook_launch(work, 2, 10)
+        >>> colabkit.notebook_launch(work, (10,), processes=2)
         20
     """
     act = "launch training"
@@ -193,6 +196,8 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
     if not callable(function):
         found = f"function is {kind_of(function)}"
         raise InvalidOption(cannot(act, found, "a function", "Pass the function without calling it"))
+    usage = ("For example, use ", option("args", Code("(10,)")))
+    check_type(act, "args", args, (tuple, list), "a tuple or a list of the function's arguments", usage)
     if gpus and count > gpus:
         too_many = (option("processes", count), f" with {format_things(gpus, 'GPU')}")
         next_step = ("Use ", option("processes", gpus), " or less")
@@ -202,7 +207,7 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
         raise InvalidOption(cannot(act, grouped, "", "Call the function directly"))
     with ExitStack() as stack:
         payload = stack.enter_context(tempfile.TemporaryFile())
-        payload.write(_pickled(act, function, arguments))
+        payload.write(_pickled(act, function, tuple(args)))
         payload.flush()
         return _Launch(count, bool(gpus), payload.fileno(), stack).result()
 

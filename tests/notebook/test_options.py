@@ -128,6 +128,7 @@ def test_values_are_converted_to_their_types() -> None:
     assert parse("pack", "a", "b", "--splits", "")["splits"] is None
     assert parse("stage", "a", "--threads", "4", "--no-progress", "--refresh")["threads"] == 4
     assert parse("stage", "a", "--no-progress")["progress"] is False
+    assert [parse("flush", "--timeout", text)["timeout"] for text in ("90", "1.5", "1h 30min")] == [90, 1.5, 5400]
     for text, amount in (("12", 12), ("0.5", 0.5), ("1e-3", 0.001)):
         given = parse("pack", "a", "b", "--max-bad", text)["max_bad"]
         assert (type(given), given) == (type(amount), amount)

@@ -282,7 +282,7 @@ def test_a_mount_in_use_or_of_another_type_is_left_unchanged(tmp_path):
     (tmp_path / "file").write_text("x")
     with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone") as mount, (mount.point / "file").open():
         with pytest.raises(MountFailed, match="Close the files"):
-            detach(find_mount(mount.point, "unmount Drive", 1), 10)
+            detach(find_mount(mount.point, "unmount Drive"), 10)
         assert mounted_at(mount.point) == ["fuse.rclone"]
     with FuseMount(tmp_path / "point", tmp_path, "fuse.sshfs") as mount:
         for call in (colabkit.unmount, colabkit.flush, colabkit.clear_cache):

@@ -53,7 +53,7 @@ def trained(
         done = processes.run(command, f"train in {world_size} processes", TORCHRUN_S, environ=environ)
         assert done.status == 0, done.output
     else:
-        colabkit.notebook_launch(training_rank.main, world_size, *arguments)
+        colabkit.notebook_launch(training_rank.main, arguments, world_size)
     return [json.loads(path.read_text()) for path in records(folder)]
 
 
@@ -119,7 +119,7 @@ def test_functions_of_a_notebook_run_in_processes_of_one_group(tmp_path):
         (folder / f"{distributed.get_rank()}").write_text(str(os.getpid()))
         return [distributed.get_world_size(), factor * int(total)]
 
-    assert colabkit.notebook_launch(work, 2, tmp_path, 10) == [2, 30]
+    assert colabkit.notebook_launch(work, (tmp_path, 10), processes=2) == [2, 30]
     pids = {int(path.read_text()) for path in tmp_path.iterdir()}
     assert len(pids) == 2
     assert os.getpid() not in pids
@@ -142,7 +142,7 @@ def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
         report = colabkit.train(own, colabkit.Loader(data, 4), state=step.parts, to=tmp_path)
         return report.epochs[0].samples, sorted(seen)
 
-    samples, seen = colabkit.notebook_launch(work, 2)
+    samples, seen = colabkit.notebook_launch(work, processes=2)
     assert samples == COUNT
     assert len(seen) in (COUNT // 2, COUNT // 2 + 1)
     assert len(list(tmp_path.glob("*.pt"))) == 2
@@ -156,22 +156,24 @@ def test_a_failed_process_raises_one_line_that_names_it():
         distributed.barrier()
 
     with pytest.raises(LaunchFailed, match="in 2 processes: process 1 failed with ValueError: planned") as caught:
-        colabkit.notebook_launch(work, 2)
+        colabkit.notebook_launch(work, processes=2)
     assert 'raise ValueError("planned")' in caught.value.__notes__[0]
 
 
 @pytest.mark.full
 def test_results_that_cannot_be_returned_and_sudden_ends_raise():
     with pytest.raises(LaunchFailed, match="process 0 failed with InvalidOption: Cannot return the result"):
-        colabkit.notebook_launch(lambda: (number for number in range(3)), 2)
+        colabkit.notebook_launch(lambda: (number for number in range(3)), processes=2)
     with pytest.raises(LaunchFailed, match=r"process \d failed with exit code 3"):
-        colabkit.notebook_launch(lambda: os._exit(3), 2)
+        colabkit.notebook_launch(lambda: os._exit(3), processes=2)
 
 
-@pytest.mark.parametrize(("function", "processes"), [(3, 2), (print, 0), (print, "two")])
-def test_an_invalid_launch_raises_one_line(function, processes):
+@pytest.mark.parametrize(
+    ("function", "args", "processes"), [(3, (), 2), (print, (), 0), (print, (), "two"), (print, 2, None)]
+)
+def test_an_invalid_launch_raises_one_line(function, args, processes):
     with pytest.raises(InvalidOption):
-        colabkit.notebook_launch(function, processes)
+        colabkit.notebook_launch(function, args, processes)
 
 
 def test_a_process_with_threads_launches_others_and_shows_their_output(capsys):
@@ -185,7 +187,7 @@ def test_a_process_with_threads_launches_others_and_shows_their_output(capsys):
         return multiprocessing.current_process().name, float((matrix @ matrix).sum())
 
     try:
-        assert colabkit.notebook_launch(work, 2)[1] == pytest.approx(float((matrix @ matrix).sum()), rel=1e-3)
+        assert colabkit.notebook_launch(work, processes=2)[1] == pytest.approx(float((matrix @ matrix).sum()), rel=1e-3)
     finally:
         stop.set()
         for thread in busy:
@@ -203,7 +205,7 @@ def test_classes_of_the_notebook_keep_their_identity_in_results(monkeypatch):
         answer.rank = distributed.get_rank()
         return answer
 
-    found = colabkit.notebook_launch(work, 2)
+    found = colabkit.notebook_launch(work, processes=2)
     assert (type(found), found.rank) == (Answer, 0)
 
 
@@ -214,9 +216,9 @@ def test_objects_that_cannot_be_copied_to_another_process_are_named():
         lock.acquire()
 
     with pytest.raises(InvalidOption, match=r"the function uses 'lock' \(a lock\) that cannot be pickled.*inside"):
-        colabkit.notebook_launch(work, 2)
+        colabkit.notebook_launch(work, processes=2)
     with pytest.raises(InvalidOption, match=r"the function uses 'argument 1' \(a generator\)"):
-        colabkit.notebook_launch(print, 2, (number for number in range(3)))
+        colabkit.notebook_launch(print, [(number for number in range(3))], processes=2)
 
 
 def test_a_single_process_does_not_communicate():
@@ -244,7 +246,7 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            colabkit.notebook_launch(work, 2)
+            colabkit.notebook_launch(work, processes=2)
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

@@ -315,7 +315,7 @@ def test_a_run_publishes_its_events_from_start_to_end(tmp_path, data, heard):
     assert heard[0] == meters.RunStarted(loader.meters, 1, 6)
     assert heard[-1] == meters.RunEnded(None)
     kinds = [type(event).__name__ for event in heard[1:-1] if not isinstance(event, meters.Waiting)]
-    assert kinds == ["EpochStarted", *["BatchTaken", "StepDone"] * 6]
+    assert kinds == ["EpochStarted", *["BatchTaken", "StepDone"] * 6, "EpochDone"]
     heard.clear()
     loader = Loader(data, 4)
     train(nothing, loader, epochs=2, to=tmp_path)

@@ -20,7 +20,7 @@ from colabkit.foundation import (
     MetersSnapshot,
     Telemetry,
     cannot,
-    check_number,
+    check_duration,
     check_type,
     format_rate,
     format_seconds,
@@ -50,7 +50,7 @@ _OF_A_STEP = ("wrong_device",)
 def doctor(
     of: TrainReport | Iterable[Any] | str | os.PathLike[str] | None = None,
     *,
-    seconds: float = 5.0,
+    seconds: float | str = 5.0,
     headspace: HeadspaceReport | None = None,
 ) -> Diagnosis:
     """Find the bottleneck of a training run, split up the step time, and give up to three pieces of advice.
@@ -60,7 +60,8 @@ def doctor(
             training loop has used; or any unused loader, such as torch's `DataLoader`, which is then iterated without
             training to measure its speed. None for the most recent training run or loop in this process; if that loop
             alternated between loaders, as with training and validation, the first one used.
-        seconds: how long to iterate a loader that has not been used, in seconds.
+        seconds: how long to iterate a loader that has not been used, in seconds or as text such as
+            `"1min"`.
         headspace: the result of `headspace()` for the same step, which must do everything that the watched loop does
             with a batch. The speeds after each fix are then predicted from the step's time without a loader. Otherwise
             they are estimated from the fastest steps, which is less accurate if loader and step share a CPU.
@@ -70,7 +71,8 @@ def doctor(
 
     Raises:
         InvalidOption: if `of` is none of these, the loader yields no batches, or nothing has been trained yet; if
-            `seconds` is not a finite number; if `headspace` has another type, or the loader was not used for training.
+            `seconds` is not a duration above 0; if `headspace` has another type, or the loader was not used for
+            training.
         SourceMissing: if nothing is at the path of the report.
         BadSource: if the file at the path is not a saved report.
 
@@ -134,13 +136,13 @@ def _host_now() -> HostSnapshot:
         return telemetry.snapshot()
 
 
-def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis:
+def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> Diagnosis:
     """Measure the speed of a loader by iterating it without training."""
-    check_number("diagnose the loader", "seconds", seconds, example=5)
+    duration_s = check_duration("diagnose the loader", "seconds", seconds, example=5)
     before = loader.meters.snapshot()
     aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)
     with sampled() as sampler, aside as counts:
-        until = time.monotonic() + seconds
+        until = time.monotonic() + duration_s
         for passes in count():
             given = 0
             batches: Any = iter(loader)
@@ -154,7 +156,7 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis
                 raise InvalidOption(cannot("diagnose the loader", "it yields no batches", "", next_step))
             if not given or time.monotonic() > until:
                 break
-        hosts = sampler.recent(seconds)
+        hosts = sampler.recent(duration_s)
     parts = (loader.meters.snapshot() - before).parts
     spent = replace(counts.snapshot(), parts=parts, first_pass=None)
     run = replace(_profile(spent, loader.meters.facts, hosts), is_enough=True)

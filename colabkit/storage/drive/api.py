@@ -20,7 +20,7 @@ from colabkit.foundation import (
     Text,
     call,
     cannot,
-    check_seconds,
+    check_duration,
     current_place,
     drive_root,
     format_seconds,
@@ -49,7 +49,11 @@ COLAB_POINT = "/content/drive"
 
 
 def mount(
-    path: str | os.PathLike[str] | None = None, *, readonly: bool = False, timeout: float = 120.0, force: bool = False
+    path: str | os.PathLike[str] | None = None,
+    *,
+    readonly: bool = False,
+    timeout: float | str = 120.0,
+    force: bool = False,
 ) -> MountReport:
     """Mount Google Drive, or find its existing mount, and report its path.
 
@@ -59,8 +63,8 @@ def mount(
     Args:
         path: where to mount Drive; defaults to its current mount point, or `/content/drive` if it is not mounted.
         readonly: refuse writes, to protect training data from accidental changes.
-        timeout: seconds to wait for consent, for Drive to start, and later for each folder listing; large folders need
-            more time.
+        timeout: seconds, or text such as `"5min"`, to wait for consent, for Drive to start, and later for each folder
+            listing; large folders need more time.
         force: also remount a mount that works, returns errors or hangs. Its writes are sent first, but the unsent
             writes of a hanging mount are lost.
 
@@ -81,7 +85,7 @@ def mount(
     """
     started = time.monotonic()
     act = "mount Drive"
-    check_seconds(act, "timeout", timeout)
+    timeout_s = check_duration(act, "timeout", timeout)
     if isinstance(path, str) and path.startswith("drive:"):
         raise InvalidOption(
             cannot("mount Drive", f"{path!r} is a path on Drive itself", "a local folder to mount it at", omit("path"))
@@ -90,10 +94,10 @@ def mount(
     requested_point = None if path is None else os.path.abspath(user_path(path, act))
     found = find_drive(act, place, requested_point)
     if found is None:
-        mounted = mount_in_colab(requested_point or COLAB_POINT, readonly, timeout, force)
+        mounted = mount_in_colab(requested_point or COLAB_POINT, readonly, timeout_s, force)
         return _report(mounted, "mounted", readonly, started)
     point = requested_point or found.point
-    state, reason = liveness(_folders(found), timeout)
+    state, reason = liveness(_folders(found), timeout_s)
     if state == "alive" and not force:
         if point != found.point:
             failure = MountFailed(
@@ -111,12 +115,12 @@ def mount(
             notes.append(_note_of_mode(found, mode))
         return _report(found, "was mounted already", mode, started, tuple(notes))
     if found.fstype != DRIVEFS:
-        raise _cannot_replace(found, state, reason, timeout)
+        raise _cannot_replace(found, state, reason, timeout_s)
     check_can_mount(place)
     if state in ("hung", "failing") and not force:
         raise _forced_only(found, state, reason)
     check_not_inside(found, act)
-    return _replace(found, point, state, readonly, timeout, started)
+    return _replace(found, point, state, readonly, timeout_s, started)
 
 
 def _note_of_mode(found: Mount, mode: bool | None) -> Text:
@@ -196,13 +200,17 @@ def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: floa
 
 
 def unmount(
-    path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0, force: bool = False, progress: bool = True
+    path: str | os.PathLike[str] | None = None,
+    *,
+    timeout: float | str = 600.0,
+    force: bool = False,
+    progress: bool = True,
 ) -> UnmountReport:
     """Send all writes and unmount Drive.
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.
-        timeout: seconds to wait for the upload; after a timeout, the upload continues.
+        timeout: seconds, or text such as `"5min"`, to wait for the upload; after a timeout, the upload continues.
         force: unmount at once, even if the mount is dead, hangs, or has unsent writes.
         progress: show the elapsed seconds.
 
@@ -223,25 +231,28 @@ def unmount(
         'DriveFS'
     """
     started = time.monotonic()
-    found = find_mount(path, "unmount Drive", timeout)
+    timeout_s = check_duration("unmount Drive", "timeout", timeout)
+    found = find_mount(path, "unmount Drive")
     act = f"unmount {found.point!r}"
     check_not_inside(found, act)
     if force:
-        sent = _unmount_at_once(found, timeout)
+        sent = _unmount_at_once(found, timeout_s)
     else:
-        check_alive(found, act, timeout)
-        sent = _served(found, act).unmount(act, timeout, progress)
+        check_alive(found, act, timeout_s)
+        sent = _served(found, act).unmount(act, timeout_s, progress)
     return UnmountReport(Path(found.point), DRIVE_TYPES[found.fstype], sent, time.monotonic() - started)
 
 
-def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0, progress: bool = True) -> FlushReport:
+def flush(
+    path: str | os.PathLike[str] | None = None, *, timeout: float | str = 600.0, progress: bool = True
+) -> FlushReport:
     """Send all writes to Drive.
 
     In Colab, this mounts Drive again: no file on it may be in use, and Drive can ask for consent again.
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.
-        timeout: seconds to wait for the upload; after a timeout, the upload continues.
+        timeout: seconds, or text such as `"5min"`, to wait for the upload; after a timeout, the upload continues.
         progress: show the elapsed seconds.
 
     Returns:
@@ -261,13 +272,14 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0,
         True
     """
     started = time.monotonic()
-    found = find_mount(path, "flush Drive", timeout)
+    timeout_s = check_duration("flush Drive", "timeout", timeout)
+    found = find_mount(path, "flush Drive")
     act = f"flush {found.point!r}"
-    check_alive(found, act, timeout)
+    check_alive(found, act, timeout_s)
     served = _served(found, act)
     if served.is_remounted:
         check_not_inside(found, act)
-    sent = served.send(act, timeout, progress)
+    sent = served.send(act, timeout_s, progress)
     kind, remounted = DRIVE_TYPES[found.fstype], served.is_remounted
     return FlushReport(Path(found.point), kind, sent, remounted, time.monotonic() - started)
 
@@ -276,7 +288,7 @@ def clear_cache(
     path: str | os.PathLike[str] | None = None,
     *,
     dry_run: bool = False,
-    timeout: float = 600.0,
+    timeout: float | str = 600.0,
     force: bool = False,
     progress: bool = True,
 ) -> CacheReport:
@@ -289,7 +301,7 @@ def clear_cache(
     Args:
         path: any path on the mount; defaults to the only Drive mount.
         dry_run: change nothing; report what would be freed and lost.
-        timeout: seconds for sending writes, and for each further step.
+        timeout: seconds, or text such as `"5min"`, for sending writes, and for each further step.
         force: clear the cache even if writes cannot be sent and are lost.
         progress: show the elapsed seconds.
 
@@ -311,18 +323,19 @@ def clear_cache(
         'DriveFS'
     """
     started = time.monotonic()
-    found = find_mount(path, "clear the cache of Drive", timeout)
+    timeout_s = check_duration("clear the cache of Drive", "timeout", timeout)
+    found = find_mount(path, "clear the cache of Drive")
     act = f"clear the cache of {found.point!r}"
     if not force or found.fstype != DRIVEFS:
-        check_alive(found, act, timeout)
+        check_alive(found, act, timeout_s)
     served = _served(found, act)
     folder, unsent, cached = served.cache_folder(), served.unsent(), served.cache_bytes()
     freed = cached if served.frees_contents else 0
     if dry_run:
-        loss = _possible_loss(unsent, timeout) if force else ""
+        loss = _possible_loss(unsent, timeout_s) if force else ""
     else:
         check_not_inside(found, act)
-        loss = served.clear(act, timeout, force, progress)
+        loss = served.clear(act, timeout_s, force, progress)
         freed = max(0, freed - served.cache_bytes()) if freed else 0
     return CacheReport(
         mountpoint=Path(found.point),

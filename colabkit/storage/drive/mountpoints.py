@@ -23,7 +23,6 @@ from colabkit.foundation import (
     TimedOut,
     call,
     cannot,
-    check_seconds,
     drive_mounts,
     file_changes,
     format_things,
@@ -249,15 +248,14 @@ def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
     return _only_drive(act, table)
 
 
-def find_mount(path: str | os.PathLike[str] | None, act: str, timeout: float) -> Mount:
+def find_mount(path: str | os.PathLike[str] | None, act: str) -> Mount:
     """Return the Drive mount that holds a path; without a path, return the only Drive mount.
 
     Raises:
         NotMounted: if Drive is not mounted, if there are several Drive mounts and no path, or if the path is not on a
             remote mount.
-        InvalidOption: if the path is on another type of remote mount, or `timeout` is invalid.
+        InvalidOption: if the path is on another type of remote mount.
     """
-    check_seconds(act, "timeout", timeout)
     table = mounts()
     if path is None and not os.environ.get("COLABKIT_DRIVE"):
         if found := _only_drive(act, table):

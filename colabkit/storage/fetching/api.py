@@ -17,7 +17,7 @@ from pathlib import Path
 from colabkit.foundation import (
     Corrupt,
     Report,
-    check_seconds,
+    check_duration,
     file_changes,
     format_bytes,
     format_count,
@@ -96,7 +96,7 @@ def fetch(
     to: str | os.PathLike[str] = ".",
     *,
     digest: str | None = None,
-    timeout: float = 60.0,
+    timeout: float | str = 60.0,
     cookies: bool = False,
     overwrite: bool = False,
     progress: bool = True,
@@ -122,8 +122,8 @@ def fetch(
             file or folder. `drive:` and `~` work.
         digest: the digest that the file must have: `"sha256:"`, `"sha512:"`, `"sha1:"` or `"md5:"` followed by its hex
             digits.
-        timeout: seconds within which at least 4 KiB must arrive, or the attempt fails. `fetch` gives up after two
-            timeouts, or five failures of any kind, without new data in between.
+        timeout: seconds, or text such as `"2min"`, within which at least 4 KiB must arrive, or the attempt fails.
+            `fetch` gives up after two timeouts, or five failures of any kind, without new data in between.
         cookies: let gdown use and rewrite its cookie file, for Drive files that need a login.
         overwrite: replace an existing file or folder at the final path, once all data has arrived.
         progress: show a progress bar.
@@ -153,12 +153,12 @@ def fetch(
     started = time.monotonic()
     address = address_of(source)
     act = f"fetch {address.shown!r}"
-    check_seconds(act, "timeout", timeout)
+    timeout_s = check_duration(act, "timeout", timeout)
     expected = ExpectedDigest.parse(act, digest)
     options = {"cookies": cookies, "overwrite": overwrite, "progress": progress}
     with (
         file_changes.translated(act),
-        FetchJob(act, address, to, expected, timeout, **options) as job,
+        FetchJob(act, address, to, expected, timeout_s, **options) as job,
         _no_new_empty_folder(job.folder),
     ):
         try:

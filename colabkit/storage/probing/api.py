@@ -20,7 +20,7 @@ from colabkit.foundation import (
     SourceMissing,
     TimedOut,
     cannot,
-    check_seconds,
+    check_duration,
     file_changes,
     format_seconds,
     heartbeat,
@@ -42,7 +42,7 @@ class _LastRecord(Exception):
     """A signal to stop reading after the last record, since the child may be unable to exit."""
 
 
-def probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool = True) -> ProbeReport:
+def probe(path: str | os.PathLike[str], *, seconds: float | str = 8.0, progress: bool = True) -> ProbeReport:
     """Measure how fast a folder or file can be listed, opened and read, and recommend how to use it.
 
     The probe measures the latency of opening a file and the rate of listing. It reads small files with 1, 4, 16 and 32
@@ -53,8 +53,8 @@ def probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool 
 
     Args:
         path: a folder or a file; `drive:` and `~` work.
-        seconds: time limit in seconds. The probe ends earlier if everything has been measured, and about two seconds
-            later if the mount hangs.
+        seconds: time limit in seconds, or text such as `"1min"`. The probe ends earlier if everything has been
+            measured, and about two seconds later if the mount hangs.
         progress: show the elapsed seconds.
 
     Returns:
@@ -77,13 +77,13 @@ def probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool 
     """
     started = time.monotonic()
     act = f"probe {str(path)!r}"
-    check_seconds(act, "seconds", seconds)
+    time_limit_s = check_duration(act, "seconds", seconds, example=8)
     # Read the mount table before the probe, since the mount can disappear meanwhile.
     table = mounts()
     with file_changes.translated(act):
         # `abspath` raises if the working folder was removed.
         text = os.path.abspath(user_path(path, act, table))
-    records = _run_child(act, text, seconds, progress)
+    records = _run_child(act, text, time_limit_s, progress)
     _check(act, records)
     facts: dict[str, Any] = {}
     for values in records["facts"]:
