@@ -81,7 +81,7 @@ class DemoReport(Report):
         part_s: seconds of staging, packing and training, and of the loader's parts, which work in the background.
         epochs: number of epochs trained from the pack.
         accuracy: fraction of correctly classified images in a held-out split, in [0, 1].
-        accuracy_on: name of that split: `"test"` if it exists, otherwise `"dev"`.
+        accuracy_on: name of that split: `"test"` if it exists, otherwise `"val"`.
         path: folder of the local copy, pack and checkpoints, or None if they were removed.
     """
 
@@ -229,7 +229,7 @@ def demo(
 
         say("4/4  Training from the memory-mapped pack")
         splits_of = open_pack(packed.path)
-        test = splits_of["test" if "test" in splits_of else "dev"]
+        test = splits_of["test" if "test" in splits_of else "val"]
         started = time.monotonic()
         report = _train_packed(splits_of["train"], test, batch_size, epochs, device, folder / "checkpoints", progress)
         train_s = time.monotonic() - started

@@ -229,10 +229,9 @@ def _fields(text: str) -> dict[str, str] | None:
 
 
 def _splits(text: str) -> dict[str, float] | str | None:
-    if "=" not in text:
-        return text or None
-    pairs = [part.partition("=") for part in text.split(",")]
-    return {name.strip(): float(share) for name, _, share in pairs}
+    from colabkit.packs import parse_splits
+
+    return parse_splits(text) or None
 
 
 _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {

@@ -38,7 +38,7 @@ _PACKED = (
         "labels",
         words=("auto", "none"),
     ),
-    Option("splits", "shares such as train=0.8,test=0.2, or the column that names the split", None, "splits"),
+    Option("splits", "shares such as train=0.8,val=0.2, or the column that names the split", None, "splits"),
     Option("fields", "additional columns to store, such as age,caption or Z=age", None, "fields"),
     Option("seed", "seed for assigning samples to splits", 0, "number"),
     Option(
@@ -399,7 +399,7 @@ VERBS: tuple[Verb, ...] = (
 )
 
 LOADING = (
-    Option("split", "split of the pack", "train", words=("train", "dev", "test")),
+    Option("split", "split of the pack", "train", words=("train", "val", "test")),
     Option("batch_size", "samples per batch", 64, "number"),
     Option("shuffle", "shuffle the samples in every epoch", True, "flag"),
     Option("seed", "seed for the order and the transform", 0, "number"),

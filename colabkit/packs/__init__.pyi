@@ -1,5 +1,5 @@
-from .dataset.datasets import FileDataset as FileDataset
 from .dataset.datasets import PackedDataset as PackedDataset
+from .dataset.file_dataset import FileDataset as FileDataset
 from .dataset.opened_pack import Pack as Pack
 from .dataset.opened_pack import open_pack as open_pack
 from .dataset.sample_grid import SampleGrid as SampleGrid
@@ -16,6 +16,7 @@ from .format.layout import SAMPLES as SAMPLES
 from .format.layout import PackInfo as PackInfo
 from .labels.labelling import Labelling as Labelling
 from .labels.labelling import label_samples as label_samples
+from .labels.splits import parse_splits as parse_splits
 from .packing.api import PackReport as PackReport
 from .packing.api import pack as pack
 from .packing.memory_plan import MapDataset as MapDataset

@@ -141,5 +141,5 @@ def test_a_folder_that_is_not_empty_is_rejected_as_destination(tmp_path: Path) -
 def test_a_folder_without_training_images_is_a_one_line_error(tmp_path: Path) -> None:
     make_tree(tmp_path / "tree" / "val", 2)
     make_tree(tmp_path / "tree" / "test", 2)
-    with pytest.raises(BadSource, match="the only splits are dev, test"):
+    with pytest.raises(BadSource, match="the only splits are val, test"):
         colabkit.demo(tmp_path / "tree", latency=0, progress=False)

@@ -9,11 +9,13 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from contract import make_pack
 
+import colabkit
 from colabkit.errors import BadSource, Corrupt, InvalidOption, NotSealed, SourceMissing
 from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.opened_pack import Pack, open_pack
@@ -43,12 +45,24 @@ def test_a_pack_is_a_mapping_of_its_splits(packed):
     assert opened["train"] is opened["train"]
 
 
-def test_val_selects_dev_and_an_unknown_split_raises_key_error(packed, tmp_path):
-    pack = open_pack(make_pack(tmp_path / "p.h5", train=4, dev=2))
-    assert len(pack["val"]) == len(pack["dev"]) == 2
+@pytest.mark.parametrize("name", ["dev", "val", "valid"])
+def test_val_valid_and_dev_are_one_split_that_keeps_its_name(tmp_path, name):
+    own = make_pack(tmp_path / "own.h5", train=4, **{name: 2})
+    with h5py.File(tmp_path / "foreign.h5", "w") as file:
+        file["X_train"], file[f"X_{name}"] = np.zeros((4, 2, 2, 3), np.uint8), np.ones((2, 2, 2, 3), np.uint8)
+    arrays = {"train": {"X": np.zeros((4, 3))}, name: {"X": np.ones((2, 3))}}
+    packed = colabkit.pack(arrays, tmp_path / "packed.h5", progress=False)
+    shared = colabkit.pack(np.zeros((6, 3)), tmp_path / "s.h5", splits=f"train=0.5,{name}=0.5", progress=False)
+    for pack in map(open_pack, (own, tmp_path / "foreign.h5", packed, shared)):
+        assert list(pack.splits) == ["train", name]
+        assert pack["val"] is pack["valid"] is pack["dev"]
+        assert pack["dev"].split_name == name
+
+
+def test_an_unknown_split_raises_key_error_with_the_given_name(packed):
     opened = open_pack(packed)
-    with pytest.raises(KeyError, match=r"'dev'.*one of train, test"):
-        opened["dev"]
+    with pytest.raises(KeyError, match=r"'valid'.*one of train, test"):
+        opened["valid"]
     assert "dev" not in opened
     assert opened.get("dev") is None
 

@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from colabkit.errors import BadImage, BadSource, InvalidOption, MissingSplit, SourceChanged
 from colabkit.loading import Loader
-from colabkit.packs.dataset.datasets import FileDataset
+from colabkit.packs.dataset.file_dataset import FileDataset
 from colabkit.packs.decode.images import decode_image
 
 pandas = pytest.importorskip("pandas")

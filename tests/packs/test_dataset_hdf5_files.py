@@ -81,11 +81,11 @@ def test_the_loader_reads_mapped_and_compressed_datasets(tmp_path, options):
     "names",
     [
         {"X_train": "train", "Y_train": "train", "X_test": "test", "Y_test": "test"},
-        {"x_train": "train", "y_train": "train", "x_val": "dev", "y_val": "dev"},
+        {"x_train": "train", "y_train": "train", "x_val": "val", "y_val": "val"},
         {"train_set_x": "train", "train_set_y": "train", "test_set_x": "test", "test_set_y": "test"},
         {"X": "train", "y": "train"},
         {"images": "train", "labels": "train"},
-        {"train/images": "train", "train/labels": "train", "valid/images": "dev", "valid/labels": "dev"},
+        {"train/images": "train", "train/labels": "train", "valid/images": "valid", "valid/labels": "valid"},
         {"X_train": "train", "other": None},
     ],
     ids=lambda names: next(iter(names)),
@@ -95,7 +95,7 @@ def test_datasets_with_common_names_are_found(tmp_path, names):
         for name in names:
             file[name] = IMAGES if "x" in name.lower() or "images" in name else LABELS
     pack = open_pack(tmp_path / "p.h5")
-    assert list(pack) == sorted({split for split in names.values() if split}, key=["train", "dev", "test"].index)
+    assert list(pack) == list(dict.fromkeys(split for split in names.values() if split))
     for data in pack.values():
         assert torch.equal(
             data[3][0] if data.labels is not None else data[3], torch.from_numpy(IMAGES[3]).permute(2, 0, 1)
@@ -321,7 +321,7 @@ def test_a_pack_refuses_dataset_names_and_a_broken_pack_never_opens_as_a_foreign
 
 
 def test_a_damaged_pack_never_opens_with_other_contents(tmp_path):
-    path = make_pack(tmp_path / "made.h5", train=6, dev=3)
+    path = make_pack(tmp_path / "made.h5", train=6, val=3)
     original, data = whole_content(path), path.read_bytes()
     seeded = random.Random(8)
     used = [position for position, byte in enumerate(data) if byte]
@@ -338,7 +338,7 @@ def test_a_damaged_pack_never_opens_with_other_contents(tmp_path):
         except ColabkitError:
             continue
         assert whole_content(path) == original
-        assert {split: len(samples) for split, samples in splits.items()} == {"train": 6, "dev": 3}
+        assert {split: len(samples) for split, samples in splits.items()} == {"train": 6, "val": 3}
 
 
 def test_a_truncated_foreign_file_raises_a_colabkit_error(tmp_path):

@@ -13,7 +13,8 @@ from packed_files import photos
 from pictures import png
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from colabkit.packs.dataset.datasets import FileDataset, LabelledDataset
+from colabkit.packs.dataset.datasets import LabelledDataset
+from colabkit.packs.dataset.file_dataset import FileDataset
 from colabkit.packs.dataset.opened_pack import open_pack
 
 

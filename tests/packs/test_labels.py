@@ -36,13 +36,13 @@ def test_each_folder_is_a_class_numbered_by_its_sorted_name():
 
 
 def test_split_folders_are_recognized_by_common_names():
-    usual = {"train": "train Training", "dev": "dev val VALID validation", "test": "test testing"}
+    usual = {"train": "train Training", "val": "val validation", "valid": "VALID", "dev": "dev", "test": "test testing"}
     for split, folders in usual.items():
         for folder in folders.split():
             found = labelled_paths(f"{folder}/cats/1.jpg", f"{folder}/ants/1.jpg")
             assert classes_of(found) == {split: {f"{folder}/ants/1.jpg": "ants", f"{folder}/cats/1.jpg": "cats"}}
     found = labelled_paths("test/cats/1.jpg", "val/ants/1.jpg", "train/bees/1.jpg")
-    assert (list(found.splits), found.classes) == (["train", "dev", "test"], ("ants", "bees", "cats"))
+    assert (list(found.splits), found.classes) == (["train", "val", "test"], ("ants", "bees", "cats"))
     beside_a_class = labelled_paths("test/1.jpg", "train/1.jpg", "cats/1.jpg")
     assert (list(beside_a_class.splits), beside_a_class.classes) == (["train"], ("cats", "test", "train"))
 
@@ -121,12 +121,12 @@ def test_samples_of_class_folders_are_sorted_by_class_folder_and_name():
     labelled = labelled_paths(*paths)
     assert by_split(labelled) == {
         "train": ["train/a/2.jpg", "train/b/1.jpg"],
-        "dev": ["Val/a/5.jpg", "val/a/4.jpg", "valid/a/3.jpg"],
+        "val": ["Val/a/5.jpg", "val/a/4.jpg", "valid/a/3.jpg"],
         "test": ["test/b/3.jpg"],
     }
-    assert list(labelled.splits) == ["train", "dev", "test"]
-    wrapped = labelled_paths("data/x/train/cats/1.jpg", "data/x/dev/cats/1.jpg", ".git/x.jpg")
-    assert by_split(wrapped) == {"train": ["data/x/train/cats/1.jpg"], "dev": ["data/x/dev/cats/1.jpg"]}
+    assert list(labelled.splits) == ["train", "val", "test"]
+    wrapped = labelled_paths("data/x/train/cats/1.jpg", "data/x/val/cats/1.jpg", ".git/x.jpg")
+    assert by_split(wrapped) == {"train": ["data/x/train/cats/1.jpg"], "val": ["data/x/val/cats/1.jpg"]}
 
 
 def test_rows_are_the_positions_of_the_samples_in_the_listing():
@@ -185,7 +185,7 @@ def test_a_function_of_the_path_labels_files():
 def test_a_function_of_the_path_splits_files():
     listing = listing_of("a/1.jpg", "a/2.jpg", "b/1.jpg")
     labelled = label_samples(listing, "source", splits=lambda path: "Val" if "1" in path else "training")
-    assert by_split(labelled) == {"train": ["a/2.jpg"], "dev": ["a/1.jpg", "b/1.jpg"]}
+    assert by_split(labelled) == {"train": ["a/2.jpg"], "val": ["a/1.jpg", "b/1.jpg"]}
     with pytest.raises(BadSource, match=r"the result of splits=.* contains 'holdout', None, first for 'a/1\.jpg'"):
         label_samples(listing, "source", splits=lambda path: "holdout" if path.startswith("a") else None)
 

@@ -232,16 +232,16 @@ def test_a_column_named_split_accepts_common_names_of_splits():
     found = label_samples(listing, "source")
     assert {split: numbers.tolist() for split, numbers in found.splits.items()} == {
         "train": [1, 3],
-        "dev": [0],
+        "val": [0],
         "test": [2],
     }
-    assert list(found.splits) == ["train", "dev", "test"]
+    assert list(found.splits) == ["train", "val", "test"]
 
 
 def test_a_given_column_of_splits_takes_precedence():
     paths = ["train/a/1.jpg", "test/a/2.jpg"]
-    listing = table_of(paths, label=[1, 2], split=["train", "train"], part=["dev", "test"])
-    assert label_samples(listing, "source", splits="part").splits["dev"].tolist() == [0]
+    listing = table_of(paths, label=[1, 2], split=["train", "train"], part=["val", "test"])
+    assert label_samples(listing, "source", splits="part").splits["val"].tolist() == [0]
     assert list(label_samples(listing, "source").splits) == ["train"]
     assert list(label_samples(table_of(paths, label=[1, 2]), "source").splits) == ["train", "test"]
 
@@ -250,7 +250,7 @@ def test_a_given_column_of_splits_takes_precedence():
 def test_unknown_splits_raise_with_their_names(odd):
     listing = table_of(label=[1, 2], split=["train", odd])
     with pytest.raises(
-        BadSource, match=r"the column 'split' contains .+, first for 'shard/00000001'; expected train, dev, val"
+        BadSource, match=r"the column 'split' contains .+, first for 'shard/00000001'; expected train, val"
     ):
         label_samples(listing, "source")
 

@@ -21,10 +21,10 @@ from colabkit.packs.labels.splits import fold_numbers, shares_of, split_shares, 
 SHARES = st.sampled_from(
     [
         {"train": 0.8, "test": 0.2},
-        {"train": 0.7, "dev": 0.2, "test": 0.1},
+        {"train": 0.7, "val": 0.2, "test": 0.1},
         {"test": 0.5, "train": 0.5},
-        {"train": 1 / 3, "dev": 1 / 3, "test": 1 / 3},
-        {"dev": 1.0},
+        {"train": 1 / 3, "val": 1 / 3, "test": 1 / 3},
+        {"val": 1.0},
     ]
 )
 COUNTS = st.dictionaries(st.integers(0, 5), st.integers(10, 60), min_size=1)
@@ -57,7 +57,7 @@ def test_every_sample_is_assigned_once_and_each_stratum_keeps_its_shares(counts,
 def test_strata_are_shuffled_by_seed_and_number_and_divided_at_rounded_shares(counts, shares, seed):
     """Packing compares an existing pack with the requested samples, so this rule must never change."""
     paths = [f"{stratum}/{number:03}.jpg" for stratum, count in sorted(counts.items()) for number in range(count)]
-    shares = {name: shares[name] for name in ("train", "dev", "test") if name in shares}
+    shares = {name: shares[name] for name in ("train", "val", "test") if name in shares}
     dealt: dict[str, list[str]] = {name: [] for name in shares}
     for label, stratum in enumerate(sorted(counts)):
         members = [path for path in paths if path.startswith(f"{stratum}/")]
@@ -78,7 +78,7 @@ def test_strata_are_shuffled_by_seed_and_number_and_divided_at_rounded_shares(co
 @settings(max_examples=30)
 def test_the_order_of_shares_does_not_matter(counts, seed):
     listing = listing_of(*(f"{stratum}/{number}.jpg" for stratum in counts for number in range(counts[stratum])))
-    one = label_samples(listing, "source", splits={"train": 0.6, "dev": 0.2, "test": 0.2}, seed=seed)
+    one = label_samples(listing, "source", splits={"train": 0.6, "val": 0.2, "test": 0.2}, seed=seed)
     other = label_samples(listing, "source", splits={"test": 0.2, "train": 0.6, "val": 0.2}, seed=seed)
     assert {split: numbers.tolist() for split, numbers in one.splits.items()} == {
         split: numbers.tolist() for split, numbers in other.splits.items()
@@ -124,7 +124,7 @@ def test_invalid_shares_raise(shares, found):
 @pytest.mark.parametrize(
     ("shares", "found"),
     [
-        ({"train": 0.5, "holdout": 0.5}, "'holdout' is not the name of a split; expected one of train, dev, test"),
+        ({"train": 0.5, "holdout": 0.5}, "'holdout' is not the name of a split; expected one of train, val, test"),
         ({"train": 0.5, 3: 0.5}, "3 is not the name of a split"),
         ({"train": 0.5, "val": 0.25, "dev": 0.25}, "several shares for one split"),
         ([0.5, 0.5], r"splits=\[0.5, 0.5\]; expected a share for each split"),
@@ -138,7 +138,19 @@ def test_shares_of_unknown_splits_raise(shares, found):
 
 def test_shares_accept_common_names_and_are_in_the_standard_order():
     shares = shares_of("split", {"Testing": 0.2, "validation": 0.1, "TRAIN": 0.7})
-    assert list(shares.items()) == [("train", 0.7), ("dev", 0.1), ("test", 0.2)]
+    assert list(shares.items()) == [("train", 0.7), ("val", 0.1), ("test", 0.2)]
+
+
+def test_shares_are_given_as_text_as_in_a_magic():
+    listing = listing_of(*(f"{kind}/{number}.jpg" for kind in "ab" for number in range(4)))
+    found = label_samples(listing, "source", splits="train=0.5, dev=0.5").splits
+    assert {split: numbers.tolist() for split, numbers in found.items()} == {
+        split: numbers.tolist()
+        for split, numbers in label_samples(listing, "source", splits={"train": 0.5, "dev": 0.5}).splits.items()
+    }
+    for text in ("train=half", "train=0.5,train=0.5", "train=0.5,"):
+        with pytest.raises(InvalidOption, match=f"splits='{text}'; expected a number for each split, named once"):
+            label_samples(listing, "source", splits=text)
 
 
 @pytest.mark.parametrize("n", [0, 2])

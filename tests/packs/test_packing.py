@@ -92,8 +92,8 @@ def test_split_folders_become_splits(tmp_path):
     for number, split in enumerate(("train", "val", "test"), 1):
         make_tree(tree, number, prefix=split)
     report = pack(tree, tmp_path / "p.h5", progress=False)
-    assert report.splits == {"train": 3, "dev": 6, "test": 9}
-    for split, folder in (("train", "train"), ("dev", "val"), ("test", "test")):
+    assert report.splits == {"train": 3, "val": 6, "test": 9}
+    for split, folder in (("train", "train"), ("val", "val"), ("test", "test")):
         images, labels = samples(report.path, split)
         assert np.array_equal(images, decoded(tree / folder))
         assert labels == sorted(labels)
@@ -101,18 +101,18 @@ def test_split_folders_become_splits(tmp_path):
 
 def test_shares_divide_each_class_among_the_splits(tmp_path, image_tree):
     paths = [
-        packed(image_tree, tmp_path / f"{number}.h5", splits={"train": 0.5, "dev": 0.25, "test": 0.25}, seed=seed)
+        packed(image_tree, tmp_path / f"{number}.h5", splits={"train": 0.5, "val": 0.25, "test": 0.25}, seed=seed)
         for number, seed in enumerate((3, 3, 4))
     ]
     whole = {image.tobytes() for image in decoded(image_tree)}
-    found = [{split: samples(path, split) for split in ("train", "dev", "test")} for path in paths]
+    found = [{split: samples(path, split) for split in ("train", "val", "test")} for path in paths]
     for splits in found:
         assert [labels for _, labels in splits.values()] == [
             [0] * share + [1] * share + [2] * share for share in (4, 2, 2)
         ]
         assert {image.tobytes() for images, _ in splits.values() for image in images} == whole
-    assert np.array_equal(found[0]["dev"][0], found[1]["dev"][0])
-    assert not np.array_equal(found[0]["dev"][0], found[2]["dev"][0])
+    assert np.array_equal(found[0]["val"][0], found[1]["val"][0])
+    assert not np.array_equal(found[0]["val"][0], found[2]["val"][0])
 
 
 def test_files_without_an_image_suffix_are_left_out_and_reported(tmp_path, image_tree):
@@ -154,7 +154,7 @@ def swap_classes(tree: Path) -> None:
     [
         (lambda tree: None, {"channels": 1}),
         (lambda tree: None, {"size": 4}),
-        (lambda tree: None, {"splits": {"train": 0.5, "dev": 0.5}}),
+        (lambda tree: None, {"splits": {"train": 0.5, "val": 0.5}}),
         (lambda tree: os.remove(tree / "ants" / "000.png"), {}),
         (lambda tree: os.rename(tree / "ants" / "000.png", tree / "bees" / "x.png"), {}),
         (swap_classes, {}),

@@ -45,15 +45,15 @@ def test_images_and_labels_are_stored_unchanged(tmp_path):
     "source",
     [
         {"train": {"X": IMAGES[:20], "Y": CLASSES[:20]}, "val": {"X": IMAGES[20:], "Y": CLASSES[20:]}},
-        {"Training": {"x": IMAGES[:20], "y": CLASSES[:20]}, "dev": {"x": IMAGES[20:], "y": CLASSES[20:]}},
-        {"X_dev": IMAGES[20:], "Y_dev": CLASSES[20:], "X_train": IMAGES[:20], "Y_train": CLASSES[:20]},
+        {"Training": {"x": IMAGES[:20], "y": CLASSES[:20]}, "val": {"x": IMAGES[20:], "y": CLASSES[20:]}},
+        {"X_val": IMAGES[20:], "Y_val": CLASSES[20:], "X_train": IMAGES[:20], "Y_train": CLASSES[:20]},
         {"x_train": IMAGES[:20], "y_train": CLASSES[:20, None], "x_valid": IMAGES[20:], "y_valid": CLASSES[20:, None]},
     ],
 )
 def test_splits_are_given_as_mappings_or_in_the_names_of_arrays(tmp_path, source):
     found = opened(source, tmp_path / "p.h5")
-    assert found.splits == {"train": 20, "dev": 10}
-    for split, part in (("train", slice(0, 20)), ("dev", slice(20, 30))):
+    assert list(found.splits.values()) == [20, 10]
+    for split, part in (("train", slice(0, 20)), ("val", slice(20, 30))):
         images, labels = found[split][:]
         assert np.array_equal(images.permute(0, 2, 3, 1), IMAGES[part])
         assert labels.tolist() == CLASSES[part].tolist()
@@ -142,8 +142,8 @@ def test_text_and_bytes_can_be_fields_or_samples(tmp_path):
     found = opened(source, tmp_path / "p.h5")
     assert samples_of(found) == [(words[n], n % 2, words[n], blobs[n]) for n in range(4)]
     assert found["train"][[3, 0]][2] == [words[3], words[0]]
-    vectors = opened({"X": np.eye(4), "caption": words}, tmp_path / "q.h5", splits={"train": 0.5, "dev": 0.5})
-    for split in ("train", "dev"):
+    vectors = opened({"X": np.eye(4), "caption": words}, tmp_path / "q.h5", splits={"train": 0.5, "val": 0.5})
+    for split in ("train", "val"):
         for vector, word in samples_of(vectors, split):
             assert word == words[int(vector.argmax())]
 
@@ -160,8 +160,8 @@ def test_shares_are_stratified_by_class_and_depend_on_the_seed(tmp_path):
             expected = {image.tobytes(): label for image, label in zip(IMAGES, CLASSES.tolist(), strict=True)}
             assert [expected[bytes(image.permute(1, 2, 0).numpy())] for image in images] == labels.tolist()
             assert len(set(np.bincount(labels))) == 1
-    assert torch.equal(runs[0]["dev"][0], runs[1]["dev"][0])
-    assert not torch.equal(runs[0]["dev"][0], runs[2]["dev"][0])
+    assert torch.equal(runs[0]["val"][0], runs[1]["val"][0])
+    assert not torch.equal(runs[0]["val"][0], runs[2]["val"][0])
 
 
 def test_shares_are_stratified_by_label_combinations_and_ranges_of_targets(tmp_path):
@@ -270,11 +270,11 @@ WRONG = {
     "no X": ({"images": IMAGES}, InvalidOption, "an array named 'X'"),
     "nothing": ({}, InvalidOption, "there are no arrays"),
     "labels in one split": (
-        {"X_train": IMAGES, "Y_train": CLASSES, "X_dev": IMAGES},
+        {"X_train": IMAGES, "Y_train": CLASSES, "X_val": IMAGES},
         InvalidOption,
         "'Y' exists only in some",
     ),
-    "other shapes": ({"X_train": IMAGES, "X_dev": IMAGES[:, :5]}, InvalidOption, r"\[6, 5, 3\] .* \[5, 5, 3\]"),
+    "other shapes": ({"X_train": IMAGES, "X_val": IMAGES[:, :5]}, InvalidOption, r"\[6, 5, 3\] .* \[5, 5, 3\]"),
     "a bad name": ({"X": IMAGES, "a/b": CLASSES}, InvalidOption, "a field is named 'a/b'"),
     "the name of the CRCs": ({"X": IMAGES, "crc": CLASSES}, InvalidOption, "a field is named 'crc'"),
     "boxes as labels": (

@@ -148,9 +148,9 @@ def test_a_split_of_bad_files_is_omitted_or_black(tmp_path, options):
     spoil(tree, 12, 13, 14)
     for on_bad in ("skip", "blank"):
         report = pack(tree, tmp_path / f"{on_bad}.h5", on_bad=on_bad, max_bad=3, progress=False, **options)
-        check(report.path, whole, {"dev": [0, 1, 2]}, on_bad, report)
+        check(report.path, whole, {"val": [0, 1, 2]}, on_bad, report)
     assert list(open_pack(tmp_path / "skip.h5")) == ["train", "test"]
-    assert list(open_pack(tmp_path / "blank.h5")) == ["train", "dev", "test"]
+    assert list(open_pack(tmp_path / "blank.h5")) == ["train", "val", "test"]
 
 
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])

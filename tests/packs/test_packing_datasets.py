@@ -203,8 +203,8 @@ def test_subsets_and_concatenations_are_packed_and_split_by_class(tmp_path):
     whole = Samples([(TENSORS[n], n % 3) for n in range(12)], targets=LABELS)
     first, second = random_split(whole, [9, 3], torch.Generator().manual_seed(1))
     found = opened({"train": first, "val": second}, tmp_path / "p.h5")
-    assert found.splits == {"train": 9, "dev": 3}
-    for split, view in (("train", first), ("dev", second)):
+    assert found.splits == {"train": 9, "val": 3}
+    for split, view in (("train", first), ("val", second)):
         assert all(same(found[split][n], view[n]) for n in range(len(view)))
     joined = ConcatDataset([Subset(whole, [0, 3, 6, 9, 1, 4]), Subset(whole, [7, 10])])
     dealt = opened(joined, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})

@@ -226,7 +226,7 @@ def test_invalid_options_are_errors_before_anything_is_written(tmp_path, tree):
         ({"fields": ["age"]}, "no column 'age'"),
     ):
         assert_refused(InvalidOption, f"^Cannot pack .*{match}", tree, tmp_path / "p.h5", **options)
-    for splits in ({"train": 0.5}, {"train": 1.2, "dev": -0.2}, {"train": 0.5, "eval": 0.5}):
+    for splits in ({"train": 0.5}, {"train": 1.2, "val": -0.2}, {"train": 0.5, "eval": 0.5}):
         assert_refused(InvalidOption, "^Cannot split", tree, tmp_path / "p.h5", splits=splits)
 
 

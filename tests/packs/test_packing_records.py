@@ -80,8 +80,8 @@ def test_tfrecord_gives_labels_splits_and_fields(tmp_path):
 
 
 def test_an_lmdb_gives_labels_and_shares(tmp_path):
-    found = opened(database(tmp_path / "d"), tmp_path / "p.h5", splits={"train": 0.5, "dev": 0.25, "test": 0.25})
-    assert (found.splits, found.classes) == ({"train": 12, "dev": 6, "test": 6}, NAMES)
+    found = opened(database(tmp_path / "d"), tmp_path / "p.h5", splits={"train": 0.5, "val": 0.25, "test": 0.25})
+    assert (found.splits, found.classes) == ({"train": 12, "val": 6, "test": 6}, NAMES)
     dealt = [number for split in found for number in numbers_of(found, split)]
     assert sorted(dealt) == list(range(24))
     for split in found:
@@ -135,7 +135,7 @@ def test_an_archive_gives_the_same_pack_as_its_folder_and_is_not_extracted(tmp_p
     archive_of(tree, tmp_path / "far" / name)
     with FuseMount(tmp_path / "mount", tmp_path / "far") as mount:
         found = opened((mount.point if is_remote else tmp_path / "far") / name, tmp_path / "p.h5")
-    assert found.splits == expected.splits == {"train": 12, "dev": 6}
+    assert found.splits == expected.splits == {"train": 12, "val": 6}
     for split in found:
         assert torch.equal(found[split].rows, expected[split].rows)
         assert torch.equal(found[split].labels, expected[split].labels)
@@ -188,11 +188,11 @@ def test_a_table_gives_labels_splits_and_fields(tmp_path, table, kind):
     elif kind == "parquet":
         table.to_parquet(source := tmp_path / "t.parquet")
     found = opened(source, tmp_path / "p.h5", labels="label", splits="split", fields=["age", "note"])
-    assert (found.splits, found.classes) == ({"train": 16, "dev": 16, "test": 16}, NAMES)
+    assert (found.splits, found.classes) == ({"train": 16, "val": 16, "test": 16}, NAMES)
     # A file in two rows gives two samples.
-    assert numbers_of(found, "dev") == [*range(8, 16), *range(8, 16)]
+    assert numbers_of(found, "val") == [*range(8, 16), *range(8, 16)]
     for row in range(16):
-        _, label, age, note = found["dev"][row]
+        _, label, age, note = found["val"][row]
         n = 8 + row % 8
         assert (label, float(age), note) == (n % 3, n / 2, f"ä {n + row // 8 * 24}")
     assert found.info.meta["label_kind"] == "class"
@@ -201,7 +201,7 @@ def test_a_table_gives_labels_splits_and_fields(tmp_path, table, kind):
 def test_labels_come_from_several_columns_numbers_or_a_function_or_are_omitted(tmp_path, table):
     both = opened(table, tmp_path / "a.h5", labels=["is_old", "is_red"])
     assert (both.info.meta["label_kind"], both.classes) == ("multilabel", ("is_old", "is_red"))
-    assert both["dev"].labels[:8].tolist() == [[int(n > 12), n % 2] for n in range(8, 16)]
+    assert both["val"].labels[:8].tolist() == [[int(n > 12), n % 2] for n in range(8, 16)]
     ages = opened(table, tmp_path / "b.h5", labels="age")
     assert (ages.info.meta["label_kind"], ages.classes) == ("regression", ())
     assert ages["test"].labels[:3].tolist() == [8.0, 8.5, 9.0]
@@ -233,7 +233,7 @@ def test_shares_of_a_table_keep_labels_and_pictures_together(tmp_path, table):
         ({"labels": "breed"}, InvalidOption, "no column 'breed'; expected one of"),
         ({"fields": ["breed"]}, InvalidOption, "no column 'breed'"),
         ({"splits": "note"}, BadSource, "the column 'note' contains 'ä 0'"),
-        ({"splits": {"train": 0.5, "test": 0.5}}, InvalidOption, "already has the splits train, dev, test"),
+        ({"splits": {"train": 0.5, "test": 0.5}}, InvalidOption, "already has the splits train, val, test"),
     ],
 )
 def test_missing_or_unsuitable_columns_are_errors_that_name_them(tmp_path, table, options, error, match):

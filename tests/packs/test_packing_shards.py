@@ -21,13 +21,13 @@ from colabkit.packs.packing.verification import verify
 
 def test_samples_are_stored_once_and_in_order_across_shards_and_splits(tmp_path, split_tree):
     report = sharded(split_tree, tmp_path / "p.h5")
-    assert report.splits == {"train": 6, "dev": 6, "test": 3}
+    assert report.splits == {"train": 6, "val": 6, "test": 3}
     info = read_pack(report.path)
     assert [(one.name, dict(one.splits)) for one in info.shards] == [
         ("p-00000.h5", {"train": 3}),
-        ("p-00001.h5", {"train": 3, "dev": 1}),
-        ("p-00002.h5", {"dev": 4}),
-        ("p-00003.h5", {"dev": 1, "test": 3}),
+        ("p-00001.h5", {"train": 3, "val": 1}),
+        ("p-00002.h5", {"val": 4}),
+        ("p-00003.h5", {"val": 1, "test": 3}),
     ]
     assert (report.shards, report.reused) == (4, False)
     assert report.pack_bytes == sum(path.stat().st_size for path in tmp_path.glob("p*.h5"))
@@ -125,7 +125,7 @@ def test_bad_files_in_shards_are_listed_as_for_one_file(tmp_path, split_tree, on
 def test_a_shard_with_only_bad_files_is_omitted(tmp_path, split_tree):
     break_some(split_tree, "train/ants/000.png", "train/ants/001.png")
     report = sharded(split_tree, tmp_path / "p.h5", 2 * ROW, on_bad="skip", max_bad=2)
-    assert report.splits == {"train": 4, "dev": 6, "test": 3}
+    assert report.splits == {"train": 4, "val": 6, "test": 3}
     assert len(report.bad) == 2
     assert "p-00000.h5" not in [path.name for path in shards_beside(report.path)]
     assert_same(report.path, sharded(split_tree, tmp_path / "whole.h5", None, on_bad="skip", max_bad=2).path)
@@ -151,10 +151,10 @@ def test_verify_names_a_missing_swapped_or_damaged_shard(tmp_path, split_tree):
     path = sharded(split_tree, tmp_path / "p.h5").path
     one, other = shards_beside(path)[1:3]
     info = read_pack(other)
-    offset = info.data_sets["X_dev"].offset + 2 * ROW + 7
+    offset = info.data_sets["X_val"].offset + 2 * ROW + 7
     flip_byte(other, offset, 4)
     report = verify(path, progress=False)
-    assert report.damaged == (("dev", 3),)
+    assert report.damaged == (("val", 3),)
     assert "'p-00002.h5'" in repr(report)
     away = one.rename(tmp_path / "away.h5")
     with pytest.raises(SourceMissing, match=r"p-00001\.h5"):
@@ -167,7 +167,7 @@ def test_verify_names_a_missing_swapped_or_damaged_shard(tmp_path, split_tree):
         verify(path, progress=False)
     with pytest.raises(TargetExists, match="damaged"):
         sharded(split_tree, path)
-    assert sharded(split_tree, path, overwrite=True).splits == {"train": 6, "dev": 6, "test": 3}
+    assert sharded(split_tree, path, overwrite=True).splits == {"train": 6, "val": 6, "test": 3}
     assert verify(path, progress=False).is_good
 
 

@@ -216,7 +216,7 @@ def test_shards_in_folders_of_splits_have_the_folder_in_their_names(tmp_path):
     for source in (tmp_path, str(tmp_path / "{train,val}" / "000.tar"), str(tmp_path / "*" / "*.tar")):
         found = opened(source)
         assert contents(found) == {"train/000/1": b"train", "val/000/1": b"val"}
-        assert found.list().columns["split"] == ("train", "dev")
+        assert found.list().columns["split"] == ("train", "val")
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path):

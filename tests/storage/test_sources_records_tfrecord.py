@@ -131,7 +131,7 @@ def test_splits_in_file_names_become_a_column(tmp_path):
         "birds-train-00000-of-00001/00000000",
         "birds-validation-00000-of-00001/00000000",
     ]
-    assert listing.columns == {"split": ("train", "dev")}
+    assert listing.columns == {"split": ("train", "validation")}
 
 
 def test_a_feature_named_split_has_priority(tmp_path):

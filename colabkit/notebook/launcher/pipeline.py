@@ -233,7 +233,7 @@ def _training_lines(training: TrainingSettings) -> list[str]:
         f"shape = packed.sample_shape or (64, 64, {training.channels})",
         'options = {"size": shape[:2], "device": device, "transform": colabkit.augment.Normalize()}',
         f'loader = colabkit.Loader(data["train"], {training.batch_size}, shuffle=True, **options)',
-        'held_out = next((data[split] for split in ("test", "dev") if split in data), None)',
+        'held_out = next((data[split] for split in ("test", "val") if split in data), None)',
         f"validate = None if held_out is None else colabkit.Loader(held_out, {_HELD_OUT_BATCH}, **options)",
         "",
         "model = colabkit.small_network(len(data.classes), shape).to(device)",
@@ -314,7 +314,7 @@ def _train(source: str, training: TrainingSettings, packed: Any, screen: Screen)
     shape = packed.sample_shape or (64, 64, training.channels)
     options: dict[str, Any] = {"size": shape[:2], "device": device, "transform": colabkit.augment.Normalize()}
     loader = colabkit.Loader(data["train"], training.batch_size, shuffle=True, **options)
-    held_out = next((data[split] for split in ("test", "dev") if split in data), None)
+    held_out = next((data[split] for split in ("test", "val") if split in data), None)
     validate = None if held_out is None else colabkit.Loader(held_out, _HELD_OUT_BATCH, **options)
     model = colabkit.small_network(len(data.classes), shape).to(device)
     step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=0.003))

@@ -1,13 +1,11 @@
-"""Map-style PyTorch datasets: one split of a pack, or image files that are not packed."""
+"""The base class of map-style PyTorch datasets, and the dataset of one split of a pack."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
-import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, overload
@@ -19,13 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from colabkit.foundation import (
-    BadImage,
-    BadSource,
     InvalidOption,
-    MissingSplit,
-    call,
     cannot,
-    check_one_of,
     check_whole_number,
     format_count,
     format_things,
@@ -33,16 +26,12 @@ from colabkit.foundation import (
 from colabkit.packs.dataset.samples import (
     ImageFiles,
     OpenSplit,
-    convert_pixels,
     index_error,
     resolve_indices,
     stack_samples,
 )
-from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
-from colabkit.packs.labels.labelling import label_samples
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
-from colabkit.storage import Item, PathTable, Retries, SequentialSource, Source, answer_of, open_source, read_item
 
 
 class LabelledDataset(Dataset[Any]):
@@ -238,7 +227,7 @@ class PackedDataset(LabelledDataset):
         """Split all samples into views, as in `training, validation = data.split((0.9, 0.1))`.
 
         Args:
-            shares: share of each view, adding up to 1; a mapping such as `{"train": 0.9, "dev": 0.1}` returns a dict.
+            shares: share of each view, adding up to 1; a mapping such as `{"train": 0.9, "val": 0.1}` returns a dict.
             seed: seed of the shuffle.
             stratify: preserve the proportions of classes, label combinations, or bins of a regression target.
 
@@ -325,119 +314,6 @@ class PackedDataset(LabelledDataset):
             expected = f"one of {', '.join(self.fields)}"
             raise InvalidOption(cannot(act, f"there is no field {name!r}", expected, "Use one of these, or an array"))
         return np.asarray(self._opened.samples.column(name, self._rows_of(np.arange(len(self)))))
-
-
-class FileDataset(LabelledDataset):
-    """Image files that are not packed: `dataset[i]` is a decoded image, `uint8 [C, H, W]`, and its label.
-
-    The source is listed once. With a remote source, `Loader` reads many files ahead and decodes them in threads; with
-    `size=`, it caches decoded images, so later epochs read no files. For repeated training, use `pack()` instead.
-
-    Args:
-        source: a folder, a zip archive, a table of paths (DataFrame, CSV, list), or a folder in a bucket.
-        split: the split to read: `train`, `dev` or `test`.
-        labels: as in `pack()`: `"auto"`, a column, several columns, a function of the path, or None.
-        splits: as in `pack()`: a column, shares, a function of the path, or None for the source's splits.
-        seed: seed for assigning samples to splits by shares.
-        channels: 3 for RGB, 1 for luminance.
-
-    Raises:
-        BadSource: if no samples, labels or splits are found, or the archive does not support random access.
-        MissingSplit: if the split does not exist.
-        InvalidOption: if an option is invalid.
-
-    Attributes:
-        source: the source of the files.
-        split_name, labels, classes, fields: see `LabelledDataset`.
-        fingerprint: hash of the files' relative paths, sizes and labels; a copy of the files has the same fingerprint.
-
-    Example:
-        >>> import colabkit
-        >>> staged = colabkit.stage("samples:digits", to="digits")
-        >>> data = colabkit.FileDataset(staged.path)
-        >>> image, label = data[0]
-        >>> len(data), image.shape, label
-        (1797, torch.Size([3, 8, 8]), 0)
-    """
-
-    def __init__(
-        self,
-        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
-        *,
-        split: str = "train",
-        labels: str | Sequence[str] | Callable[[str], Any] | None = "auto",
-        splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
-        seed: int = 0,
-        channels: int = 3,
-    ) -> None:
-        self.source: Source = open_source(source)
-        act = f"read {self.source.name!r} file by file"
-        check_one_of(act, "channels", channels, (1, 3), "Use 3 for RGB, 1 for luminance")
-        if isinstance(self.source, SequentialSource) and self.source.is_sequential:
-            found, expected = "the archive can only be read from start to end", "files that can be read in any order"
-            next_step = ("Pack it with ", call("pack"), ", or extract it first with ", call("stage"))
-            raise BadSource(cannot(act, found, expected, next_step))
-        labelled = label_samples(self.source.list(), self.source.name, labels=labels, splits=splits, seed=seed)
-        if split not in labelled.splits:
-            known = ", ".join(map(repr, labelled.splits))
-            raise MissingSplit(cannot(act, f"there is no split {split!r}", f"one of {known}", "Use one of these"))
-        numbers = labelled.splits[split]
-        self.split_name = split
-        self.classes = labelled.classes
-        self._channels = channels
-        self._is_class = labelled.kind == "class"
-        values = labelled.values
-        labels_of = None if values is None else torch.from_numpy(values[numbers])
-        self.fields = (SAMPLES,) if labels_of is None else (SAMPLES, LABELS)
-        self._set_items(tuple(labelled.items[number] for number in numbers.tolist()), labels_of)
-
-    def _set_items(self, items: tuple[Item, ...], labels: Tensor | None) -> None:
-        self._items, self._count, self.labels = items, len(items), labels
-        # Omit times and location, so training can resume with a new copy of the files.
-        about = "".join(f"{item.path}\0{item.size}\0" for item in items).encode("utf-8", "surrogateescape")
-        stored = b"" if labels is None else labels.numpy().tobytes()
-        self.fingerprint = f"files/{hashlib.sha256(about + stored).hexdigest()[:32]}"
-
-    def __getitem__(self, index: int) -> Any:
-        place = self._place(index)
-        try:
-            pixels = decode_image(self.encoded(place), self._channels)
-        except BadImage as bad:
-            raise BadImage(cannot(f"decode {self.name_of(place)}", str(bad), "", "Repair or remove this file")) from bad
-        image = convert_pixels(pixels)
-        return image if self.labels is None else (image, self._label(place))
-
-    def __repr__(self) -> str:
-        classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
-        return f"FileDataset {self.split_name!r} of {self.source.name!r}: {format_things(len(self), 'file')}{classes}"
-
-    def _view(self, numbers: Indices) -> Self:
-        view = copy.copy(self)
-        items = tuple(self._items[number] for number in numbers.tolist())
-        view._set_items(items, None if self.labels is None else self.labels[torch.from_numpy(numbers)])  # noqa: SLF001
-        return view
-
-    def image_files(self) -> ImageFiles:
-        """Return the decoding settings for the files."""
-        return ImageFiles(self._channels, None)
-
-    def item(self, number: int) -> Item:
-        """Return a sample's file in the source."""
-        return self._items[number]
-
-    def encoded(self, number: int) -> bytes:
-        """Return the bytes of a sample's file, retrying temporary errors.
-
-        Raises:
-            SourceChanged: if the file has changed since it was listed.
-            FileFailed: if it cannot be read.
-            TimedOut: if two attempts in a row timed out.
-        """
-        return answer_of(lambda: read_item(self.source, self._items[number], Retries()), self.source.can_hang)
-
-    def name_of(self, number: int) -> str:
-        """Return the name of a sample, for messages."""
-        return f"{self._items[number].path!r} of {self.source.name!r}"
 
 
 def _map_tensor(array: npt.NDArray[Any]) -> Tensor:

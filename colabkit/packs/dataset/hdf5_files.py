@@ -45,10 +45,18 @@ from colabkit.packs.dataset.samples import (
     Stored,
     convert_rows,
 )
-from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, DataSet, Indices, PackInfo
+from colabkit.packs.format.layout import (
+    LABELS,
+    SAMPLES,
+    SPLIT_NAMES,
+    DataSet,
+    Indices,
+    PackInfo,
+    split_named,
+    stored_splits,
+)
 from colabkit.packs.format.pack_file import META, hdf5_start, is_pack
 from colabkit.packs.labels.label_values import LabelValues, convert_labels, infer_array, number_classes
-from colabkit.packs.labels.splits import SPLIT_FOLDERS
 
 if TYPE_CHECKING:
     import h5py
@@ -216,20 +224,20 @@ class _ReadColumn:
 
 
 def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str, str]:
-    """Return dataset names by split, in the order of `SPLITS`."""
+    """Return dataset names by split, in the order of a pack."""
     if names is None:
         return {}
     given = {"train": names} if isinstance(names, str) else names if isinstance(names, Mapping) else {}
-    splits = {SPLIT_FOLDERS.get(split, split): name for split, name in given.items()}
+    splits = {split_named(split): name for split, name in given.items()}
     if (
         len(splits) < max(1, len(given))
-        or set(splits) - set(SPLITS)
+        or None in splits
         or not all(name and isinstance(name, str) for name in splits.values())
     ):
         next_step = ("For example, use ", option(parameter, "images" if parameter == "x" else "labels"))
-        expected = "the name of a dataset, or one name each for train, dev or test"
+        expected = "the name of a dataset, or one name each for train, val or test"
         raise InvalidOption(cannot(act, option(parameter, names), expected, next_step))
-    return {split: splits[split] for split in SPLITS if split in splits}
+    return {name: splits[split] for split, name in stored_splits(given).items()}
 
 
 def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
@@ -237,11 +245,9 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
     names = list_datasets(file)
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:
-            pairs = {word: (pattern.format(word), of_labels.format(word)) for word in SPLIT_FOLDERS}
+            pairs = {word: (pattern.format(word), of_labels.format(word)) for word in SPLIT_NAMES}
             fits = {
-                SPLIT_FOLDERS[word]: pair
-                for word, pair in pairs.items()
-                if pair[0] in names and (pair[1] in names or not has_labels)
+                word: pair for word, pair in pairs.items() if pair[0] in names and (pair[1] in names or not has_labels)
             }
             if fits:
                 bare = [whole for whole, labels in pairs.values() if whole in names and labels not in names]
@@ -250,8 +256,11 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
                     only = (option("x", {"train": "X_train"}), " and ", option("y", {"train": "y_train"}))
                     choose = ("Name the datasets to open, for example ", only)
                     raise BadSource(cannot(act, unlabelled, "labels for all splits", choose))
-                ordered = [split for split in SPLITS if split in fits]
-                return {s: fits[s][0] for s in ordered}, {s: fits[s][1] for s in ordered} if has_labels else {}
+                # A later word for the same split replaces an earlier one.
+                of_split = {split_named(word): pair for word, pair in fits.items()}
+                pairs = {name: of_split[split] for split, name in stored_splits(reversed(fits)).items()}
+                xs = {split: pair[0] for split, pair in pairs.items()}
+                return xs, {split: pair[1] for split, pair in pairs.items()} if has_labels else {}
         for whole, of_labels in _WHOLE:
             if whole in names and (of_labels in names or not has_labels):
                 return {"train": whole}, {"train": of_labels} if has_labels else {}

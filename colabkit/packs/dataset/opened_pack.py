@@ -27,9 +27,8 @@ from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.hdf5_files import inspect_hdf5, is_plain_hdf5, open_hdf5_split
 from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
 from colabkit.packs.dataset.samples import OpenSplit, open_sealed
-from colabkit.packs.format.layout import SAMPLES, PackInfo
+from colabkit.packs.format.layout import SAMPLES, PackInfo, find_split
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.labels.splits import SPLIT_FOLDERS
 
 _SEAL_CHARS = 16
 _LEFT = (("bad", "bad", "sample"), ("left out", "left_out", "file"))
@@ -123,20 +122,19 @@ class Pack(Mapping[str, PackedDataset]):
         self.splits: Mapping[str, int] = {split: info.count(split) for split in info.splits}
 
     def __getitem__(self, split: str) -> PackedDataset:
-        """Return the dataset of a split.
+        """Return the dataset of a split; `val`, `valid` and `dev` are names of the same split.
 
         Raises:
             MissingSplit: if the pack has no such split.
         """
-        # Accept other names of a split, such as "val" for "dev".
-        split = SPLIT_FOLDERS.get(split, split)
-        if split not in self.splits:
+        name = find_split(self.splits, split)
+        if name is None:
             act, found = f"open a split of {str(self.path)!r}", f"there is no split {split!r}"
             raise MissingSplit(cannot(act, found, f"one of {', '.join(self)}", "Use one of these"))
-        if split not in self._opened:
+        if name not in self._opened:
             # Another pack may have replaced the file by now, so opening a split compares the seals.
-            self._opened[split] = PackedDataset(self._open_split(split))
-        return self._opened[split]
+            self._opened[name] = PackedDataset(self._open_split(name))
+        return self._opened[name]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the splits."""

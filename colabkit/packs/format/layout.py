@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,47 @@ CRC = "crc"
 """Name of the field that holds the CRC32 of each sample."""
 SAMPLES = "X"
 LABELS = "Y"
-SPLITS = ("train", "dev", "test")
+SPLITS = ("train", "val", "test")
+"""The splits in the order of a pack; `val` may be stored as `valid` or `dev`, which are names of the same split."""
+
+_SPLIT_OF = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 
 Content: TypeAlias = Literal["image", "array", "text", "bytes", "labels"]
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 """Numbers of samples or rows, counted from 0."""
+
+SPLIT_NAMES = tuple(_SPLIT_OF)
+"""All accepted names of splits, in lower case."""
+
+
+def split_named(name: object) -> str | None:
+    """Return the split in `SPLITS` that a name stands for, ignoring case; None if the name is unknown."""
+    return _SPLIT_OF.get(name.lower()) if isinstance(name, str) else None
+
+
+def find_split(names: Iterable[str], split: object) -> str | None:
+    """Return the name that stands for the same split as `split`; None if there is none."""
+    wanted = split_named(split)
+    return next((name for name in names if name == split or (wanted and split_named(name) == wanted)), None)
+
+
+def stored_splits(words: Iterable[object]) -> dict[str, str]:
+    """Return the name under which a pack stores each split, given a source's names; the first name of a split counts.
+
+    The names `valid` and `dev` stay unchanged; all other names are replaced by those in `SPLITS`, in whose order the
+    result is.
+    """
+    found: dict[str | None, str] = {}
+    for word in words:
+        if (split := split_named(word)) is not None:
+            lowered = str(word).lower()
+            found.setdefault(split, lowered if lowered in ("valid", "dev") else split)
+    return {split: found[split] for split in SPLITS if split in found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +133,8 @@ class PackInfo:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the splits, in the order train, dev, test."""
-        return tuple(split for split in SPLITS if split in self.meta["splits"])
+        """Names of the splits, in the order of `SPLITS`."""
+        return tuple(stored_splits(self.meta["splits"]).values())
 
     def count(self, split: str) -> int:
         """Return the number of samples in a split."""

@@ -28,16 +28,17 @@ from colabkit.foundation import (
     omit,
     option,
 )
-from colabkit.packs.format.layout import SPLITS, Indices
+from colabkit.packs.format.layout import SPLITS, Indices, split_named, stored_splits
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_cells, infer_columns
-from colabkit.packs.labels.splits import shares_of, split_named, split_shares, strata_of
+from colabkit.packs.labels.splits import checked_splits, shares_of, split_shares, strata_of
 from colabkit.storage import Item, Listing
 
 Labels: TypeAlias = str | Sequence[str] | Callable[[str], Any] | None
 """Source of the labels: `"auto"`, a column, several columns, a function of a sample's path, or None for no labels."""
 
 Splits: TypeAlias = str | Mapping[str, float] | Callable[[str], str] | None
-"""Source of the splits: a column, shares, a function of a sample's path, or None for the source's own splits."""
+"""Source of the splits: a column, shares as text or as a mapping, a function of a sample's path, or None for the
+source's own splits."""
 
 LABEL_COLUMNS = (
     *("label", "labels", "class", "class_name", "target", "category", "y", "cls"),
@@ -65,8 +66,7 @@ class Labelling:
         classes: names of the classes, or of the K labels or targets; empty for a single target or no labels.
         values: `int64 [n]` class numbers, `uint8 [n, K]` labels, or `float32 [n]` or `[n, K]` targets; None for no
             labels.
-        splits: `int64` sample numbers of each non-empty split, in the order of the pack; the splits are in the order
-            train, dev, test.
+        splits: `int64` sample numbers of each non-empty split, in the order of the pack.
         left_out: files that are not samples, with the reason.
     """
 
@@ -96,10 +96,10 @@ def label_samples(
             class_name, target, category, y, cls, image/class/label, json.label` or `json.class`, ignoring case,
             otherwise the folder names. See `label_values.infer_cells` for how values are interpreted.
         splits: the name of a column; a function that takes a sample's path and returns a split; or shares of all
-            samples such as `{"train": 0.8, "test": 0.2}`, stratified by class, by combination of labels, or by up to
-            ten bins of a single target. None uses a column named `split`, ignoring case, otherwise folders named like
-            splits, otherwise all samples are `train`. Splits are called `train, training, dev, val, valid, validation,
-            test` or `testing`.
+            samples such as `"train=0.8,test=0.2"` or `{"train": 0.8, "test": 0.2}`, stratified by class, by combination
+            of labels, or by up to ten bins of a single target. None uses a column named `split`, ignoring case,
+            otherwise folders named like splits, otherwise all samples are `train`. Splits are called `train, training,
+            val, valid, validation, dev, test` or `testing`.
         seed: seed for splitting by shares; the same seed gives the same splits.
 
     Raises:
@@ -118,6 +118,7 @@ def label_samples(
         folders, left_out = _by_folder(listing.items, range(len(listing.items))), listing.skipped
     else:
         raise BadSource(cannot(act, "the source has no rows", "at least one row", "Check the source"))
+    splits = checked_splits(f"split {name!r}", splits)
     tree = _FolderTree(listing.items, folders)
     if is_by_folder and not listing.columns:
         if splits is None:
@@ -130,8 +131,17 @@ def label_samples(
         meaning = _folder_classes(act, listing.columns, tree, order)
     else:
         meaning = _infer_labels(act, listing.columns, column, items)
-    found = _split_samples(f"split {name!r}", listing.columns, tree.splits()[order], items, splits, meaning, seed)
+    by_folder = _Places(tree.splits()[order], tree.split_names)
+    found = _split_samples(f"split {name!r}", listing.columns, by_folder, items, splits, meaning, seed)
     return Labelling(items, order, meaning.kind, meaning.classes, meaning.values, found, left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The split of each sample, as an index into `SPLITS`, and the source's names of the splits."""
+
+    places: Indices
+    names: Mapping[str, str]
 
 
 def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
@@ -191,37 +201,36 @@ def _column(act: str, columns: Mapping[str, Sequence[Any]], name: str) -> Sequen
 def _split_samples(
     act: str,
     columns: Mapping[str, Sequence[Any]],
-    by_folder: Indices,
+    by_folder: _Places,
     items: Sequence[Item],
     splits: Splits,
     meaning: LabelValues,
     seed: int,
 ) -> dict[str, Indices]:
-    """Return the sample numbers of each split; `by_folder` holds split indices derived from the folders."""
+    """Return the sample numbers of each split; `by_folder` holds the splits derived from the folders."""
     own = next((name for name in columns if name.lower() == _SPLIT_COLUMN), None)
     if isinstance(splits, str):
-        places = _split_places(act, f"the column {splits!r}", _column(act, columns, splits), items)
+        found = _split_places(act, f"the column {splits!r}", _column(act, columns, splits), items)
     elif callable(splits):
         what = ("the result of ", option("splits", Code("function")))
-        places = _split_places(act, what, [splits(item.path) for item in items], items)
+        found = _split_places(act, what, [splits(item.path) for item in items], items)
     elif splits is None:
-        places = by_folder if own is None else _split_places(act, f"the column {own!r}", columns[own], items)
+        found = by_folder if own is None else _split_places(act, f"the column {own!r}", columns[own], items)
     else:
         shares = shares_of(act, splits)
         # A split column with any other value does not define splits.
-        cells = [SPLITS[place] for place in np.unique(by_folder)] if own is None else columns[own]
-        names = {split_named(cell) for cell in cells}
-        if None not in names and names != {SPLITS[0]}:
-            found = f"the source already has the splits {', '.join(split for split in SPLITS if split in names)}"
+        names = by_folder.names if own is None else stored_splits(columns[own])
+        if names.keys() - {SPLITS[0]} and (own is None or all(map(split_named, columns[own]))):
+            already = f"the source already has the splits {', '.join(names.values())}"
             next_step = (omit("splits"), _OR_FUNCTION)
-            raise InvalidOption(cannot(act, found, "samples that are not split yet", next_step))
+            raise InvalidOption(cannot(act, already, "samples that are not split yet", next_step))
         return split_shares(strata_of(meaning.kind, meaning.values, shares), len(items), shares, seed)
-    split = {split: np.flatnonzero(places == place) for place, split in enumerate(SPLITS)}
+    split = {found.names.get(one, one): np.flatnonzero(found.places == place) for place, one in enumerate(SPLITS)}
     return {name: numbers for name, numbers in split.items() if len(numbers)}
 
 
-def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> Indices:
-    """Return the split of each cell, as an index into `SPLITS`."""
+def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> _Places:
+    """Return the split of each cell."""
     splits = [split_named(cell) for cell in cells]
     if None in splits:
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
@@ -231,8 +240,9 @@ def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[It
             "Rename them",
             in_python((", or pass a function of the path: ", option("splits", Code("function")))),
         )
-        raise BadSource(cannot(act, (what, f" contains {names}"), "train, dev, val or test", next_step))
-    return np.fromiter((SPLITS.index(split) for split in splits if split), np.int64, len(splits))
+        raise BadSource(cannot(act, (what, f" contains {names}"), "train, val or test", next_step))
+    places = np.fromiter((SPLITS.index(split) for split in splits if split), np.int64, len(splits))
+    return _Places(places, stored_splits(cells))
 
 
 class _FolderTree:
@@ -261,6 +271,11 @@ class _FolderTree:
         functions = (option("labels", Code("function")), " and ", option("splits", Code("function")))
         next_step = ("Rename the folder", in_python((", or pass functions of the path: ", functions)))
         raise BadSource(cannot(act, found, f"folders named {', '.join(SPLITS)} or similar", next_step))
+
+    @property
+    def split_names(self) -> dict[str, str]:
+        """The folders' names of the splits; empty if the folders are not splits."""
+        return stored_splits(sorted(parts[0] for parts in self._inside.values())) if self._has_splits else {}
 
     def splits(self) -> Indices:
         """Return the split of each row of the listing, as an index into `SPLITS`."""

@@ -19,48 +19,66 @@ from colabkit.foundation import (
     format_things,
     option,
 )
-from colabkit.packs.format.layout import SPLITS, Indices
+from colabkit.packs.format.layout import SPLITS, Indices, split_named, stored_splits
 from colabkit.packs.labels.label_values import LabelKind
 
-SPLIT_FOLDERS = {
-    "train": "train",
-    "training": "train",
-    "dev": "dev",
-    "val": "dev",
-    "valid": "dev",
-    "validation": "dev",
-    "test": "test",
-    "testing": "test",
-}
-"""Split for each accepted name, in lower case, of a folder, shard or cell."""
-
 _MOST_BINS = 10
+_EXAMPLE = "train=0.8,test=0.2"
 
 
-def split_named(name: object) -> str | None:
-    """Return the split that a name stands for, ignoring case; None if the name is unknown."""
-    return SPLIT_FOLDERS.get(name.lower()) if isinstance(name, str) else None
+def parse_splits(text: str) -> dict[str, float] | str:
+    """Convert shares such as `"train=0.8,val=0.2"` to a mapping; return other text, which is a column, unchanged.
+
+    Raises:
+        ValueError: if a share is not a number, or a split is named twice.
+    """
+    if "=" not in text:
+        return text
+    pairs = [part.partition("=") for part in text.split(",")]
+    shares = {name.strip(): float(share) for name, _, share in pairs}
+    if len(shares) < len(pairs):
+        raise ValueError(text)
+    return shares
+
+
+def checked_splits(act: str, splits: Any) -> Any:
+    """Convert shares given as text to a mapping; return any other way to split unchanged.
+
+    Raises:
+        InvalidOption: if the text is invalid.
+    """
+    try:
+        return parse_splits(splits) if isinstance(splits, str) else splits
+    except ValueError as error:
+        next_step = ("For example, use ", option("splits", _EXAMPLE))
+        found = option("splits", splits)
+        raise InvalidOption(cannot(act, found, "a number for each split, named once", next_step)) from error
 
 
 def shares_of(act: str, splits: object) -> dict[str, float]:
-    """Return shares in the order train, dev, test; keys may be any accepted name of a split.
+    """Return shares in the order of `SPLITS`, by the names under which a pack stores the splits.
+
+    Args:
+        act: verb and object for messages.
+        splits: a mapping from any accepted name of a split to its share.
 
     Raises:
         InvalidOption: if a share or a name is invalid, a split is named twice, or the shares do not add up to 1.
     """
     if not isinstance(splits, Mapping):
-        next_step = ("For example, use ", option("splits", {"train": 0.8, "test": 0.2}))
+        next_step = ("For example, use ", option("splits", _EXAMPLE))
         raise InvalidOption(cannot(act, option("splits", splits), "a share for each split", next_step))
     named = [(split_named(name), name) for name in splits]
     if unknown := [name for split, name in named if split is None]:
         found = f"{unknown[0]!r} is not the name of a split"
         raise InvalidOption(cannot(act, found, f"one of {', '.join(SPLITS)}", "Rename it"))
-    found_shares = {split: splits[name] for split, name in named}
+    names = stored_splits(splits)
+    found_shares = {names[split]: splits[name] for split, name in named if split}
     if len(found_shares) < len(named):
         message = (option("splits", dict(splits)), " has several shares for one split")
         raise InvalidOption(cannot(act, message, "one share for each split", "Add up the shares of this split"))
     _check_shares(act, "splits", found_shares)
-    return {split: float(found_shares[split]) for split in SPLITS if split in found_shares}
+    return {split: float(found_shares[split]) for split in names.values()}
 
 
 def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int) -> dict[str, Indices]:

@@ -194,8 +194,10 @@ def pack(
         labels: `"auto"` uses a column with a common label name, otherwise the folder names. Or pass a column, several
             columns, a function of a sample's path, or None for no labels. Text and integers are classes, floating-point
             numbers are regression targets, lists and several columns of 0 and 1 are multi-label.
-        splits: shares of `train`, `dev` and `test`, stratified by class; a column; or a function of a sample's path.
-            None uses a split column or split folders if the source has them; otherwise all samples are `train`.
+        splits: shares of `train`, `val` and `test`, stratified by class, such as `"train=0.8,val=0.2"` or
+            `{"train": 0.8, "val": 0.2}`; a column; or a function of a sample's path. None uses a split column or split
+            folders if the source has them; otherwise all samples are `train`. `val`, `valid` and `dev` are names of the
+            same split.
         fields: columns to store as additional fields, or a mapping of field names to columns or functions of a sample's
             path.
         seed: seed for assigning samples to splits.

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot, omit, option
-from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field, Indices
+from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field, Indices, split_named, stored_splits
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
-from colabkit.packs.labels.splits import SPLIT_FOLDERS, shares_of, split_shares, strata_of
+from colabkit.packs.labels.splits import shares_of, split_shares, strata_of
 from colabkit.packs.packing.array_samples import (
     ArraySampleMaker,
     Rows,
@@ -269,7 +269,7 @@ def _joined(targets: Sequence[Indices | None]) -> Indices | None:
 
 
 def _by_split(act: str, source: Any) -> dict[str, Any]:
-    """Return the arrays or the dataset of each split, in the order train, dev, test.
+    """Return the arrays or the dataset of each split, in the order of `SPLITS`.
 
     Arrays are given as a mapping of fields to arrays, as a mapping of splits to such mappings, or under combined names:
     `X_train`, `Y_train`, `X_test`.
@@ -285,7 +285,7 @@ def _by_split(act: str, source: Any) -> dict[str, Any]:
         next_step = "For example, pass {'X': images, 'Y': labels}"
         raise InvalidOption(cannot(act, mixed, "either arrays by field, or splits", next_step))
     ends = {name: name.rpartition("_") for name in named}
-    is_flat = {name: bool(field) and split.lower() in SPLIT_FOLDERS for name, (field, _, split) in ends.items()}
+    is_flat = {name: bool(field) and split_named(split) is not None for name, (field, _, split) in ends.items()}
     if not any(is_flat.values()) or any(name.lower() in _FIELDS for name in named):
         return {"train": {_FIELDS.get(name, name): array for name, array in named.items()}}
     if odd := [name for name, is_split in is_flat.items() if not is_split]:
@@ -300,13 +300,13 @@ def _by_split(act: str, source: Any) -> dict[str, Any]:
 
 
 def _ordered_splits(act: str, named: Mapping[str, Any]) -> dict[str, Any]:
-    splits = {}
+    names, splits = stored_splits(named), {}
     for name, value in named.items():
-        split = SPLIT_FOLDERS.get(name.lower())
+        split = split_named(name)
         if split is None or split in splits:
             found = f"the splits are named {', '.join(map(repr, named))}"
-            expected = "'train', 'dev' (or 'val') and 'test', each at most once"
+            expected = "'train', 'val' (or 'valid', 'dev') and 'test', each at most once"
             raise InvalidOption(cannot(act, found, expected, "Rename or join the splits"))
         is_fields = isinstance(value, Mapping)
         splits[split] = {_FIELDS.get(str(key), str(key)): one for key, one in value.items()} if is_fields else value
-    return {split: splits[split] for split in SPLITS if split in splits}
+    return {name: splits[split] for split, name in names.items()}

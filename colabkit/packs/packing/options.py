@@ -20,6 +20,7 @@ from colabkit.foundation import (
 )
 from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.labels.labelling import Labels, Splits
+from colabkit.packs.labels.splits import checked_splits
 from colabkit.packs.packing.function_digest import function_digest
 from colabkit.packs.packing.pack_plan import Encoding, OnBad
 
@@ -66,6 +67,7 @@ class PackOptions:
             raise InvalidOption(cannot(act, found, "", (omit("size"), ", or use ", option("encoding", "jpeg"))))
         object.__setattr__(self, "quality", check_whole_number(act, "quality", self.quality, 1, 100))
         object.__setattr__(self, "seed", check_whole_number(act, "seed", self.seed, 0))
+        object.__setattr__(self, "splits", checked_splits(act, self.splits))
         # Computing these properties validates `size` and `fields`.
         _ = self.image_size, self.sources_of_fields
 

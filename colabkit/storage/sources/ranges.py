@@ -36,7 +36,7 @@ _IMAGE_HEAD = re.compile(
 )
 _SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("dev", "val", "valid", "validation"), "dev"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 _SHARD_SUFFIX = re.compile(r"\.(tar|tfrecords?|tfrec)(?=$|-\d+-of-\d+$)", re.IGNORECASE)
@@ -224,6 +224,6 @@ def shard_names(files: Sequence[Path]) -> list[str]:
 
 
 def split_of(shard: str) -> str | None:
-    """Return the split in a shard's name, `train`, `dev` or `test`; None if the name has no split or several."""
-    splits = {_SPLIT_WORDS[word] for word in re.split(r"[^a-z]+", shard.lower()) if word in _SPLIT_WORDS}
-    return splits.pop() if len(splits) == 1 else None
+    """Return the split named in a shard's name, such as `train` or `val`; None if it names none or several."""
+    words = [word for word in re.split(r"[^a-z]+", shard.lower()) if word in _SPLIT_WORDS]
+    return words[0] if len({_SPLIT_WORDS[word] for word in words}) == 1 else None
