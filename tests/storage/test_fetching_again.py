@@ -1,4 +1,4 @@
-"""`fetch()` after a kill, Ctrl-C or a failure, concurrent calls, other data at the target, names and messages."""
+"""`fetch()` after interruptions, in concurrent calls and with existing data at the target; its names and messages."""
 
 from __future__ import annotations
 

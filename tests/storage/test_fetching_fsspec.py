@@ -74,7 +74,7 @@ def fails_once(at: int, error: BaseException) -> Callable[[str, int], None]:
 
 
 def fails_after_a_block(to: Path, error: BaseException) -> Callable[[str, int], None]:
-    """Return a fault that raises `error` once, at a later block of a file, after the journal in `to` records one."""
+    """Return a fault that raises `error` once, after the journal in `to` has recorded a block of the file."""
     fault = fails_once(1, error)
 
     def wait(path: str, offset: int) -> None:

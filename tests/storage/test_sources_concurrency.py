@@ -407,7 +407,7 @@ def test_a_slow_call_continues_while_it_receives_data(monkeypatch, is_moving):
         made.append(task)
         for _ in range(4):
             now += 40.0
-            # Wait for several checks, so that the last one began after the clock moved.
+            # Wait for several checks, so that the last check began after the clock moved.
             for _ in range(3):
                 looked.acquire(timeout=LONG_S)
             if is_moving:

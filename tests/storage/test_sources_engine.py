@@ -96,7 +96,7 @@ def put_together(blocks: Iterable[Block]) -> dict[str, bytes]:
 
 
 def read(source: Source, items: Iterable[Item] | None = None, threads: int | str = "auto") -> dict[str, bytes]:
-    """Return the bytes of a source's items, by default all, by path."""
+    """Return the bytes of the given items, or of all items of a source, by path."""
     with Reading(source, threads, retries := Retries()) as reading:  # type: ignore[arg-type]
         found = put_together(reading.blocks(wanted(source, source.list().items if items is None else items)))
     assert retries.on_retry is None

@@ -227,7 +227,7 @@ def test_transient_errors_are_retried_and_counted(image_tree, monkeypatch, numbe
     monkeypatch.setattr(folder, "_stats_of", flaky_stats)
     listing = FolderSource(image_tree).list()
     assert (listing.items, listing.skipped) == (before.items, before.skipped)
-    # The listings of the tree and its three folders are retried, and one batch of file sizes.
+    # The listings of the tree and of its three folders, and one batch of file sizes, are retried.
     assert listing.retries == 5
 
 

@@ -115,7 +115,7 @@ class CacheReport(Report):
     Attributes:
         mountpoint: folder where Drive is mounted.
         kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
-        folder: the cache folder; None if the mount's program does not report one.
+        folder: the cache folder; None if the mount's program reports no cache folder.
         cached_bytes: disk space that the cache took up, in bytes.
         freed_bytes: disk space that was freed, or would be freed with `dry_run`, in bytes.
         unsent: number of files not yet uploaded; None if unknown.

@@ -93,7 +93,7 @@ class _Child:
             "id": self.job.address.text,
             "resource_key": self.job.address.resource_key,
             "is_folder": self.is_folder,
-            # With a trailing slash, gdown creates a folder with the Drive folder's name inside this one.
+            # With a trailing slash, gdown creates a folder with the Drive folder's name inside the output folder.
             "output": f"{self.kept.data.absolute()}{os.sep if self.is_folder else ''}",
             "cookies": self.job.cookies,
             "known": known,

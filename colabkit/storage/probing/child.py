@@ -33,7 +33,7 @@ QUICK_S = 0.001
 
 # Blocks are read in pieces, so that the probe of a slow mount ends in time.
 _PIECE_BYTES = 1 << 20
-# Weight of each phase when the remaining time is divided.
+# Weights for dividing the remaining time among the phases.
 _WEIGHTS = {"list": 0.2, "size": 0.1, "small": 0.1, "open": 0.05, "large": 0.065}
 _STAT_THREADS = 16
 _KEPT_FILES = 200_000
@@ -106,7 +106,7 @@ class Probe:
         self.end = self.start + seconds
         self.last_end = self.end + _OVERTIME_S
         self.patience_s = seconds / 2
-        # Operation that hangs, its path, and the seconds waited.
+        # The operation that hangs, its path, and the seconds waited.
         self.stalled: tuple[str, str, float] | None = None
         self.is_over = False
         # Names of errors, appended by threads.

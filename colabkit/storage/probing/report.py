@@ -67,7 +67,7 @@ def best_rate(rates: Sequence[ReadRate], *, of_bytes: bool) -> ReadRate | None:
 
 
 class RateBar(NamedTuple):
-    """A bar, with its concurrency and the unit of that, its height, its value as text, and whether it is the best."""
+    """A bar: concurrency, `"threads"` or `"ranges"`, height, value as text, and whether this bar is the best."""
 
     concurrency: int
     axis: str
@@ -110,8 +110,8 @@ class ProbeReport(Report):
         files: number of files found.
         sized_files: number of files whose size was read.
         sized_bytes: total size of these files.
-        small_files: number of small files among them: up to 1 MiB, or under 16 MiB if there are fewer than five of
-            those.
+        small_files: number of small files among them: up to 1 MiB, or under 16 MiB if fewer than five files have up
+            to 1 MiB.
         small_bytes: total size of the small files.
         largest_bytes: size of the largest file whose size was read.
         small: rates for small files with 1, 4, 16 and 32 threads.
@@ -378,7 +378,7 @@ def _of_large_file(report: ProbeReport, best: ReadRate) -> Text:
 
 
 def _tree_seconds(report: ProbeReport, rate: ReadRate) -> float | None:
-    """Estimate the seconds to read all files: small files at this rate, others at the best rate in bytes per second."""
+    """Estimate the seconds to read all files, small files at this rate and others at the best rate; None if unknown."""
     if not report.is_complete or not report.sized_files or not rate.reads_per_s:
         return None
     large = best_rate(report.large, of_bytes=True)

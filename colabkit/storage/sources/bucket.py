@@ -62,7 +62,7 @@ _FINAL = (NotADirectoryError, IsADirectoryError, NotImplementedError, ImportErro
 
 
 class BucketSource:
-    """The objects below an address that fsspec reads, such as `"gs://bucket/birds"`, or the single object there.
+    """The objects below an address that fsspec reads, such as `"gs://bucket/birds"`, or the object at the address.
 
     An archive in a bucket is treated as one object: `stage()` or `fetch()` it, then read the copy.
 
@@ -157,7 +157,7 @@ class BucketSource:
         return io.BytesIO(self.read(item))
 
     def read(self, item: Item, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object's bytes, or those from `start` to before `end`; raises the errors of `open`."""
+        """Return an object's bytes, by default all, from `start` up to but not including `end`."""
         with self._translated_errors(f"read {item.path!r} of {self.name!r}"):
             return bytes(self._fs.cat_file(self._key(item.path), start=start, end=end))
 

@@ -32,10 +32,10 @@ _WINDOW_S = 0.01
 class Level:
     """Adaptive number of concurrent requests: it grows while throughput grows, and halves on errors.
 
-    Calls are measured in windows of about one round of concurrent calls. Starting at 64, the number doubles while the
-    rate rises by at least 8%; then it returns to the best value and stays for 24 windows. If the first calls keep more
-    than 0.85 cores busy, it decreases instead, as long as the rate stays above 95% of the best. An error halves it, but
-    only once per window, since concurrent calls often fail together. `note()` and `refused()` are thread-safe.
+    Calls are measured in windows of about one round of calls. Starting at 64, the number doubles while the rate rises
+    by at least 8%; then it returns to the best value for 24 windows. If the first calls keep over 0.85 cores busy, it
+    decreases instead while the rate stays above 95% of the best. An error halves it, but only once per window, since
+    concurrent calls often fail together. `note()` and `refused()` are thread-safe.
 
     Attributes:
         now: the current number of requests.
@@ -123,7 +123,7 @@ STALLED_S = 60.0
 """Seconds without data after which a read is abandoned and repeated."""
 
 REQUEST_BYTES = 512 << 10
-"""A call counts as one request, plus one for each of these bytes, so that fewer large calls run at once."""
+"""A call counts as one request, plus one for each multiple of this size, so that fewer large calls run at once."""
 
 _TRIES = 2
 _HELD_BYTES = 64 << 20
@@ -384,7 +384,7 @@ def concurrently(
     computations run in as many threads as CPUs, and tiny calls in the caller's thread.
 
     At most two tasks per thread are queued, and at most 4096 results or 64 MiB wait to be taken. The first error stops
-    the remaining calls and is raised here. Closing the generator waits for running calls; with `stalled_s`, for 1.5 s.
+    the other calls and is raised here. Closing the generator waits for running calls; with `stalled_s`, at most 1.5 s.
 
     Args:
         function: called with each task; with `stalled_s` it must have no side effects.

@@ -38,7 +38,7 @@ class _Files(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The result of one step: items, further steps, and skipped paths."""
+    """The result of listing a folder or of reading file sizes: items, further steps, and skipped paths."""
 
     items: list[Item]
     next: list[_Folder | _Files]

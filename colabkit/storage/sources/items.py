@@ -60,7 +60,7 @@ SourceKind: TypeAlias = Literal["folder", "archive", "file", "table", "bucket"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One file of a source.
+    """A file of a source.
 
     Attributes:
         path: path inside the source, with forward slashes.

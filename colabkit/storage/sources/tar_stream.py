@@ -160,7 +160,7 @@ _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _NUMBER = re.compile(rb"([0-9]{1,20})")
 _TIME = re.compile(rb"(-?[0-9]{1,18})(?:\.([0-9]*))?")
 _MOST_NS = 1 << 63
-# Offsets of the flag for another block of the sparse map in GNU's old format: in the header, and in such a block.
+# Offsets of the flag that another block of a sparse map follows, in GNU's old format: in the header, and in each block.
 _SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 

@@ -106,7 +106,7 @@ class TfRecordSource(RangeSource):
 
 
 class _Examples:
-    """The properties of the features, collected while records are read."""
+    """The feature that holds the payload, and the features that hold lists, determined while records are read."""
 
     def __init__(self, found: Indexing) -> None:
         self.chosen = ""
@@ -149,7 +149,7 @@ class _Examples:
         raise BadSource(cannot(self._found.act, found, expected, "Write the image's bytes as image/encoded"))
 
     def fields(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of all features except the payload."""
+        """Return the values, by name, of all features except the payload and omitted features."""
         fields: dict[str, Any] = {}
         for name, feature in features.items():
             kind = feature.WhichOneof("kind")

@@ -87,7 +87,7 @@ class ZipSource(ArchiveSource):
                 self._opened = None
 
     def list(self) -> Listing:
-        """Return every regular member; raises `BadArchive` if one is encrypted or uses unsupported compression."""
+        """Return every regular member; raises `BadArchive` if a file is encrypted or its compression is unsupported."""
         return self._open_archive().directory.listing
 
     def _open_archive(self) -> _OpenZip:

@@ -163,7 +163,7 @@ class Target:
         return discard_kept(self.path, identity) if identity else 0
 
     def clear(self, act: str) -> int | None:
-        """Remove the local copy, data of interrupted runs and an empty tmpfs; return the bytes freed, None if none."""
+        """Remove the local copy, data of interrupted runs and an empty tmpfs; return the bytes freed, or None."""
         freed: int | None = None
         if (copy := LocalCopy.at(self.path)) is not None and copy.seal.key == self.key:
             freed = copy.seal.staged_bytes
@@ -234,7 +234,7 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
 
 
 def choose(places: list[Target], needed: int, is_requested: bool) -> Target:
-    """Choose a target with room for `needed` bytes among the candidates, and set the reason."""
+    """Choose a target with room for `needed` bytes, or else the last candidate, and set the reason."""
     size, room, spare = format_bytes(needed), format_bytes(tmpfs_room()), format_bytes(_spare_ram())
     shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
     own = next((place for place in places if place.mounted_at is not None), None)
