@@ -65,9 +65,9 @@ class Loader(DataLoaderSource):
     dict of them), or any map-style torch dataset. A batch holds the dataset's fields in order, usually
     `images, labels`. If there is only one field, the batch is that tensor.
 
-    - Images of a pack or of files are `uint8 [B, C, H, W]` in channels-last memory format, or the result of
-      `transform`. Other samples keep their stored shape and dtype. Class labels are `int64 [B]`; other labels keep
-      their stored dtype. Text and bytes are returned as lists.
+    - Images of a pack or of files are `uint8 [B, C, H, W]`, or the result of `transform`. Models take floats: pass
+      `transform=augment.Normalize()`, or train with `supervised_step()`. Both scale `uint8` images to [0, 1]. Other
+      samples keep their shape and dtype. Class labels are `int64 [B]`. Text and bytes are returned as lists.
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
     - The loader checks the CRCs of image files in a pack. It does not check the CRCs of rows, which would take as long
@@ -113,6 +113,9 @@ class Loader(DataLoaderSource):
         prefetch_batches: number of batches to make ahead; None chooses by their size.
         persistent_workers: whether to keep worker processes between epochs, which saves about 0.1 s per epoch. They do
             not see later changes of the dataset. Threads do not need it.
+        channels_last: whether images of packs, files and channels-last tensors stay in channels-last memory format, in
+            which they are stored. False makes them contiguous, so that `.view` works. None means True on a GPU, where
+            convolutions are faster with this format, and False on the CPU.
         rank: rank of this process; None uses that of `torch.distributed`.
         world_size: number of processes; None uses that of `torch.distributed`.
 
@@ -159,6 +162,7 @@ class Loader(DataLoaderSource):
         num_workers: int | None = None,
         prefetch_batches: int | None = None,
         persistent_workers: bool = False,
+        channels_last: bool | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -176,6 +180,7 @@ class Loader(DataLoaderSource):
             num_workers,
             prefetch_batches,
             persistent_workers,
+            channels_last,
         )
         self.dataset = whole = unwrap_subset(act, dataset)
         self.batch_size = options.batch_size
@@ -222,11 +227,9 @@ class Loader(DataLoaderSource):
             *([f"transform {transform_name(self.transform)}"] if self.transform is not None else []),
             f"samples in {self.tier}",
         ]
-        what = (
-            f"{type(self.dataset).__name__} of {format_things(self._count, 'sample')}"
-            if self._columns is None
-            else self._columns.description
-        )
+        what = f"{type(self.dataset).__name__} of {format_things(self._count, 'sample')}"
+        if self._columns is not None:
+            what = self._columns.description
         return f"Loader of {what}: {', '.join(features)}"
 
     @property
@@ -338,12 +341,9 @@ class Loader(DataLoaderSource):
             meters.used(counts)
             if meters.is_heard():
                 meters.publish(meters.EpochStarted(counts, epoch, planner.batches(start), planner.samples(start)))
-        clock: meters.Clock
-        clock = (
-            meters.HostClock(counts.spent)
-            if self.device.type == "cpu"
-            else meters.DeviceClock(lambda: set_mark(self.device))
-        )
+        clock: meters.Clock = meters.HostClock(counts.spent)
+        if self.device.type != "cpu":
+            clock = meters.DeviceClock(lambda: set_mark(self.device))
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter
         requested, owner = now(), os.getpid()

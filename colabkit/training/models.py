@@ -194,6 +194,17 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
                 known[name] = value.contiguous(memory_format=torch.channels_last)
 
 
+def has_channels_last_weights(model: nn.Module) -> bool:
+    """Return whether convolution weights are in channels-last memory format.
+
+    Such a convolution converts contiguous images itself, in the forward and again in the backward pass.
+    """
+    last = torch.channels_last
+    return any(
+        weight.is_contiguous(memory_format=last) and not weight.is_contiguous() for weight in convolutions(model)
+    )
+
+
 def fails_in_channels_last(model: nn.Module) -> bool:
     """Return whether the backward pass on a CPU may crash or return wrong gradients for channels-last images.
 

@@ -27,6 +27,7 @@ from colabkit.training.models import (
     convolutions,
     ddp_in,
     fails_in_channels_last,
+    has_channels_last_weights,
     plain,
     precision_on,
     to_channels_last,
@@ -67,8 +68,8 @@ def supervised_step(
         amp: mixed precision: `"bf16"`, `"fp16"` with gradient scaling, or False. `"auto"` uses bf16 on CUDA GPUs of
             compute capability 8.0 or higher, fp16 on those of 7.0 or higher, and no mixed precision elsewhere.
         channels_last: whether to keep images and convolution weights in channels-last memory format. None does so on a
-            CUDA GPU; on a CPU, it leaves both unchanged, except that images become contiguous for models that fail
-            with channels-last images.
+            CUDA GPU. On a CPU, it leaves the weights unchanged; images become channels-last for a model whose
+            convolution weights are, and contiguous for models that fail with channels-last images.
         accumulate: number of batches whose gradients are averaged for one update.
         clip: maximum norm of all gradients together, or None for no clipping.
         compile: whether to compile the model with `torch.compile`; a string is its mode, such as `"reduce-overhead"`.
@@ -319,6 +320,8 @@ class SupervisedStep:
             to_channels_last(self._model, self._optimizer)
         elif device.type == "cpu" and fails_in_channels_last(self._model):
             self._layout = torch.contiguous_format
+        elif device.type == "cpu" and self._options.channels_last is None and has_channels_last_weights(self._model):
+            self._layout = torch.channels_last
         self._ddp = ddp_in(self._given)
         self._forward = self._given
         # Ranks may evaluate different numbers of batches, so evaluate without DDP's synchronization.
@@ -337,8 +340,7 @@ class SupervisedStep:
     def _wants_channels_last(self) -> bool:
         if self._options.channels_last is not None:
             return self._options.channels_last
-        # On a CPU, only the images' memory format matters, and a Loader's images are channels-last already. If the
-        # model is in a DDP, the weights must keep their strides, since DDP's gradient buckets have the same strides.
+        # If the model is in a DDP, the weights must keep their strides, because DDP's gradient buckets have these too.
         if self._parameter.device.type != "cuda" or ddp_in(self._given) is not None:
             return False
         return any(True for _ in convolutions(self._model))

@@ -202,15 +202,19 @@ def test_small_rows_are_unchanged_even_for_dtypes_that_torch_cannot_index(dtype,
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
-@pytest.mark.parametrize("shape", [(600,), (20, 40), (12, 12, 3)])
-def test_a_buffer_of_any_dtype_is_reused_as_soon_as_it_is_released(dtype, shape):
+@pytest.mark.parametrize("shape", [(600,), (20, 40), (12, 12, 3), (20, 20, 1)])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_a_buffer_of_any_dtype_is_reused_as_soon_as_it_is_released(dtype, shape, is_contiguous):
     rows = torch.randint(0, 2, (64, *shape)).to(dtype)
-    slots = GatherSlots(RowGather([rows], None, are_images=len(shape) == 3), 32)
+    slots = GatherSlots(RowGather([rows], None, are_images=len(shape) == 3), 32, is_contiguous)
 
     def gathered(start: int) -> Tensor:
         return slots.gather(torch.arange(start, start + 32), (32,))[0]
 
     first = gathered(0)
+    images = rows[:32].movedim(-1, 1) if len(shape) == 3 else rows[:32]
+    assert torch.equal(first.contiguous().view(torch.uint8), images.contiguous().view(torch.uint8))
+    assert first.is_contiguous() or not is_contiguous
     place, part = first.untyped_storage().data_ptr(), first[3:5]
     del first
     assert gathered(0).untyped_storage().data_ptr() != place
@@ -256,7 +260,7 @@ def test_a_sampler_may_yield_batches_larger_than_the_buffers(images, small_gathe
 def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, small_gathers):
     columns = columns_of("test", images, None, as_dict=False)
     assert columns is not None
-    rows, plans = InlineGather(columns, 32, LoaderMeters()), [*plans_of(1000)]
+    rows, plans = InlineGather(columns, 32, LoaderMeters(), is_contiguous=False), [*plans_of(1000)]
     expected, wrong = images.rows.permute(0, 3, 1, 2), list[int]()
 
     def gather() -> None:
@@ -304,7 +308,7 @@ def test_only_consecutive_slow_gathers_start_a_thread(images, monkeypatch):
 
     loader = Loader(images, 32)
     engine = loader._pipeline.engine
-    rows, plans = TimedGather(engine.columns, 32, loader.meters), plans_of(1000)
+    rows, plans = TimedGather(engine.columns, 32, loader.meters, is_contiguous=True), plans_of(1000)
     rows._batches_at_once = 1
     batches = engine._gather_inline(rows, plans)
     given = 0

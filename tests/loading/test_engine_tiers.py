@@ -182,7 +182,7 @@ def resident_batches(data: Any, batch_size: int) -> list[list[Any]]:
     """Return the batches of an epoch, gathered by a `DeviceEngine`."""
     columns = columns_of("test", data, None, False)
     assert columns is not None
-    engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters())
+    engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters(), is_contiguous=True)
     plan = OrderPlanner(Shuffled(columns.count, 0), batch_size, False, Share())
     return [batch.values for some in plan.plans(0, 0, 4) for batch in engine._gather(some)]
 
@@ -219,7 +219,7 @@ def test_the_device_engine_gives_the_same_batches_as_the_threads(
 def test_rows_on_a_device_have_their_own_memory(raw):
     columns = columns_of("test", raw.subset([3, 1]), None, False)
     assert columns is not None
-    engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters())
+    engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters(), is_contiguous=True)
     assert engine._columns[0].maps[0].shape == (2, 4, 3, 3)
     (batch,) = engine._gather(next(OrderPlanner(Shuffled(2, 0), 2, False, Share()).plans(0, 0, 1)))
     batch.values[0].zero_()

@@ -67,8 +67,9 @@ def test_batches_are_the_rows_of_the_data_set_for_any_shape_and_dtype(tmp_path, 
     ("batch_size", "drop_last"),
     [(1, False), (4, False), (22, False), (23, False), (1000, False), (4, True), (22, True)],
 )
-def test_batches_have_the_promised_count_shape_and_memory_format(data, batch_size, drop_last):
-    loader = Loader(data, batch_size, drop_last=drop_last)
+@pytest.mark.parametrize("channels_last", [None, True])
+def test_batches_have_the_promised_count_shape_and_memory_format(data, batch_size, drop_last, channels_last):
+    loader = Loader(data, batch_size, drop_last=drop_last, channels_last=channels_last)
     batches = list(loader)
     sizes = [batch_size] * (22 // batch_size) + [22 % batch_size] * bool(22 % batch_size and not drop_last)
     assert [len(labels) for _, labels in batches] == sizes
@@ -76,7 +77,7 @@ def test_batches_have_the_promised_count_shape_and_memory_format(data, batch_siz
     for images, labels in batches:
         assert tuple(images.shape) == (len(labels), 3, 4, 3)
         assert (images.dtype, labels.dtype, images.device.type) == (torch.uint8, torch.int64, "cpu")
-        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert images.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     if batches:
         assert torch.equal(torch.cat([images for images, _ in batches]), rows(data, slice(sum(sizes))))
 

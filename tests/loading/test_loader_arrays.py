@@ -95,14 +95,15 @@ def test_arrays_in_any_memory_layout_give_the_same_values(arranged):
     assert torch.equal(torch.cat(loaded(array)), expected)
 
 
-def test_images_in_channels_last_memory_keep_that_format():
+def test_images_in_channels_last_memory_become_contiguous_unless_channels_last_is_true():
     images = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)
     for tensor in (images, images.float()):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
-        batches = loaded(tensor)
-        assert torch.equal(torch.cat(batches), tensor[order_of()])
-        assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in batches)
-    batches = loaded(images.contiguous())
+        for memory_format in (torch.channels_last, torch.contiguous_format):
+            batches = loaded(tensor, channels_last=memory_format == torch.channels_last or None)
+            assert torch.equal(torch.cat(batches), tensor[order_of()])
+            assert all(batch.is_contiguous(memory_format=memory_format) for batch in batches)
+    batches = loaded(images.contiguous(), channels_last=True)
     assert torch.equal(torch.cat(batches), images[order_of()])
     assert all(batch.is_contiguous() for batch in batches)
 

@@ -91,12 +91,15 @@ def distance(one: Tensor, other: Tensor) -> int:
 def test_batches_of_encoded_packs_equal_the_decoded_images(sized, encoding, workers):
     data = sized[encoding]
     images, labels = epoch(Loader(data, 5, num_workers=workers))
+    last, _ = epoch(Loader(data, 5, num_workers=workers, channels_last=True))
     expected = torch.stack(
         [torch.from_numpy(decode_image(data.encoded(n)).copy()).permute(2, 0, 1) for n in range(len(data))]
     )
     assert torch.equal(images, expected)
     assert torch.equal(labels, data.labels)
-    assert images[:5].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(last, expected)
+    assert images.is_contiguous()
+    assert last.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_shuffled_images_keep_their_labels(sized):

@@ -30,6 +30,7 @@ def test_batches_on_the_gpu_are_the_same_and_stay_valid(data, options, keep):
         for on_cpu, on_gpu in zip(here, there, strict=True):
             assert {tensor.device.type for tensor in on_gpu} == {"cuda"}
             assert on_gpu[0].is_contiguous(memory_format=torch.channels_last)
+            assert on_cpu[0].is_contiguous()
             held.append(on_gpu)
             expected.append(on_cpu)
     for on_gpu, on_cpu in zip(held, expected, strict=True):

@@ -149,7 +149,9 @@ class PlannedEngine(ProcessEngine):
 
 def test_a_batch_built_before_its_request_was_ready_even_if_receiving_it_takes_long():
     counts = LoaderMeters()
-    options = LoaderOptions("x", 1, 0, torch.device("cpu"), None, None, None, "auto", "raise", 1, 2, False, counts)
+    options = LoaderOptions(
+        "x", 1, 0, torch.device("cpu"), None, None, None, "auto", "raise", 1, 2, False, None, counts
+    )
     engine = PlannedEngine(options, Numbers())
     assert [batch.was_ready for batch in engine.batches(0, 0, iter(()))] == [False, True, True, True]
     assert (counts.queued, counts.queue_room) == (2 + 2 + 1, 4 * 2)

@@ -162,6 +162,24 @@ def test_batches_are_bit_identical_to_applying_the_transform_to_the_plain_batch(
         assert same(epochs(2, dataset, transform=transform, num_workers=num_workers), expected)
 
 
+@pytest.mark.parametrize("kind", ["pack", "shards", "channels last", "floats"])
+def test_channels_last_changes_only_the_memory_format_of_batches(kinds, kind):
+    for transform in (None, *OURS.values()):
+        for num_workers in (0, 2):
+            found = epochs(1, kinds[kind], transform=transform, num_workers=num_workers)
+            assert all(images.is_contiguous() for images, _ in found)
+            assert same(found, epochs(1, kinds[kind], transform=transform, num_workers=num_workers, channels_last=True))
+
+
+def flat(images: Tensor) -> Tensor:
+    return images.view(len(images), -1)
+
+
+@pytest.mark.parametrize("transform", [flat, PerBatch(flat), Compose([RandomCrop(8), MixUp(3), flat])])
+def test_a_custom_function_may_view_the_images_that_it_receives(data, transform):
+    assert all(images.ndim == 2 for images, _ in epochs(1, data, transform=transform))
+
+
 @pytest.mark.parametrize("name", [name for name, transform in OURS.items() if not transform.whole_batch])
 def test_the_batch_size_does_not_change_the_parameters_of_a_sample(data, name):
     whole = [torch.cat(field) for field in zip(*epochs(2, data, transform=OURS[name]), strict=True)]

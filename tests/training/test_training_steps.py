@@ -12,7 +12,7 @@ from models import batches, close, make_step, same, sgd, small_cnn, weights
 from torch import Tensor, nn
 
 from colabkit.errors import ColabkitError, InvalidOption
-from colabkit.training import steps
+from colabkit.training import small_network, steps
 from colabkit.training.steps import SupervisedStep, supervised_step
 
 
@@ -335,6 +335,17 @@ def test_models_that_fail_with_channels_last_images_get_contiguous_ones(channels
     step = supervised_step(model, torch.optim.SGD(model.parameters(), 0.1))
     step((images, torch.tensor([0, 1])))
     assert seen == [is_last]
+
+
+def test_models_with_channels_last_weights_get_channels_last_images():
+    model = small_network(10, (8, 8, 3))
+    for layers, is_last in ((model, True), (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(10)), False)):
+        layers(torch.rand(2, 3, 8, 8))
+        seen: list[bool] = []
+        layers.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(not given[0].is_contiguous()))
+        step = supervised_step(layers, torch.optim.SGD(layers.parameters(), 0.1))
+        step((torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1])))
+        assert seen == [is_last]
 
 
 def test_channels_last_converts_weights_images_and_optimizer_state():

@@ -21,7 +21,7 @@ from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_batches, split_values
 from colabkit.loading.engine.columns import DatasetColumns
-from colabkit.loading.engine.gather import FieldBuffers, GatherSlots, PageableSlots, RowGather
+from colabkit.loading.engine.gather import FieldBuffers, GatherSlots, PageableSlots, RowGather, copy_pixels
 from colabkit.loading.engine.image_decoders import ImageDecoder, ImageOptions, crop_each
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead
@@ -143,6 +143,7 @@ class BatchBuilder:
         self._counts = self.options.counts
         self._label = columns.label_place
         self._made = self._made_shape()
+        self._is_contiguous = not self.options.channels_last
         row_bytes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in columns.by_name.values()]
         self._field_bytes = row_bytes if self._made is None else [prod(self._made), *row_bytes[1:]]
         self._gathered_bytes = sum(self._field_bytes[int(self._made is not None) :])
@@ -186,7 +187,10 @@ class BatchBuilder:
             if place == 0 and self._made is not None:
                 group.values.append(memory.view(count, *self._made).permute(0, 3, 1, 2))
             elif isinstance(column, RowGather):
-                group.values.append(column.gather(indices, memory))
+                # The pieces of the first field become contiguous after their transforms.
+                is_stored = not self._is_contiguous or (place == 0 and self._has_pieces)
+                gather = column.gather if is_stored else column.gather_contiguous
+                group.values.append(gather(indices, memory))
             elif callable(column):
                 began = time.perf_counter()
                 group.values.append(column(plan.indices))
@@ -221,7 +225,11 @@ class BatchBuilder:
             images, indices = group.values[0][start:stop], group.plan.indices[start:stop]
             with self._reporting_errors(draws, indices), self._counts.busy("augment", stop - start, images.nbytes):
                 made, _ = self.stages.by_slice.apply(images, None, draws)
-                self._result(group, made)[start:stop] = made
+                copy_pixels(made, self._result(group, made)[start:stop])
+        elif self._is_contiguous and not group.values[0].is_contiguous():
+            images = group.values[0][start:stop]
+            with self._counts.busy("augment" if self.decoder is None else "decode", 0, 0):
+                copy_pixels(images, self._result(group, images)[start:stop])
 
     def finish(self, group: BatchGroup, samples: int) -> Iterator[Batch]:
         """Yield the batches that end within the first `samples` samples."""
@@ -262,12 +270,16 @@ class BatchBuilder:
             values[self._label] = labels
 
     def _result(self, group: BatchGroup, made: Tensor) -> Tensor:
-        """Return memory for the transformed group, with the dtype and layout of the transformed piece `made`."""
+        """Return memory for the transformed group, with the dtype of the transformed piece `made`.
+
+        Unless it is contiguous, it has the memory format of the piece.
+        """
         with group.lock:
             if group.result is None:
                 count = len(group.plan.indices)
                 memory = self._results.lend(count * made[0].nbytes)
-                if made.ndim == 4 and made.is_contiguous(memory_format=torch.channels_last):
+                is_last = made.ndim == 4 and made.is_contiguous(memory_format=torch.channels_last)
+                if is_last and not self._is_contiguous:
                     _, channels, height, width = made.shape
                     group.result = memory.view(made.dtype).view(count, height, width, channels).permute(0, 3, 1, 2)
                 else:
@@ -300,11 +312,13 @@ class InlineGather:
         columns: columns of the dataset, without image files.
         batch_size: samples per batch.
         counts: meters of the loader, for `gather` and `read`.
+        is_contiguous: whether images become contiguous.
     """
 
-    def __init__(self, columns: DatasetColumns, batch_size: int, counts: LoaderMeters) -> None:
+    def __init__(self, columns: DatasetColumns, batch_size: int, counts: LoaderMeters, is_contiguous: bool) -> None:
         self._columns = [*columns.by_name.values()]
         self._counts = counts
+        self._is_contiguous = is_contiguous
         row_bytes = {
             place: column.row_bytes for place, column in enumerate(self._columns) if isinstance(column, RowGather)
         }
@@ -313,7 +327,7 @@ class InlineGather:
         # A slot grows if a group of batches has more samples than this.
         samples = min(self._batches_at_once * batch_size, max(1, columns.count))
         self._slots = {
-            place: GatherSlots(column, samples)
+            place: GatherSlots(column, samples, is_contiguous)
             for place, column in enumerate(self._columns)
             if isinstance(column, RowGather) and column.row_bytes > _SMALL_ROW
         }
@@ -327,7 +341,7 @@ class InlineGather:
         indices = torch.from_numpy(plan.indices)
         began = clock()
         small = {
-            place: column.gather_new(indices).split_with_sizes(sizes)
+            place: self._gather_small(column, indices).split_with_sizes(sizes)
             for place, column in enumerate(self._columns)
             if isinstance(column, RowGather) and place not in self._slots
         }
@@ -359,3 +373,7 @@ class InlineGather:
                 began = clock()
         finally:
             self._counts.add("gather", given, given * self._row_bytes, gather_s)
+
+    def _gather_small(self, rows: RowGather, indices: Tensor) -> Tensor:
+        found = rows.gather_new(indices)
+        return found.contiguous() if self._is_contiguous else found

@@ -158,12 +158,19 @@ class DeviceEngine:
         device: the GPU.
         plan_batches: number of batches that are gathered together.
         counts: meters of the loader, for `gather`.
+        is_contiguous: whether images become contiguous.
     """
 
     def __init__(
-        self, columns: Mapping[str, Column], device: torch.device, plan_batches: int, counts: LoaderMeters
+        self,
+        columns: Mapping[str, Column],
+        device: torch.device,
+        plan_batches: int,
+        counts: LoaderMeters,
+        is_contiguous: bool,
     ) -> None:
         self.plan_batches = plan_batches
+        self._is_contiguous = is_contiguous
         self._device = device
         self._counts = counts
         self._has_only_rows = all(isinstance(column, RowGather) for column in columns.values())
@@ -189,7 +196,8 @@ class DeviceEngine:
         for column in self._columns:
             if isinstance(column, RowGather):
                 memory = torch.empty(len(indices) * column.row_bytes, dtype=torch.uint8, device=self._device)
-                fields.append(column.gather(indices, memory))
+                gathered = column.gather(indices, memory)
+                fields.append(gathered.contiguous() if self._is_contiguous else gathered)
             elif callable(column):
                 fields.append(column(plan.indices))
         batches = split_batches(plan, fields)

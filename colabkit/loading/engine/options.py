@@ -41,6 +41,7 @@ class LoaderOptions:
         size: height and width of decoded image files.
         num_workers: number of worker threads or processes; None for one per usable CPU.
         prefetch_batches: number of batches to build ahead; None chooses by their size.
+        channels_last: whether images keep channels-last memory format; None becomes True on a GPU, else False.
         counts: the loader's meters.
         bad: the image files that could not be decoded.
     """
@@ -57,6 +58,7 @@ class LoaderOptions:
     num_workers: int | None
     prefetch_batches: int | None
     persistent_workers: bool
+    channels_last: bool | None = None
     counts: LoaderMeters = field(default_factory=LoaderMeters)
     bad: BadSamples = field(init=False)
 
@@ -76,6 +78,9 @@ class LoaderOptions:
         check_callable(act, "collate_fn", self.collate_fn, "Pass a function that takes a list of samples")
         check_one_of(act, "keep", self.keep, KEEPS)
         check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
+        check_one_of(act, "channels_last", self.channels_last, (None, True, False))
+        if self.channels_last is None:
+            self.channels_last = self.is_on_gpu
         if self.keep == "gpu" and not self.is_on_gpu:
             if not torch.cuda.device_count():
                 runtime = "Choose a GPU runtime and pass device='cuda', or omit keep="

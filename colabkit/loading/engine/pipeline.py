@@ -250,4 +250,5 @@ def _prefetch_depth(
 def _device_engine(options: LoaderOptions, columns: Mapping[str, Column], row_bytes: int | None) -> DeviceEngine:
     """Return an engine that gathers batches on the device, several small ones at a time."""
     fitting = _DEVICE_GROUP_BYTES // max(1, options.batch_size * (row_bytes or 1))
-    return DeviceEngine(columns, options.device, max(1, min(BATCHES_TOGETHER, fitting)), options.counts)
+    batches, is_contiguous = max(1, min(BATCHES_TOGETHER, fitting)), not options.channels_last
+    return DeviceEngine(columns, options.device, batches, options.counts, is_contiguous)

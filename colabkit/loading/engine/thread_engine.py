@@ -332,7 +332,10 @@ class ThreadEngine:
         self._counts = self.options.counts
         self._builder = BatchBuilder(self.options, self.columns, self.stages, self.images, self.depth)
         is_inline = self.images is None and not self.stages.works_in_threads and not self.options.is_on_gpu
-        self._inline = InlineGather(self.columns, self.options.batch_size, self._counts) if is_inline else None
+        self._inline = None
+        if is_inline:
+            is_contiguous = not self.options.channels_last
+            self._inline = InlineGather(self.columns, self.options.batch_size, self._counts, is_contiguous)
 
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch; closing the generator stops its background work."""
