@@ -63,7 +63,7 @@ def main() -> None:
 def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of each round for both checkouts.
 
-    They are the median of several turns after a warm-up. Workloads in `IN_NEW_PROCESSES` take only one turn.
+    Each value is the median of several turns after a warm-up. Workloads in `IN_NEW_PROCESSES` take only one turn.
     """
     checkouts = {"before": os.path.abspath(before), "after": str(CHECKOUT)}
     local = os.path.join(folder, "near")

@@ -97,7 +97,7 @@ def the_call(bench: Bench) -> None:
 
 
 def the_steps(bench: Bench) -> None:
-    """Measure steps per second with and without a checkpoint being written."""
+    """Measure steps per second while a checkpoint is written, and without one."""
     torch.set_num_threads(bench.options.threads)
     content, folder = made(bench.options.megabytes), folder_of(bench)
     step = small_step()

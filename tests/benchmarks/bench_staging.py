@@ -226,7 +226,7 @@ def big(bench: StagingBench) -> None:
 
 
 def local(bench: StagingBench) -> None:
-    """Compare copies of one big file from a local disk to the same disk with cp."""
+    """Compare `stage()` with cp for a big file that is copied from a local disk to the same disk."""
     file = bench.root / "big.bin"
     seconds: dict[str, list[float]] = {"stage()": [], "cp": []}
     for _ in range(5 * bench.rounds):

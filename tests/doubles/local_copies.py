@@ -73,7 +73,7 @@ class MemorySource:
 
 
 class WalkedSource(MemorySource):
-    """A source in memory that can only be read sequentially, although it is not a tar; it counts its passes.
+    """A source in memory that, like a tar archive, can only be read sequentially.
 
     Attributes:
         passes: number of complete iterations of `walk()`.

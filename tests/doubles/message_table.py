@@ -196,7 +196,7 @@ def _calls(node: ast.AST, function: ast.AST | None, error: str) -> Iterator[tupl
 
 @cache
 def sites() -> tuple[Site, ...]:
-    """Return all messages of the package."""
+    """Return the sites of all messages of the package."""
     paths = sorted((ROOT / "colabkit").rglob("*.py"))
     return tuple(site for path in paths for site in SourceReader(path).sites())
 

@@ -29,7 +29,7 @@ def class_folders(place: Path) -> Path:
 
 
 def archive_of(tree: Path, path: Path) -> Path:
-    """Write a tree to an archive in the format of the name's suffix, with files not sorted by class."""
+    """Write a tree to an archive in the format of the path's suffix, with the files sorted by number, not by class."""
     files = sorted(tree.rglob("*.png"), key=lambda file: file.name)
     if path.suffix == ".zip":
         with zipfile.ZipFile(path, "w") as archive:

@@ -19,7 +19,7 @@ SIZES = [(2, 3), (40, 60), (1, 1), (90, 90)]
 
 
 def image(number: int, kind: str = "PNG") -> bytes:
-    """Return the bytes of a noise image file; depending on `number`, under 100 bytes to several pages of an LMDB."""
+    """Return a noise image as file bytes; `number` determines the size, from under 100 bytes to several LMDB pages."""
     random = np.random.default_rng(number)
     file = io.BytesIO()
     pixels = random.integers(0, 256, (*SIZES[number % len(SIZES)], 3), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""`clear_cache()`, `flush()` and `unmount()` of DriveFS, google-drive-ocamlfuse and a real rclone."""
+"""`clear_cache()`, `flush()` and `unmount()` for DriveFS, google-drive-ocamlfuse and a real rclone."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Sampler:
         return self._recent[-1] if self._recent else None
 
     def recent(self, seconds: float) -> tuple[HostSnapshot, ...]:
-        """Return the snapshots of this many last seconds, oldest first."""
+        """Return the snapshots of the last `seconds` seconds, oldest first."""
         now_s = self._clock()
         return self.between(now_s - seconds, now_s)
 
