@@ -46,6 +46,9 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
         batch: batch of any loader.
         unknown: result for an object whose size is unknown.
     """
+    # The usual batch of tensors; `len()` of a tensor takes longer.
+    if isinstance(batch, (tuple, list)) and batch and isinstance(last := batch[-1], torch.Tensor) and last.dim():
+        return last.size(0)
     shape = _attribute(batch, "shape")
     if shape is not None:
         try:

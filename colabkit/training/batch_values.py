@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from colabkit.foundation import InvalidOption, cannot, kind_of
 
 TRAIN_ON = "train on a batch"
+# Number of batches whose accuracies are computed together, and the most scores in such a batch.
+_GROUPED, _SMALL = 32, 1 << 14
 
 
 def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
@@ -21,7 +25,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
             tensors.
     """
     images = labels = None
-    if isinstance(batch, tuple | list):
+    if isinstance(batch, (tuple, list)):
         if len(batch) == 2:
             images, labels = batch
     elif isinstance(batch, Mapping):
@@ -60,6 +64,67 @@ def single_number(value: Any) -> Tensor:
 def is_right(scores: Tensor, labels: Tensor) -> Tensor:
     """Return whether each sample's highest score belongs to its label, or to its most probable class, `bool [B]`."""
     return scores.detach().argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)
+
+
+def has_accuracy(scores: Any, labels: Tensor, takes_shares: bool) -> bool:
+    """Return whether accuracy is defined, from shapes and dtypes only: reading values would wait for the GPU.
+
+    Args:
+        scores: output of the model.
+        labels: labels of the batch.
+        takes_shares: whether the loss takes class probabilities as labels.
+    """
+    if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[1] < 2:
+        return False
+    if labels.is_floating_point():
+        return takes_shares and labels.shape == scores.shape
+    return labels.shape == scores.shape[:1]
+
+
+def step_values(scores: Any, labels: Tensor, loss: Tensor, takes_shares: bool) -> dict[str, Tensor]:
+    """Return the loss of a batch, and its accuracy if it is defined; arguments as in `has_accuracy`."""
+    values = {"loss": loss.detach()}
+    if has_accuracy(scores, labels, takes_shares):
+        values["accuracy"] = is_right(scores, labels).mean(dtype=torch.float32)
+    return values
+
+
+class AccuracyGroup:
+    """Computes the accuracies of several small batches on the CPU together, which takes less time per step.
+
+    Args:
+        takes_shares: whether the loss takes class probabilities as labels.
+    """
+
+    def __init__(self, takes_shares: bool) -> None:
+        self.takes_shares = takes_shares
+        self._pending: list[tuple[dict[str, object], Tensor, Tensor]] = []
+
+    def add(self, scores: Any, labels: Tensor, loss: Tensor) -> Mapping[str, object]:
+        """Return the values of a batch as `step_values` does, with numbers on the CPU as floats.
+
+        The accuracy of a small batch is added to the returned mapping later, at the latest by `compute()`.
+        """
+        # A leaf or a view may share the memory of a tensor that the next step modifies.
+        is_own = type(scores) is Tensor and not scores.is_leaf and not scores._is_view()  # noqa: SLF001 - no other name
+        if is_own and loss.is_cpu and 0 < scores.numel() <= _SMALL:
+            values: dict[str, object] = {"loss": loss.item()}
+            self._pending.append((values, scores.detach(), labels))
+            if len(self._pending) == _GROUPED:
+                self.compute()
+            return values
+        now = step_values(scores, labels, loss, self.takes_shares)
+        return {name: value.item() if value.is_cpu else value for name, value in now.items()}
+
+    def compute(self) -> None:
+        """Compute the accuracies of all batches that were added since the last call."""
+        pending, self._pending = self._pending, []
+        for _, alike in itertools.groupby(pending, lambda one: (one[1].shape, one[2].shape, one[2].dtype)):
+            values, scores, labels = zip(*alike, strict=True)
+            if has_accuracy(scores[0], labels[0], self.takes_shares):
+                right = is_right(torch.cat(scores), torch.cat(labels)).view(len(scores), -1)
+                for named, accuracy in zip(values, right.mean(1, dtype=torch.float32).tolist(), strict=True):
+                    named["accuracy"] = accuracy
 
 
 def inputs_of(batch: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -100,17 +100,34 @@ _STACKED = 1_000
 _POINTS = 1_000
 
 
-def values_of(result: object) -> Values:
-    """Return the values that a step returned, by name.
+def values_of(result: object, is_copied: bool = True) -> Values:
+    """Return the values that a step returned, by name: numbers on the CPU, and tensors on other devices.
+
+    Args:
+        result: result of the step.
+        is_copied: whether to copy tensors on other devices, since the step may modify them before they are read.
 
     Raises:
         InvalidOption: if the result is not a loss, a dict of numbers, or None.
     """
+    # The usual result first: the other checks would take several microseconds.
+    if isinstance(result, Tensor) and result.is_cpu and result.numel() == 1:
+        return {"loss": result.item()}
     if result is None:
         return {}
-    if is_number(result):
-        return {"loss": _copied(result)}
-    return _checked(result, "the step", "a loss, a dict of numbers, or None")
+    named = (
+        {"loss": result} if is_number(result) else _checked(result, "the step", "a loss, a dict of numbers, or None")
+    )
+    return {name: _read(value, is_copied) for name, value in named.items()}
+
+
+def listened(values: Values, result: Any) -> Values:
+    """Return the values of a result for listeners: copies of its tensors, which the step may modify in place."""
+    named = result if isinstance(result, Mapping) else {"loss": result}
+    return {
+        name: named[name].detach().clone() if isinstance(named[name], Tensor) and named[name].is_cpu else value
+        for name, value in values.items()
+    }
 
 
 def numbers_of(result: object) -> dict[str, float]:
@@ -132,7 +149,7 @@ def _checked(result: object, function: str, expected: str) -> Values:
             part = f"{function} returned {name!r} as {_described(value)}"
             next_step = "For example, return its mean" if hasattr(value, "mean") else "Return a number, or remove it"
             raise InvalidOption(cannot("train", part, "a single number for each name", next_step))
-    return {name: _copied(value) for name, value in result.items()}
+    return result
 
 
 def _described(value: object) -> str:
@@ -140,9 +157,11 @@ def _described(value: object) -> str:
     return f"{kind_of(value)} of shape {tuple(shape)}" if isinstance(shape, tuple) else kind_of(value)
 
 
-def _copied(value: object) -> object:
-    """Copy a tensor, since it is read later and the step may modify it in place; return other values unchanged."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _read(value: Any, is_copied: bool) -> object:
+    """Return a number on the CPU, or a tensor on another device, where reading would wait."""
+    if isinstance(value, Tensor):
+        return value.item() if value.is_cpu else value.detach().clone() if is_copied else value
+    return float(value)
 
 
 def is_number(value: object) -> bool:
@@ -237,11 +256,19 @@ class ValueRecorder:
         means: means of the epoch so far.
         must_be_finite: whether a NaN or infinity is an error. Numbers on the CPU are checked at once; those on another
             device when they are read, since each check would wait for the device.
+        complete: called before values are read; adds pending values to the mappings of earlier steps.
     """
 
-    def __init__(self, curve: ValueCurve, means: SampleMeans, must_be_finite: bool = False) -> None:
+    def __init__(
+        self,
+        curve: ValueCurve,
+        means: SampleMeans,
+        must_be_finite: bool = False,
+        complete: Callable[[], None] = lambda: None,
+    ) -> None:
         self.means = means
         self._must_be_finite = must_be_finite
+        self._complete = complete
         self._curve = curve
         self._steps: list[tuple[int, int, Values]] = []
         self._stacked: list[tuple[str, list[int], list[int], Tensor]] = []
@@ -254,14 +281,15 @@ class ValueRecorder:
         """
         if self._must_be_finite:
             for name, value in values.items():
-                if not isinstance(value, Tensor) or value.is_cpu:
-                    _check_finite(step, name, float(cast(Any, value)))
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise _diverged(step, name, value)
         self._steps.append((step, samples, values))
         # Stacking replaces thousands of small device allocations with one.
         if len(self._steps) == _STACKED:
             self._stack()
 
     def _stack(self) -> None:
+        self._complete()
         by_name: dict[str, list[tuple[int, int, object]]] = {}
         for step, samples, values in self._steps:
             for name, value in values.items():
@@ -276,17 +304,16 @@ class ValueRecorder:
         self._stack()
         for name, steps, samples_of, values in self._stacked:
             for step, samples, value in zip(steps, samples_of, values.tolist(), strict=True):
-                if self._must_be_finite:
-                    _check_finite(step, name, value)
+                if self._must_be_finite and not math.isfinite(value):
+                    raise _diverged(step, name, value)
                 self.means.add(name, value, samples)
                 self._curve.add(name, step, value)
         self._stacked.clear()
 
 
-def _check_finite(step: int, name: str, value: float) -> None:
-    if not math.isfinite(value):
-        next_step = ("Lower the learning rate, clip gradients, or use ", option("on_nonfinite", "continue"))
-        raise TrainingDiverged(cannot("train", f"step {step} returned {name}={value}", "a finite number", next_step))
+def _diverged(step: int, name: str, value: float) -> TrainingDiverged:
+    next_step = ("Lower the learning rate, clip gradients, or use ", option("on_nonfinite", "continue"))
+    return TrainingDiverged(cannot("train", f"step {step} returned {name}={value}", "a finite number", next_step))
 
 
 def _joined(values: tuple[object, ...]) -> Tensor:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from copy import copy
 from dataclasses import asdict, dataclass
+from time import perf_counter
 from typing import Any, cast
 
 from colabkit.foundation import InvalidOption, Sampler, TrainingDiverged, cannot, meters
@@ -25,7 +26,7 @@ from colabkit.training.records import (
     Validation,
     ValueCurve,
     ValueRecorder,
-    Values,
+    listened,
     values_of,
 )
 from colabkit.training.report import TrainReport
@@ -63,7 +64,6 @@ class TrainingRun:
         self._epochs: list[EpochRecord] = []
         self._validations: list[Validation] = []
         self._curve = ValueCurve()
-        self._recorder = ValueRecorder(self._curve, SampleMeans(), self.must_be_finite)
         self._begun: EpochProgress | None = None
         self._steps = 0
         self._step_s = self._validate_s = 0.0
@@ -71,8 +71,12 @@ class TrainingRun:
         self._is_stopped = False
         self._spend: Callable[[], None] = lambda: None
         self._trained = self.loader.received
-        # A supervised step always returns valid values, so they are not checked.
-        self._is_usual = isinstance(self.step, SupervisedStep)
+        self._grouped: Callable[[Any], object] | None = None
+        self._complete: Callable[[], None] = lambda: None
+        if type(self.step) is SupervisedStep:
+            self._grouped, self._complete = self.step.grouped, self.step.accuracies.compute
+        self._recorder = self._recorder_of(SampleMeans())
+        self._always_decides = self.processes.count > 1 or self.stops.deadline is not None or self.schedule.is_timed
 
     def resume(self, resume: bool) -> None:
         """Resume from the newest checkpoint, or write the first one."""
@@ -103,7 +107,11 @@ class TrainingRun:
         if self._begun is not None and not first:
             # The saved sums cover all processes; only rank 0 keeps them, or they would count several times.
             self._begun.samples = 0
-        self._recorder = ValueRecorder(self._curve, SampleMeans(saved["means"] if first else None), self.must_be_finite)
+        self._recorder = self._recorder_of(SampleMeans(saved["means"] if first else None))
+
+    def _recorder_of(self, means: SampleMeans) -> ValueRecorder:
+        """Return a recorder that adds to the means of an epoch."""
+        return ValueRecorder(self._curve, means, self.must_be_finite, self._complete)
 
     def through(self, epochs: int, started: float) -> TrainReport:
         """Train until `epochs` epochs are complete and return the report."""
@@ -182,7 +190,7 @@ class TrainingRun:
         """Train an epoch, or the rest of a resumed epoch; return whether to continue."""
         if self._begun is None:
             self._begun = EpochProgress(len(self._epochs), self._trained[0])
-            self._recorder = ValueRecorder(self._curve, SampleMeans(), self.must_be_finite)
+            self._recorder = self._recorder_of(SampleMeans())
         try:
             if self._trained[0] == self._begun.loader_epoch and not self._batches(self._begun):
                 return False
@@ -201,49 +209,54 @@ class TrainingRun:
         """Train on the batches of an epoch; return False if training was stopped before the last one."""
         counts = self.loader.meters
         former, before = counts.snapshot(), copy(begun)
-        started, apart_s = time.perf_counter(), 0.0
+        started, apart_s = perf_counter(), 0.0
 
         def spend() -> None:
             begun.spend(before, counts.snapshot() - former)
 
         def count() -> None:
-            begun.seconds = before.seconds + time.perf_counter() - started - apart_s
+            begun.seconds = before.seconds + perf_counter() - started - apart_s
             spend()
 
         self._spend = spend
 
         def validate() -> None:
             nonlocal apart_s
-            began = time.perf_counter()
+            began = perf_counter()
             count()
             try:
                 self._validate(begun)
             finally:
-                validated_s = time.perf_counter() - began
+                validated_s = perf_counter() - began
                 apart_s += validated_s
                 if counts.clock is not None:
                     counts.clock.apart(validated_s)
 
+        stops, is_whole = self.stops, self._is_whole
         try:
-            if begun.is_validation_due and self._is_whole:
+            if begun.is_validation_due and is_whole:
                 validate()
                 if self.judge.is_out_of_patience:
                     return False
             with closing(cast(Any, iter(self.loader))) as batches:
-                while (batch := self._next_of(batches)) is not None:
-                    began = time.perf_counter()
-                    found = self.step(batch)
-                    counts.clock.worked(time.perf_counter() - began)  # type: ignore[union-attr]
-                    values = cast(Values, found) if self._is_usual else values_of(found)
-                    self._after_step(begun, values, samples_in(batch, self.loader.batch_size))
-                    del batch, found
-                    self._step_s = time.perf_counter() - began
-                    begun.is_validation_due |= self.judge.is_due(self._steps)
-                    if begun.is_validation_due and self._is_whole:
+                while True:
+                    stops.begin_wait(is_whole)
+                    try:
+                        batch = next(batches, None)
+                    finally:
+                        stops.may_end = False
+                    if batch is None:
+                        break
+                    self._train_on(batch, begun, counts)
+                    del batch
+                    is_whole = getattr(self.step, "is_whole", True)
+                    if begun.is_validation_due and is_whole:
                         validate()
                         if self.judge.is_out_of_patience and not self._is_last(begun):
                             return False
-                    if not self._goes_on(begun, count):
+                    # Most steps need no decision, which would take several microseconds.
+                    is_open = self._always_decides or stops.strength or self._steps >= self.schedule.next_step
+                    if is_open and is_whole and not self._goes_on(begun, count):
                         return False
             # Bad samples after the last batch also move the loader's position.
             self._trained = self.loader.received
@@ -251,31 +264,43 @@ class TrainingRun:
             count()
         return True
 
-    def _next_of(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, None after the last; Ctrl-C or a deadline interrupts the wait."""
-        self.stops.begin_wait(self._is_whole)
-        try:
-            return next(batches, None)
-        finally:
-            self.stops.end_wait()
-
-    def _after_step(self, begun: EpochProgress, values: Values, samples: int) -> None:
+    def _train_on(self, batch: Any, begun: EpochProgress, counts: meters.LoaderMeters) -> None:
+        """Train on a batch, and record the values of the step, its time and the position."""
+        is_heard = self.on_step is not None or meters.is_heard()
+        # Listeners get tensors, so accuracies are computed in groups only if nobody listens.
+        grouped = None if is_heard else self._grouped
+        began = perf_counter()
+        found = self.step(batch) if grouped is None else grouped(batch)
+        self._step_s = step_s = perf_counter() - began
+        counts.clock.worked(step_s)  # type: ignore[union-attr]
+        samples = samples_in(batch, self.loader.batch_size)
         self._steps += 1
         self._is_saved = False
-        self.judge.moved()
         begun.steps += 1
         begun.samples += samples
         # Remember the position now, because batches that are received later but not trained on must not count.
         self._trained = self.loader.received
+        judge = self.judge
+        if judge.score is not None:
+            judge.moved()
+        # A supervised step returns new tensors, so they need no copy.
+        is_copied = self._grouped is None
+        values = values_of(found, is_copied) if grouped is None else cast(Any, found)
         self._recorder.add(self._steps, samples, values)
-        if self.on_step is not None or meters.is_heard():
-            done = meters.StepDone(begun.epoch, self._steps, begun.steps, values)
-            meters.publish(done)
-            if self.on_step is not None:
-                try:
-                    self.on_step(done)
-                except StopIteration:
-                    self.stops.request("on_step")
+        if is_heard:
+            given = listened(values, found) if is_copied else cast(Any, found)
+            self._announce(meters.StepDone(begun.epoch, self._steps, begun.steps, given))
+        if not judge.is_by_epoch and judge.is_due(self._steps):
+            begun.is_validation_due = True
+
+    def _announce(self, done: meters.StepDone) -> None:
+        """Publish a step; `on_step` may end the training."""
+        meters.publish(done)
+        if self.on_step is not None:
+            try:
+                self.on_step(done)
+            except StopIteration:
+                self.stops.request("on_step")
 
     @property
     def _is_whole(self) -> bool:
@@ -283,9 +308,10 @@ class TrainingRun:
         return bool(getattr(self.step, "is_whole", True))
 
     def _goes_on(self, begun: EpochProgress, count: Callable[[], None]) -> bool:
-        """Save a checkpoint if one is due, and return whether to continue; all processes return the same value."""
-        if not self._is_whole:
-            return True
+        """Save a checkpoint if one is due, and return whether to continue; all processes return the same value.
+
+        Requires that no accumulated gradients are pending.
+        """
         due = self.saving.folder is not None and self.schedule.is_due(self._steps)
         late = self.schedule.is_late()
         if self.stops.deadline is not None:

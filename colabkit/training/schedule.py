@@ -72,7 +72,13 @@ def check_time_left(left_s: float, reserve_s: float) -> None:
 
 
 class SaveSchedule:
-    """Decides when a checkpoint is due: `every` n steps, every duration such as `"5min"`, or every `"epoch"`."""
+    """Decides when a checkpoint is due: `every` n steps, every duration such as `"5min"`, or every `"epoch"`.
+
+    Attributes:
+        is_by_epoch: whether a checkpoint is due at the end of each epoch.
+        is_timed: whether checkpoints are due by the clock.
+        next_step: number of the step after which the next checkpoint is due; infinite unless they are due by steps.
+    """
 
     def __init__(self, every: int | str) -> None:
         self._steps: int | None = None
@@ -83,12 +89,13 @@ class SaveSchedule:
             check_whole_number("train", "save_every", every, 1)
             self._steps = every
         self.is_by_epoch = every == "epoch"
-        self._saved_step = 0
-        self._saved_at = time.monotonic()
+        self.is_timed = self._seconds is not None
+        self.saved(0)
 
     def saved(self, step: int) -> None:
         """Record that the state after a step is being saved."""
-        self._saved_step, self._saved_at = step, time.monotonic()
+        self.next_step = math.inf if self._steps is None else (step // self._steps + 1) * self._steps
+        self._saved_at = time.monotonic()
 
     def is_late(self) -> bool:
         """Return whether a checkpoint is due by the clock; processes may disagree."""
@@ -96,7 +103,7 @@ class SaveSchedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due by the step number; all processes agree."""
-        return self._steps is not None and step // self._steps > self._saved_step // self._steps
+        return step >= self.next_step
 
 
 class Validator:
@@ -223,33 +230,30 @@ class StopRequests:
 
     Attributes:
         deadline: the deadline, or None.
+        may_end: whether a signal or the deadline interrupts the current wait.
+        strength: the strongest request so far as a number, 0 for none; ranks use their maximum.
         reserve_s: seconds before the deadline at which training must stop.
     """
 
     def __init__(self, deadline: float | None, waits_for_others: bool, saves: bool) -> None:
         self.reserve_s = RESERVE_S
-        self._strength = 0
+        self.strength = 0
         self.deadline = deadline
         self._waits_for_others = waits_for_others
         self._saves = saves
-        self._may_end = False
-        self._waiting_thread = 0
+        self.may_end = False
+        self._thread = threading.get_ident()
         self._pressed_at: float | None = None
         self._former: dict[int, Any] = {}
 
     @property
-    def strength(self) -> int:
-        """The strongest request so far as a number, 0 for none; ranks use their maximum."""
-        return self._strength
-
-    @property
     def reason(self) -> Reason | None:
         """The strongest request so far, or None; SIGTERM is the strongest of all."""
-        return _REASONS[self._strength - 1] if self._strength else None
+        return _REASONS[self.strength - 1] if self.strength else None
 
     def note(self, strength: int) -> None:
         """Record a request of the given strength, for example from another process."""
-        self._strength = max(self._strength, strength)
+        self.strength = max(self.strength, strength)
 
     def request(self, reason: Reason) -> None:
         """Record a request for a reason."""
@@ -285,27 +289,22 @@ class StopRequests:
         try:
             yield
         finally:
-            self.end_wait()
+            self.may_end = False
 
     def begin_wait(self, may_end: bool) -> None:
-        """Until `end_wait()`, raise `WaitInterrupt` on a signal or the deadline; at once if one is already recorded."""
+        """Raise `WaitInterrupt` on a signal or the deadline until `may_end` is reset; at once if one is recorded."""
         if not may_end or self._waits_for_others:
             return
-        self._waiting_thread = threading.get_ident()
-        self._may_end = True
-        if self.look() >= _URGENT:
-            self._may_end = False
+        self.may_end = True
+        if (self.strength if self.deadline is None else self.look()) >= _URGENT:
+            self.may_end = False
             raise WaitInterrupt
-
-    def end_wait(self) -> None:
-        """Stop interrupting: signals and the deadline wait for the end of the step again."""
-        self._may_end = False
 
     def look(self) -> int:
         """Check the deadline and return the strength of the strongest request, 0 for none."""
         if self._is_late():
             self.request("deadline")
-        return self._strength
+        return self.strength
 
     @property
     def left_s(self) -> float:
@@ -327,12 +326,12 @@ class StopRequests:
             raise KeyboardInterrupt
         else:
             return
-        if self._may_end:
-            self._may_end = False
+        if self.may_end:
+            self.may_end = False
             raise WaitInterrupt
 
     def _listen(self, event: meters.Event) -> None:
-        is_ours = self._may_end and threading.get_ident() == self._waiting_thread
+        is_ours = self.may_end and threading.get_ident() == self._thread
         if isinstance(event, meters.Waiting) and is_ours and self.look() >= _URGENT:
-            self._may_end = False
+            self.may_end = False
             raise WaitInterrupt

@@ -14,7 +14,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colabkit.foundation import InvalidOption, cannot
 from colabkit.loading import map_tensors
-from colabkit.training.batch_values import TRAIN_ON, inputs_of, is_cross_entropy, is_right, pair_of, single_number
+from colabkit.training.batch_values import (
+    TRAIN_ON,
+    AccuracyGroup,
+    has_accuracy,
+    inputs_of,
+    is_cross_entropy,
+    is_right,
+    pair_of,
+    single_number,
+    step_values,
+)
 from colabkit.training.models import (
     Forward,
     Precision,
@@ -35,6 +45,7 @@ from colabkit.training.models import (
 from colabkit.training.ranks import is_one_of_several
 
 _LOAD = "load the state of a step"
+_NO_CONTEXT = nullcontext()
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -105,6 +116,7 @@ class SupervisedStep:
     Attributes:
         parts: the model and the optimizer, by these names; checkpoints hold them by default.
         updates: number of optimizer updates so far.
+        accuracies: computes the accuracies of `grouped()`.
     """
 
     def __init__(
@@ -124,13 +136,13 @@ class SupervisedStep:
         self._accumulate = options.accumulate
         self._clip = options.clip
         self._options = options
-        self._takes_shares = is_cross_entropy(loss)
+        self.accuracies = AccuracyGroup(is_cross_entropy(loss))
         self.parts: dict[str, Stateful] = {"model": self._model, "optimizer": cast(Stateful, optimizer)}
         self.updates = 0
         self._is_trained = is_trained
         self._accumulated = 0
         self._device: torch.device | None = None
-        self._autocast: AbstractContextManager[Any] = nullcontext()
+        self._autocast: AbstractContextManager[Any] | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._scaler_state: dict[str, Any] = {}
         self._layout: torch.memory_format | None = None
@@ -146,23 +158,28 @@ class SupervisedStep:
                 the loss is not a single number.
             MissingPackage: if `torch.compile` finds no C++ compiler.
         """
+        return step_values(*self._train_on(batch), self.accuracies.takes_shares)
+
+    def grouped(self, batch: Any) -> Mapping[str, object]:
+        """Train on a batch as a call does, and return the values as `AccuracyGroup.add` does."""
+        return self.accuracies.add(*self._train_on(batch))
+
+    def _train_on(self, batch: Any) -> tuple[Any, Tensor, Tensor]:
+        """Train on a batch and return the model's output, the labels and the loss."""
         images, labels = self._taken(batch)
         if not self._model.training:
             self._model.train()
         if self._accumulated == 0:
             self._optimizer.zero_grad(set_to_none=True)
         is_last = self._accumulated + 1 == self._accumulate
-        with nullcontext() if is_last or self._ddp is None else self._ddp.no_sync():
+        with _NO_CONTEXT if is_last or self._ddp is None else self._ddp.no_sync():
             scores, value = self._scored(self._forward, images, labels)
             share = value if self._accumulate == 1 else value / self._accumulate
             (share if self._scaler is None else self._scaler.scale(share)).backward()
         self._accumulated += 1
         if is_last:
             self._update()
-        values = {"loss": value.detach()}
-        if self._has_accuracy(scores, labels):
-            values["accuracy"] = is_right(scores, labels).mean(dtype=torch.float32)
-        return values
+        return scores, labels, value
 
     @property
     def amp(self) -> str | bool:
@@ -203,7 +220,7 @@ class SupervisedStep:
                 samples = len(labels)
                 sums[0].add_(value.reshape(()), alpha=samples)
                 sums[1].add_(samples)
-                if self._has_accuracy(scores, labels):
+                if has_accuracy(scores, labels, self.accuracies.takes_shares):
                     sums[2].add_(is_right(scores, labels).sum())
                     sums[3].add_(samples)
         if is_one_of_several():
@@ -225,7 +242,7 @@ class SupervisedStep:
             for batch in iterator:
                 inputs = inputs_of(batch)
                 images, _ = self._taken((inputs, inputs))
-                with self._autocast:
+                with self._autocast or _NO_CONTEXT:
                     scores = self._evaluated(images)
                 found.append(map_tensors(scores, _as_result))
         return found
@@ -308,7 +325,7 @@ class SupervisedStep:
             return
         precision = self._precision
         check_precision(TRAIN_ON, precision, device)
-        self._autocast = torch.autocast(device.type, precision.dtype) if precision.dtype else nullcontext()
+        self._autocast = torch.autocast(device.type, precision.dtype) if precision.dtype else None
         if self._scaler is not None:
             self._scaler_state = self._scaler.state_dict()
         self._scaler = None
@@ -379,22 +396,17 @@ class SupervisedStep:
 
     def _scored(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
         """Return the model's output and the loss, which is computed in float32."""
-        with self._autocast:
+        if self._autocast is None:
             scores = forward(images)
-            # Outputs that are not a tensor cannot be cast here, so autocast chooses the precision of the loss.
-            if not isinstance(scores, Tensor):
-                return scores, single_number(self._loss(scores, labels))
-        if scores.dtype in _HALVES:
+        else:
+            with self._autocast:
+                scores = forward(images)
+                # Outputs that are not a tensor cannot be cast here, so autocast chooses the precision of the loss.
+                if not isinstance(scores, Tensor):
+                    return scores, single_number(self._loss(scores, labels))
+        if isinstance(scores, Tensor) and scores.dtype in _HALVES:
             scores = scores.float()
         return scores, single_number(self._loss(scores, labels))
-
-    def _has_accuracy(self, scores: Any, labels: Tensor) -> bool:
-        """Return whether accuracy is defined, from shapes and dtypes only: reading values would wait for the GPU."""
-        if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[1] < 2:
-            return False
-        if labels.is_floating_point():
-            return self._takes_shares and labels.shape == scores.shape
-        return labels.shape == scores.shape[:1]
 
     def _update(self) -> None:
         """Apply the gradients."""

@@ -1,0 +1,63 @@
+"""The run of `train()`: equal values with and without listeners, and little work of Python in each step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainings import history, train
+
+from colabkit.loading import Loader
+from colabkit.training import run
+from colabkit.training.report import TrainReport
+from colabkit.training.steps import supervised_step
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("scores_of", [lambda x: x, lambda x: x.view(-1, 3), lambda x: x.detach() + 0 * x.sum()])
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_values_do_not_depend_on_listeners(scores_of: Callable[[Tensor], Tensor], is_soft: bool) -> None:
+    # Without a listener, train() computes the accuracies of several small batches together.
+    images, labels = torch.randn(157, 5), torch.arange(157) % 3
+
+    def trained(**options: object) -> TrainReport:
+        torch.manual_seed(1)
+        model = nn.Linear(5, 3)
+        model.register_forward_hook(lambda module, inputs, output: scores_of(output))
+        step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        targets = nn.functional.one_hot(labels, 3).float() if is_soft else labels
+        return train(step, Loader((images, targets), 3), epochs=2, **options)
+
+    quiet, heard = trained(), trained(on_step=lambda done: None)
+    assert history(quiet) == history(heard)
+    assert quiet.curve == heard.curve
+    assert len(quiet.curve["accuracy"]) == 106
+
+
+def test_a_step_costs_few_calls_of_functions() -> None:
+    # Calls are counted instead of seconds, since their number does not depend on the machine.
+    folder = str(Path(run.__file__).parent)
+
+    def calls(steps: int) -> int:
+        found = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal found
+            found += event in ("call", "c_call") and frame.f_code.co_filename.startswith(folder)
+
+        loss, loader = torch.zeros(()), Loader(torch.zeros(steps, 1), 1)
+        sys.setprofile(count)
+        try:
+            train(lambda batch: loss, loader)
+        finally:
+            sys.setprofile(None)
+        return found
+
+    # A fifth of these calls are made when the values are read, after up to 1,000 steps.
+    assert (calls(1_500) - calls(500)) / 1_000 <= 30
