@@ -299,8 +299,8 @@ class SlowMount:
         Args:
             act: verb and object for messages.
             work: receives a function that it must call each time the mount has answered.
-            largest_bytes: size of the largest file that `work` copies; each 10 MB add a second to the deadline.
-            files: number of files that `work` copies; each 10 add a second to the deadline.
+            largest_bytes: size of the largest file that `work` copies; each 10 MB adds a second to the deadline.
+            files: number of files that `work` copies; every 10 files add a second to the deadline.
             on_wait: called several times a second while waiting; may raise to abandon the work.
 
         Raises:

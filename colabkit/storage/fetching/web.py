@@ -85,7 +85,7 @@ class _WebDownload:
         self.authorization = f"Basic {base64.b64encode(plain).decode()}" if userinfo else None
 
     def can_resume(self) -> bool:
-        """Return whether the rest can be requested: the version is known and the server supports ranges."""
+        """Return whether the rest can be requested: the server supports ranges and the version of the data is known."""
         return bool(self.sink.size and self.kept.record.get("validator") and self.has_ranges)
 
     def attempt(self) -> FetchResult:

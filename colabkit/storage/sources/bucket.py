@@ -94,7 +94,7 @@ class BucketSource:
         except ColabkitError:
             raise
         except OSError as error:
-            # The error's text contains no secrets, so it may be the cause.
+            # The error's text contains no secrets, so keep the error as the cause.
             raise self._unreadable(error) from error
         self._root = root.rstrip("/")
         self._is_object: bool | None = None
@@ -104,7 +104,7 @@ class BucketSource:
 
     @property
     def is_object(self) -> bool:
-        """Whether the address is a single object; the file system is queried if nothing was listed yet."""
+        """Whether the address is a single object; the file system is queried if nothing has been listed yet."""
         if self._is_object is None:
             self._is_object = bool(self._fs.isfile(self._root))
         return self._is_object
