@@ -16,10 +16,15 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from colabkit.foundation import InvalidOption, cannot
 from colabkit.loading.engine.columns import DatasetColumns, as_samples
+from colabkit.loading.engine.position import LoaderPosition
 from colabkit.loading.keras_batches import keras_batches
 
-# Attributes that frameworks read to rebuild a `DataLoader`.
+# Attributes that frameworks read to rebuild a `DataLoader`; fastai calls `new` for another order.
 _REBUILT_FROM = ("batch_sampler", "collate_fn", "generator", "num_workers", "sampler", "worker_init_fn")
+_NEXT_STEPS = {
+    **dict.fromkeys(_REBUILT_FROM, "Pass loader.as_dataloader() to the framework"),
+    "new": "Pass the Loader to the call, as in learn.get_preds(dl=loader)",
+}
 _PLANNED_TOGETHER = 32
 
 
@@ -29,6 +34,7 @@ class DataLoaderSource:
     batch_size: int
     drop_last: bool
     _columns: DatasetColumns | None
+    _position: LoaderPosition
 
     def as_dataloader(self) -> DataLoader[Any]:
         """Return a `torch.utils.data.DataLoader` that yields the same batches, for frameworks that require that class.
@@ -83,18 +89,21 @@ class DataLoaderSource:
             >>> model.fit(loader.as_keras(), epochs=3)
         """
         are_images = self._columns is None or self._columns.rows is None or self._columns.rows.are_images
-        return keras_batches(self, data_format, label_mode, are_images)
+        return keras_batches(self, self._batches_left, data_format, label_mode, are_images)
 
     def _planner(self) -> Any:
         raise NotImplementedError
 
+    def _batches_left(self) -> int:
+        """Return the number of batches of the next iteration."""
+        return int(self._planner().batches(self._position.next[1]))
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name not in _REBUILT_FROM:
+            if name not in _NEXT_STEPS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-            found = f"a Loader has no {name}"
-            message = cannot("use a Loader as a DataLoader", found, "", "Pass loader.as_dataloader() to the framework")
+            message = cannot("use a Loader as a DataLoader", f"a Loader has no {name}", "", _NEXT_STEPS[name])
             raise AttributeError(str(message), name=name, obj=self)
 
 
@@ -125,11 +134,15 @@ class _LoaderView(DataLoader[Any]):
 class _PlannedBatch(list[int]):
     """The sample indices of a batch, and the number of the batch in an iteration."""
 
-    def __init__(self, indices: list[int], iteration: _LoaderIteration, number: int, start: int) -> None:
+    def __init__(self, indices: list[int], iteration: _LoaderIteration | None, number: int, start: int) -> None:
         super().__init__(indices)
         self.iteration = iteration
         self.number = number
         self.start = start
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The iteration exists only in this process. If pickling failed, torch would wait for the batch forever.
+        return type(self), (list(self), None, self.number, self.start)
 
 
 class _PlannedDataset(Dataset[Any]):
@@ -153,7 +166,11 @@ class _PlannedDataset(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> Any:
         if isinstance(indices, _PlannedBatch):
-            return indices.iteration.load(indices)
+            if indices.iteration is not None:
+                return indices.iteration.load(indices)
+            found = "the framework started worker processes for as_dataloader()"
+            next_step = "Use num_workers=0 there, and set num_workers= of the Loader, which loads in the background"
+            raise InvalidOption(cannot("load a batch", found, "", next_step))
         found = "the sampler of as_dataloader() was replaced"
         next_step = "Pass the sampler to the Loader, with sampler="
         raise InvalidOption(cannot("load a batch", found, "batches that the Loader planned", next_step))

@@ -14,10 +14,11 @@ from colabkit.loading.engine.batches import map_tensors
 _ACT = "return batches for Keras"
 
 
-def keras_batches(loader: Any, data_format: str, label_mode: str, are_images: bool) -> Any:
+def keras_batches(loader: Any, left: Callable[[], int], data_format: str, label_mode: str, are_images: bool) -> Any:
     """Return the `PyDataset` of `Loader.as_keras()`.
 
     Args:
+        left: returns the number of batches that the next iteration of the loader yields.
         are_images: whether the first field holds images, `[B, C, H, W]`.
 
     Raises:
@@ -52,14 +53,14 @@ def keras_batches(loader: Any, data_format: str, label_mode: str, are_images: bo
             values[1] = one_hot(values[1].long(), classes).float()
         return values if is_on_torch else [map_tensors(value, _to_numpy) for value in values]
 
-    return _dataset(keras.utils.PyDataset, loader, converted)
+    return _dataset(keras.utils.PyDataset, loader, left, converted)
 
 
 def _to_numpy(tensor: Tensor) -> Any:
     return tensor.cpu().numpy()
 
 
-def _dataset(base: Any, loader: Any, converted: Callable[[Any], Any]) -> Any:
+def _dataset(base: Any, loader: Any, left: Callable[[], int], converted: Callable[[Any], Any]) -> Any:
     """Return an instance of a subclass of `PyDataset`, which can be defined only if Keras is installed."""
 
     class LoaderPyDataset(base):  # type: ignore[misc]
@@ -70,6 +71,7 @@ def _dataset(base: Any, loader: Any, converted: Callable[[Any], Any]) -> Any:
             self._coming: Any = None
             self._epoch = 0
             self._start: dict[str, Any] = {}
+            self._is_beginning = False
 
         def __len__(self) -> int:
             return len(loader)
@@ -77,18 +79,35 @@ def _dataset(base: Any, loader: Any, converted: Callable[[Any], Any]) -> Any:
         @property
         def num_batches(self) -> int:
             # Keras reads this before each pass, never during one. A pass that takes only some batches, for example to
-            # build the model, must not consume them.
+            # build the model, must not consume them. A pass over the rest of an epoch ends without another read, so
+            # after a read even its last batch was not trained on.
             if self._coming is not None:
                 self._end()
+            elif not self._start.get("samples"):
+                self._start = {}
+            if self._start:
                 loader.load_state_dict(self._start)
-            return len(loader)
+                self._start = {}
+            # The number that Keras reads before a pass is its number of steps in all passes. The number that it reads
+            # when the pass begins ends only this pass, so a resumed epoch is not followed by a part of the next one.
+            return left() if self._is_beginning else len(loader)
+
+        def on_epoch_begin(self) -> None:
+            self._is_beginning = True
+
+        def on_epoch_end(self) -> None:
+            self._is_beginning = False
+            if self._coming is None:
+                self._start = {}
 
         def __getitem__(self, index: int) -> Any:
+            self._is_beginning = False
             if self._coming is None:
                 self._begin()
             batch = next(self._coming, None)
             if batch is None:
                 # The epoch had fewer batches, because bad samples were skipped. Keras needs the announced number.
+                self._start = {}
                 self._begin()
                 batch = next(self._coming)
             if loader.received[0] != self._epoch:
@@ -98,7 +117,7 @@ def _dataset(base: Any, loader: Any, converted: Callable[[Any], Any]) -> Any:
         def _begin(self) -> None:
             self._epoch = loader.next_epoch
             loader.set_epoch(self._epoch)
-            self._start = loader.state_dict()
+            self._start = self._start or loader.state_dict()
             self._coming = iter(loader)
 
         def _end(self) -> None:

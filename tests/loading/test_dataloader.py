@@ -99,9 +99,19 @@ def test_a_replaced_sampler_is_an_error():
         next(iter(DataLoader(make_view().dataset, 4)))
 
 
+@pytest.mark.full
+def test_worker_processes_of_a_rebuilt_loader_are_an_error_not_a_hang():
+    view = make_view()
+    rebuilt = DataLoader(view.dataset, batch_sampler=view.batch_sampler, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(InvalidOption, match="Use num_workers=0 there"):
+        next(iter(rebuilt))
+
+
 def test_the_missing_attributes_of_a_loader_name_the_fix():
     with pytest.raises(AttributeError, match=r"a Loader has no sampler. Pass loader.as_dataloader\(\)"):
         make_loader().sampler  # noqa: B018
+    with pytest.raises(AttributeError, match=r"learn.get_preds\(dl=loader\)"):
+        make_loader().new  # noqa: B018
     assert not hasattr(make_loader(), "no_such_name")
 
 

@@ -78,6 +78,29 @@ result = [same, loader.next_epoch, sorted(history.history)]
 
 
 @pytest.mark.full
+def test_the_first_pass_after_a_resume_takes_the_rest_of_the_epoch(pack):
+    result = run(
+        pack,
+        """
+reference = Loader(data, 4, shuffle=True, seed=3)
+expected = [images for _ in range(2) for images, _ in reference]
+result = []
+for skipped in (2, 5):
+    before, loader = make_loader(shuffle=True, seed=3), make_loader(shuffle=True, seed=3)
+    for _ in zip(range(skipped), before): pass
+    state = {**before.state_dict(), "epoch": 0, "samples": 4 * skipped}
+    loader.load_state_dict(state)
+    seen.clear()
+    make_model(SPARSE).fit(loader.as_keras(), epochs=2, verbose=0)
+    # Keras builds the model with the first batch, and then trains on it.
+    same = [torch.equal(one, other) for one, other in zip(seen[1:], expected[skipped:], strict=True)]
+    result.append([all(same), loader.next_epoch, loader.state_dict()["samples"]])
+""",
+    )
+    assert result == [[True, 2, 0], [True, 2, 0]]
+
+
+@pytest.mark.full
 def test_images_are_channels_last_and_labels_one_hot_if_requested(pack):
     result = run(
         pack,
