@@ -71,13 +71,24 @@ def test_every_kind_of_table_has_the_same_listing(tree, write, monkeypatch):
 
 
 class Convertible:
-    """A table of another package, such as Ray Data, that can be converted to pandas."""
+    """A dataset that can be converted to pandas."""
 
-    def __init__(self, frame: pd.DataFrame, path_type: str | None = None) -> None:
+    def __init__(self, frame: pd.DataFrame) -> None:
         self._frame = frame
-        if path_type is not None:
-            # Hugging Face datasets describe columns like this; the dtype of an image column is not text.
-            self.features = {name: SimpleNamespace(dtype=path_type) for name in frame.columns}
+
+    def to_pandas(self) -> pd.DataFrame:
+        return self._frame
+
+
+class RayTable(Convertible):
+    """A dataset of Ray Data, which has a schema and cannot be indexed."""
+
+    def schema(self) -> list[str]:
+        return [*self._frame]
+
+
+class MapStyle(Convertible):
+    """A map-style dataset of samples."""
 
     def __len__(self) -> int:
         return len(self._frame)
@@ -85,8 +96,13 @@ class Convertible:
     def __getitem__(self, row: int) -> dict[str, object]:
         return dict(self._frame.iloc[row])
 
-    def to_pandas(self) -> pd.DataFrame:
-        return self._frame
+
+class HuggingFace(MapStyle):
+    """A dataset of Hugging Face, which describes its columns; the dtype of an image column is not text."""
+
+    def __init__(self, frame: pd.DataFrame, path_type: str | None) -> None:
+        super().__init__(frame)
+        self.features = path_type and {name: SimpleNamespace(dtype=path_type) for name in frame.columns}
 
 
 def frames_of(package: str, frame: pd.DataFrame) -> tuple[object, object]:
@@ -99,7 +115,7 @@ def frames_of(package: str, frame: pd.DataFrame) -> tuple[object, object]:
         return made, made["path"]
     if package == "arrow":
         return pa.Table.from_pandas(frame), None
-    return Convertible(frame, "string" if package == "hugging face" else None), None
+    return HuggingFace(frame, "string") if package == "hugging face" else RayTable(frame), None
 
 
 @pytest.mark.every_case
@@ -115,12 +131,15 @@ def test_frames_of_other_packages_are_taken_like_those_of_pandas(tree, package, 
         assert paths(open_source(series).list()) == list(FILES)
 
 
-def test_a_dataset_of_images_and_an_array_are_no_tables_of_paths():
+def test_datasets_of_samples_and_arrays_are_no_tables_of_paths():
     frame = pd.DataFrame({"image": [b"pixels"]})
     array = SimpleNamespace(dtype=np.dtype("f4"), to_pandas=lambda: frame)
-    assert not is_frame(Convertible(frame, "binary"))
+    assert not is_frame(HuggingFace(frame, "binary"))
+    # The columns of a streamed dataset can be unknown.
+    assert not is_frame(HuggingFace(frame, None))
+    assert not is_frame(MapStyle(frame))
     assert not is_frame(array)
-    assert not is_frame(Convertible)
+    assert not is_frame(RayTable)
 
 
 def test_cells_are_plain_python_values(tree):

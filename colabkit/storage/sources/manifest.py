@@ -57,7 +57,7 @@ def is_frame(value: Any) -> bool:
     """Return whether a value is a pandas DataFrame or Series, or a table that `to_pandas()` converts to one.
 
     Polars, Arrow and Ray Data tables qualify. A Hugging Face dataset qualifies if its path column is text; otherwise,
-    it is a map-style dataset of samples. Arrays do not qualify, even if they have `to_pandas()`.
+    it is a dataset of samples. Arrays and map-style datasets do not qualify, even if they have `to_pandas()`.
     """
     if hasattr(value, "iloc"):
         return True
@@ -66,12 +66,16 @@ def is_frame(value: Any) -> bool:
     if hasattr(value, "dtype"):
         # This is a polars Series or an xarray array; only a Series of strings can hold paths.
         return str(value.dtype) == "String"
-    features = getattr(value, "features", None)
-    if features is None:
+    if hasattr(value, "features"):
+        # This is a Hugging Face dataset. A streamed one may not know its columns.
+        features = value.features or {}
+        names = [*features]
+        at = _path_column(names)
+        return at is not None and getattr(features[names[at]], "dtype", None) in ("string", "large_string")
+    if hasattr(value, "__arrow_c_stream__"):
         return True
-    names = [*features]
-    at = _path_column(names)
-    return at is not None and getattr(features[names[at]], "dtype", None) in ("string", "large_string")
+    # A Ray dataset has a schema and cannot be indexed.
+    return hasattr(value, "schema") and not hasattr(value, "__getitem__")
 
 
 def as_pandas(act: str, table: Any) -> Any:
