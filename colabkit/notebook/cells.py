@@ -186,7 +186,7 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
         loading["batch_size"],
         shuffle=loading["shuffle"],
         seed=loading["seed"],
-        device=loading["on"] or _device(),
+        device=loading["device"] or _device(),
         transform=loading["transform"],
     )
 

@@ -17,7 +17,16 @@ from typing import Any, NoReturn
 
 from colabkit.foundation import CallRef, Code, InvalidOption, Report, Text, Words, cannot, parse_bytes, parse_duration
 from colabkit.notebook.verb_types import Option, Verb
-from colabkit.notebook.verbs import GROUPS, VERBS
+from colabkit.notebook.verbs import VERBS
+
+GROUPS = {
+    "runtime": "Machine and Google Drive",
+    "fetch": "Copies of data",
+    "pack": "Packs",
+    "train": "Training",
+    "demo": "Start",
+}
+"""The headings of the help, each by the first verb below it."""
 
 _MOST_NAMED = 3
 """Maximum number of loaders that a message suggests."""

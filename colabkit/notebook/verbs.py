@@ -403,7 +403,12 @@ LOADING = (
     Option("batch_size", "samples per batch", 64, "number"),
     Option("shuffle", "shuffle the samples in every epoch", True, "flag"),
     Option("seed", "seed for the order and the transform", 0, "number"),
-    Option("on", "device, cuda or cpu; by default a GPU if there is one", None, words=("cuda", "cpu")),
+    Option(
+        "device",
+        "device of the batches, such as cuda or cpu; by default a GPU if there is one",
+        None,
+        words=("cuda", "cpu"),
+    ),
     Option("transform", "transform for the images of each batch: a variable", None, "object"),
 )
 """The options of the `Loader` that `%%train` creates, unless it is given one."""
@@ -430,15 +435,6 @@ CELLS = (
     Verb("dashboard", "run the cell with the live panel", _SHOWN),
 )
 """The cell magics."""
-
-GROUPS = {
-    "runtime": "Machine and Google Drive",
-    "fetch": "Copies of data",
-    "pack": "Packs",
-    "train": "Training",
-    "demo": "Start",
-}
-"""The headings of the help, each by the first verb below it."""
 
 COMMANDS = tuple(verb for verb in VERBS if verb.is_command)
 """The verbs of the command line."""

@@ -72,7 +72,7 @@ def test_special_values_are_offered(shell: InteractiveShell) -> None:
         ("%pack a b --on-bad ", {"raise", "skip", "blank"}),
         ("%stage birds --to t", {"tmpfs"}),
         ("%dashboard --screen w", {"widgets"}),
-        ("%%train birds.h5 --on ", {"cuda", "cpu"}),
+        ("%%train birds.h5 --device ", {"cuda", "cpu"}),
         ("found = %publish birds drive: --verify ", {"full", "size"}),
         ("%train my_step my_loader --mode m", {"min", "max"}),
     ):

@@ -92,9 +92,9 @@ last = !echo $step
 CELLS = {
     "loading": LOADING,
     "setup": SETUP,
-    "train": "%%train data --batch-size 16 --epochs 2 --on cpu" + BODY,
-    "error": "%%train data --batch-size 16 --on cpu\nscale = 2\nmodel(x[:, :3])",
-    "stop": "%%train data --batch-size 16 --on cpu\nsignal.raise_signal(signal.SIGINT)",
+    "train": "%%train data --batch-size 16 --epochs 2 --device cpu" + BODY,
+    "error": "%%train data --batch-size 16 --device cpu\nscale = 2\nmodel(x[:, :3])",
+    "stop": "%%train data --batch-size 16 --device cpu\nsignal.raise_signal(signal.SIGINT)",
     "syntax": "%%train data\nmodel(x",
     "beside": "%%dashboard\nfor x, y in colabkit.Loader(data, 8): pass\n6 * 7",
     "beside error": "%%dashboard\nfor x, y in colabkit.Loader(data, 8):\n    broken = 1 / 0",

@@ -51,7 +51,7 @@ def train(shell: InteractiveShell, line: str, body: str) -> colabkit.TrainReport
 
 def test_the_body_runs_once_per_batch_with_its_variables_in_scope(shell: InteractiveShell) -> None:
     body = "seen.append((epoch, step, x.shape, y.tolist(), len(batch)))\nloss = x.mean()"
-    report = train(shell, "data --batch-size 10 --epochs 2 --no-shuffle --on cpu", body)
+    report = train(shell, "data --batch-size 10 --epochs 2 --no-shuffle --device cpu", body)
     seen = shell.user_ns["seen"]
     assert [entry[:2] for entry in seen] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
     assert [tuple(entry[2]) for entry in seen[:3]] == [(10, 2), (10, 2), (4, 2)]
@@ -68,7 +68,7 @@ def test_a_pack_is_named_by_its_path_a_variable_or_a_report(shell: InteractiveSh
     shell.user_ns |= {"opened": opened, "split": opened["train"], "where": spaced, "packed": report}
     quoted = f"'{spaced}'"
     for name in (quoted, f'"{spaced.name}"', "opened", "split", "where", "$where", "{where}", "packed"):
-        assert train(shell, f"{name} --on cpu", "loss = x.float().mean()").epochs[0].samples == 24
+        assert train(shell, f"{name} --device cpu", "loss = x.float().mean()").epochs[0].samples == 24
 
 
 def test_drive_paths_can_name_packs(
@@ -127,7 +127,7 @@ def test_the_variables_of_the_body_are_restored_even_after_an_error(shell: Inter
 def test_the_variables_are_restored_between_steps(shell: InteractiveShell) -> None:
     shell.user_ns.update(x="mine")
     shell.run_cell("def judge():\n    seen.append((x, 'step' in globals()))\n    return {'a': 1}").raise_error()
-    train(shell, "data --batch-size 8 --validate judge --validate-every 1 --on cpu", "pass")
+    train(shell, "data --batch-size 8 --validate judge --validate-every 1 --device cpu", "pass")
     assert shell.user_ns["seen"] == [("mine", False)] * 3
 
 
@@ -149,7 +149,7 @@ def test_a_loss_counts_in_the_steps_that_set_it(shell: InteractiveShell) -> None
         ("loss = {'loss': 0.5, 'accuracy': 1.0}", [0, 1, 2]),
     ):
         shell.user_ns["loss"] = lambda scores: scores.mean()
-        report = train(shell, "data --batch-size 8 --on cpu", body)
+        report = train(shell, "data --batch-size 8 --device cpu", body)
         assert [step - 1 for step, _ in report.curve.get("loss", [])] == steps, body
     assert report.epochs[0].values == {"loss": 0.5, "accuracy": 1.0}
 
@@ -173,7 +173,7 @@ def test_an_error_shows_the_line_of_the_cell_without_colabkits_frames(
 ) -> None:
     shell.run_cell("def inner(value):\n    return value / 0")
     capsys.readouterr()
-    result = run(shell, "%%train data --on cpu\n\nscale = 2\nbroken = inner(x.sum().item() and 3)\n")
+    result = run(shell, "%%train data --device cpu\n\nscale = 2\nbroken = inner(x.sum().item() and 3)\n")
     assert isinstance(result.error_in_exec, ZeroDivisionError)
     shown = shown_by(capsys)
     text = "\n".join(shown)
@@ -190,7 +190,7 @@ def test_colabkit_debug_shows_the_full_traceback(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLABKIT_DEBUG", "1")
-    run(shell, "%%train data --on cpu\n1 / 0")
+    run(shell, "%%train data --device cpu\n1 / 0")
     assert "colabkit/training/" in "\n".join(shown_by(capsys))
 
 
@@ -221,7 +221,7 @@ def test_an_invalid_line_is_a_one_line_error(shell: InteractiveShell, capsys: py
         ("dta", InvalidOption, "or use data."),
         ("data --split dev", InvalidOption, "--split is given, but 'data' is a tuple; expected a pack. Omit --split."),
         ("data --batch-size big", InvalidOption, "'big' is not a whole number"),
-        ("data --on tpu", InvalidOption, "tpu"),
+        ("data --device tpu", InvalidOption, "tpu"),
         ("data --transform nothing", InvalidOption, "Cannot use 'nothing'"),
         ("data --to runs", InvalidOption, "Add --state head model"),
         ("data --state seen", InvalidOption, "state['seen'] is a list"),
@@ -290,7 +290,7 @@ def forked(work: Callable[[], object]) -> int:
 def test_a_killed_and_repeated_run_ends_bit_for_bit_like_an_uninterrupted_run(
     shell: InteractiveShell, step: int
 ) -> None:
-    line = f"data --batch-size 8 --epochs {EPOCHS} --state model optimizer --save-every 2 --on cpu --to"
+    line = f"data --batch-size 8 --epochs {EPOCHS} --state model optimizer --save-every 2 --device cpu --to"
     shell.run_cell(SETUP).raise_error()
     whole = train(shell, f"{line} whole", BODY)
     expected = [weight.clone() for weight in shell.user_ns["model"].parameters()]

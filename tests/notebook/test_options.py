@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import typing
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,46 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.notebook.options import arguments_of, given_in, list_verbs, look_up_in, parser_of
+from colabkit.notebook.options import GROUPS, arguments_of, given_in, list_verbs, look_up_in, parser_of
 from colabkit.notebook.verb_types import Verb
-from colabkit.notebook.verbs import CELLS, DASHBOARD, GROUPS, LOADING, VERBS
+from colabkit.notebook.verbs import CELLS, DASHBOARD, LOADING, VERBS
 
 OPTIONS = [(verb, option) for verb in (*VERBS, *CELLS) for option in verb.options]
 LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
-
-
-def test_names_order_and_defaults_match_the_functions() -> None:
-    for verb in VERBS:
-        expected = defaults(getattr(colabkit, verb.name))
-        expected |= {"off": False} if verb is DASHBOARD else {}
-        assert [(option.name, option.default) for option in verb.options] == list(expected.items()), verb.name
-
-
-def defaults(function: Callable[..., object]) -> dict[str, object]:
-    """Return the defaults of a function's parameters; `...` means none."""
-    parameters = inspect.signature(function).parameters.values()
-    return {one.name: ... if one.default is inspect.Parameter.empty else one.default for one in parameters}
-
-
-def test_the_training_cell_accepts_the_options_of_loader_and_train() -> None:
-    own = {option.name: option.default for option in CELLS[0].options}
-    trained, loaded = defaults(colabkit.train), defaults(colabkit.Loader)
-    assert own.pop("pack") is ...
-    assert own.pop("split") == "train"
-    assert own.pop("on") == loaded["device"], "on names the device, as in --on cuda"
-    assert own.pop("batch_size") == 64, "where a Loader has none"
-    assert own.pop("shuffle") is True, "where a Loader keeps the order"
-    for option in LOADING:
-        if option.name in own:
-            assert own.pop(option.name) == loaded[option.name]
-    assert list(own) == [name for name in trained if name not in ("step", "loader", "on_step")]
-    assert own == {name: trained[name] for name in own}
-
-
-def test_the_panel_magics_accept_the_options_of_dashboard() -> None:
-    own = {option.name: option.default for option in CELLS[1].options}
-    assert own == defaults(colabkit.dashboard)
-    assert {option.name: option.default for option in DASHBOARD.options} == {**own, "off": False}
 
 
 def test_offered_words_are_the_values_that_the_function_accepts() -> None:
