@@ -83,6 +83,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FIXTURES = {
     "colabkit.clear_cache": "hosted_drive",
+    "colabkit.Launcher": "notebook",
     "colabkit.fetch": "shared_file",
     "colabkit.flush": "hosted_drive",
     "colabkit.load_ipython_extension": "shell",

@@ -144,8 +144,8 @@ def _shown(text: str) -> str:
         host, slash, path = rest.partition("/")
         host = host.rpartition("@")[2]
         if not re.fullmatch(r"(\[.*\]|[^:]*)(:\d*)?", host):
-            # An unescaped slash in the password ends the host early, so `host` may hold part of the password.
-            host = "..."
+            # An unescaped slash in the password ends the host early, so both parts may hold some of the password.
+            host, path = "...", path.rpartition("@")[2]
         links.append(f"{scheme}{separator}{host}{slash}{path}")
     return _limited(printable("::".join(links)))
 

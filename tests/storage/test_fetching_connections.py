@@ -153,6 +153,7 @@ def test_unusable_file_names_are_rejected():
         ("https://host/a@b/c", "https://host/a@b/c"),
         ("https://web.archive.org/web/https://x.org/y?z", "https://web.archive.org/web/https://x.org/y"),
         ("s3://key:secret@bucket/a", "s3://bucket/a"),
+        ("s3://me:a/secret@bucket/b", "s3://.../bucket/b"),
         ("zip://a.csv::https://me:secret@host/b.zip?sig=1", "zip://a.csv::https://host/b.zip"),
         ("https://host/\x1b[31m", "https://host/\\x1b[31m"),
     ],

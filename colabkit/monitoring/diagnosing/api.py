@@ -220,6 +220,13 @@ class WatchedLoader(Generic[T_co]):
     Attributes:
         watched: the wrapped loader.
         meters: counts and step times. They have no parts, since the stages inside `loader` are unknown.
+
+    Example:
+        >>> import colabkit, torch
+        >>> watched = colabkit.watch(torch.utils.data.DataLoader(range(6400), batch_size=64))
+        >>> batches = [batch for batch in watched]
+        >>> watched.meters.snapshot().batches
+        100
     """
 
     def __init__(self, loader: Iterable[T_co]) -> None:

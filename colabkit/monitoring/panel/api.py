@@ -115,6 +115,14 @@ class Dashboard:
 
     Attributes:
         has_heard: whether an event has arrived since the panel was entered; always true if `screen` is None.
+
+    Example:
+        >>> import colabkit
+        >>> panel = colabkit.dashboard(screen="text")
+        >>> with panel:
+        ...     pass
+        >>> panel.has_heard
+        False
     """
 
     def __init__(

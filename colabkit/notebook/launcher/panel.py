@@ -104,6 +104,13 @@ class Launcher:
         results: reports of the last run, by the variable names of the shown code: `mounted`, `probed`, `staged`,
             `packed` and `report`.
         is_open: whether the panel is open.
+
+    Example:
+        >>> import colabkit
+        >>> launcher = colabkit.launch()
+        >>> launcher.is_open
+        True
+        >>> launcher.close()
     """
 
     def __init__(self, widgets: Any) -> None:
