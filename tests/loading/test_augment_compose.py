@@ -23,6 +23,7 @@ from colabkit.loading.augment.geometry import (
 )
 from colabkit.loading.augment.mixing import Cutout, MixUp, Normalize
 from colabkit.loading.augment.transform import Draws, Transform
+from colabkit.packs import FACTORS
 
 FLIP = RandomHorizontalFlip()
 VERTICAL_FLIP = RandomVerticalFlip()
@@ -59,6 +60,7 @@ def by_sample(transform: Transform, batch: torch.Tensor, numbers: Draws) -> torc
         [VERTICAL_FLIP, RandomResizedCrop((17, 31)), FLIP, VERTICAL_FLIP, Normalize()],
         [FLIP, VERTICAL_FLIP, RandomCrop(30, padding=15, fill=3), VERTICAL_FLIP],
         [VERTICAL_FLIP, Resize((20, 30)), VERTICAL_FLIP, CenterCrop(12)],
+        [VERTICAL_FLIP, Resize(20), VERTICAL_FLIP, CenterCrop(12)],
         [CenterCrop((35, 21)), RandomCrop(20), FLIP, Normalize()],
         [RandomResizedCrop(24), RandomResizedCrop(8), Cutout(3)],
     ],
@@ -98,6 +100,20 @@ def test_flipping_before_or_after_resizing_differs_by_at_most_1():
     for number, step in enumerate(steps):
         one_by_one, _ = step.apply(one_by_one, None, draws().of(number))
     assert (Compose(steps).apply(BATCH, None, draws())[0].int() - one_by_one.int()).abs().max() <= 1
+
+
+def test_crops_after_flips_begin_where_a_scaled_jpeg_has_pixels():
+    sizes = np.tile([203, 317], (200, 1))
+    flips = [RandomHorizontalFlip(), RandomVerticalFlip()]
+    geometry, _ = geometry_of(Compose([*flips, RandomResizedCrop(24)]))
+    boxes = geometry.boxes(sizes, draws(200))
+    factors = np.array([next(f for f in FACTORS if min(h, w) >= 24 * f) for _, _, h, w, *_ in boxes.rows()])
+    assert set(factors) == {2, 4, 8}
+    assert not (boxes.top % factors).any()
+    assert not (boxes.left % factors).any()
+    assert (boxes.top >= 0).all()
+    assert (boxes.top + boxes.height <= 203).all()
+    assert (boxes.left + boxes.width <= 317).all()
 
 
 def test_nested_composes_are_flattened():
@@ -183,7 +199,6 @@ REFUSED = [
     (lambda: RandomHorizontalFlip(1.5), "p=1.5"),
     (lambda: RandomHorizontalFlip(None), "p=None"),
     (lambda: RandomVerticalFlip(-1), "p=-1"),
-    (lambda: Resize(8), "size=8; expected height and width. All images of a batch need one shape: use size=(8, 8)."),
     (lambda: Resize((8, 0)), "size=0"),
     (lambda: Cutout(0), "size=0"),
     (lambda: Cutout(3, p=-0.1), "p=-0.1"),

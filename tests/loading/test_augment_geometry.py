@@ -138,12 +138,13 @@ def test_flips_equal_those_of_torchvision(flip, column, expected):
         assert torch.equal(flip(0)(batch), batch)
 
 
-@pytest.mark.parametrize("size", [(24, 30), (100, 7), (61, 47)])
+@pytest.mark.parametrize("size", [(24, 30), (100, 7), (61, 47), 24, 47, 90])
 def test_resized_images_equal_those_of_torchvision(size):
-    batch = images(4, 3, 61, 47)
-    assert torch.equal(Resize(size)(batch), reference.resize(batch, list(size), antialias=True))
-    floating = batch.double() / 255
-    assert torch.allclose(Resize(size)(floating), reference.resize(floating, list(size), antialias=True), atol=1e-6)
+    sides = [size] if isinstance(size, int) else list(size)
+    for batch in (images(4, 3, 61, 47), images(4, 3, 47, 61)):
+        assert torch.equal(Resize(size)(batch), reference.resize(batch, sides, antialias=True))
+        floating = batch.double() / 255
+        assert torch.allclose(Resize(size)(floating), reference.resize(floating, sides, antialias=True), atol=1e-6)
 
 
 @pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)

@@ -123,6 +123,7 @@ def test_padding_stays_empty_and_boxes_outside_become_empty():
     outside = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 9.0, 9.0], [45.0, 0.0, 50.0, 40.0]])
     transform = JointTransform(Compose([RandomHorizontalFlip(1), CenterCrop(20)]), labels="boxes")
     moved = transform.apply(BATCH[:1], outside[None], draws(1))[1][0]
+    assert not moved[0].any()
     assert ((moved[:, 2:] - moved[:, :2]).min(1).values == 0).all()
 
 

@@ -69,6 +69,7 @@ OURS = {
     "flip": RandomHorizontalFlip(),
     "upside down": Compose([RandomVerticalFlip(), RandomResizedCrop(7), RandomVerticalFlip()]),
     "resize": Compose([RandomVerticalFlip(), Resize((5, 9))]),
+    "shorter side": Compose([Resize(9), CenterCrop(6)]),
     "center": CenterCrop(6),
     "cutout": Cutout(4),
     "normalize": Normalize(),

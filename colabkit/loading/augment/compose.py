@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +116,7 @@ class _Folded(Geometry):
                 left = np.where(found.mirrored, sizes[:, 1] - new.left - new.width, new.left)
                 around = new
             mirrored, upside_down = found.mirrored ^ new.mirrored, found.upside_down ^ new.upside_down
-            found = Boxes(top, left, around.height, around.width, mirrored, upside_down)
+            found = step.aligned(Boxes(top, left, around.height, around.width, mirrored, upside_down), sizes)
         return found
 
     def __repr__(self) -> str:
@@ -143,10 +143,8 @@ def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None
     One crop, with the flips directly before and after it, is folded into one box per sample. Applying the two results
     in sequence with the same draws is bit-identical to applying the transform.
     """
-    if isinstance(transform, Geometry):
-        return transform, None
     if not isinstance(transform, _Steps):
-        return None, transform
+        return (transform, None) if _is_foldable(transform) else (None, transform)
     leading = _leading_geometry(transform.steps)
     rest = transform.steps[len(leading) :]
     return (_Folded(leading) if leading else None), (_Steps(rest) if rest else None)
@@ -172,11 +170,16 @@ def steps_of(transform: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
     return tuple(step for _, step in transform.steps) if isinstance(transform, _Steps) else (transform,)
 
 
+def _is_foldable(step: object) -> TypeGuard[Geometry]:
+    """Return whether a step is a flip or a crop; a resize whose result depends on the image is neither."""
+    return isinstance(step, Geometry) and (step.size is not None or not step.resizes)
+
+
 def _leading_geometry(steps: tuple[Step, ...]) -> tuple[tuple[int, Geometry], ...]:
     """Return the leading steps that are flips or crops, with at most one crop."""
     leading: list[tuple[int, Geometry]] = []
     for number, step in steps:
-        if not isinstance(step, Geometry) or (step.size is not None and any(part.size for _, part in leading)):
+        if not _is_foldable(step) or (step.size is not None and any(part.size for _, part in leading)):
             break
         leading.append((number, step))
     return tuple(leading)

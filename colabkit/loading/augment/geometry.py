@@ -58,13 +58,26 @@ class Geometry(Transform):
         """
         raise NotImplementedError
 
+    def aligned(self, boxes: Boxes, sizes: npt.NDArray[np.int64]) -> Boxes:
+        """Return boxes moved to pixels where JPEGs can be cut faster; a `Compose` moves them after folding in flips.
+
+        Args:
+            boxes: boxes in the stored images.
+            sizes: height and width of each image, `int64 [B, 2]`.
+        """
+        return boxes
+
+    def size_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of the results for images of this height and width."""
+        return self.size or (height, width)
+
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
         """Return the cropped images, in the memory format of the input, and the unchanged labels."""
         check_images("transform a batch", images, self.fill)
         height, width = images.shape[2:]
         sizes = np.broadcast_to(np.array([height, width], np.int64), (len(images), 2))
         boxes = self.boxes(sizes, draws)
-        size = self.size or (height, width)
+        size = self.size_of(height, width)
         if images.device.type != "cpu" or images.dtype != torch.uint8:
             result = resize_batch(images, boxes, size) if self.resizes else crop_batch(images, boxes, size, self.fill)
         else:
@@ -145,6 +158,11 @@ class RandomResizedCrop(Geometry):
             height[failed], width[failed] = self._central(rows[failed, 0], columns[failed, 0])
             top[failed] = (rows[failed, 0] - height[failed]) // 2
             left[failed] = (columns[failed, 0] - width[failed]) // 2
+        return self.aligned(Boxes(top, left, height, width, np.zeros(len(sizes), np.bool_)), sizes)
+
+    def aligned(self, boxes: Boxes, sizes: npt.NDArray[np.int64]) -> Boxes:
+        """Return the boxes; those of at least twice the result's size start at a multiple of 2, 4 or 8 pixels."""
+        top, left, height, width = boxes.top, boxes.left, boxes.height, boxes.width
         is_snapped = np.zeros(len(sizes), np.bool_)
         # A JPEG can be scaled down while it is decoded only if the corner of the box falls on a pixel of the scaled
         # image.
@@ -152,10 +170,10 @@ class RandomResizedCrop(Geometry):
             is_large = (height >= factor * self.size[0]) & (width >= factor * self.size[1]) & ~is_snapped
             if not is_large.any():
                 continue
-            top = np.where(is_large, _snapped(top, rows[:, 0] - height, factor), top)
-            left = np.where(is_large, _snapped(left, columns[:, 0] - width, factor), left)
+            top = np.where(is_large, _snapped(top, sizes[:, 0] - height, factor), top)
+            left = np.where(is_large, _snapped(left, sizes[:, 1] - width, factor), left)
             is_snapped |= is_large
-        return Boxes(top, left, height, width, np.zeros(len(sizes), np.bool_))
+        return replace(boxes, top=top, left=left)
 
     def _central(self, rows: Sizes, columns: Sizes) -> tuple[Sizes, Sizes]:
         """Return height and width of the largest boxes with an allowed aspect ratio."""
@@ -316,11 +334,12 @@ class RandomVerticalFlip(_RandomFlip):
 
 
 class Resize(Geometry):
-    """Resize each image to the same height and width, which may change its aspect ratio.
+    """Resize each image: to one height and width, or in one batch of equal images to the length of the shorter side.
 
     Args:
-        size: height and width of the result in pixels. One number is an error: torchvision resizes the shorter side to
-            it, but images of different shapes do not fit into one batch.
+        size: height and width of the result in pixels, which may change the aspect ratio. One number is the length of
+            the shorter side, as in torchvision: the aspect ratio is kept. Image files of different sizes need a height
+            and width, because all images of a batch have one shape.
 
     Raises:
         InvalidOption: if the size is invalid.
@@ -331,22 +350,31 @@ class Resize(Geometry):
         >>> images = torch.randint(256, (4, 3, 48, 32), dtype=torch.uint8)
         >>> augment.Resize((24, 24))(images).shape
         torch.Size([4, 3, 24, 24])
+        >>> augment.Resize(24)(images).shape
+        torch.Size([4, 3, 36, 24])
     """
 
     resizes = True
 
-    def __init__(self, size: tuple[int, int]) -> None:
-        self.size: tuple[int, int] = check_size("resize images", "size", size)
-        if not isinstance(size, (tuple, list)):
-            next_step = ("All images of a batch need one shape: use ", option("size", (size, size)))
-            raise InvalidOption(cannot("resize images", option("size", size), "height and width", next_step))
+    def __init__(self, size: int | tuple[int, int]) -> None:
+        self._given = check_size("resize images", "size", size)
+        self._shorter = None if isinstance(size, (tuple, list)) else self._given[0]
+        self.size = self._given if self._shorter is None else None
 
     def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
         """Return the whole image as the box of each sample."""
         return Boxes.whole(sizes)
 
+    def size_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of the results for images of this height and width."""
+        if self._shorter is None:
+            return self._given
+        # As in torchvision, the longer side is rounded down.
+        shorter, shortest = self._shorter, min(height, width)
+        return int(shorter * height / shortest), int(shorter * width / shortest)
+
     def __repr__(self) -> str:
-        return f"Resize({self.size})"
+        return f"Resize({self._shorter or self.size})"
 
 
 def _between(uniforms: Uniforms, low: float, high: float) -> Uniforms:

@@ -92,7 +92,7 @@ class JointTransform(Transform):
             if isinstance(step, Geometry):
                 height, width = images.shape[2:]
                 sizes = np.broadcast_to(np.array([height, width], np.int64), (len(images), 2))
-                boxes, size = step.boxes(sizes, own_draws), step.size or (height, width)
+                boxes, size = step.boxes(sizes, own_draws), step.size_of(height, width)
                 follow = self._cut_masks if self.labels == "masks" else _move_boxes
                 labels = follow(labels, boxes, size)
             images = step.apply(images, None, own_draws)[0] if isinstance(step, Transform) else step(images)
@@ -164,4 +164,6 @@ def _move_boxes(labels: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     # The last two dimensions are corner and axis; a flip exchanges the corners.
     corners = (labels.unflatten(2, (2, 2)) - start) * scale
     corners = torch.where(flip > 0, end - corners.flip(2), corners)
-    return torch.minimum(corners.clamp_(min=0), end).flatten(2)
+    moved = torch.minimum(corners.clamp_(min=0), end).flatten(2)
+    # Rows of zeros are padding, which flips and crops must not move.
+    return moved.masked_fill_((labels == 0).all(2, keepdim=True), 0)

@@ -168,11 +168,27 @@ class _LabelMixing(Transform):
         self.num_classes = check_whole_number("mix images", "num_classes", num_classes, 1)
         self.alpha = check_number("mix images", "alpha", alpha, 0.001, example=0.2)
 
-    def _mixed_labels(self, labels: Any, shares: npt.NDArray[np.float64]) -> Tensor:
-        """Return class probabilities `[B, num_classes]`; each sample's own label is weighted by its share, `[B]`."""
-        one_hot = self._one_hot(labels, len(shares))
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        """Return the mixed images, of the same dtype, and class probabilities `float32 [B, num_classes]`.
+
+        Args:
+            images: `uint8` or floating-point `[B, C, H, W]`, on any device.
+            labels: class numbers `int64 [B]`, or floating-point class probabilities `[B, num_classes]`. Class numbers
+                on a GPU are not compared with `num_classes`, because this would make the host wait for the device.
+            draws: the random numbers of the B samples.
+
+        Raises:
+            InvalidOption: if the images or labels have an unsupported shape or dtype.
+        """
+        check_images("mix images", images)
+        one_hot = self._one_hot(labels, len(images))
+        mixed, shares = self._mixed(images, draws)
         own = torch.from_numpy(shares).to(one_hot.dtype).to(one_hot.device, non_blocking=True)[:, None]
-        return one_hot.roll(1, 0).lerp_(one_hot, own)
+        return mixed, one_hot.roll(1, 0).lerp_(one_hot, own)
+
+    def _mixed(self, images: Tensor, draws: Draws) -> tuple[Tensor, npt.NDArray[np.float64]]:
+        """Return the mixed images, and the share of each sample's own label, `float64 [B]`."""
+        raise NotImplementedError
 
     def _one_hot(self, labels: Any, count: int) -> Tensor:
         """Return the labels as class probabilities."""
@@ -231,27 +247,14 @@ class MixUp(_LabelMixing):
     def __init__(self, num_classes: int, alpha: float = 0.2) -> None:
         super().__init__(num_classes, alpha)
 
-    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the mixed images, of the same dtype, and class probabilities `float32 [B, num_classes]`.
-
-        Args:
-            images: `uint8` or floating-point `[B, C, H, W]`, on any device.
-            labels: class numbers `int64 [B]`, or floating-point class probabilities `[B, num_classes]`. Class numbers
-                on a GPU are not compared with `num_classes`, because this would make the host wait for the device.
-            draws: the random numbers of the B samples.
-
-        Raises:
-            InvalidOption: if the images or labels have an unsupported shape or dtype.
-        """
-        check_images("mix images", images)
+    def _mixed(self, images: Tensor, draws: Draws) -> tuple[Tensor, npt.NDArray[np.float64]]:
         shares = _symmetric_beta(self.alpha, draws.uniforms(2))
-        mixed_labels = self._mixed_labels(labels, shares)
         own_images = images.float() if images.dtype == torch.uint8 else images
         own = torch.from_numpy(shares).to(own_images.dtype).to(images.device, non_blocking=True)[:, None, None, None]
         mixed = own_images.roll(1, 0).lerp_(own_images, own)
         if images.dtype == torch.uint8:
             mixed = mixed.round_().to(torch.uint8)
-        return mixed, mixed_labels
+        return mixed, shares
 
 
 class CutMix(_LabelMixing):
@@ -284,29 +287,17 @@ class CutMix(_LabelMixing):
     def __init__(self, num_classes: int, alpha: float = 1.0) -> None:
         super().__init__(num_classes, alpha)
 
-    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the mixed images, of the same dtype, and class probabilities `float32 [B, num_classes]`.
-
-        Args:
-            images: `uint8` or floating-point `[B, C, H, W]`, on any device.
-            labels: class numbers `int64 [B]`, or floating-point class probabilities `[B, num_classes]`. Class numbers
-                on a GPU are not compared with `num_classes`, because this would make the host wait for the device.
-            draws: the random numbers of the B samples.
-
-        Raises:
-            InvalidOption: if the images or labels have an unsupported shape or dtype.
-        """
-        check_images("mix images", images)
+    def _mixed(self, images: Tensor, draws: Draws) -> tuple[Tensor, npt.NDArray[np.float64]]:
         uniforms = draws.uniforms(4)
         sizes = np.array(images.shape[2:])
         # As in torchvision, the sides of the box have an even number of pixels before it is clipped.
         half = (0.5 * np.sqrt(1 - _symmetric_beta(self.alpha, uniforms[:, :2]))[:, None] * sizes).astype(np.int64)
         center = (uniforms[:, 2:] * sizes).astype(np.int64)
         first, last = (center - half).clip(0), np.minimum(center + half, sizes)
-        mixed_labels = self._mixed_labels(labels, 1 - (last - first).prod(1) / sizes.prod())
         box = torch.from_numpy(np.stack([first, last])).to(images.device, non_blocking=True)
         rows, columns = (_between(box[0, :, axis], box[1, :, axis], images.shape[2 + axis]) for axis in (0, 1))
-        return torch.where((rows[:, :, None] & columns[:, None])[:, None], images.roll(1, 0), images), mixed_labels
+        mixed = torch.where((rows[:, :, None] & columns[:, None])[:, None], images.roll(1, 0), images)
+        return mixed, 1 - (last - first).prod(1) / sizes.prod()
 
 
 def _symmetric_beta(alpha: float, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

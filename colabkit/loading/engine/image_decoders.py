@@ -42,7 +42,7 @@ class BadSamples:
             BadImage: with the sample's name, if `on_bad` is `"raise"`, or if it is a valid image of another size.
         """
         if isinstance(error, OtherSize):
-            crop = "Pass size=, or a transform that crops to one size"
+            crop = "Pass size=, or a transform whose first resize or crop gives height and width"
             raise BadImage(cannot(f"decode {name}", str(error), "images of one size", crop)) from error
         if self.on_bad == "raise":
             repair = "Repair or remove the file, or use on_bad='skip'"
