@@ -73,8 +73,8 @@ class DataLoaderSource:
         `fit(shuffle=...)` has no effect. Each pass of Keras is one epoch.
 
         Args:
-            data_format: layout of images: `"channels_last"` is `[B, H, W, C]`. The rows of arrays that you passed to
-                the loader keep their layout.
+            data_format: layout of images: `"channels_last"` is `[B, H, W, C]`, which needs no copy if the loader has
+                `channels_last=True` too. The rows of arrays that you passed to the loader keep their layout.
             label_mode: `"int"` for labels as stored, for `sparse_categorical_crossentropy`; `"categorical"` for one-hot
                 labels, `float32 [B, classes]`, for `categorical_crossentropy`.
 

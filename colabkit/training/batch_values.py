@@ -44,6 +44,19 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     raise InvalidOption(cannot(TRAIN_ON, found, "two tensors, images and labels", next_step))
 
 
+def unscaled_images(error: RuntimeError, batch: Any) -> InvalidOption | None:
+    """Return a clear error if a step failed because its model got `uint8` images; None for other errors."""
+    is_of_bytes = any(name in str(error) for name in ("unsigned char", "Byte"))
+    images = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(batch, Mapping):
+        images = batch.get("X", next(iter(batch.values()), None))
+    if not is_of_bytes or not isinstance(images, Tensor) or images.dtype is not torch.uint8:
+        return None
+    found = f"the images are uint8 ({str(error).partition(chr(10))[0].rstrip('.')})"
+    next_step = "Pass transform=colabkit.augment.Normalize() to the Loader, or use supervised_step()"
+    return InvalidOption(cannot(TRAIN_ON, found, "floating-point images", next_step))
+
+
 def is_cross_entropy(loss: Any) -> bool:
     """Return whether a loss function is cross entropy, possibly with bound arguments."""
     while isinstance(loss, partial):

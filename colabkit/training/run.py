@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from colabkit.foundation import InvalidOption, Sampler, TrainingDiverged, cannot, meters
 from colabkit.loading import Loader, samples_in
+from colabkit.training.batch_values import unscaled_images
 from colabkit.training.checkpoints.snapshots import random_state
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import (
@@ -270,7 +271,12 @@ class TrainingRun:
         # Listeners get tensors, so accuracies are computed in groups only if nobody listens.
         grouped = None if is_heard else self._grouped
         began = perf_counter()
-        found = self.step(batch) if grouped is None else grouped(batch)
+        try:
+            found = self.step(batch) if grouped is None else grouped(batch)
+        except RuntimeError as error:
+            if (clear := unscaled_images(error, batch)) is not None:
+                raise clear from error
+            raise
         self._step_s = step_s = perf_counter() - began
         counts.clock.worked(step_s)  # type: ignore[union-attr]
         samples = samples_in(batch, self.loader.batch_size)

@@ -211,9 +211,15 @@ def test_a_number_of_channels_unlike_the_number_of_means_raises_an_error(channel
         Normalize([0.5] * values, [0.5] * values)(every_byte(channels))
 
 
-def test_the_default_maps_bytes_to_minus_one_to_one():
-    got = Normalize()(every_byte())
-    assert (got.dtype, got.min().item(), got.max().item()) == (torch.float32, -1.0, pytest.approx(1.0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_the_default_scales_bytes_to_0_to_1_and_changes_no_floats(dtype):
+    batch = every_byte()
+    got = Normalize(dtype=dtype)(batch)
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    assert torch.equal(got, (batch.to(computed) / 255).to(dtype))
+    again = Normalize(dtype=dtype)(got)
+    assert torch.equal(again, got)
+    assert again.data_ptr() != got.data_ptr()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-6), (torch.float16, 4e-3)])

@@ -17,6 +17,7 @@ from sampling import sampled
 from torch import Tensor, nn
 from trainings import SmallTraining, history, nothing, same, train
 
+from colabkit.augment import Normalize
 from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, TargetExists, TrainingDiverged
 from colabkit.foundation import meters
 from colabkit.loading import Loader
@@ -283,6 +284,28 @@ def test_an_error_is_raised_unchanged_and_the_end_of_the_run_is_published(data, 
         train(**{"step": nothing, "loader": Loader(data, 4), at: fail})
     assert caught.value is error
     assert [event.error for event in heard if isinstance(event, meters.RunEnded)] == [type(error).__name__]
+
+
+@pytest.mark.parametrize("model", [nn.Conv2d(3, 4, 3), nn.Sequential(nn.Flatten(), nn.Linear(36, 2))])
+def test_a_step_that_gives_a_model_bytes_raises_an_error_that_names_normalize(data, model):
+    for options in ({}, {"as_dict": True}):
+        loader = Loader(data, 4, **options)
+        with pytest.raises(
+            InvalidOption, match=r"the images are uint8 .* Pass transform=colabkit\.augment\.Normalize\(\)"
+        ):
+            train(lambda batch: model(batch["X"] if isinstance(batch, dict) else batch[0]).mean(), loader)
+
+
+def test_normalize_and_supervised_step_scale_images_alike(data):
+    scores = []
+    for transform in (Normalize(), None):
+        seen: list[Tensor] = []
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+        model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0].clone()))
+        train(supervised_step(model, torch.optim.SGD(model.parameters(), 0.1)), Loader(data, 22, transform=transform))
+        scores += seen
+    assert torch.equal(*scores)
+    assert (scores[0].min() >= 0, scores[0].max() <= 1) == (True, True)
 
 
 def test_an_error_in_an_epoch_keeps_the_previous_checkpoint(tmp_path, data):

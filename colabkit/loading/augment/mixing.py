@@ -28,8 +28,9 @@ from colabkit.loading.augment.transform import Draws, Transform, check_images
 class Normalize(Transform):
     """Normalize images `[B, C, H, W]` to `(x - mean) / std` in a floating-point dtype, keeping the memory format.
 
-    `uint8` images are divided by 255 first. Floating-point images are expected in [0, 1], as in torchvision. The result
-    is computed in float64 if `dtype` is float64, otherwise in float32, and rounded once to `dtype`.
+    `uint8` images are divided by 255 first, so the default scales them to [0, 1], exactly as `supervised_step()` does.
+    Floating-point images are expected in [0, 1], as in torchvision, and unchanged by the default. The result is
+    computed in float64 if `dtype` is float64, otherwise in float32, and rounded once to `dtype`.
 
     Args:
         mean: one value per channel, or one for all, on the scale [0, 1].
@@ -49,7 +50,7 @@ class Normalize(Transform):
     """
 
     def __init__(
-        self, mean: Sequence[float] = (0.5,), std: Sequence[float] = (0.5,), dtype: torch.dtype = torch.float32
+        self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,), dtype: torch.dtype = torch.float32
     ) -> None:
         for name, values, above in (("mean", mean, -math.inf), ("std", std, 0)):
             check_type("normalize", name, values, Sequence, "a sequence of numbers", f"Use {name}=(0.5,)")
@@ -64,6 +65,7 @@ class Normalize(Transform):
             raise InvalidOption(cannot("normalize", option("dtype", dtype), "a floating-point dtype", example))
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
         self._computed = torch.float64 if dtype == torch.float64 else torch.float32
+        self._only_scales = not any(self.mean) and all(value == 1 for value in self.std)
         self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
         # Fold the division by 255 into the scale, so that it takes no extra operation.
         self._scale = _by_channel([1 / s for s in std])
@@ -77,6 +79,9 @@ class Normalize(Transform):
             found = f"the images have {format_things(images.shape[1], 'channel')}, but there are {len(self.mean)} means"
             next_step = "Pass one mean and one standard deviation per channel"
             raise InvalidOption(cannot("normalize", found, "", next_step))
+        if self._only_scales:
+            scaled = images.to(self._computed, copy=True)
+            return (scaled.div_(255) if images.dtype == torch.uint8 else scaled).to(self.dtype), labels
         key = images.device, images.dtype == torch.uint8
         # Moving constants makes the host wait for the device, so they are cached for each device.
         if key not in self._constants:
