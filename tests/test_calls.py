@@ -44,7 +44,9 @@ def test_all_forms_of_a_call_have_the_same_arguments_and_defaults_unless_a_reaso
                 assert words == name.upper(), form
         if not form.startswith("%%"):
             common = [name for name in arguments if name in python]
-            assert common == list(python), f"{form} lists the arguments in another order"
+            assert common == [name for name in python if (form, name) not in OTHER_ARGUMENTS], (
+                f"{form} lists the arguments in another order"
+            )
     assert different == OTHER_ARGUMENTS.keys()
 
 

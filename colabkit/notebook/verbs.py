@@ -38,6 +38,14 @@ _PACKED = (
         "labels",
         words=("auto", "none"),
     ),
+    Option(
+        "task",
+        "classes, multilabel, regression, or auto (from the type of the labels)",
+        "auto",
+        words=("auto", "classes", "multilabel", "regression"),
+        is_closed=True,
+    ),
+    Option("renumber", "number the classes that occur from 0, instead of keeping whole numbers", False, "flag"),
     Option("splits", "shares such as train=0.8,val=0.2, or the column that names the split", None, "splits"),
     Option("fields", "additional columns to store, such as age,caption or Z=age", None, "fields"),
     Option("seed", "seed for assigning samples to splits", 0, "number"),
@@ -48,12 +56,7 @@ _PACKED = (
         words=("raise", "skip", "blank"),
         is_closed=True,
     ),
-    Option(
-        "max_bad",
-        "maximum number of bad files: a share (above 0, it allows at least one), or a count",
-        0.1,
-        "amount",
-    ),
+    Option("max_bad", "maximum number of bad files: a share (above 0, at least one), or a count", 0.1, "amount"),
 )
 
 TRAINING = (

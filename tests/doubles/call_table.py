@@ -43,6 +43,7 @@ NO_COMMAND = {
 """The magics that are not commands."""
 
 OTHER_ARGUMENTS = {
+    **{(form, "layout"): "It applies to arrays, which a line cannot contain." for form in ("%pack", "colabkit pack")},
     ("%dashboard", "off"): "A magic has no `with` block that ends.",
     ("%%train", "step"): "The cell is the step.",
     ("%%train", "loader"): "The magic takes a pack or a dataset, and creates the Loader; it also takes a Loader.",

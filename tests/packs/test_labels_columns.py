@@ -159,7 +159,7 @@ def test_several_columns_with_floats_are_targets(other):
 @pytest.mark.parametrize(
     ("columns", "found"),
     [
-        ({"a": [-1, 1], "b": [1, 1]}, "columns a, b contain whole numbers other than 0 and 1"),
+        ({"a": [-1, 1], "b": [1, 1]}, "columns a, b contain numbers other than 0 and 1"),
         ({"a": [0, 1], "b": ["x", "y"]}, "column 'b' contains text for 'shard/00000000'"),
         ({"a": [0, 1], "b": [1, None]}, "column 'b' is empty for 1 of 2 samples, first for 'shard/00000001'"),
     ],

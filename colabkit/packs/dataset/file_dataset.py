@@ -6,12 +6,13 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from colabkit.foundation import (
+    PYTHON,
     BadImage,
     BadSource,
     MissingSplit,
@@ -23,7 +24,7 @@ from colabkit.foundation import (
 from colabkit.packs.dataset.datasets import LabelledDataset
 from colabkit.packs.dataset.samples import ImageFiles, convert_pixels
 from colabkit.packs.decode.images import decode_image
-from colabkit.packs.format.layout import LABELS, SAMPLES, Indices, find_split
+from colabkit.packs.format.layout import LABELS, SAMPLES, Indices, find_split, name_inferred
 from colabkit.packs.labels.labelling import label_samples
 from colabkit.storage import Item, PathTable, Retries, SequentialSource, Source, answer_of, open_source, read_item
 
@@ -38,6 +39,8 @@ class FileDataset(LabelledDataset):
         source: a folder, a zip archive, a table of paths (DataFrame, CSV, list), or a folder in a bucket.
         split: the split to read: `train`, `val` (also named `valid` or `dev`) or `test`.
         labels: as in `pack()`: `"auto"`, a column, several columns, a function of the path, or None.
+        task: as in `pack()`: `"classes"`, `"multilabel"`, `"regression"`, or `"auto"` to infer it from the labels.
+        renumber: as in `pack()`: number the classes that occur from 0.
         splits: as in `pack()`: a column, shares such as `"train=0.8,test=0.2"`, a function of the path, or None for the
             source's splits.
         seed: seed for assigning samples to splits by shares.
@@ -51,6 +54,7 @@ class FileDataset(LabelledDataset):
     Attributes:
         source: the source of the files.
         split_name, labels, classes, fields: see `LabelledDataset`.
+        inferred: what was inferred, such as the task, by the argument that sets it.
         fingerprint: hash of the files' relative paths, sizes and labels; a copy of the files has the same fingerprint.
 
     Example:
@@ -68,6 +72,8 @@ class FileDataset(LabelledDataset):
         *,
         split: str = "train",
         labels: str | Sequence[str] | Callable[[str], Any] | None = "auto",
+        task: Literal["auto", "classes", "multilabel", "regression"] = "auto",
+        renumber: bool = False,
         splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
         seed: int = 0,
         channels: int = 3,
@@ -79,7 +85,15 @@ class FileDataset(LabelledDataset):
             found, expected = "the archive can only be read from start to end", "files that can be read in any order"
             next_step = ("Pack it with ", call("pack"), ", or extract it first with ", call("stage"))
             raise BadSource(cannot(act, found, expected, next_step))
-        labelled = label_samples(self.source.list(), self.source.name, labels=labels, splits=splits, seed=seed)
+        labelled = label_samples(
+            self.source.list(),
+            self.source.name,
+            labels=labels,
+            task=task,
+            renumber=renumber,
+            splits=splits,
+            seed=seed,
+        )
         name = find_split(labelled.splits, split)
         if name is None:
             known = ", ".join(map(repr, labelled.splits))
@@ -87,6 +101,7 @@ class FileDataset(LabelledDataset):
         numbers = labelled.splits[name]
         self.split_name = name
         self.classes = labelled.classes
+        self.inferred = labelled.inferred
         self._channels = channels
         self._is_class = labelled.kind == "class"
         values = labelled.values
@@ -112,7 +127,8 @@ class FileDataset(LabelledDataset):
 
     def __repr__(self) -> str:
         classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
-        return f"FileDataset {self.split_name!r} of {self.source.name!r}: {format_things(len(self), 'file')}{classes}"
+        about = f"FileDataset {self.split_name!r} of {self.source.name!r}: {format_things(len(self), 'file')}{classes}"
+        return f"{about}\nInferred: {PYTHON.render(name_inferred(self.inferred))}" if self.inferred else about
 
     def _view(self, numbers: Indices) -> Self:
         view = copy.copy(self)

@@ -140,6 +140,11 @@ class PackInfo:
         """Return the number of samples in a split."""
         return int(self.meta["splits"][split])
 
+    @property
+    def inferred(self) -> Mapping[str, str]:
+        """What `pack()` inferred about the samples, by the option that sets it."""
+        return dict(self.meta.get("inferred", {}))
+
     @cached_property
     def fields(self) -> Mapping[str, Field]:
         """The fields of every sample by name, in order; `X` is first."""
@@ -184,6 +189,12 @@ class PackInfo:
         if crc32(table.tobytes()) != self.table_crcs[name]:
             raise corrupt(self.path, f"the table {name!r} does not match its CRC32")
         return table
+
+
+def name_inferred(inferred: Mapping[str, str]) -> Text:
+    """Return what was inferred as one line, with the option that sets each part."""
+    texts = [(text, " (", option(name), ")") for name, text in inferred.items()]
+    return tuple((text, "; ") for text in texts[:-1]) + tuple(texts[-1:])
 
 
 def unreadable(path: Path, error: OSError) -> FileFailed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -16,10 +16,17 @@ from colabkit.storage import Item
 LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
 """A class number; 0 or 1 for each of several labels; one or more regression targets; or no labels."""
 
+Task: TypeAlias = Literal["auto", "classes", "multilabel", "regression"]
+"""What labels are for; `auto` infers it from their type."""
+
+TASKS: Mapping[Task, LabelKind] = {"classes": "class", "multilabel": "multilabel", "regression": "regression"}
+"""The kind of labels for each task except `auto`."""
+
 _PLAIN = frozenset({bool, int, float, str, list, tuple, set, frozenset, type(None)})
 _LISTS = frozenset({list, tuple, set, frozenset})
 _KINDS = "text, whole numbers, floats, bools or lists"
 _CONVERT: Text = ("Convert the values, or choose others with ", option("labels"))
+_TASK: Text = ("Choose other labels with ", option("labels"), ", or change ", option("task"))
 _MOST_CLASSES = 100_000
 _LARGEST_CLASS = np.iinfo(np.int64).max
 # Maximum size of the label table, which is held in memory.
@@ -35,36 +42,80 @@ class LabelValues:
         classes: names of the classes, or of the K labels or targets; empty for a single target.
         values: `int64 [n]` class numbers, `uint8 [n, K]` labels, or `float32 [n]` or `[n, K]` targets; None for no
             labels.
+        basis: type of the given values, from which the kind was inferred.
     """
 
     kind: LabelKind
     classes: tuple[str, ...]
     values: npt.NDArray[Any] | None
+    basis: str = ""
+
+    def inferred(self, labels: str, task: Task) -> dict[str, str]:
+        """Return what was inferred about the labels, by the option that sets it.
+
+        Args:
+            labels: the inferred origin of the labels; empty if the user named it.
+            task: the requested task.
+        """
+        found = {"labels": labels} if labels else {}
+        if self.values is None:
+            return found
+        count, columns = format_things(len(self.classes), "class"), self.values.shape[1:]
+        numbered = f"{count}" if self.classes else "classes"
+        meaning = {
+            "class": numbered,
+            "multilabel": f"{columns[0] if columns else 0} yes-or-no labels of each sample",
+            "regression": f"{format_things(columns[0], 'regression target')}" if columns else "a regression target",
+        }.get(self.kind, "")
+        if task == "auto" and self.basis:
+            found["task"] = f"{meaning}, since labels are {self.basis}"
+        if self.kind == "class" and len(self.values):
+            used = np.unique(self.values)
+            if len(used) == 1:
+                name = self.classes[used[0]] if self.classes else str(used[0])
+                alone = f"all samples have the class {name!r}"
+                found["labels"] = f"{labels}; {alone}" if labels else alone
+            elif self.classes and len(used) < len(self.classes):
+                found["renumber"] = f"only {len(used)} of the class numbers 0 to {len(self.classes) - 1} occur"
+        return found
 
 
-def infer_array(values: npt.NDArray[Any]) -> LabelValues | None:
-    """Interpret an array `[n]` or `[n, K]` as labels; None if it cannot hold labels.
+def infer_array(values: npt.NDArray[Any], task: Task = "auto", *, renumber: bool = False) -> LabelValues | None:
+    """Interpret an array `[n]` or `[n, K]` as labels; None if it cannot hold labels for this task.
 
-    Integers and bools `[n]` are classes, `[n, K]` of 0 and 1 is multi-label, and floats are regression targets.
+    By default, integers and bools `[n]` are classes, `[n, K]` of 0 and 1 is multi-label, and floats are regression
+    targets.
 
     Raises:
         ValueError: if a label is NaN or cannot be stored; the message is only the reason.
     """
-    stored = convert_labels(values)
+    stored = convert_labels(values, task)
     if stored is None:
         return None
     kind = kind_of_stored(stored.dtype, stored.ndim)
     names = tuple(map(str, range(stored.shape[1]))) if kind == "multilabel" else ()
-    return LabelValues(kind, name_classes(values) if kind == "class" else names, stored)
+    basis = {"b": "bools", "f": "floats"}.get(values.dtype.kind, "0 and 1" if names else "whole numbers")
+    if kind == "class" and renumber:
+        used, stored = np.unique(stored, return_inverse=True)
+        return LabelValues(kind, tuple(map(str, used.tolist())), stored.reshape(-1).astype("<i8"), basis)
+    whole = stored if values.dtype.kind == "f" else values
+    return LabelValues(kind, name_classes(whole) if kind == "class" else names, stored, basis)
 
 
-def convert_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+def convert_labels(values: npt.NDArray[Any], task: Task = "auto") -> npt.NDArray[Any] | None:
     """Convert labels `[n]` or `[n, K]` to the stored dtype, `int64`, `uint8` or `float32`; None if they are not labels.
 
     Raises:
         ValueError: if a label is NaN or cannot be stored; the message is only the reason.
     """
     kind = values.dtype.kind
+    if task == "regression" and kind in "biu":
+        values, kind = values.astype(np.float64), "f"
+    elif task not in ("auto", "regression") and kind == "f" and (values == np.trunc(values)).all():
+        # The comparison is false for NaN, and the largest floats do not fit into an integer.
+        values, kind = (values.astype("<i8"), "i") if (np.abs(values) < _LARGEST_CLASS).all() else (values, kind)
+    if (task == "multilabel" and values.ndim != 2) or (task in ("classes", "multilabel") and kind == "f"):
+        return None
     if kind == "f" and values.ndim <= 2:
         with np.errstate(over="ignore"):
             stored = values.astype("<f4")
@@ -73,13 +124,14 @@ def convert_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
     if kind not in "biu":
         return None
     # Keras stores class labels as [n, 1].
-    if values.shape[1:] == (1,):
+    if values.shape[1:] == (1,) and task != "multilabel":
         values = values.reshape(-1)
     if values.ndim == 1:
         if kind == "u":
             _check_stored(values, values <= _LARGEST_CLASS, np.dtype(np.int64))
         return values.astype("<i8")
-    return values.astype("|u1") if values.ndim == 2 and ((values == 0) | (values == 1)).all() else None
+    is_binary = values.ndim == 2 and task != "classes" and ((values == 0) | (values == 1)).all()
+    return values.astype("|u1") if is_binary else None
 
 
 def kind_of_stored(dtype: npt.DTypeLike, ndim: int) -> LabelKind:
@@ -100,7 +152,8 @@ def number_classes(cells: Sequence[Any]) -> LabelValues:
     """Return class labels that number the distinct values of the cells in sorted order."""
     number = {value: index for index, value in enumerate(sorted(set(cells)))}
     values = np.fromiter(map(number.__getitem__, cells), np.int64, len(cells))
-    return LabelValues("class", tuple(map(str, number)), values)
+    basis = "whole numbers" if all(type(cell) is int for cell in number) else "text"
+    return LabelValues("class", tuple(map(str, number)), values, basis)
 
 
 def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dtype: np.dtype[Any]) -> None:
@@ -109,39 +162,60 @@ def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dt
         raise ValueError("a label is NaN" if np.isnan(label) else f"the label {label} is out of range for {dtype}")
 
 
-def infer_cells(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> LabelValues:
-    """Interpret the cells of one column as labels, by the cells' types rather than their values.
+def infer_cells(
+    act: str, what: Text, cells: Sequence[Any], items: Sequence[Item], task: Task = "auto", *, renumber: bool = False
+) -> LabelValues:
+    """Interpret the cells of one column as labels, by the task or else by the cells' types, not by their values.
 
     - Text values are classes, in sorted order. Bools are the classes False and True. Integers are classes: from 0 to
-      99,999, they keep their value, and the largest value determines the number of classes; otherwise they are numbered
-      in order.
+      99,999, they keep their value, and the largest value determines the number of classes; otherwise, and if
+      `renumber`, they are numbered in order.
     - Floats are regression targets, even if some or all are whole numbers. Lists of floats of one length are several
       targets.
     - Lists and sets of text or integers are multi-label: each contains the labels of its sample, and all distinct
       labels are numbered in sorted order. Lists of one length that hold only 0 and 1, or bools, state for each label
       whether the sample has it.
 
-    NumPy and PyTorch numbers and arrays are treated like plain Python values. `act`, `what` and `items` are for
-    messages.
+    For the task `classes`, whole floats are integers; for `regression`, all numbers are targets; for `multilabel`, 0.0
+    and 1.0 in lists are 0 and 1. NumPy and PyTorch numbers and arrays are treated like plain Python values. `act`,
+    `what` and `items` are for messages.
 
     Raises:
-        BadSource: if a cell is empty or NaN, or if cells have different or unsupported types.
+        BadSource: if a cell is empty or NaN, if cells have different or unsupported types, or if they do not fit the
+            task.
     """
     column = _LabelCells(act, what, cells, items)
-    cells, kinds = column.cells, column.kinds
+    found = _infer_column(column, task, renumber=renumber)
+    if task != "auto" and found.kind != TASKS[task]:
+        expected = {
+            "classes": "text, whole numbers or bools",
+            "multilabel": "lists of labels, or of 0 and 1",
+            "regression": "numbers, or lists of numbers",
+        }[task]
+        raise BadSource(cannot(act, (what, f" contains {column.named(0)}"), f"{expected} for this task", _TASK))
+    return found
+
+
+def _infer_column(column: _LabelCells, task: Task, *, renumber: bool) -> LabelValues:
+    act, what, cells, kinds = column.act, column.what, column.cells, column.kinds
+    if task == "classes" and kinds <= {float, int} and all(cell == math.trunc(cell) for cell in cells):
+        cells, kinds = list(map(int, cells)), {int}
+    if task == "regression" and kinds <= {bool, int, float}:
+        return LabelValues("regression", (), column.targets())
     if kinds == {str}:
         return number_classes(cells)
     if kinds in ({bool}, {int}):
         # Numbers in this range keep their value, so that class 3 is the same in splits that are packed separately.
-        if min(cells) >= 0 and max(cells) < _MOST_CLASSES:
+        if kinds == {bool} or (min(cells) >= 0 and max(cells) < _MOST_CLASSES and not renumber):
             values = np.array(cells)
-            return LabelValues("class", name_classes(values), values.astype(np.int64))
+            basis = "bools" if kinds == {bool} else "whole numbers"
+            return LabelValues("class", name_classes(values), values.astype(np.int64), basis)
         return number_classes(cells)
     # Integers among floats are floats too, because JSON and text files may contain 1 for 1.0.
     if kinds in ({float}, {float, int}):
-        return LabelValues("regression", (), column.targets())
+        return LabelValues("regression", (), column.targets(), "floats")
     if kinds <= _LISTS:
-        return _infer_lists(column)
+        return _infer_lists(column, task)
     odd = next((row for row, cell in enumerate(cells) if type(cell) not in _PLAIN), None)
     if odd is not None:
         raise BadSource(cannot(act, (what, f" contains {column.named(odd)}"), _KINDS, _CONVERT))
@@ -151,16 +225,20 @@ def infer_cells(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item
 
 
 def infer_columns(
-    act: str, names: Sequence[str], columns: Sequence[Sequence[Any]], items: Sequence[Item]
+    act: str, names: Sequence[str], columns: Sequence[Sequence[Any]], items: Sequence[Item], task: Task = "auto"
 ) -> LabelValues:
     """Interpret several columns as labels if all hold 0 and 1 or bools, or as targets if any holds floats.
 
-    The labels or targets are named after the columns.
+    The labels or targets are named after the columns. For the task `regression`, all numbers are targets.
 
     Raises:
-        BadSource: if a cell is empty or not a number, or the columns hold only integers that are not all 0 or 1.
+        BadSource: if a cell is empty or not a number, the columns hold only integers that are not all 0 or 1, or they
+            do not fit the task.
     """
-    has_floats, is_binary = False, True
+    if task == "classes":
+        several = f"there are {len(names)} columns of labels, {', '.join(names)}"
+        raise BadSource(cannot(act, several, "a single column of classes", _TASK))
+    has_floats, is_binary = task == "regression", task != "regression"
     found: list[npt.NDArray[Any]] = []
     for name, given in zip(names, columns, strict=True):
         column = _LabelCells(act, f"the column {name!r}", given, items)
@@ -170,14 +248,14 @@ def infer_columns(
             convert = "Use a single column, or convert its values to numbers"
             raise BadSource(cannot(act, other, "numbers or bools in every column", convert))
         has_floats |= float in column.kinds
-        is_binary &= float not in column.kinds and set(column.cells) <= {0, 1}
+        is_binary &= (float not in column.kinds or task == "multilabel") and set(column.cells) <= {0, 1}
         found.append(np.array(column.cells, np.uint8) if is_binary else column.targets())
     if is_binary:
-        return LabelValues("multilabel", tuple(names), np.stack(found, axis=1))
-    if has_floats:
-        return LabelValues("regression", tuple(names), np.stack(found, axis=1).astype(np.float32))
-    message = f"the columns {', '.join(names)} contain whole numbers other than 0 and 1"
-    next_step = "Convert them to floats if they are regression targets, or use a single column of classes"
+        return LabelValues("multilabel", tuple(names), np.stack(found, axis=1), "0 and 1")
+    if has_floats and task != "multilabel":
+        return LabelValues("regression", tuple(names), np.stack(found, axis=1).astype(np.float32), "floats")
+    message = f"the columns {', '.join(names)} contain numbers other than 0 and 1"
+    next_step = ("Use ", option("task", "regression"), " for regression targets, or a single column for classes")
     raise BadSource(cannot(act, message, "0 and 1 for labels, or floats for regression targets", next_step))
 
 
@@ -219,7 +297,7 @@ class _LabelCells:
         return values
 
 
-def _infer_lists(column: _LabelCells) -> LabelValues:
+def _infer_lists(column: _LabelCells, task: Task) -> LabelValues:
     cells = column.cells
     if not set().union(*(map(type, cell) for cell in cells)) <= {bool, int, float, str}:
         cells = column.cells = [_plain_cells(tuple(cell)) for cell in cells]
@@ -235,13 +313,18 @@ def _infer_lists(column: _LabelCells) -> LabelValues:
         raise BadSource(
             cannot(column.act, nothing, "at least one label", ("Choose other values with ", option("labels")))
         )
-    if kinds == {float} and is_ordered:
+    is_binary = is_ordered and len(lengths) == 1 and kinds <= {bool, int, float} and set().union(*cells) <= {0, 1}
+    if (
+        (kinds == {float} or (task == "regression" and kinds <= {bool, int, float}))
+        and is_ordered
+        and not (task == "multilabel" and is_binary)
+    ):
         if len(lengths) > 1:
             unequal = (column.what, f" contains lists of {min(lengths)} to {max(lengths)} floats")
             raise BadSource(cannot(column.act, unequal, "lists of one length", _CONVERT))
-        return LabelValues("regression", tuple(map(str, range(lengths.pop()))), column.targets())
-    if is_ordered and len(lengths) == 1 and kinds <= {bool, int} and set().union(*cells) <= {0, 1}:
-        return LabelValues("multilabel", tuple(map(str, range(lengths.pop()))), np.array(cells, np.uint8))
+        return LabelValues("regression", tuple(map(str, range(lengths.pop()))), column.targets(), "lists of floats")
+    if is_binary and (kinds <= {bool, int} or task == "multilabel"):
+        return LabelValues("multilabel", tuple(map(str, range(lengths.pop()))), np.array(cells, np.uint8), "0 and 1")
     if kinds not in ({str}, {int}):
         mixed = (column.what, f" contains lists of {', '.join(sorted(kind.__name__ for kind in kinds))}")
         raise BadSource(cannot(column.act, mixed, "lists of text, or lists of whole numbers", _CONVERT))
@@ -255,7 +338,7 @@ def _infer_lists(column: _LabelCells) -> LabelValues:
     held = np.fromiter((number[name] for cell in cells for name in cell), np.int64, int(counts.sum()))
     values = np.zeros((len(cells), len(names)), np.uint8)
     values[np.repeat(np.arange(len(cells)), counts), held] = 1
-    return LabelValues("multilabel", tuple(map(str, names)), values)
+    return LabelValues("multilabel", tuple(map(str, names)), values, "lists")
 
 
 def _float(value: float) -> float:

@@ -22,6 +22,7 @@ from colabkit.foundation import (
     InvalidOption,
     Text,
     cannot,
+    check_one_of,
     check_whole_number,
     format_things,
     in_python,
@@ -29,7 +30,7 @@ from colabkit.foundation import (
     option,
 )
 from colabkit.packs.format.layout import SPLITS, Indices, split_named, stored_splits
-from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_cells, infer_columns
+from colabkit.packs.labels.label_values import TASKS, LabelKind, LabelValues, Task, infer_cells, infer_columns
 from colabkit.packs.labels.splits import checked_splits, shares_of, split_shares, strata_of
 from colabkit.storage import Item, Listing
 
@@ -68,6 +69,7 @@ class Labelling:
             labels.
         splits: `int64` sample numbers of each non-empty split, in the order of the pack.
         left_out: files that are not samples, with the reason.
+        inferred: what was inferred, by the option that sets it.
     """
 
     items: tuple[Item, ...]
@@ -77,10 +79,18 @@ class Labelling:
     values: npt.NDArray[Any] | None
     splits: Mapping[str, npt.NDArray[np.int64]]
     left_out: tuple[tuple[str, str], ...]
+    inferred: Mapping[str, str]
 
 
 def label_samples(
-    listing: Listing, name: str, *, labels: Labels = "auto", splits: Splits = None, seed: int = 0
+    listing: Listing,
+    name: str,
+    *,
+    labels: Labels = "auto",
+    task: Task = "auto",
+    renumber: bool = False,
+    splits: Splits = None,
+    seed: int = 0,
 ) -> Labelling:
     """Return the samples of a listing with their labels and splits.
 
@@ -95,6 +105,8 @@ def label_samples(
             that a cell may hold, or None for no labels. `"auto"` uses the first column named `label, labels, class,
             class_name, target, category, y, cls, image/class/label, json.label` or `json.class`, ignoring case,
             otherwise the folder names. See `label_values.infer_cells` for how values are interpreted.
+        task: `"classes"`, `"multilabel"` or `"regression"`; `"auto"` infers it from the type of the labels.
+        renumber: number the classes that occur in order; by default whole numbers from 0 to 99,999 keep their value.
         splits: the name of a column; a function that takes a sample's path and returns a split; or shares of all
             samples such as `"train=0.8,test=0.2"` or `{"train": 0.8, "test": 0.2}`, stratified by class, by combination
             of labels, or by up to ten bins of a single target. None uses a column named `split`, ignoring case,
@@ -110,6 +122,7 @@ def label_samples(
     """
     check_whole_number(f"split {name!r}", "seed", seed, 0)
     act = f"label {name!r}"
+    check_one_of(act, "task", task, ("auto", *TASKS))
     column = _label_column(listing.columns) if isinstance(labels, str) and labels == "auto" else labels
     is_by_folder = column is None and labels is not None
     if not listing.columns:
@@ -129,11 +142,21 @@ def label_samples(
     items = tuple(map(listing.items.__getitem__, order.tolist()))
     if is_by_folder:
         meaning = _folder_classes(act, listing.columns, tree, order)
+        origin = f"{format_things(len(meaning.classes), 'class')} from the folder names"
+        if task not in ("auto", "classes"):
+            expected = "a column or a function of the path that returns the labels"
+            raise BadSource(cannot(act, "the folder names are classes", expected, ("Use ", option("labels"))))
     else:
-        meaning = _infer_labels(act, listing.columns, column, items)
+        meaning = _infer_labels(act, listing.columns, column, items, task, renumber=renumber)
+        origin = f"labels from the column {column!r}" if column is not None and column is not labels else ""
     by_folder = _Places(tree.splits()[order], tree.split_names)
     found = _split_samples(f"split {name!r}", listing.columns, by_folder, items, splits, meaning, seed)
-    return Labelling(items, order, meaning.kind, meaning.classes, meaning.values, found, left_out)
+    inferred = meaning.inferred(origin, task)
+    if splits is None:
+        own = _split_column(listing.columns)
+        folders_or_none = "splits from the folder names" if tree.split_names else "all samples are 'train'"
+        inferred["splits"] = folders_or_none if own is None else f"splits from the column {own!r}"
+    return Labelling(items, order, meaning.kind, meaning.classes, meaning.values, found, left_out, inferred)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,20 +192,29 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
     return meaning
 
 
-def _infer_labels(act: str, columns: Mapping[str, Sequence[Any]], labels: Labels, items: Sequence[Item]) -> LabelValues:
+def _infer_labels(
+    act: str,
+    columns: Mapping[str, Sequence[Any]],
+    labels: Labels,
+    items: Sequence[Item],
+    task: Task,
+    *,
+    renumber: bool,
+) -> LabelValues:
     """Return the labels held by columns or returned by a function."""
     if labels is None:
         return LabelValues("none", (), None)
     if isinstance(labels, str):
-        return infer_cells(act, f"the column {labels!r}", _column(act, columns, labels), items)
+        cells = _column(act, columns, labels)
+        return infer_cells(act, f"the column {labels!r}", cells, items, task, renumber=renumber)
     if isinstance(labels, list | tuple) and labels and all(isinstance(name, str) for name in labels):
         if len(set(labels)) < len(labels):
             found = (option("labels", list(labels)), " names a column twice")
             raise InvalidOption(cannot(act, found, "each column once", "Remove the duplicate"))
-        return infer_columns(act, labels, [_column(act, columns, name) for name in labels], items)
+        return infer_columns(act, labels, [_column(act, columns, name) for name in labels], items, task)
     if callable(labels):
         what = ("the result of ", option("labels", Code("function")))
-        return infer_cells(act, what, [labels(item.path) for item in items], items)
+        return infer_cells(act, what, [labels(item.path) for item in items], items, task, renumber=renumber)
     expected = ("a column, a list of columns", _FUNCTION, ", 'auto' or None")
     next_step = ("For example, use ", option("labels", "label"))
     raise InvalidOption(cannot(act, option("labels", labels), expected, next_step))
@@ -198,6 +230,11 @@ def _column(act: str, columns: Mapping[str, Sequence[Any]], name: str) -> Sequen
     return columns[name]
 
 
+def _split_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
+    """Return the column that names the split of each sample; None if there is none."""
+    return next((name for name in columns if name.lower() == _SPLIT_COLUMN), None)
+
+
 def _split_samples(
     act: str,
     columns: Mapping[str, Sequence[Any]],
@@ -208,7 +245,7 @@ def _split_samples(
     seed: int,
 ) -> dict[str, Indices]:
     """Return the sample numbers of each split; `by_folder` holds the splits derived from the folders."""
-    own = next((name for name in columns if name.lower() == _SPLIT_COLUMN), None)
+    own = _split_column(columns)
     if isinstance(splits, str):
         found = _split_places(act, f"the column {splits!r}", _column(act, columns, splits), items)
     elif callable(splits):

@@ -33,11 +33,12 @@ from colabkit.foundation import (
     format_rate,
     format_seconds,
     format_things,
+    omit,
     option,
     parse_bytes,
     user_path,
 )
-from colabkit.packs.format.layout import PackInfo
+from colabkit.packs.format.layout import PackInfo, name_inferred
 from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.packs.packing.file_plan import FileCollection
 from colabkit.packs.packing.memory_plan import MapDataset, is_arrays, is_dataset, plan_arrays, plan_dataset
@@ -90,6 +91,7 @@ class PackReport(Report):
         left_out: files that are not samples, with the reason.
         bad: samples that could not be decoded, with the reason.
         note: reason for the chosen encoding.
+        inferred: what was inferred, such as the task, the splits and the layout, by the option that sets it.
         reused: whether the same pack already existed.
     """
 
@@ -107,6 +109,7 @@ class PackReport(Report):
     left_out: tuple[tuple[str, str], ...]
     bad: tuple[tuple[str, str], ...]
     note: str
+    inferred: Mapping[str, str]
     reused: bool
 
     def __fspath__(self) -> str:
@@ -121,7 +124,8 @@ class PackReport(Report):
         size += f" in {self.shards} shards" if self.shards > 1 else ""
         if self.reused:
             found = f"Already packed at {str(self.path)!r}: {size}"
-            return self._words.render((found, "; use ", option("overwrite", True), " to pack it again"))
+            again = (found, "; use ", option("overwrite", True), " to pack it again")
+            return "\n".join([self._words.render(again), *self._inferred_lines()])
         rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
         notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
         text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
@@ -131,7 +135,11 @@ class PackReport(Report):
         if self.bad:
             path, why = self.bad[0]
             text += f"\n{format_things(len(self.bad), 'bad file')}, first {path!r} ({why})"
-        return f"{text}\nEncoding {self.encoding}: {self.note}" if self.note else text
+        text += f"\nEncoding {self.encoding}: {self.note}" if self.note else ""
+        return "\n".join([text, *self._inferred_lines()])
+
+    def _inferred_lines(self) -> list[str]:
+        return [f"Inferred: {self._words.render(name_inferred(self.inferred))}"] if self.inferred else []
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -140,6 +148,7 @@ class PackReport(Report):
             ("splits", ", ".join(f"{split} {format_count(count)}" for split, count in self.splits.items())),
             ("classes", f"{len(self.classes)}: {', '.join(self.classes[:12])}" if self.classes else "none"),
             ("encoding", self.encoding),
+            ("inferred", self._words.render(name_inferred(self.inferred)) or "nothing"),
             ("made by", self.made_by or "an earlier call"),
             ("left out", _listed(self.left_out)),
             ("bad", _listed(self.bad)),
@@ -153,6 +162,7 @@ def pack(
     | PathTable
     | Source
     | Mapping[str, Any]
+    | tuple[Any, ...]
     | MapDataset,
     to: str | os.PathLike[str],
     *,
@@ -161,9 +171,12 @@ def pack(
     quality: int = 90,
     channels: Literal[1, 3] = 3,
     labels: str | Sequence[str] | Callable[[str], Any] | None = "auto",
+    task: Literal["auto", "classes", "multilabel", "regression"] = "auto",
+    renumber: bool = False,
     splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
     fields: Sequence[str] | Mapping[str, str | Callable[[str], Any]] | None = None,
     seed: int = 0,
+    layout: Literal["auto", "nhwc", "nchw", "array"] = "auto",
     on_bad: Literal["raise", "skip", "blank"] = "raise",
     max_bad: float = 0.1,
     shard_bytes: int | str | None = None,
@@ -181,8 +194,8 @@ def pack(
     Args:
         source: a folder; a zip or tar archive; a table of paths (DataFrame, CSV, Parquet, list); a folder in a bucket;
             `samples:digits`; an LMDB; WebDataset shards; TFRecord files; an https URL or Drive link, which is staged
-            first; arrays as `{"X": images, "Y": labels}`, optionally by split; a map-style PyTorch dataset, or one for
-            each split.
+            first; arrays as `(images, labels)` or `{"X": images, "Y": labels}`, optionally by split; a map-style
+            PyTorch dataset, or one for each split.
         to: path of the pack, usually ending in `.h5`.
         size: height and width, or one number for both. Images are scaled to cover it (bilinear with antialiasing) and
             cropped around the center. None keeps each image's size.
@@ -192,8 +205,12 @@ def pack(
         quality: JPEG quality for `"jpeg"`, 1 to 100.
         channels: 3 for RGB, 1 for luminance.
         labels: `"auto"` uses a column with a common label name, otherwise the folder names. Or pass a column, several
-            columns, a function of a sample's path, or None for no labels. Text and integers are classes, floating-point
-            numbers are regression targets, lists and several columns of 0 and 1 are multi-label.
+            columns, a function of a sample's path, or None for no labels.
+        task: `"classes"`, `"multilabel"` or `"regression"`. `"auto"` infers it from the type of the labels: text and
+            whole numbers are classes, floating-point numbers are regression targets, lists and several columns of 0 and
+            1 are multi-label.
+        renumber: number the classes that occur from 0. By default, whole numbers from 0 to 99,999 keep their value, so
+            that `[0, 5, 7]` are 8 classes.
         splits: shares of `train`, `val` and `test`, stratified by class, such as `"train=0.8,val=0.2"` or
             `{"train": 0.8, "val": 0.2}`; a column; or a function of a sample's path. None uses a split column or split
             folders if the source has them; otherwise all samples are `train`. `val`, `valid` and `dev` are names of the
@@ -201,6 +218,8 @@ def pack(
         fields: columns to store as additional fields, or a mapping of field names to columns or functions of a sample's
             path.
         seed: seed for assigning samples to splits.
+        layout: order of the dimensions of images in an array, `"nhwc"` or `"nchw"`, or `"array"` for samples that are
+            not images. `"auto"` treats `uint8` arrays with 1 or 3 channels, last or first, as images.
         on_bad: what to do with a file that cannot be decoded: `"raise"` an error, `"skip"` it, or store a `"blank"`
             (black) image in its place. The pack and the report list all bad files.
         max_bad: maximum number of bad files, as a share such as 0.1 or a whole number; more bad files are an error. A
@@ -238,7 +257,11 @@ def pack(
     in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""
     opened = None if in_memory else _opened(source, overwrite=overwrite, progress=progress)
     act = f"pack {in_memory if opened is None else opened.name!r}"
-    options = PackOptions(act, size, encoding, quality, channels, labels, splits, fields, seed, on_bad, max_bad)
+    labelled = (labels, task, renumber, splits)
+    options = PackOptions(act, size, encoding, quality, channels, *labelled, fields, seed, on_bad, max_bad, layout)
+    if opened is not None and layout != "auto":
+        not_array = (option("layout", layout), " applies only to arrays in memory")
+        raise InvalidOption(cannot(act, not_array, "", omit("layout")))
     check_threads(act, threads)
     if executor is not None:
         expected = "an executor of concurrent.futures"
@@ -393,6 +416,7 @@ def _report(info: PackInfo, seconds: float, written: WrittenPack | None) -> Pack
         left_out=tuple((name, why) for name, why in meta["left_out"]),
         bad=tuple((name, why) for _, _, name, why in meta["bad"]),
         note=meta["options"].get("note") or "",
+        inferred=info.inferred,
         reused=written is None,
     )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of
+from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of, option
 from colabkit.packs.format.layout import SAMPLES, Indices
+from colabkit.packs.packing.options import Layout
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
     Column,
@@ -97,13 +99,23 @@ class ArraySampleMaker(MemorySampleMaker):
     Args:
         columns: the arrays of each field, split after split; `X` first, without labels.
         chosen: numbers of the samples to use, counted across all splits; None for all.
+        layout: order of the dimensions of `X`; images `nchw` are stored as `nhwc`.
     """
 
-    def __init__(self, columns: Mapping[str, Sequence[Rows | TextColumn]], chosen: Indices | None = None) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, Sequence[Rows | TextColumn]],
+        chosen: Indices | None = None,
+        *,
+        layout: Layout = "array",
+    ) -> None:
         self._columns = columns
         self._chosen = chosen
+        self._layout = layout
         self._ends = np.cumsum([len(array) for array in columns[SAMPLES]])
-        self.fields = tuple(_field(name, arrays[0]) for name, arrays in columns.items())
+        self.fields = tuple(
+            _field(name, arrays[0], layout if name == SAMPLES else "array") for name, arrays in columns.items()
+        )
 
     def path(self, number: int) -> str:
         """Return the sample's number as text."""
@@ -122,7 +134,8 @@ class ArraySampleMaker(MemorySampleMaker):
 
     def subset(self, numbers: Indices) -> ArraySampleMaker:
         """Return a maker of only these samples; copies nothing until they are written or pickled."""
-        return ArraySampleMaker(self._columns, numbers if self._chosen is None else self._chosen[numbers])
+        chosen = numbers if self._chosen is None else self._chosen[numbers]
+        return ArraySampleMaker(self._columns, chosen, layout=self._layout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         every = np.arange(self._ends[-1] if self._chosen is None else len(self._chosen))
@@ -130,7 +143,7 @@ class ArraySampleMaker(MemorySampleMaker):
         for made in self.fields:
             column, content = self._column(made, every), made.content
             columns[made.name] = [TextColumn(tuple(column), content) if made.is_ragged else column]  # type: ignore[arg-type]
-        return ArraySampleMaker, (columns,)
+        return partial(ArraySampleMaker, layout="nhwc" if self._layout == "nchw" else self._layout), (columns,)
 
     def _column(self, made: SampleField, numbers: Indices) -> Any:
         rows = numbers if self._chosen is None else self._chosen[numbers]
@@ -143,7 +156,10 @@ class ArraySampleMaker(MemorySampleMaker):
             if isinstance(array, TextColumn):
                 pieces += [array.values[row] for row in mine.tolist()]
             else:
-                pieces.append(np.ascontiguousarray(_take(array, mine), made.dtype))
+                block = _take(array, mine)
+                if made.name == SAMPLES and self._layout == "nchw":
+                    block = np.moveaxis(block, 1, -1)
+                pieces.append(np.ascontiguousarray(block, made.dtype))
         if made.is_ragged:
             return pieces
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -217,10 +233,32 @@ def _take(array: Rows, rows: Indices) -> npt.NDArray[Any]:
     return found
 
 
-def _field(name: str, array: Rows | TextColumn) -> SampleField:
+def layout_of(act: str, rows: Rows | TextColumn, layout: Layout) -> Layout:
+    """Return `nhwc` or `nchw` for images, which are `uint8` with 1 or 3 channels, and `array` for other samples.
+
+    Raises:
+        InvalidOption: if the array does not have the given layout.
+    """
+    shape = () if isinstance(rows, TextColumn) else tuple(map(int, rows.shape[1:]))
+    found: list[Layout] = []
+    if not isinstance(rows, TextColumn) and len(shape) == 3 and rows.dtype == np.uint8:
+        found += ["nhwc"] if shape[2] in IMAGE_CHANNELS else []
+        found += ["nchw"] if shape[0] in IMAGE_CHANNELS else []
+    if layout == "auto":
+        return found[0] if found else "array"
+    if layout != "array" and layout not in found:
+        kind = "text" if isinstance(rows, TextColumn) else f"{rows.dtype} [N, {', '.join(map(str, shape))}]"
+        dimensions = "[N, H, W, C]" if layout == "nhwc" else "[N, C, H, W]"
+        expected = f"images uint8 {dimensions} with 1 or 3 channels"
+        raise InvalidOption(cannot(act, f"the samples are {kind}", expected, ("Use ", option("layout", "array"))))
+    return layout
+
+
+def _field(name: str, array: Rows | TextColumn, layout: Layout) -> SampleField:
     if isinstance(array, TextColumn):
         return SampleField(name, array.content, is_ragged=True)
     shape = tuple(map(int, array.shape[1:]))
-    is_image = name == SAMPLES and array.dtype == np.uint8 and len(shape) == 3 and shape[2] in IMAGE_CHANNELS
+    if layout == "nchw":
+        shape = (*shape[1:], shape[0])
     dtype = np.dtype(array.dtype).newbyteorder("<").str
-    return SampleField(name, "image" if is_image else "array", shape=shape, dtype=dtype)
+    return SampleField(name, "array" if layout == "array" else "image", shape=shape, dtype=dtype)

@@ -15,7 +15,7 @@ from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOptio
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, decode_pillow, fit_pixels
 from colabkit.packs.format.layout import LABELS, SAMPLES, Content, Indices
-from colabkit.packs.labels.label_values import LabelKind, convert_labels, kind_of_stored
+from colabkit.packs.labels.label_values import LabelKind, Task, convert_labels, kind_of_stored
 from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
 from colabkit.packs.packing.options import check_field_names
 from colabkit.packs.packing.pack_plan import (
@@ -100,6 +100,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         label: key of the labels in mappings; "auto" tries common keys, None ignores labels.
         classes: class names; text labels are converted to their index.
         skips_bad: whether the first samples may be bad.
+        task: what the labels are for; "auto" infers it from the first one.
 
     Raises:
         BadSource: if a split is empty, or samples contain unsupported values.
@@ -115,6 +116,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         classes: Sequence[str],
         *,
         skips_bad: bool,
+        task: Task = "auto",
     ) -> None:
         self._act = act
         self._datasets = dict(datasets)
@@ -122,6 +124,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         self._ends = np.cumsum(list(self.counts.values()))
         self._images = images
         self._label = label
+        self._task = task
         self._class_numbers = {str(name): number for number, name in enumerate(classes)}
         self._chosen: Indices | None = None
         self._lock = threading.Lock()
@@ -293,6 +296,8 @@ class DatasetSampleMaker(MemorySampleMaker):
         return np.array(_numbers(name, value))
 
     def _label_value(self, value: Any) -> npt.NDArray[Any]:
+        if isinstance(value, str) and self._task not in ("auto", "classes"):
+            raise UnstorableValue("the label is text, which is a class")
         if isinstance(value, str):
             if value not in self._class_numbers:
                 if not self._class_numbers:
@@ -302,11 +307,13 @@ class DatasetSampleMaker(MemorySampleMaker):
             return np.asarray(self._class_numbers[value], "<i8")
         found = _numbers(LABELS, value)
         try:
-            stored = convert_labels(found[None])
+            stored = convert_labels(found[None], self._task)
         except ValueError as error:
             raise UnstorableValue(str(error)) from error
         if stored is not None:
             return stored[0, ...]
+        if self._task != "auto":
+            raise UnstorableValue(f"the label is {found.dtype} {list(found.shape)}, which does not fit this task")
         raise UnstorableValue(
             f"the label is {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats"
         )

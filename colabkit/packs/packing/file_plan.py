@@ -66,7 +66,13 @@ class FileCollection:
         self._listing = listing
         self._options = options
         self._labelled = label_samples(
-            listing, source.name, labels=options.labels, splits=options.splits, seed=options.seed
+            listing,
+            source.name,
+            labels=options.labels,
+            task=options.task,
+            renumber=options.renumber,
+            splits=options.splits,
+            seed=options.seed,
         )
         self._items: Sequence[Item] = self._labelled.items
         self._extra, self._tables = self._further_fields()
@@ -118,6 +124,7 @@ class FileCollection:
             "plan": self.key,
             "source_bytes": sum(item.size for item in self._items),
             "left_out": labelled.left_out,
+            "inferred": labelled.inferred,
         }
         most_bad = options.most_bad(len(self._items))
         return PackPlan(self._source.name, maker, labelled.splits, self._tables, about, options.on_bad, most_bad)

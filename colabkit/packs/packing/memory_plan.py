@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from colabkit.packs.packing.array_samples import (
     column_of,
     digest_of_column,
     is_array,
+    layout_of,
 )
 from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSampleMaker, ImageFormat
 from colabkit.packs.packing.options import PackOptions, check_field_names
@@ -39,12 +41,23 @@ class MapDataset(Protocol):
 
 
 _FIELDS = {"x": SAMPLES, "y": LABELS}
+_EXPECTED = {
+    "auto": "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]",
+    "classes": "text or whole numbers [N] for classes",
+    "multilabel": "0 and 1 [N, K] for multi-label samples",
+    "regression": "numbers [N] or [N, K] for regression targets",
+}
+_MEANINGS = {"class": "classes", "multilabel": "several labels of each sample", "regression": "regression targets"}
 
 
 def is_arrays(source: object) -> bool:
-    """Return whether a source is an array, a mapping of fields to arrays, or a mapping of splits to such mappings."""
+    """Return whether a source is an array, a tuple or mapping of arrays, or a mapping of splits to such mappings."""
     if isinstance(source, Mapping):
         return not is_dataset(source) and not any(is_dataset(part) for part in source.values())
+    if isinstance(source, tuple) and source and isinstance(source[0], str | os.PathLike):
+        return False
+    if isinstance(source, tuple):
+        return bool(source) and is_array(source[0]) and all(is_array(one) or isinstance(one, list) for one in source)
     # A Series is not an array here but a table of paths.
     return is_array(source) and not is_frame(source)
 
@@ -84,18 +97,27 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     labels, tables = LabelValues("none", (), None), []
     given_labels = columns.pop(LABELS, None)
     if given_labels is not None and options.labels is not None:
-        labels = _labels(act, given_labels)
+        labels = _labels(options, given_labels)
     if labels.values is not None:
         tables.append(FieldTable(Field(LABELS, "labels"), labels.values))
     for name in [name for name, one in first.items() if isinstance(one, TextColumn) and name not in (SAMPLES, LABELS)]:
         texts = columns.pop(name)
         values = tuple(value for column in texts for value in column.values)
         tables.append(FieldTable(Field(name, texts[0].content, is_ragged=True), values))
-    maker = ArraySampleMaker(columns)
+    layout = layout_of(act, first[SAMPLES], options.layout)
+    maker = ArraySampleMaker(columns, layout=layout)
     counts = {split: len(arrays[SAMPLES]) for split, arrays in splits.items()}
     x = maker.fields[0]
     encoding = "raw" if x.content == "image" else "array"
+    # Other layouts keep the digest that packs had before layouts were told apart.
+    digests += [[layout]] if layout == "nchw" else []
     about = _about("arrays", encoding, labels.kind, labels.classes, x.shape, digest_of(options.plain(), digests))
+    about["inferred"] = labels.inferred("", options.task)
+    if options.layout == "auto" and len(x.shape) > 1:
+        order = {"nhwc": "[N, H, W, C]", "nchw": "[N, C, H, W]"}.get(layout)
+        kind = f"{np.dtype(x.dtype)} [N, {', '.join(map(str, x.shape))}]"
+        about["inferred"]["layout"] = f"images from uint8 {order}" if order else f"arrays {kind}, not images"
+    _note_splits(about, counts, options)
     numbers = _number_splits(act, counts, options, labels.kind, labels.values)
     return PackPlan("arrays", maker, numbers, tuple(tables), about, "raise", 0)
 
@@ -113,6 +135,8 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
         "fields": bool(options.fields),
         "on_bad": options.on_bad == "blank",
         "encoding": options.encoding == "source",
+        "renumber": options.renumber,
+        "layout": options.layout != "auto",
     }
     _refuse(options, refused, "a dataset")
     if key is not None and not isinstance(key, str):
@@ -127,7 +151,8 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
         raise BadSource(cannot(act, differ, alike, "Use one list of classes for all splits"))
     is_jpeg = options.encoding == "jpeg"
     images = ImageFormat("jpeg" if is_jpeg else "raw", options.channels, options.image_size, options.quality)
-    maker = DatasetSampleMaker(act, datasets, images, key, names[0], skips_bad=options.on_bad == "skip")
+    skips_bad, task = options.on_bad == "skip", options.task
+    maker = DatasetSampleMaker(act, datasets, images, key, names[0], skips_bad=skips_bad, task=task)
     kind, known = maker.label_kind, None
     if kind == "class":
         known = _joined([_targets(dataset, key, maker.counts[split]) for split, dataset in datasets.items()])
@@ -138,6 +163,9 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     about = _about(name, encoding, kind, _class_names(maker, names[0], known), shape if has_one_shape else (), None)
     if maker.image_shape:
         about["channels"] = maker.image_shape[2]
+    if options.task == "auto" and kind != "none":
+        about["inferred"] = {"task": f"{_MEANINGS[kind]}, judging by the label of the first sample"}
+    _note_splits(about, maker.counts, options)
     numbers = _number_splits(act, maker.counts, options, "class", known if len(datasets) == 1 else None)
     return PackPlan(name, maker, numbers, (), about, options.on_bad, options.most_bad(sum(maker.counts.values())))
 
@@ -156,7 +184,14 @@ def _about(
         "plan": key,
         "source_bytes": 0,
         "left_out": (),
+        "inferred": {},
     }
+
+
+def _note_splits(about: dict[str, Any], counts: Mapping[str, int], options: PackOptions) -> None:
+    """Note that the source has no splits, unless the user set them."""
+    if options.splits is None and list(counts) == [SPLITS[0]]:
+        about["inferred"]["splits"] = "all samples are 'train'"
 
 
 def _refuse(options: PackOptions, refused: Mapping[str, bool], kind: str) -> None:
@@ -181,18 +216,23 @@ def _checked_arrays(act: str, split: str, arrays: Mapping[str, Any]) -> dict[str
     return found
 
 
-def _labels(act: str, columns: Sequence[Rows | TextColumn]) -> LabelValues:
+def _labels(options: PackOptions, columns: Sequence[Rows | TextColumn]) -> LabelValues:
+    act, task = options.act, options.task
+    if task not in ("auto", "classes") and isinstance(columns[0], TextColumn):
+        raise InvalidOption(cannot(act, "the labels 'Y' are text", _EXPECTED[task], ("Change ", option("task"))))
     if all(isinstance(one, TextColumn) for one in columns):
         return number_classes([value.decode("utf-8", "surrogateescape") for one in columns for value in one.values])
     values = np.concatenate(list(map(np.asarray, columns)))
     try:
-        found = infer_array(values)
+        found = infer_array(values, task, renumber=options.renumber)
     except ValueError as error:
         next_step = "Correct the labels, or remove these samples"
         raise BadSource(cannot(act, f"in 'Y', {error}", "", next_step)) from error
     if found is None:
         wrong = f"the labels 'Y' are {values.dtype} {list(values.shape)}"
-        expected = "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]"
+        expected = _EXPECTED[task]
+        if task != "auto":
+            raise InvalidOption(cannot(act, wrong, expected, ("Change ", option("task"))))
         rename = "Pass this array under another name, for example {'X': images, 'boxes': boxes}"
         raise InvalidOption(cannot(act, wrong, expected, rename))
     return found
@@ -274,6 +314,10 @@ def _by_split(act: str, source: Any) -> dict[str, Any]:
     Arrays are given as a mapping of fields to arrays, as a mapping of splits to such mappings, or under combined names:
     `X_train`, `Y_train`, `X_test`.
     """
+    if isinstance(source, tuple):
+        # The same names as those of the values in a dataset's samples.
+        names = (SAMPLES, LABELS, "Z", *(f"Z{number}" for number in range(2, len(source))))
+        return {"train": dict(zip(names, source, strict=False))}
     if not isinstance(source, Mapping):
         return {"train": {SAMPLES: source} if is_array(source) else source}
     named = {str(name): value for name, value in source.items()}

@@ -19,12 +19,15 @@ from colabkit.foundation import (
     shown,
 )
 from colabkit.packs.decode.pixels import MAX_PIXELS
+from colabkit.packs.labels.label_values import TASKS, Task
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.labels.splits import checked_splits
 from colabkit.packs.packing.function_digest import function_digest
 from colabkit.packs.packing.pack_plan import Encoding, OnBad
 
 Size: TypeAlias = int | tuple[int, int]
+Layout: TypeAlias = Literal["auto", "nhwc", "nchw", "array"]
+"""Order of the dimensions of images in an array, or `array` for samples that are not images."""
 Fields: TypeAlias = Sequence[str] | Mapping[str, str | Callable[[str], Any]]
 """Additional fields: column names, or a mapping of field names to columns or functions of a sample's path."""
 
@@ -45,15 +48,21 @@ class PackOptions:
     quality: int
     channels: Literal[1, 3]
     labels: Labels
+    task: Task
+    renumber: bool
     splits: Splits
     fields: Fields | None
     seed: int
     on_bad: OnBad
     max_bad: float
+    layout: Layout = "auto"
 
     def __post_init__(self) -> None:
         act = self.act
         check_one_of(act, "encoding", self.encoding, ("auto", "raw", "source", "jpeg"))
+        check_one_of(act, "task", self.task, ("auto", *TASKS))
+        check_one_of(act, "renumber", self.renumber, (False, True))
+        check_one_of(act, "layout", self.layout, ("auto", "nhwc", "nchw", "array"))
         check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
         channels = ("Use ", option("channels", 3), " for RGB or ", option("channels", 1), " for luminance")
         check_one_of(act, "channels", self.channels, (3, 1), channels)
@@ -104,6 +113,10 @@ class PackOptions:
         return [
             *(size and list(size), self.encoding, self.quality, self.channels, _plain(self.labels)),
             *(_plain(self.splits), _plain(self.sources_of_fields), seed, self.on_bad),
+            # A default is omitted, so that packs made before the option existed are still reused.
+            *(["task", self.task] if self.task != "auto" else []),
+            *(["renumber"] if self.renumber else []),
+            *(["layout", self.layout] if self.layout != "auto" else []),
         ]
 
 

@@ -71,6 +71,8 @@ def prepare(
     quality: int = 90,
     channels: Literal[1, 3] = 3,
     labels: str | Sequence[str] | Callable[[str], Any] | None = "auto",
+    task: Literal["auto", "classes", "multilabel", "regression"] = "auto",
+    renumber: bool = False,
     splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
     fields: Sequence[str] | Mapping[str, str | Callable[[str], Any]] | None = None,
     seed: int = 0,
@@ -106,6 +108,8 @@ def prepare(
         quality: as in `pack()`.
         channels: as in `pack()`.
         labels: as in `pack()`.
+        task: as in `pack()`.
+        renumber: as in `pack()`.
         splits: as in `pack()`.
         fields: as in `pack()`.
         seed: as in `pack()`.
@@ -139,6 +143,8 @@ def prepare(
         "quality": quality,
         "channels": channels,
         "labels": labels,
+        "task": task,
+        "renumber": renumber,
         "splits": splits,
         "fields": fields,
         "seed": seed,
@@ -342,6 +348,7 @@ class _Preparation:
             **{name: float(one) if isinstance(one, int | float) else None for name, one in seconds.items()},
             saved_path=self.saved_path(info.path) if is_saved else None,
             pack_bytes=info.path.stat().st_size,
+            inferred=info.inferred,
         )
         return PreparedPack(info, with_reasons(report, "" if is_saved else self.unsaved, self.unused))
 

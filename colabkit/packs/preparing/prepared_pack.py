@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from colabkit.foundation import PYTHON, Report, Text, format_bytes, format_seconds
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.dataset.samples import open_sealed
-from colabkit.packs.format.layout import PackInfo
+from colabkit.packs.format.layout import PackInfo, name_inferred
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,6 +27,7 @@ class PrepareReport(Report):
         packed_s: seconds to pack the source, in this call or an earlier one on this machine; None if unknown.
         saved_path: path of the saved pack; None if there is none.
         pack_bytes: size of the pack in bytes.
+        inferred: what was inferred, such as the task and the splits, by the option that sets it.
     """
 
     path: Path
@@ -35,6 +37,7 @@ class PrepareReport(Report):
     packed_s: float | None
     saved_path: Path | None
     pack_bytes: int
+    inferred: Mapping[str, str]
     _unsaved: ClassVar[Text] = ""
     _unused: ClassVar[Text] = ""
 
@@ -61,6 +64,7 @@ class PrepareReport(Report):
             lines = [f"{'Used the local pack' if self.way == 'local' else 'Packed the source to'} {local}"]
             lines += [f"Saved at {saved}" if self.saved_path else f"Not saved: {self.unsaved}"]
         lines += [f"Saved pack not used: {self.unused}"] if self.unused else []
+        lines += [f"Inferred: {self._words.render(name_inferred(self.inferred))}"] if self.inferred else []
         known = [f"{name} {format_seconds(taken)}" for name, taken in self._seconds.items() if taken is not None]
         return "\n".join([*lines, f"Times: {', '.join(known)}"])
 
@@ -72,6 +76,8 @@ class PrepareReport(Report):
             rows.append(("not saved", self.unsaved))
         if self.unused:
             rows.append(("saved pack not used", self.unused))
+        if self.inferred:
+            rows.append(("inferred", self._words.render(name_inferred(self.inferred))))
         seconds = self._seconds.items()
         return [*rows, *((name, "unknown time" if taken is None else format_seconds(taken)) for name, taken in seconds)]
 

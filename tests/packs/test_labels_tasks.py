@@ -1,0 +1,111 @@
+"""What `pack()`, `prepare()` and `FileDataset` infer about samples is in their reports, and options set it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+import colabkit
+from colabkit.errors import BadSource, InvalidOption
+
+COUNT = 6
+AGES = [20, 23, 24, 30, 41, 50]
+ROWS = np.arange(COUNT * 4).reshape(COUNT, 4).astype(np.float32)
+PIXELS = np.random.default_rng(0).integers(0, 256, (COUNT, 3, 8, 9), np.uint8)
+
+
+@pytest.fixture
+def table(tmp_path):
+    for number in range(COUNT):
+        Image.new("RGB", (8, 8), (number * 9, 0, 0)).save(tmp_path / f"{number}.png")
+    paths = [str(tmp_path / f"{number}.png") for number in range(COUNT)]
+    return pd.DataFrame({"path": paths, "age": AGES, "id": [0, 5, 7, 7, 100, 5], "kind": ["cat"] * COUNT})
+
+
+@pytest.fixture
+def packed(tmp_path):
+    def run(source, **options):
+        report = colabkit.pack(source, tmp_path / "p.h5", overwrite=True, progress=False, **options)
+        return report, colabkit.open_pack(report)
+
+    return run
+
+
+def test_a_column_of_whole_numbers_is_reported_as_classes_and_becomes_targets_on_request(table, packed, tmp_path):
+    report, _ = packed(table, labels="age")
+    assert "51 classes, since labels are whole numbers (task=)" in repr(report)
+    assert "51 classes" in report._repr_html_()
+    assert report.to_dict()["inferred"]["task"] == "51 classes, since labels are whole numbers"
+    report, pack = packed(table, labels="age", task="regression", splits="train=1")
+    assert "nferred" not in repr(report)
+    assert (pack["train"].labels.tolist(), pack["train"].labels.dtype) == (AGES, torch.float32)
+    prepared = colabkit.prepare(table, labels="age", task="regression", to=None, progress=False)
+    assert prepared["train"].labels.tolist() == AGES
+    assert "Inferred: all samples are 'train' (splits=)" in repr(prepared)
+    data = colabkit.FileDataset(table, labels="age", task="regression")
+    assert data.labels.tolist() == AGES
+    assert "51 classes" in repr(colabkit.FileDataset(table, labels="age"))
+
+
+def test_gaps_in_class_numbers_are_reported_and_closed_on_request(table, packed):
+    for source, options in ((table, {"labels": "id"}), ((ROWS, table["id"].to_numpy()), {})):
+        report, pack = packed(source, **options)
+        assert report.inferred["renumber"] == "only 4 of the class numbers 0 to 100 occur"
+        assert len(pack.classes) == 101
+        report, pack = packed(source, renumber=True, **options)
+        assert "renumber" not in report.inferred
+        assert pack.classes == ("0", "5", "7", "100")
+        assert pack["train"].labels.tolist() == [0, 1, 2, 2, 3, 1]
+
+
+def test_a_single_class_is_reported_even_if_the_column_is_named(table, packed):
+    report, _ = packed(table, labels="kind", task="classes", splits="train=1")
+    assert report.inferred == {"labels": "all samples have the class 'cat'"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "task", "kind", "values"),
+    [
+        (np.array(AGES), "regression", torch.float32, AGES),
+        (np.array([0.0, 2, 1, 1, 0, 2]), "classes", torch.int64, [0, 2, 1, 1, 0, 2]),
+        (np.eye(COUNT), "multilabel", torch.uint8, np.eye(COUNT).tolist()),
+        (np.eye(COUNT, dtype=int), "regression", torch.float32, np.eye(COUNT).tolist()),
+    ],
+)
+def test_the_task_decides_how_labels_in_arrays_are_stored(packed, labels, task, kind, values):
+    sources = [(ROWS, labels), torch.utils.data.TensorDataset(torch.tensor(ROWS), torch.tensor(labels))]
+    for source in sources:
+        found = packed(source, task=task)[1]["train"]
+        assert (found.labels.dtype, found.labels.tolist()) == (kind, values)
+
+
+@pytest.mark.parametrize(
+    ("labels", "task"), [(["a"] * COUNT, "regression"), (AGES, "multilabel"), ([0.5] * COUNT, "classes")]
+)
+def test_labels_that_do_not_fit_the_task_raise(table, packed, labels, task):
+    with pytest.raises(BadSource, match=r"expected .* for this task.*change task="):
+        packed(table.assign(value=labels), labels="value", task=task)
+    with pytest.raises(InvalidOption, match="Change task="):
+        packed((ROWS, np.array(labels)), task=task)
+
+
+def test_images_are_recognized_with_their_channels_first_or_last(packed):
+    labels = np.array(AGES)
+    for source, order in ((PIXELS, "C, H, W"), (PIXELS.transpose(0, 2, 3, 1), "H, W, C")):
+        report, pack = packed((source, labels))
+        assert report.inferred["layout"] == f"images from uint8 [N, {order}]"
+        assert report.sample_shape == (8, 9, 3)
+        assert np.array_equal(pack["train"][:][0], PIXELS)
+    report, pack = packed((PIXELS, labels), layout="array")
+    assert (report.encoding, "layout" in report.inferred) == ("array", False)
+    assert np.array_equal(pack["train"][:][0], PIXELS)
+    assert packed(PIXELS[:, 0])[0].inferred["layout"] == "arrays uint8 [N, 8, 9], not images"
+    with pytest.raises(InvalidOption, match=r"samples are uint8 \[N, 3, 8, 9\]; expected images uint8 \[N, H, W, C\]"):
+        packed((PIXELS, labels), layout="nhwc")
+
+
+def test_sharded_arrays_keep_their_layout(packed):
+    assert np.array_equal(packed((PIXELS, np.array(AGES)), shard_bytes=500)[1]["train"][:][0], PIXELS)
