@@ -162,7 +162,7 @@ def _epochs_shown(verb: Verb, is_json: bool) -> Iterator[None]:
 def _epoch_line(done: meters.EpochDone) -> str:
     seconds = max(done.seconds, 1e-9)
     values = (f"{name} {value:.4g}" for name, value in done.values.items())
-    speed = f"{format_rate(done.samples / seconds, 'samples')}, {format_share(done.wait_s / seconds)} waiting for data"
+    speed = f"{format_rate(done.samples / seconds, 'images')}, {format_share(done.wait_s / seconds)} waiting for data"
     return ", ".join([f"epoch {done.epoch + 1}: {format_seconds(done.seconds)}", speed, *values])
 
 

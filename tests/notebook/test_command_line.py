@@ -254,7 +254,7 @@ def test_without_a_terminal_each_epoch_is_one_line(experiment: Path, capsys: pyt
     words = ["train", f"{file}:step", f"{file}:loader", "--epochs", "2"]
     assert main(words) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    line = r"{}: [\d.]+ m?s, [\d,]+ samples/s, [\d.]+% waiting for data, loss 0\.5"
+    line = r"{}: [\d.]+ m?s, [\d,]+ images/s, [\d.]+% waiting for data, loss 0\.5"
     assert re.fullmatch(line.format("epoch 1"), first)
     assert re.fullmatch(line.format("epoch 2"), second)
     assert main([*words, "--json"]) == 0

@@ -15,7 +15,10 @@ _CURVE = 24
 
 
 def as_text(state: PanelState) -> str:
-    """Return the panel as eleven lines of text, or twelve if the advice has a gain or a call."""
+    """Return the panel as up to eleven lines of text, or twelve if the advice has a gain or a call.
+
+    Curves without a known value are left out.
+    """
     parts = content.segments(state)
     done = round(_BAR * (content.done_share(state) or 0.0))
     load, speed, data, queue, loss = content.curves(state)
@@ -26,8 +29,8 @@ def as_text(state: PanelState) -> str:
         " ".join(filter(None, content.verdict(state))),
         f"{'█' * done}{'░' * (_BAR - done)}  {content.position(state)}",
         "  ".join([_stacked([part.share for part in parts]), *legend]),
-        *(_curve(curve) for curve in (load, speed, data, queue)),
-        " · ".join(filter(None, [_curve(loss), content.values(state)])),
+        *(_curve(curve) for curve in (load, speed, data, queue) if curve.text != content.UNKNOWN),
+        " · ".join(filter(None, [_curve(loss) if loss.text != content.UNKNOWN else "", content.values(state)])),
         f"{_gauge(gpu)} · {_gauge(ram)}",
         f"{_gauge(disk)} · {_gauge(tmpfs)} · {content.cost(state)}",
         f"{action}{f': {found}' if found else ''}",
