@@ -1,4 +1,4 @@
-"""Fixtures of the loader's tests: a folder for packs, and a check that no thread outlives its test."""
+"""Fixtures for the loader tests: a folder for packs, and a check that no loader thread outlives its test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from waiting import comes_true
 def no_thread_is_left() -> Iterator[None]:
     yield
     if loader_threads("colabkit-"):
-        # The traceback of a failed test keeps its iterators alive.
+        # An iterator in a reference cycle, for example with a traceback, keeps its threads until it is collected.
         gc.collect()
     assert comes_true(lambda: not loader_threads("colabkit-"))
 

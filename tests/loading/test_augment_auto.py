@@ -1,4 +1,4 @@
-"""`TrivialAugmentWide` applies the operations of torchvision, one of random strength to each sample."""
+"""`TrivialAugmentWide` applies one random operation of random strength to each image, as torchvision does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 300
 
 
 def photos(channels: int, height: int, width: int) -> torch.Tensor:
-    """Return smooth images, of which some are dark or have one color."""
+    """Return smooth images; every 7th is dark, and every 11th is a uniform gray."""
     small = images(COUNT, channels, 6, 8).float()
     batch = interpolate(small, (height, width), mode="bicubic").clamp(0, 255).to(torch.uint8)
     batch[::7] //= 2
@@ -29,7 +29,7 @@ def photos(channels: int, height: int, width: int) -> torch.Tensor:
 
 
 def by_torchvision(transform: TrivialAugmentWide, batch: torch.Tensor, numbers: Draws) -> torch.Tensor:
-    """Apply the same choices with torchvision's code, one image at a time."""
+    """Apply the operations that `transform` chooses with torchvision's code, one image at a time."""
     theirs = v2.TrivialAugmentWide(fill=transform.fill or None)
     mode = InterpolationMode(transform.interpolation)
     return torch.stack(
@@ -62,7 +62,7 @@ def test_floating_point_images_are_those_of_torchvision():
         got = transform.apply(batch, None, draws(COUNT))[0]
         assert got.dtype == dtype
         difference = (got.double() - by_torchvision(transform, batch.double(), draws(COUNT))).abs()
-        # A place halfway between two pixels may be rounded to either.
+        # A sampling point halfway between two pixels may be rounded to either.
         assert (difference > tolerance).float().mean() < 1e-3
 
 

@@ -1,4 +1,4 @@
-"""`ColorJitter` changes colors as torchvision does, by random factors and in a random order for each sample."""
+"""`ColorJitter` changes colors as torchvision does, with random factors and in a random order for each sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL = ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
 def test_one_factor_gives_the_images_of_torchvision(name):
     adjust, factors = ADJUSTMENTS[name]
     batch = images(6)
-    # Gray pixels have no hue.
+    # Include gray pixels, which have no hue.
     batch[:, :, :4] = batch[:, :1, :4]
     for factor, channels in itertools.product(factors, (3, 1)):
         given = batch[:, :channels].contiguous(memory_format=torch.channels_last)

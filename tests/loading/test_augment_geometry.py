@@ -41,7 +41,7 @@ def boxes_of(transform: Geometry, batch: torch.Tensor, numbers: Draws) -> list[t
 
 
 def cut_out(image: torch.Tensor, box: tuple[int, int, int, int, bool, bool], size: tuple[int, int]) -> torch.Tensor:
-    """Cut a box out of one image `[C, H, W]`, which is read-only like a row of a pack."""
+    """Cut a box out of an image `[C, H, W]` whose pixels are read-only, like those of a pack."""
     pixels = image.permute(1, 2, 0).contiguous().numpy()
     pixels.flags.writeable = False
     out = np.empty((*size, image.shape[0]), np.uint8)
@@ -89,7 +89,7 @@ def test_cutting_is_thread_safe():
 def test_a_box_that_reaches_beyond_the_image_is_filled(mirrored, upside_down, side):
     image = images(1, 3, side, side)[0]
     height, width = side + 9, side - 2
-    # torchvision pads with 0.
+    # torchvision pads with 0; replace its padding with the fill value 9.
     expected = reference.crop(image + 0, -4, 5, height, width)
     beyond = reference.crop(torch.ones_like(image), -4, 5, height, width) == 0
     expected = torch.where(beyond, torch.tensor(9, dtype=torch.uint8), expected)

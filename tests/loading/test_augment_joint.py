@@ -1,4 +1,4 @@
-"""`JointTransform` moves masks and bounding boxes exactly as the images."""
+"""`JointTransform` moves masks and bounding boxes in exactly the same way as the images."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_bounding_boxes_are_those_of_torchvision(flips):
                 if isinstance(flip, RandomVerticalFlip):
                     expected = reference.vertical_flip(expected)
             expected = reference.clamp_bounding_boxes(expected)
-            # torchvision computes some of them in float32.
+            # torchvision computes some box coordinates in float32.
             assert torch.allclose(moved, expected.as_subclass(torch.Tensor), atol=1e-5)
 
 

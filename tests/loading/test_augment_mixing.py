@@ -21,7 +21,10 @@ BATCH = images(8, 3, 12, 10, least=1)
 
 
 def shares(alpha: float, count: int, seed: int = 5) -> np.ndarray:
-    """Return the weight of each sample's own image: the probability of class 0, which its neighbors do not have."""
+    """Return the weight of each image in its own mix.
+
+    Neighbors differ in class, so this weight is the probability of the image's class.
+    """
     labels = torch.eye(2, dtype=torch.float64)[torch.arange(count) % 2]
     mixed = MixUp(2, alpha)(torch.zeros(count, 1, 1, 1), labels, draws=draws(count, seed))[1]
     return mixed[torch.arange(count), torch.arange(count) % 2].numpy()
@@ -180,7 +183,7 @@ def test_class_numbers_out_of_range_raise_an_error(labels, found):
 
 
 def every_byte(channels: int = 3) -> torch.Tensor:
-    """Return every byte value in every channel, in channels-last memory like the loader's batches."""
+    """Return two images that contain every byte value in every channel, in channels-last memory format."""
     values = torch.arange(256, dtype=torch.uint8).repeat(channels).view(1, channels, 16, 16)
     return torch.cat([values, 255 - values]).contiguous(memory_format=torch.channels_last)
 
@@ -229,7 +232,7 @@ def test_floating_point_images_are_not_divided_by_255_as_in_torchvision(dtype, t
     expected = v2.Normalize(MEAN, STD)(batch.double())
     for _ in range(2):
         assert torch.allclose(normalize(batch).double(), expected, atol=tolerance, rtol=tolerance)
-        # The same transform has to handle both dtypes.
+        # One transform must handle both dtypes alternately.
         bytes_too = normalize(every_byte())
         assert torch.allclose(bytes_too.double(), expected, atol=tolerance, rtol=tolerance)
 

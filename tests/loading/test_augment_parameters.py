@@ -1,4 +1,4 @@
-"""Boxes of crops, flips and squares follow torchvision's distributions and depend only on the sample's numbers."""
+"""Crops, flips and cutout squares follow the reference distributions, and depend only on each sample's numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_random_crops_are_uniform_as_in_torchvision(padding, size):
     counts = np.bincount((got[:, 0] + top) * columns + got[:, 1] + left, minlength=rows * columns)
     cells, expected = rows * columns, COUNT / (rows * columns)
     assert len(counts) == cells, "a crop lies beyond the border"
-    # Chi-square has mean cells - 1 and variance 2 (cells - 1): 5 standard deviations.
+    # The chi-squared statistic has mean cells - 1 and variance 2 * (cells - 1); allow 5 standard deviations.
     assert ((counts - expected) ** 2 / expected).sum() <= cells - 1 + 5 * math.sqrt(2 * (cells - 1))
     torch.manual_seed(1)
     image = torch.empty(3, size[0] + top + bottom, size[1] + left + right)
@@ -126,7 +126,7 @@ def test_squares_follow_the_distribution_of_the_original_cutout(size):
     rng = np.random.default_rng(4)
     batch = torch.full((2000, 1, height, width), 9, dtype=torch.uint8)
     got = Cutout(size).apply(batch, None, Draws(1, 0, np.arange(2000)))[0][:, 0].numpy() == 0
-    # This is the code of the authors of Cutout.
+    # The Cutout authors compute the squares this way.
     expected = np.zeros((2000, height, width), bool)
     for mask in expected:
         y, x = rng.integers(height), rng.integers(width)

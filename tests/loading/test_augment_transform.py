@@ -1,4 +1,4 @@
-"""Properties of every transform: it preserves its input, treats samples independently, and equals its copies.
+"""Transforms preserve their input, treat samples independently, and equal their copies.
 
 The random numbers are uniform, independent, and a pure function of seed, epoch, position and stream.
 """
@@ -117,7 +117,7 @@ def test_transforms_with_different_arguments_are_unequal():
 
 
 def test_a_transform_computes_on_the_device_of_the_images():
-    # Tensors on the device "meta" have no values: neither copying to the CPU nor waiting for a result is possible.
+    # Tensors on the "meta" device have no values, so copying them to the CPU would fail.
     for transform, dtype in itertools.product(ALL, DTYPES):
         got = transform.apply(images().to(dtype).to("meta"), LABELS.to("meta"), draws())
         assert [result.device.type for result in got] == ["meta", "meta"], (transform, dtype)
@@ -132,7 +132,7 @@ def test_the_gpu_gives_the_same_result_as_the_cpu(transform):
     assert got[0].is_contiguous(memory_format=torch.channels_last)
     for result, other in zip(got, expected, strict=True):
         assert result.device.type == "cuda"
-        # One color adjustment after another may enlarge a difference.
+        # Consecutive color adjustments may amplify a rounding difference.
         most = 3 if isinstance(transform, ColorJitter) else int(got[0].dtype == torch.uint8)
         assert (result.cpu().double() - other.double()).abs().max() <= most + 1e-6
 
@@ -161,7 +161,7 @@ def test_the_random_numbers_are_those_of_splitmix64():
         return state ^ (state >> 31)
 
     assert hashed(1234567) == 6457827717110365317, "not the first number of the published SplitMix64 for this seed"
-    # This is position 9, because hashing itself adds one step.
+    # Add only 8 steps for position 9, because `hashed` adds one.
     state = hashed((hashed(hashed(hashed(5) + 2) + 0) + 8 * step) & mask)
     row = numbered(5, 2, 1, start=9).uniforms(4)[0]
     assert row.tolist() == [(hashed((state + column * step) & mask) >> 11) / 2**53 for column in range(4)]
@@ -188,7 +188,7 @@ def test_random_numbers_are_uniform_for_any_seed(seed):
     assert values.max() < 1
     for column in values.T:
         counts = np.bincount((column * 64).astype(int), minlength=64)
-        # 63 degrees of freedom: chi-square beyond 128 has a probability of 3e-6.
+        # With 63 degrees of freedom, chi-squared exceeds 128 with probability 3e-6.
         assert ((counts - 312.5) ** 2 / 312.5).sum() < 128
 
 

@@ -33,13 +33,11 @@ def make_view() -> Any:
 
 
 def numbers(batches: Any) -> list[list[int]]:
-    """Return the sample numbers of each batch."""
     return [labels.tolist() for _, labels in batches]
 
 
 @pytest.fixture
 def epochs() -> list[list[list[int]]]:
-    """Return the batches of three epochs."""
     loader = make_loader()
     return [numbers(loader) for _ in range(3)]
 

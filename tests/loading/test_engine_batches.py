@@ -1,4 +1,4 @@
-"""Batch plans can be split anywhere; batches for a device come in order, and an error after those before it."""
+"""Batch plans can be split anywhere. Batches for a device arrive in order, and an error follows the good ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_part_of_a_plan_extends_to_the_end_by_default(first):
 
 
 class Transfer:
-    """A fake transfer that copies batches at once and records their number."""
+    """A fake transfer that copies batches immediately and records the largest number in flight."""
 
     def __init__(self) -> None:
         self.on_device: deque[Any] = deque()
@@ -79,7 +79,7 @@ class Transfer:
 
 
 def groups_of(*groups: list[int] | Exception) -> Iterator[tuple[list[Batch], None]]:
-    """Yield groups of numbered batches, none of them ready, or raise an error."""
+    """Yield groups of numbered batches that were not ready, and raise the exceptions among them."""
     for group in groups:
         if isinstance(group, Exception):
             raise group

@@ -1,4 +1,4 @@
-"""Rows are gathered into host buffers, which are reused exactly when nothing refers to them, pinned or not."""
+"""Rows are gathered into pinned or pageable buffers. A buffer is reused only after all references to it are gone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from colabkit.sampler import Sequential
 
 @pytest.fixture
 def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make page-locking fail, and return a list of the attempts."""
+    """Make pinning memory fail, and return a list that records the attempts."""
     tried: list[str] = []
     empty = torch.empty
 
@@ -51,7 +51,6 @@ def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def lends() -> None:
-    """Lend several buffers, as the threads do."""
     lender = PinnedSlots(64, torch.device("cuda"))
     for size in (64, 10, 100):
         buffer = lender.lend(size)
@@ -123,7 +122,7 @@ WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
 
 
 def content(held: Any) -> bytes:
-    """Return the bytes of a tensor or of an object over its memory."""
+    """Return the bytes of a tensor, array or storage. For a tensor with a graph, check that it can run backward."""
     if isinstance(held, torch.UntypedStorage):
         held = torch.empty(0, dtype=torch.uint8).set_(held)
     if isinstance(held, Tensor) and held.grad_fn is not None:
@@ -139,7 +138,7 @@ def plans_of(count: int) -> Iterator[BatchPlan]:
 
 @pytest.fixture
 def small_gathers(monkeypatch):
-    """Gather two batches of 32 at once."""
+    """Set the gather size to two batches of 32 images."""
     monkeypatch.setattr(batch_builder, "_GATHERED_BYTES", 2 * 32 * 16 * 16 * 3)
 
 
@@ -280,7 +279,7 @@ def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, smal
 
 
 def test_a_thread_takes_over_in_the_middle_of_a_plan_without_losing_a_batch(images, small_gathers, monkeypatch):
-    # Every gather and every step counts as slow.
+    # Make every gather and every step count as slow.
     monkeypatch.setattr(thread_engine, "_HAND_OVER_S", -1.0)
     loader = Loader(images, 32)
     assert loader._pipeline.engine.plan_batches == 128
@@ -290,7 +289,7 @@ def test_a_thread_takes_over_in_the_middle_of_a_plan_without_losing_a_batch(imag
     for batch, _ in loader:
         found.append(batch.clone())
     assert torch.equal(torch.cat(found), images.rows.permute(0, 3, 1, 2))
-    # The thread starts after one batch and two gathers of two.
+    # The thread starts after five batches: one alone, then two gathers of two batches each.
     assert begun == [5]
     (gather,) = loader.meters.snapshot().parts
     assert gather.samples == 1000
@@ -298,7 +297,7 @@ def test_a_thread_takes_over_in_the_middle_of_a_plan_without_losing_a_batch(imag
 
 def test_only_consecutive_slow_gathers_start_a_thread(images, monkeypatch):
     monkeypatch.setattr(thread_engine, "_HAND_OVER_S", 0.0)
-    # Seconds that the gathers seem to take.
+    # These durations are reported for the gathers, in seconds.
     seconds = iter([1.0, 1.0, 0.0, 1.0, 0.0, *[1.0] * 20])
 
     class TimedGather(InlineGather):
@@ -319,7 +318,7 @@ def test_only_consecutive_slow_gathers_start_a_thread(images, monkeypatch):
             left = end.value
             break
         given += 1
-    # Five gathers precede three slow ones in a row.
+    # Three slow gathers in a row come only after the first five gathers.
     assert given == 8
     assert sum(len(plan.sizes) for plan in left) == 32 - 8
 

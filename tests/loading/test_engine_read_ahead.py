@@ -46,7 +46,7 @@ PAGE = mmap.PAGESIZE
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[Range]:
-    """Return a list that records file, offset and size of each request to the kernel."""
+    """Return a list that records the file, offset and size of each request to the kernel."""
     found: list[Range] = []
 
     def advise(fd: int, place: int, size: int, advice: int) -> None:
@@ -59,7 +59,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Range]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[RowFile]:
-    """Return three files of 10, 1 and 7 rows of 100 bytes, which start at other offsets than 0."""
+    """Return three files of 10, 1 and 7 rows of 100 bytes. The rows start at nonzero offsets."""
     found = []
     for number, rows in enumerate((10, 1, 7)):
         path = tmp_path / f"{number}.bin"
@@ -187,11 +187,9 @@ def test_the_reported_file_ranges_hold_the_mapped_rows(tmp_path):
 
 
 class Kernel:
-    """A fake `madvise` that records its calls, blocks at one of them, and fails from another one on.
+    """A fake `madvise` that records its calls, and can block in one call and fail from another one on.
 
-    Args:
-        stop_at: the call that waits until `go_on` is set; None for none.
-        fail_at: the first call that fails; None for none.
+    Calls are numbered from 0. Call `stop_at` blocks until `go_on` is set; `fail_at` is the first call that fails.
     """
 
     def __init__(self, stop_at: int | None = None, fail_at: int | None = None) -> None:
@@ -212,7 +210,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
-    """Return a function that installs a `Kernel`, with steps of two pages."""
+    """Return a function that installs a `Kernel` and sets the populator's step to two pages."""
 
     def put(**options: Any) -> Kernel:
         made = Kernel(**options)
@@ -224,7 +222,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
 
 
 def maps_of(*pages: int, tail: int = 5) -> list[Tensor]:
-    """Return tensors of these numbers of pages plus `tail` bytes, which start inside a page."""
+    """Return a tensor for each page count, `tail` bytes longer than its pages. Each starts inside a page."""
     return [
         torch.from_numpy(np.frombuffer(mmap.mmap(-1, (count + 2) * PAGE), np.uint8))[7 : 7 + count * PAGE + tail]
         for count in pages
@@ -414,7 +412,7 @@ def test_the_loader_stops_the_populator_with_the_epoch(tmp_path, kernel):
 
 @pytest.fixture
 def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
-    """Return a source of photos whose reads can be blocked."""
+    """Return a remote source of photos whose reads can be blocked."""
     monkeypatch.setattr(concurrency, "_TICK_S", 0.01)
     found = HeldReads(photos(tmp_path / "tree", 8))
     yield found

@@ -1,4 +1,4 @@
-"""The loader's worker threads with a fake builder: order, pieces, position of errors, closing and limits."""
+"""Worker threads of the loader, tested with a fake builder: order, pieces, errors, closing and limits."""
 
 from __future__ import annotations
 
@@ -20,25 +20,29 @@ from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.engine.thread_engine import ThreadPool
 
 DEADLINE_S = 20.0
-# Samples per batch.
-SIZE = 4
-# Samples per piece, chosen so that pieces and batches do not end together.
-PIECE = 3
+BATCH_SIZE = 4
+# Pieces and batches must not end at the same sample.
+PIECE_SIZE = 3
 
 
 def plans(count: int, batches: int = 2) -> Iterator[BatchPlan]:
-    """Yield plans of some batches each; the index of a sample is its position."""
-    samples = batches * SIZE
+    """Yield `count` plans of `batches` batches each. The index of each sample is its position."""
+    samples = batches * BATCH_SIZE
     for start in range(0, count * samples, samples):
         numbers = np.arange(start, start + samples)
-        reached = tuple(range(start + SIZE, start + samples + 1, SIZE))
-        yield BatchPlan(numbers, numbers, (SIZE,) * batches, reached)
+        reached = tuple(range(start + BATCH_SIZE, start + samples + 1, BATCH_SIZE))
+        yield BatchPlan(numbers, numbers, (BATCH_SIZE,) * batches, reached)
 
 
 class FakeBuilder:
-    """Compute 2 * index + 1 for each sample; first call `at(step, first sample)`, which may wait or raise."""
+    """A builder that computes 2 * index + 1 for each sample.
 
-    def __init__(self, at: Callable[[str, int], object] = lambda step, sample: None, piece: int | None = PIECE) -> None:
+    Each step first calls `at(step, first sample)`, which may wait or raise.
+    """
+
+    def __init__(
+        self, at: Callable[[str, int], object] = lambda step, sample: None, piece: int | None = PIECE_SIZE
+    ) -> None:
         self.at = at
         self.piece = piece
         self.begun = 0
@@ -65,14 +69,14 @@ class FakeBuilder:
     def finish(self, group: BatchGroup, samples: int) -> Iterator[Batch]:
         for stop, reached in zip(itertools.accumulate(group.plan.sizes), group.plan.ends, strict=True):
             if stop <= samples:
-                self.at("finish", int(group.plan.indices[stop - SIZE]))
-                positions = group.plan.positions[stop - SIZE : stop]
-                yield Batch([group.values[0][stop - SIZE : stop]], positions, reached)
+                self.at("finish", int(group.plan.indices[stop - BATCH_SIZE]))
+                positions = group.plan.positions[stop - BATCH_SIZE : stop]
+                yield Batch([group.values[0][stop - BATCH_SIZE : stop]], positions, reached)
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., ThreadPool]]:
-    """Return a function that starts workers; they are closed after the test and must leave no thread."""
+    """Return a function that starts a thread pool. After the test, close all pools and check that no thread is left."""
     started: list[ThreadPool] = []
 
     def make(
@@ -88,7 +92,7 @@ def start() -> Iterator[Callable[..., ThreadPool]]:
 
 
 def taken(running: ThreadPool) -> Iterator[Batch]:
-    """Yield all batches as the user of a loader receives them."""
+    """Yield all remaining batches, and make room for another group after each group."""
     while (group := running.take(DEADLINE_S)) is not None:
         yield from group.batches
         running.make_room()
@@ -102,13 +106,13 @@ def raises_at(step: str, sample: int, error: BaseException) -> Callable[[str, in
     return act
 
 
-@pytest.mark.parametrize("piece", [None, 1, PIECE, SIZE, 100])
+@pytest.mark.parametrize("piece", [None, 1, PIECE_SIZE, BATCH_SIZE, 100])
 @pytest.mark.parametrize("threads", [0, 1, 2, 16])
 @pytest.mark.parametrize("ahead", [1, 3, 50])
 def test_batches_are_complete_and_in_order_with_any_number_of_threads(start, threads, ahead, piece):
     builder = FakeBuilder(piece=piece)
     batches = list(taken(start(plans(30), builder, threads, ahead)))
-    assert [batch.end for batch in batches] == list(range(SIZE, 241, SIZE))
+    assert [batch.end for batch in batches] == list(range(BATCH_SIZE, 241, BATCH_SIZE))
     assert np.concatenate([batch.positions for batch in batches]).tolist() == list(range(240))
     assert np.concatenate([batch.values[0] for batch in batches]).tolist() == list(range(1, 481, 2))
     spans = sorted(builder.filled)
@@ -120,7 +124,7 @@ def test_many_threads_over_many_epochs_neither_lose_nor_repeat_samples(start):
         plan = list(plans(12, batches=1 + round_ % 3))
         running = start(plan, FakeBuilder(piece=1 + round_ % 4), threads=24, ahead=1 + round_ % 7)
         positions = np.concatenate([batch.positions for batch in taken(running)])
-        assert positions.tolist() == list(range(12 * SIZE * (1 + round_ % 3)))
+        assert positions.tolist() == list(range(12 * BATCH_SIZE * (1 + round_ % 3)))
         running.close()
 
 
@@ -134,19 +138,19 @@ def test_a_group_that_ends_early_waits_for_those_before_it(start):
     def at(step: str, sample: int) -> None:
         if (step, sample) == ("fill", 0):
             assert second_done.wait(DEADLINE_S)
-        # This is the last batch of the second group.
-        if (step, sample) == ("finish", 3 * SIZE):
+        # This sample starts the last batch of the second group.
+        if (step, sample) == ("finish", 3 * BATCH_SIZE):
             second_done.set()
 
     running = start(plans(3), FakeBuilder(at), threads=2)
-    assert [batch.end for batch in taken(running)] == list(range(SIZE, 6 * SIZE + 1, SIZE))
+    assert [batch.end for batch in taken(running)] == list(range(BATCH_SIZE, 6 * BATCH_SIZE + 1, BATCH_SIZE))
     assert second_done.is_set()
 
 
 def test_all_threads_build_the_pieces_of_one_group_at_once(start):
     together = threading.Barrier(3, timeout=DEADLINE_S)
     builder = FakeBuilder(lambda step, sample: together.wait() if step == "fill" else None)
-    # Eight samples are built in pieces of three.
+    # The eight samples make three pieces, one for each thread.
     running = start(plans(1), builder, threads=3)
     assert len(list(taken(running))) == 2
     assert not together.broken
@@ -222,17 +226,17 @@ def test_the_idle_seconds_of_a_thread_are_reported(start):
     ("step", "sample", "whole"),
     [
         # The third group fails when it begins, after four batches.
-        ("begin", 2 * SIZE * 2, 4),
+        ("begin", 2 * BATCH_SIZE * 2, 4),
         ("begin", 0, 0),
         # The first piece of that group fails.
-        ("fill", 2 * SIZE * 2, 4),
+        ("fill", 2 * BATCH_SIZE * 2, 4),
         # A piece that spans both batches fails.
-        ("fill", 2 * SIZE * 2 + PIECE, 4),
+        ("fill", 2 * BATCH_SIZE * 2 + PIECE_SIZE, 4),
         # The last piece fails, so the first batch of the group is complete.
-        ("fill", 2 * SIZE * 2 + 2 * PIECE, 5),
+        ("fill", 2 * BATCH_SIZE * 2 + 2 * PIECE_SIZE, 5),
         ("fill", 0, 0),
-        ("finish", 2 * SIZE * 2, 4),
-        ("finish", 2 * SIZE * 2 + SIZE, 5),
+        ("finish", 2 * BATCH_SIZE * 2, 4),
+        ("finish", 2 * BATCH_SIZE * 2 + BATCH_SIZE, 5),
     ],
 )
 def test_an_error_is_raised_after_the_batches_before_it_and_ends_the_epoch(start, threads, step, sample, whole):
@@ -243,18 +247,20 @@ def test_an_error_is_raised_after_the_batches_before_it_and_ends_the_epoch(start
         got.extend(taken(running))
     running.close()
     assert caught.value is error
-    assert np.concatenate([np.empty(0), *(batch.positions for batch in got)]).tolist() == list(range(whole * SIZE))
+    assert np.concatenate([np.empty(0), *(batch.positions for batch in got)]).tolist() == list(
+        range(whole * BATCH_SIZE)
+    )
     assert not running.ready()
 
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_a_system_exit_in_a_thread_is_raised_after_the_batches_before_it(start, threads):
-    for step, sample, whole in (("begin", 16, 4), ("fill", 16 + 2 * PIECE, 5), ("finish", 16 + SIZE, 5)):
+    for step, sample, whole in (("begin", 16, 4), ("fill", 16 + 2 * PIECE_SIZE, 5), ("finish", 16 + BATCH_SIZE, 5)):
         running = start(plans(8), FakeBuilder(raises_at(step, sample, SystemExit(3))), threads, ahead=6)
         got: list[Batch] = []
         with pytest.raises(SystemExit):
             got.extend(taken(running))
-        assert [batch.end for batch in got] == [SIZE * number for number in range(1, whole + 1)]
+        assert [batch.end for batch in got] == [BATCH_SIZE * number for number in range(1, whole + 1)]
 
 
 @pytest.mark.parametrize("threads", [0, 3])
@@ -270,7 +276,7 @@ def test_an_error_of_the_plans_is_raised_after_the_batches_before_it(start, thre
 
 
 def test_of_several_errors_in_a_group_the_one_of_the_first_sample_is_raised(start):
-    """The pieces at 0, 3 and 6 are in progress together; those at 6 and 3 fail, in this order."""
+    """The pieces that begin at samples 0, 3 and 6 run together. The piece at 6 fails first, then the piece at 3."""
     together, late_failed = threading.Barrier(3, timeout=DEADLINE_S), threading.Event()
 
     def at(step: str, sample: int) -> None:
@@ -295,7 +301,7 @@ def test_an_error_of_a_later_group_waits_for_the_groups_before_it(start):
     def at(step: str, sample: int) -> None:
         if (step, sample) == ("fill", 0):
             assert failed.wait(DEADLINE_S)
-        if (step, sample) == ("fill", 2 * SIZE):
+        if (step, sample) == ("fill", 2 * BATCH_SIZE):
             failed.set()
             raise ValueError("planned")
 
@@ -310,7 +316,7 @@ def test_a_group_that_ends_after_an_earlier_one_failed_is_dropped(start, fails_t
     first_failed, go_on = threading.Event(), threading.Event()
 
     def at(step: str, sample: int) -> None:
-        if (step, sample) == ("fill", 2 * SIZE):
+        if (step, sample) == ("fill", 2 * BATCH_SIZE):
             first_failed.set()
             assert go_on.wait(DEADLINE_S)
             if fails_too:
@@ -354,7 +360,7 @@ def test_close_ends_threads_that_wait_for_room_or_work(start, threads):
 
 
 def test_a_worker_thread_may_close_the_pool_without_waiting_for_itself(start):
-    """The garbage collector does this in any thread when it closes an abandoned iteration."""
+    """The garbage collector closes abandoned iterations in any thread, so also in a worker thread."""
     running: list[ThreadPool] = []
     is_made, is_closed = threading.Event(), threading.Event()
 
@@ -409,7 +415,7 @@ def test_close_abandons_threads_that_hang_and_logs_a_warning(start, monkeypatch,
 
 
 def test_an_error_in_finishing_a_batch_precedes_an_error_of_a_later_piece(start):
-    planned = {("fill", 2 * PIECE): "fill", ("finish", 0): "finish"}
+    planned = {("fill", 2 * PIECE_SIZE): "fill", ("finish", 0): "finish"}
 
     def at(step: str, sample: int) -> None:
         if (step, sample) in planned:
@@ -432,6 +438,6 @@ def test_without_threads_the_caller_builds_each_group_when_it_takes_it(start):
 
 
 def test_an_interrupt_while_the_caller_builds_is_raised_at_once(start):
-    running = start(plans(2), FakeBuilder(raises_at("fill", PIECE, KeyboardInterrupt())), threads=0)
+    running = start(plans(2), FakeBuilder(raises_at("fill", PIECE_SIZE, KeyboardInterrupt())), threads=0)
     with pytest.raises(KeyboardInterrupt):
         running.take(DEADLINE_S)

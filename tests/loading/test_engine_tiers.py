@@ -1,4 +1,4 @@
-"""The tier depends on the free space; decoded images are cached once, by any thread, in RAM or in a nameless file."""
+"""The tier depends on the free space. Decoded images are cached once, by any thread, in RAM or in an unnamed file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROWS = 1000
 
 
 def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any]) -> Tier:
-    """Return the tier of a thousand rows with this total size."""
+    """Return the tier chosen for 1,000 rows that take `gigabytes` GiB together."""
     row_bytes = None if gigabytes is None else int(gigabytes * GIB) // ROWS
     return choose_tier("make a Loader", keep, room, row_bytes=row_bytes, count=ROWS, **kind)
 
@@ -66,7 +66,7 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
         # Decoded samples are cached in RAM before they move to the GPU.
         ("auto", Room(100 * GIB, 10 * GIB, 100 * GIB), 40, DECODED, "disk", ROWS),
         ("auto", Room(100 * GIB, 10 * GIB, 0), 35, DECODED, "ram", 200),
-        # The kernel caches the rows of a pack as long as all fit in RAM.
+        # The kernel can cache the rows of a pack if all of them fit in RAM.
         ("auto", ROOMY, 70, FILE, "ram", 0),
         ("auto", ROOMY, 71, FILE, "disk", 0),
         ("ram", ROOMY, 70, FILE, "ram", 0),
@@ -280,7 +280,7 @@ def row_of(number: int) -> np.ndarray:
 
 
 def cache_row(rows: RowCache, number: int) -> bool:
-    """Cache a row as the loader does; return whether a slot was free."""
+    """Cache a row as the loader does, and return whether a slot was free."""
     place = rows.claim()
     if place is None:
         return False
@@ -290,7 +290,7 @@ def cache_row(rows: RowCache, number: int) -> bool:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, ram_bytes: int, disk_bytes: int) -> None:
-    """Limit the free space for decoded samples."""
+    """Set the free space for decoded samples."""
     monkeypatch.setattr(tiers, "_RAM_SHARE", 1)
     monkeypatch.setattr(tiers, "_DISK_SHARE", 1)
     monkeypatch.setattr(tiers.Room, "measure", lambda *_: tiers.Room(None, ram_bytes, disk_bytes))
@@ -330,7 +330,7 @@ def test_the_same_ram_is_not_reserved_for_two_loaders(source, monkeypatch):
     monkeypatch.setattr(tiers, "memory_limits", lambda _: SimpleNamespace(available_bytes=free))
     loaders = [Loader(data, 4, size=16) for _ in range(3)]
     assert [loader.tier.name for loader in loaders] == ["ram", "ram", "disk"]
-    # With keep="ram" the user takes responsibility for the other caches.
+    # keep="ram" ignores the RAM that other loaders have reserved.
     assert Loader(data, 4, size=16, keep="ram").tier.name == "ram"
     del loaders
     gc.collect()
@@ -364,7 +364,7 @@ def test_a_released_slot_is_claimed_again():
     rows.release(first)
     assert rows.claim() == first
     rows.settle(second, 7)
-    # Two threads have decoded the same sample.
+    # Another thread has decoded the same sample.
     rows.settle(first, 7)
     assert len(rows) == 1
     assert rows.claim() == first

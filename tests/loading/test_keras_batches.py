@@ -1,4 +1,4 @@
-"""`Loader.as_keras()` inside Keras 3 on torch."""
+"""`Loader.as_keras()` in Keras 3 with the torch backend."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(pack: Path, code: str) -> Any:
-    """Run code in a process with Keras on torch, and return the value of its variable `result`."""
+    """Run code in a process with Keras on the torch backend, and return the value of its variable `result`."""
     needs("keras", importlib.util.find_spec("keras") is not None)
     environ = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_HOME": str(pack.parent), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", f"{COMMON}\n{code}\nprint(json.dumps(result))", str(pack)]

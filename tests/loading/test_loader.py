@@ -207,7 +207,7 @@ def test_meters_add_up(data, heard):
     assert list(parts) == ["gather", "augment"]
     for part in parts.values():
         assert 70 <= part.samples <= 88
-        # Labels are gathered too.
+        # Only the gather part also counts the 8 bytes of each label.
         assert part.handled_bytes == part.samples * (36 + 8 * (part.name == "gather"))
         assert part.busy_s > 0
     assert 0 <= found.ready <= 19
@@ -245,7 +245,8 @@ def test_the_requested_number_of_batches_is_built_ahead_and_never_more(folder, p
 
     for _ in Loader(data, 2, transform=PerBatch(transform), prefetch_batches=prefetch, num_workers=1):
         with changed:
-            # At the third batch the limit is reached; before, groups grow, and inside a group fewer batches are ahead.
+            # At the third batch, `prefetch` further batches must be built.
+            # At others, only half as many: groups grow at first, and inside a group fewer batches are ahead.
             wanted = min(requested + (prefetch if requested == 3 else (prefetch + 1) // 2), 30)
             assert changed.wait_for(lambda wanted=wanted: made >= wanted, DEADLINE_S)
             requested += 1

@@ -1,4 +1,4 @@
-"""`Loader` over arrays, over packs with several fields or without labels, and over HDF5 files of other programs."""
+"""`Loader` over arrays, packs with several fields or without labels, and HDF5 files written by other programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def order_of(epoch: int = 0) -> np.ndarray:
 
 
 def loaded(dataset: Any, **options: Any) -> list[Any]:
-    """Return the batches of a shuffled epoch, with 4 samples each."""
+    """Return one shuffled epoch in batches of 4 samples."""
     return list(Loader(dataset, 4, shuffle=True, seed=5, **options))
 
 
@@ -190,7 +190,7 @@ def test_a_state_of_other_arrays_raises_an_error_and_one_of_equal_arrays_loads()
             Loader(other, 4, shuffle=True).load_state_dict(state)
 
 
-# Some gather rows, and some load samples one by one.
+# Only the first way gathers rows; the others load samples one by one.
 WAYS = {
     "rows": {},
     "transform of samples": {"transform": v2.RandomHorizontalFlip()},

@@ -1,4 +1,4 @@
-"""Images that cannot be decoded raise an error in order, are skipped with their labels, or become blank images."""
+"""Undecodable images raise an error in sample order, are skipped with their labels, or become blank images."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ TRANSFORMS = [
 
 @pytest.fixture
 def good(tmp_path: Path) -> FileDataset:
-    """Return twelve photos."""
     return FileDataset(photos(tmp_path / "good"))
 
 
 @pytest.fixture
 def bad(tmp_path: Path) -> FileDataset:
-    """Return the same twelve photos, with three bad ones."""
+    """Return the same twelve photos, three of them corrupted."""
     paths = files_of(photos(tmp_path / "bad"))
     for number, content in BAD.items():
         paths[number].write_bytes(content)
@@ -48,7 +47,7 @@ def bad(tmp_path: Path) -> FileDataset:
 
 
 def broken(tree: Path, number: int) -> FileDataset:
-    """Corrupt one of the photos in a folder, and return all of them."""
+    """Corrupt photo `number` of a folder, and return the folder's dataset."""
     files_of(tree)[number].write_bytes(b"no picture")
     return FileDataset(tree)
 

@@ -167,8 +167,6 @@ def test_a_custom_subclass_that_changes_samples_yields_the_changed_samples(pictu
 
 def test_only_a_subclass_that_changes_samples_disables_gathering_rows(pack: PackedDataset) -> None:
     class Named(TensorDataset):
-        """Only add a name."""
-
         name = "mine"
 
     for dataset in (Named(torch.zeros(4, 2)), Subset(pack, [0, 1])):

@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def file_of(kind: str, pixels: np.ndarray) -> bytes:
-    """Return the bytes of an image file in a format."""
+    """Encode pixels as an image file of this kind."""
     options = dict(KINDS[kind])
     form, mode = options.pop("format"), options.pop("mode", "RGB")
     return saved(Image.fromarray(pixels).convert(mode), form, **options)
@@ -52,7 +52,7 @@ def file_of(kind: str, pixels: np.ndarray) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return files in all formats, 40x56 pixels when upright, in three classes."""
+    """Return a folder with `files`: images of all kinds in three class folders, 40x56 pixels when upright."""
     root = tmp_path_factory.mktemp("kinds")
     for number, kind in enumerate([*KINDS, "baseline", "png", "grey", "progressive"]):
         place = root / "files" / "abc"[number % 3]
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sized(folder: Path) -> dict[str, PackedDataset]:
-    """Return packs of these files by their encoding."""
+    """Return a pack of the images for each encoding."""
     return {
         encoding: open_pack(packed(folder / "files", folder / f"{encoding}.h5", encoding=encoding))["train"]
         for encoding in ("source", "jpeg", "raw")
@@ -77,7 +77,7 @@ def one_by_one(data: Any, count: int | None = None) -> Tensor:
 
 
 def applied(transform: Transform, images: Tensor, seed: int = 0, epoch: int = 0) -> Tensor:
-    """Apply a transform to a whole batch."""
+    """Apply a transform with the random numbers of an epoch's first samples."""
     return transform.apply(images, None, Draws(seed, epoch, np.arange(len(images))))[0]
 
 

@@ -1,4 +1,4 @@
-"""Files of a remote source in `Loader`: read ahead, each once, with errors in order and timeouts for hanging reads."""
+"""`Loader` over a remote source reads each file once and ahead, raises errors in order, and limits hanging reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tree: Path) -> Tensor:
-    """Return all images of the photos."""
+    """Return the decoded photos as one tensor, in the order of the dataset."""
     return torch.stack([image for image, _ in FileDataset(tree)])
 
 
@@ -73,7 +73,7 @@ def decoded(loader: Loader) -> int:
 
 
 def until_it_fails(loader: Loader, kind: type[ColabkitError], match: str) -> Tensor:
-    """Return the images that come before an error."""
+    """Return the images loaded before the expected error."""
     got = [torch.empty(0, 3, 24, 32, dtype=torch.uint8)]
     with pytest.raises(kind, match=match):
         got.extend(images.clone() for images, _ in loader)
@@ -235,7 +235,7 @@ def test_abandoning_an_epoch_ends_all_threads_at_once_even_while_reads_hang(remo
     running = iter(loader)
     next(running)
     if hangs:
-        # Now a thread waits for the next file.
+        # Wait until the 20 readable photos are decoded and the next read hangs.
         assert comes_true(lambda: decoded(loader) == 20)
     began = time.monotonic()
     running.close()

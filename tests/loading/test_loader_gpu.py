@@ -45,7 +45,7 @@ def test_copies_never_overwrite_what_queued_kernels_still_read(folder):
     for images, _ in Loader(data, 16, device="cuda", keep="ram"):
         for _ in range(20):
             busy = torch.tanh(busy @ busy)
-        # This runs after the queued products, long after the host has continued.
+        # The GPU computes this sum after the queued products, long after the host has continued.
         sums.append(images.double().sum())
         del images
     expected = [rows.double().sum() for rows in data.rows.split(16)]

@@ -43,7 +43,7 @@ def make_loader(data: PackedDataset, **options: Any) -> Loader:
 
 
 def expected(data: PackedDataset, *epochs: int) -> list[Tensor]:
-    """Return the images of all batches of some epochs."""
+    """Return the expected image batches of these epochs, scaled to 0..1."""
     orders = [epoch_order(COUNT, 3, epoch, 0, COUNT) for epoch in epochs]
     return [data[order[start : start + BATCH]][0].float() / 255 for order in orders for start in range(0, COUNT, BATCH)]
 
@@ -53,7 +53,7 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def lightning_parts() -> tuple[Any, type]:
-    """Return Lightning, and a module that records its training batches."""
+    """Return Lightning, and a module class that records its training batches."""
     needs("lightning", importlib.util.find_spec("lightning") is not None)
     import lightning.pytorch as lightning
 
@@ -211,7 +211,7 @@ def test_keras_on_torch_fits_and_evaluates_on_a_loader_through_a_generator(tmp_p
     assert result["changed"]
     with np.load(tmp_path / "seen.npz") as saved:
         seen = [torch.from_numpy(saved[name]) for name in saved.files]
-    # Keras may request one batch more than it trains on.
+    # In each epoch, Keras may request one batch more than it trains on.
     assert same(seen[: 2 * STEPS], expected(data, 0, 1))
     assert len(seen) <= 2 * STEPS + 2
 

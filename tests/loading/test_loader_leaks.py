@@ -48,18 +48,18 @@ Make = Callable[..., Loader]
 
 
 def left() -> tuple[list[str], list[psutil.Process]]:
-    """Return the loader's threads and the live child processes."""
+    """Return the names of the loader's threads, and all child processes."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit")]
     return threads, psutil.Process().children(recursive=True)
 
 
 @pytest.fixture(autouse=True)
 def children() -> Iterator[list[psutil.Process]]:
-    """Return the child processes of earlier tests, and check that the test leaves no others."""
+    """Return the existing child processes. After the test, check that no thread and no other process is left."""
     before = left()[1]
     yield before
     if left() != ([], before):
-        # The traceback of a failed test keeps its iterators alive.
+        # An iterator in a reference cycle, for example with a traceback, keeps its threads until it is collected.
         gc.collect()
     psutil.wait_procs([process for process in left()[1] if process not in before], 10)
     assert left() == ([], before)
@@ -67,7 +67,7 @@ def children() -> Iterator[list[psutil.Process]]:
 
 @pytest.fixture(scope="module")
 def makes(folder: Path) -> dict[str, Make]:
-    """Return functions that create a loader of each kind; they take further options."""
+    """Return, for each kind of loader, a function that creates one with additional options."""
     raw = open_pack(make_pack(folder / "raw.h5", (48, 40, 3), train=COUNT))["train"]
     blobs = [saved(photo(24 + number % 3, 28, seed=number % 7), "JPEG") for number in range(COUNT)]
     fields = {"X": {"train": blobs}, "Y": {"train": np.arange(COUNT) % 3}}
@@ -198,7 +198,7 @@ def test_writing_into_a_batch_changes_no_later_one(makes, way):
 
 
 def resources() -> tuple[int, int, int, int]:
-    """Return threads, processes, descriptors and resident bytes of this process."""
+    """Return the numbers of threads, child processes, open descriptors and resident bytes of this process."""
     gc.collect()
     process = psutil.Process()
     return threading.active_count(), len(process.children(recursive=True)), process.num_fds(), process.memory_info().rss
@@ -216,12 +216,12 @@ def test_two_hundred_epochs_leak_nothing(makes, way):
         run(loader, number)
     after = resources()
     assert after[:3] == before[:3]
-    # One leaked batch per epoch would add up to the bytes of 25 epochs.
+    # One leaked batch per epoch would add up to the size of 25 epochs.
     assert after[3] - before[3] < max(4 << 20, 8 * epoch_bytes)
 
 
 def run(loader: Loader, number: int) -> None:
-    """Run an epoch; break off every third one."""
+    """Run an epoch, but stop after three batches if `number` is divisible by 3."""
     for taken, _ in enumerate(loader):
         if number % 3 == 0 and taken == 2:
             break
@@ -238,11 +238,11 @@ def test_epochs_with_worker_processes_leave_neither_processes_nor_descriptors(en
                     break
         except RuntimeError:
             assert ends == "error"
-        # torch ends its workers after some time, which the fixture bounds.
+        # torch ends its workers in the background.
         psutil.wait_procs([process for process in left()[1] if process not in children], DEADLINE_S)
         if number == 2:
             before = resources()[:3]
-    # Threads of torch may still be ending; a leak would add up over five epochs.
+    # torch's threads may still be ending, but leaked ones would stay.
     assert comes_true(lambda: all(map(operator.le, resources()[:3], before)))
 
 
@@ -258,7 +258,7 @@ def test_a_deleted_loader_releases_its_memory(makes):
 
 @pytest.mark.parametrize("way", ["raw", "arrays", "lambda"])
 def test_a_deleted_loader_is_freed_without_a_garbage_collection(makes, way):
-    """Otherwise the last used loader and the free memory would depend on the garbage collector."""
+    """Otherwise, the most recent loader and the free memory would depend on when the garbage collector runs."""
     gc.collect()
     gc.disable()
     try:
@@ -294,7 +294,10 @@ def test_an_interrupt_while_a_batch_is_built_preserves_the_last_position(makes):
 
 
 class Waits(Dataset):
-    """Numbers; loading the one at `at` fails, or writes to one pipe and waits for another."""
+    """A dataset of numbers.
+
+    Sample `at` fails, or with pipes, writes to the pipe `entered` and waits for a byte from the pipe `gate`.
+    """
 
     def __init__(self, count: int, at: int | None = None, entered: int = -1, gate: int = -1) -> None:
         self.count, self.at, self.entered, self.gate = count, at, entered, gate
@@ -327,7 +330,7 @@ def test_a_wait_for_worker_processes_can_be_interrupted_and_no_process_remains(c
         with pytest.raises(KeyboardInterrupt):
             got.extend(loader)
     finally:
-        # This ends the watching thread if nothing was written.
+        # Closing the pipe ends the watching thread if no worker wrote to it.
         os.close(writes)
         watching.join(DEADLINE_S)
         for fd in (entered, gate, opens):

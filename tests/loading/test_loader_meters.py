@@ -1,4 +1,4 @@
-"""Meters of a loader: steps, and for worker processes bytes, idle time, and batches that were ready in time."""
+"""Meters of a loader: GPU steps, and the bytes, CPU time, idle time and ready batches of worker processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Loader` over datasets that load sample by sample in worker processes: any map-style one, any `collate_fn`."""
+"""`Loader` over map-style datasets whose samples worker processes load one by one, with any `collate_fn`."""
 
 from __future__ import annotations
 
@@ -438,7 +438,7 @@ def test_persistent_workers_make_every_epoch_and_end_with_the_loader() -> None:
     restarted = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, **options)
     first = set(process_ids(loader))
     assert len(first) == 2
-    # An epoch is abandoned here.
+    # The workers must survive an abandoned epoch.
     next(iter(loader))
     for epoch in range(3):
         loader.set_epoch(epoch)
@@ -461,7 +461,7 @@ def test_persistent_workers_that_an_interrupt_ended_are_replaced() -> None:
     loader = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, num_workers=2, persistent_workers=True)
     first = set(process_ids(loader))
     for process in first:
-        # A terminal sends an interrupt to all processes.
+        # Ctrl+C in a terminal interrupts all processes, including the workers.
         os.kill(process, signal.SIGINT)
         os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     later = process_ids(loader)
@@ -506,5 +506,5 @@ def test_facts_report_whether_processes_persist() -> None:
 
     assert keeps_workers(num_workers=2) is False
     assert keeps_workers(num_workers=2, persistent_workers=True) is True
-    # Without workers no process has to be started again.
+    # Without workers, there is no process to start again.
     assert keeps_workers(num_workers=0) is True

@@ -26,7 +26,7 @@ WORLDS = (1, 2, 3, 4, 5)
 
 
 def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, **options: Any) -> list[Loader]:
-    """Return the loaders of all processes of one training run, over the numbers below n."""
+    """Return the loaders of all ranks of one training run over `n` numbers."""
     loaders = [
         Loader(torch.arange(n), batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)
     ]
@@ -39,7 +39,7 @@ def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, 
 @pytest.mark.parametrize("world_size", sampled(WORLDS, 3))
 def test_every_sample_comes_once_over_all_ranks_in_equal_numbers_of_batches(world_size, shuffle):
     for count, batch_size in itertools.product((world_size, world_size + 1, 11, 16, 22, 23, 41), (1, 2, 4, 9)):
-        # Batches of one sample need a number of samples that the ranks can share.
+        # With batches of one sample, the number of samples must be a multiple of the number of ranks.
         n = count - count % world_size if batch_size == 1 else count
         loaders = ranks(n, batch_size, world_size, shuffle=shuffle, seed=3)
         for _ in range(2):
@@ -118,7 +118,7 @@ def test_states_resume_with_other_numbers_of_ranks_and_other_batch_sizes(drop_la
 
 def test_a_state_at_the_end_of_an_epoch_is_the_start_of_the_next_on_any_number_of_ranks():
     for world_size, other in itertools.permutations((1, 2, 3), 2):
-        # The epoch is exhausted, or stopped after its last batch.
+        # Exhaust the iterator, or stop after the last batch.
         for most in (None, len(ranks(23, 3, world_size)[0])):
             loaders = ranks(23, 3, world_size, shuffle=True)
             steps(loaders, most)
@@ -274,7 +274,6 @@ def test_a_state_with_a_custom_sampler_loads_on_the_same_number_of_ranks(name):
         " expected as many processes now, not 1."
         " Start 2 processes, or start the epoch again with loader.set_epoch(0)."
     )
-    # Finish the epoch.
     steps(taken)
     (alone,) = loaders(1, state_of(taken))
     assert alone.next_epoch == 2
@@ -288,7 +287,7 @@ def test_a_state_with_a_custom_sampler_loads_on_the_same_number_of_ranks(name):
     [
         (RandomResizedCrop(8), 4),
         (PerSample(lambda image: image + torch.randint(0, 100, image.shape).to(torch.uint8)), 4),
-        # This one is seeded once per batch.
+        # Plain functions are seeded once per batch.
         (lambda images: images + torch.randint(0, 100, images.shape).to(torch.uint8), 2),
     ],
     ids=["colabkit", "per sample", "at last"],

@@ -1,7 +1,7 @@
-"""Resumed epochs are bit-identical to uninterrupted ones, with random transforms and for every known failure.
+"""Resumed epochs are bit-identical to uninterrupted ones, also with random transforms and in known failure cases.
 
-`TestAugmentedStream` covers more failures on every pipeline: a second resume in an epoch, a state at its end, a state
-that is loaded twice, an early break, prefetched batches, and independent streams. Samplers are in
+`TestAugmentedStream` covers more cases on every pipeline: a second resume in an epoch, a state at the end of an epoch,
+a state that is loaded twice, an early break, prefetched batches, and independent streams. Samplers are tested in
 test_loader_samplers.py, ranks in test_loader_ranks.py.
 """
 
@@ -59,7 +59,7 @@ def raw(folder: Path) -> PackedDataset:
 
 @pytest.fixture(scope="module")
 def encoded(folder: Path) -> PackedDataset:
-    """Return image files of different sizes."""
+    """Return a pack of image files of different sizes."""
     random = np.random.default_rng(4)
     files = [saved(random.integers(0, 256, (8 + n % 5, 12 - n % 3, 3), dtype=np.uint8), "PNG") for n in range(N)]
     fields = {"X": {"train": files}, "Y": {"train": np.arange(N) % 3}}
@@ -72,7 +72,7 @@ def data(request: pytest.FixtureRequest) -> PackedDataset:
 
 
 def make(data: Any, threads: int = 2, batch_size: int = BATCH, state: Any = None, **options: Any) -> Loader:
-    """Return a new loader with random transforms, as in a new process, which resumes from a state if given."""
+    """Return a new loader with random transforms, resumed from a state if one is given."""
     options = {"shuffle": True, "seed": 5, "transform": AUGMENT, **options}
     loader = Loader(data, batch_size, num_workers=threads, **options)
     if state is not None:
@@ -91,7 +91,7 @@ def take(loader: Loader, most: int | None = None) -> Samples:
     return [sample for batch in taken for sample in samples(batch)]
 
 
-# Full epochs, then batches of the next one.
+# Numbers of full epochs and of batches of the next epoch before the state is taken
 PLACES = {
     "fresh": (0, 0),
     "mid": (0, 2),
@@ -106,7 +106,7 @@ PLACES = {
 @pytest.mark.parametrize("threads", sampled([1, 2, 4], 2))
 @pytest.mark.parametrize("place", sampled(PLACES, 3))
 def test_a_resumed_stream_equals_the_uninterrupted_one_bit_for_bit(data, place, threads, batch_size, again):
-    """The number of threads changes at each resume, and each interrupted epoch is abandoned."""
+    """With `again`, the stream is resumed twice, with different numbers of threads."""
     epochs, batches = PLACES[place]
     reference = make(data)
     expected = [sample for _ in range(3) for sample in take(reference)]
@@ -122,7 +122,7 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_bit_for_bit(data, place, 
 
 
 def test_the_augmented_epochs_and_samples_differ(data):
-    """Otherwise equal streams would prove nothing."""
+    """Without different samples and epochs, equal streams would prove nothing."""
     loader = make(data)
     epochs = [take(loader) for _ in range(2)]
     assert len({image for epoch in epochs for image, _ in epoch}) == 2 * N
@@ -169,7 +169,7 @@ def test_mixed_images_and_labels_are_the_same_after_a_resume(raw):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_combined_data_sets_count_each_sample_once_and_raise_no_index_error(raw, workers):
-    """Known failure: combined datasets, IndexError or samples counted twice."""
+    """Known failure: combined datasets raise IndexError or count samples twice."""
     parts = [TensorDataset(torch.arange(start, stop)) for start, stop in ((0, 9), (9, 10), (10, 23))]
     options = {"transform": None, "collate_fn": lambda some: torch.stack([sample for (sample,) in some])}
     numbers = [int(sample) for batch in make(ConcatDataset(parts), workers, **options) for sample in batch]
@@ -183,7 +183,7 @@ def test_combined_data_sets_count_each_sample_once_and_raise_no_index_error(raw,
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_state_carries_the_permutation_and_the_seed_of_the_transforms_and_not_only_the_position(raw, name):
-    """Known failure: right position, wrong permutation, because epoch or seed are missing in the state."""
+    """Known failure: right position but wrong permutation, because the state lacks the epoch or the seed."""
     reference, loader = (make(raw, 0, transform=TRANSFORMS[name], seed=77) for _ in range(2))
     expected = [take(reference) for _ in range(3)]
     assert take(loader) == expected[0]
@@ -228,7 +228,7 @@ def test_a_state_with_another_seed_loaded_during_an_iteration_does_not_change_it
 
 
 def test_a_checkpoint_of_torch_or_of_plain_json_holds_the_state(data):
-    """Known failure: a trainer cannot save the state; it has to survive every serializer."""
+    """Known failure: a trainer cannot save the state. It has to survive torch.save() and JSON."""
     loader = make(data)
     got = take(loader, 2)
     buffer = io.BytesIO()
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_torch_or_of_plain_json_holds_the_state(data):
 
 
 def test_no_block_of_a_block_shuffle_is_lost_or_repeated(data):
-    """Known failure: a shuffle buffer is lost or repeated. Every prefix and its rest form the epoch."""
+    """Known failure: a shuffle buffer is lost or repeated. Each interrupted epoch and its rest form the full epoch."""
     expected = take(make(data, shuffle="block"))
     assert len(set(expected)) == N
     for stop in range(1, 6):
@@ -251,7 +251,7 @@ def test_no_block_of_a_block_shuffle_is_lost_or_repeated(data):
 
 
 def test_loaders_that_run_at_the_same_time_share_no_state(data):
-    """Known failure: two processes share stale state. Four threads, tested here, share even more."""
+    """Known failure: two processes share stale state. The four threads of this test could share even more."""
     expected = take(make(data))
 
     def stop_and_go(stop: int) -> bool:
@@ -265,7 +265,7 @@ def test_loaders_that_run_at_the_same_time_share_no_state(data):
 
 @pytest.mark.parametrize("million", [False, True])
 def test_a_state_at_every_step_costs_less_than_a_fifth_of_a_millisecond(raw, million):
-    """Known failure: `state_dict` every step is slow."""
+    """Known failure: calling `state_dict()` at every step is slow."""
     loader = make(raw)
     if million:
         numbers = torch.arange(10**6)
@@ -368,7 +368,7 @@ def test_an_invalid_or_incomplete_state_raises_an_error_and_changes_nothing(raw)
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8, np.intc])
 def test_states_with_numpy_integers_are_json_serializable(number):
-    """States that contain NumPy integers, as earlier versions saved them, can be loaded."""
+    """States with NumPy integers, which earlier versions saved, can still be loaded."""
 
     def made(state: Any = None, **options: Any) -> Loader:
         loader = Loader(torch.arange(N), number(BATCH), rank=number(0), world_size=number(2), **options)
@@ -394,7 +394,7 @@ def test_states_with_numpy_integers_are_json_serializable(number):
 
 @pytest.mark.parametrize("what", sampled(["raw", "encoded", "cached", "block", "sharded", "samples", "one ahead"], 3))
 class TestAugmentedStream(LoaderContract):
-    """The contract of streams, with transforms, on every pipeline."""
+    """The stream contract, with random transforms, on every pipeline."""
 
     @pytest.fixture(autouse=True)
     def _stream_of(self, raw, encoded, folder, what):
@@ -429,6 +429,6 @@ class TestAugmentedStream(LoaderContract):
         return take(self.make())
 
     def assert_whole(self, got):
-        """Compare only labels, because images are cropped differently in each epoch."""
+        """Compare labels with those of the data, but not images, which are cropped differently in each epoch."""
         assert len(got) == len(set(got)) == N
         assert sorted(label for _, label in got) == sorted(self.data.labels.tolist())

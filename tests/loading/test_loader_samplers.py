@@ -1,4 +1,4 @@
-"""`Loader` with samplers of `colabkit.sampler`, of torch and of users, and resuming with them."""
+"""`Loader` with samplers from `colabkit.sampler`, torch and users, and resuming with them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OfEvens:
 
 
 class Buckets:
-    """A batch sampler without `batch_size`, whose batches differ in size and usually hold more than `BATCH`."""
+    """A batch sampler without `batch_size`, whose batches differ in size; two are larger than `BATCH`."""
 
     def __len__(self) -> int:
         return 5
@@ -80,7 +80,7 @@ class Buckets:
 
 
 class ByGlobals(torch.utils.data.Sampler[int]):
-    """A sampler that shuffles by a global generator, as many custom samplers do."""
+    """A sampler that shuffles with a global generator, as many custom samplers do."""
 
     def __init__(self, permuted: Callable[[int], Any]) -> None:
         self.permuted = permuted
@@ -265,7 +265,7 @@ def test_resuming_with_another_batch_size_continues_at_the_same_sample(name, dro
 
 @pytest.mark.parametrize("name", [name for name in SINGLES if "random" in name])
 def test_orders_of_torch_samplers_depend_only_on_seeds_and_epoch(name):
-    """They depend on the seeds of generator and loader and on the epoch, and no generator of the caller changes."""
+    """The seeds are those of the sampler's generator and of the loader. No generator of the caller changes."""
     random.seed(1)
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -288,7 +288,7 @@ def test_orders_of_torch_samplers_depend_only_on_seeds_and_epoch(name):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", [name for name in ALL if "global" in name])
 def test_orders_drawn_from_the_global_generators_depend_only_on_seed_and_epoch(name, workers):
-    """This also holds if threads build the batches, and the caller's generators do not change."""
+    """The caller's generators do not change, and worker threads do not change the order."""
 
     def order(seed: int, epoch: int) -> list[int]:
         stream = loader(ALL[name](), seed=seed, num_workers=workers, prefetch_batches=workers or None)

@@ -1,4 +1,4 @@
-"""Transforms in `Loader` draw the same numbers with any workers and batches; their errors name the samples."""
+"""Transforms in `Loader` draw the same numbers for any batch size and number of workers. Errors name the samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BATCH = 4
 
 
 class TurnedLabels(Transform):
-    """A custom transform that changes images and labels by the random numbers of each sample."""
+    """A custom transform that uses the random numbers of each sample to change images and labels."""
 
     changes_labels = True
 
@@ -94,7 +94,7 @@ class Noise(nn.Module):
 
 
 def noisy(image: Any) -> Tensor:
-    """Draw from all three global generators."""
+    """Add a random number from each of the three global generators."""
     values = torch.as_tensor(np.asarray(image), dtype=torch.float64)
     return values + random.random() + np.random.rand() + torch.rand(3, 1, 1, dtype=torch.float64)
 
@@ -106,7 +106,7 @@ def data(folder: Path) -> PackedDataset:
 
 @pytest.fixture(scope="module")
 def kinds(folder: Path, data: PackedDataset) -> dict[str, Any]:
-    """Return the same images and labels in every form that is gathered as rows."""
+    """Return datasets of every kind that is gathered as rows."""
     images, labels = data[:]
     shards = make_shards(folder / "s.h5", {"train": 9}, {"train": 1}, {"train": 16}, shape=(12, 10, 3))
     return {
@@ -124,13 +124,13 @@ def everything(dataset: Any) -> tuple[Tensor, Tensor]:
 
 
 def epochs(count: int, dataset: Any, batch_size: int = BATCH, **options: Any) -> list[Any]:
-    """Return the batches of some shuffled epochs."""
+    """Return the batches of `count` shuffled epochs."""
     loader = Loader(dataset, batch_size, shuffle=True, seed=SEED, **options)
     return [batch for _ in range(count) for batch in loader]
 
 
 def resumed_at(stop: int, dataset: Any, **options: Any) -> list[Any]:
-    """Return the batches of an epoch, the first ones from one loader, the others from a second one that resumes."""
+    """Return the batches of an epoch: the first `stop` from one loader, the others from a second one that resumes."""
     first = Loader(dataset, BATCH, shuffle=True, seed=SEED, **options)
     batches = [batch for _, batch in zip(range(stop), first, strict=False)]
     # Seed and shuffle come from the state.
@@ -140,7 +140,7 @@ def resumed_at(stop: int, dataset: Any, **options: Any) -> list[Any]:
 
 
 def expected_batches(dataset: Any, transform: Any, epoch: int, batch_size: int = BATCH) -> list[Any]:
-    """Apply a transform to the plain batches."""
+    """Compute the batches of an epoch without a loader."""
     images, labels = everything(dataset)
     order = epoch_order(COUNT, SEED, epoch, 0, COUNT)
     found = []
@@ -389,7 +389,7 @@ SEED = 6
 
 
 def fails_on(number: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that fails on a batch with this value."""
+    """Return a function that fails on batches that contain this value."""
 
     def fails_on_it(batch: Tensor) -> Tensor:
         if number in batch.flatten().tolist():

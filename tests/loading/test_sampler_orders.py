@@ -1,4 +1,4 @@
-"""Guarantees of every order of `colabkit.sampler`; the block shuffle touches few blocks at a time."""
+"""Every order of `colabkit.sampler` keeps its guarantees; the block shuffle touches few blocks at a time."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_invalid_arguments_raise_an_error():
 @pytest.mark.parametrize("name", ["shuffled many", "many blocks"])
 @pytest.mark.parametrize("start", [0, 500_000_000])
 def test_a_billion_samples_need_only_the_memory_of_the_range(name, start):
-    """512 of 10^9 positions: 4 KB of samples, their scratch arrays, and at most tables of some 4,000 entries."""
+    """Computing 512 of 10^9 positions needs 4 KB for indices, scratch arrays, and tables of about 4,000 entries."""
     order = ORDERS[name]
     tracemalloc.start()
     try:
@@ -294,7 +294,7 @@ def test_every_block_is_equally_likely_in_every_window():
 
 @pytest.mark.parametrize(("block", "window"), [(10, 5), (4, 4), (30, 50)])
 def test_samples_of_a_window_are_equally_likely_at_every_position_in_it(block, window):
-    """Count the ranks of samples within their windows, over windows, epochs and seeds; in 10 x 10 cells if many."""
+    """Count how often each rank of a window's samples comes at each position; use 10 x 10 cells for large windows."""
     size = block * window
     cells = size if size % 10 else 10
     counts = np.zeros((cells, cells), np.int64)
@@ -315,7 +315,7 @@ def test_neighbors_in_a_window_are_not_neighbors_in_the_data():
 
 
 def test_each_window_has_its_own_order():
-    """Two windows of an epoch agree in one rank on average, as random orders do."""
+    """On average, two windows of an epoch have one rank at the same position, as two random orders do."""
     order = whole(100_000, block=50, window=20).reshape(100, 1000)
     ranks = np.argsort(np.argsort(order, axis=1), axis=1)
     agreed = (ranks[1:] == ranks[:-1]).sum(axis=1)
@@ -326,7 +326,7 @@ def test_each_window_has_its_own_order():
 def test_blocks_of_epochs_and_seeds_differ():
     orders = [whole(3000, seed, epoch) for seed in (0, 1, 2**33) for epoch in range(4)]
     matches = [float((a == b).sum()) for i, a in enumerate(orders) for b in orders[:i]]
-    # A shared window of 40 samples that holds a shared block adds more than one match.
+    # Windows at the same position that share a block add more than the one match expected by chance.
     assert max(matches) <= 60
     assert np.mean(matches) < 2
 

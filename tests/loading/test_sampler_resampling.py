@@ -40,7 +40,7 @@ def test_every_class_comes_equally_often_for_any_size():
 
 @pytest.mark.parametrize("sizes", [[1, 6, 50, 900], [33, 32, 31], [1] * 80, [40, 1, 2000]])
 def test_a_sample_repeats_only_after_all_others_of_its_class(sizes):
-    """This holds across epochs: each pass through a class contains each of its samples once."""
+    """Also across epochs, each pass through a class contains each of its samples once."""
     labels = np.repeat(np.arange(len(sizes)), sizes)
     drawn = draws_of(labels, range(7), num_samples=len(sizes) * 300)
     for number, size in enumerate(sizes):
@@ -112,7 +112,8 @@ def test_pairs_of_neighbors_come_in_proportion_to_the_product_of_their_weights()
     draws = Weighted(weights, num_samples=90_001).indices(0, 0, 90_001)
     counts = np.bincount(draws[:-1] * 3 + draws[1:], minlength=9)
     expected = 90_000 * np.outer(weights, weights).ravel() / 36
-    # Overlapping pairs: the statistic of serial tests has 9 - 3 degrees of freedom after that of single draws.
+    # The pairs overlap, so use the serial test: subtracting the statistic of single draws leaves 9 - 3 degrees of
+    # freedom.
     singles = np.bincount(draws[:-1], minlength=3)
     alone = 90_000 * weights / 6
     serial = ((counts - expected) ** 2 / expected).sum() - ((singles - alone) ** 2 / alone).sum()
@@ -169,7 +170,7 @@ def test_weights_too_small_to_divide_by_are_still_above_0():
 
 
 def test_the_logarithm_agrees_with_the_library_to_a_few_last_bits():
-    """It consists of operations that are exact to the last bit on every machine."""
+    """The package computes logarithms with operations that return the same bits on every machine."""
     words = np.random.default_rng(0).integers(0, 2**64, 20_000, np.uint64)
     expected = -np.log((words >> np.uint64(11)) * 2.0**-53 + 2.0**-54)
     assert np.allclose(resampling._exponential(words), expected, rtol=2e-15, atol=0)
