@@ -13,6 +13,7 @@ ColabkitError
 ├── FileFailed (OSError)                the file system refused an operation
 ├── NotSealed (ValueError)              a file has no seal, so it may be incomplete
 ├── Corrupt (ValueError)                a sealed file no longer matches its checksums
+├── MissingSample (IndexError)          a dataset has no sample of this number
 ├── MissingSplit (KeyError)             a pack has no split of this name
 ├── NotMounted (FileNotFoundError)      Drive, or the requested mount, is not mounted
 ├── MountFailed (OSError)               Drive cannot be mounted; `cause` states the reason
@@ -46,6 +47,7 @@ from colabkit.foundation import (
     LaunchFailed,
     LoaderFailed,
     MissingPackage,
+    MissingSample,
     MissingSplit,
     MountFailed,
     NoNotebook,
@@ -73,6 +75,7 @@ __all__ = [
     "LaunchFailed",
     "LoaderFailed",
     "MissingPackage",
+    "MissingSample",
     "MissingSplit",
     "MountFailed",
     "NoNotebook",

@@ -10,6 +10,7 @@ from .checks import check_one_of as check_one_of
 from .checks import check_size as check_size
 from .checks import check_type as check_type
 from .checks import check_whole_number as check_whole_number
+from .checks import checked_call as checked_call
 from .checks import import_optional as import_optional
 from .checks import is_finite_number as is_finite_number
 from .checks import kind_of as kind_of
@@ -35,6 +36,7 @@ from .errors import InvalidOption as InvalidOption
 from .errors import LaunchFailed as LaunchFailed
 from .errors import LoaderFailed as LoaderFailed
 from .errors import MissingPackage as MissingPackage
+from .errors import MissingSample as MissingSample
 from .errors import MissingSplit as MissingSplit
 from .errors import MountFailed as MountFailed
 from .errors import NoNotebook as NoNotebook

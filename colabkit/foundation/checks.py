@@ -6,18 +6,26 @@ argument, and `value` its value.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
+import inspect
 import math
 import numbers
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeGuard
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from colabkit.foundation.errors import InvalidOption, MissingPackage
-from colabkit.foundation.messages import Code, Text, cannot, option
+from colabkit.foundation.messages import Code, Message, Text, cannot, option
 from colabkit.foundation.units import parse_duration
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FLAG_TYPES = ("bool", "bool_", "int")
 
 
 def check_one_of(act: Text, name: str, value: object, choices: Iterable[object], next_step: Text = "") -> None:
@@ -27,18 +35,39 @@ def check_one_of(act: Text, name: str, value: object, choices: Iterable[object],
         return
     *first, last = map(repr, allowed)
     expected = f"{', '.join(first)} or {last}" if first else last
-    raise InvalidOption(cannot(act, option(name, value), expected, next_step or ("Use ", option(name, allowed[0]))))
+    closest = difflib.get_close_matches(str(value), [one for one in allowed if isinstance(one, str)], n=1)
+    next_step = next_step or ("Use ", option(name, (closest or allowed)[0]))
+    raise InvalidOption(cannot(act, option(name, value), expected, next_step))
 
 
-def check_callable(act: Text, name: str, value: object, next_step: Text, *, optional: bool = True) -> None:
-    """Raise `InvalidOption` unless a value is a callable other than a class, or None if `optional`."""
+def check_callable(
+    act: Text, name: str, value: object, next_step: Text, *, optional: bool = True, takes: str | None = None
+) -> None:
+    """Raise `InvalidOption` unless a value is a callable other than a class, or None if `optional`.
+
+    With `takes`, the callable must accept one argument of this description; with an empty one, no argument.
+    """
     expected = "a callable or None" if optional else "a callable"
     if isinstance(value, type):
-        found = (option(name, Code(value.__name__)), " is a class")
+        is_class = (option(name, Code(value.__name__)), " is a class")
         create = ("Create an instance: ", option(name, Code(f"{value.__name__}(...)")))
-        raise InvalidOption(cannot(act, found, expected, create))
+        raise InvalidOption(cannot(act, is_class, expected, create))
     if not callable(value) and not (optional and value is None):
-        raise InvalidOption(cannot(act, option(name, value), expected, next_step))
+        is_short = value is None or isinstance(value, str | int | float)
+        found: Text = option(name, value) if is_short else f"{name} is {kind_of(value)}"
+        raise InvalidOption(cannot(act, found, expected, next_step))
+    if callable(value) and takes is not None:
+        try:
+            signature = inspect.signature(value)
+        except (TypeError, ValueError):
+            # Some functions written in C do not describe their parameters.
+            return
+        try:
+            signature.bind(*([None] if takes else []))
+        except TypeError:
+            found = f"{name} takes {signature.replace(return_annotation=signature.empty)}"
+            expected = f"one argument, {takes}" if takes else "no arguments"
+            raise InvalidOption(cannot(act, found, expected, next_step)) from None
 
 
 def check_type(
@@ -49,7 +78,9 @@ def check_type(
         raise InvalidOption(cannot(act, f"{name} is {kind_of(value)}", expected, next_step))
 
 
-def check_whole_number(act: Text, name: str, value: object, least: int, most: int | None = None) -> int:
+def check_whole_number(
+    act: Text, name: str, value: object, least: int, most: int | None = None, *, or_text: str = ""
+) -> int:
     """Return an integer between two inclusive bounds as an `int`.
 
     NumPy integers are converted, since they overflow and are not JSON serializable.
@@ -57,7 +88,7 @@ def check_whole_number(act: Text, name: str, value: object, least: int, most: in
     Raises:
         InvalidOption: if the value is not an integer, is a boolean, or is out of bounds.
     """
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    is_whole = _is_whole(value)
     if is_whole and least <= operator.index(value) <= (math.inf if most is None else most):  # type: ignore[arg-type]
         return operator.index(value)  # type: ignore[arg-type]
     example: Text = ("For example, use ", option(name, max(least, 1)))
@@ -67,7 +98,8 @@ def check_whole_number(act: Text, name: str, value: object, least: int, most: in
     elif most is not None and is_whole and value > most:  # type: ignore[operator]
         example = ("Use ", option(name, most), " or less")
     bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-    raise InvalidOption(cannot(act, option(name, value), f"a whole number {bounds}", example))
+    expected = f"{f'{or_text!r} or ' if or_text else ''}a whole number {bounds}"
+    raise InvalidOption(cannot(act, option(name, value), expected, example))
 
 
 def check_number(
@@ -121,10 +153,13 @@ def check_duration(
 def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
     """Convert an integer or a pair of integers to (height, width); raise `InvalidOption` for other values."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(sides) != 2:
-        next_step = ("For example, use ", option(name, 224), " or ", option(name, (240, 320)))
-        raise InvalidOption(cannot(act, option(name, value), "a whole number, or height and width", next_step))
-    return check_whole_number(act, name, sides[0], 1), check_whole_number(act, name, sides[1], 1)
+    if len(sides) != 2 or not all(_is_whole(side) and side >= 1 for side in sides):
+        meant = _whole(value) if isinstance(value, float | str) else None
+        next_step: Text = ("For example, use ", option(name, 224), " or ", option(name, (240, 320)))
+        next_step = ("Use ", option(name, meant)) if meant and meant > 0 else next_step
+        expected = "a whole number of pixels, or height and width"
+        raise InvalidOption(cannot(act, option(name, value), expected, next_step))
+    return operator.index(sides[0]), operator.index(sides[1])
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
@@ -148,6 +183,73 @@ def kind_of(value: object) -> str:
     return f"{'an' if re.match('[AEIOaeio]|[FHLMNRSX][A-Z]|nd', name) else 'a'} {name}"
 
 
+def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of a public function that turns a call with wrong arguments into an `InvalidOption`.
+
+    Python itself compares the arguments with the parameters; the decorator explains its `TypeError`. It also refuses
+    text for flags, since `overwrite="no"` would count as true.
+
+    Args:
+        instead: advice for arguments that other libraries have, by their names.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        flags = frozenset(name for name, kind in function.__annotations__.items() if kind == "bool")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in flags & kwargs.keys():
+                if type(kwargs[name]).__name__ not in _FLAG_TYPES:
+                    act = f"call {_call_of(function)}"
+                    next_step = ("For example, use ", option(name, True))
+                    raise InvalidOption(cannot(act, option(name, kwargs[name]), "True or False", next_step))
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    # The function itself raised it, or code that it called.
+                    raise
+            raise InvalidOption(_wrong_call(function, args, kwargs, instead))
+
+        return checked
+
+    return decorate
+
+
+def _call_of(function: Callable[..., Any], arguments: str = "") -> str:
+    """Return the call of a public function, or of the class whose `__init__` is given."""
+    name = function.__qualname__.removesuffix(".__init__")
+    return f"colabkit.{name}({arguments})"
+
+
+def _wrong_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], instead: Mapping[str, Text]
+) -> Message:
+    """Return the message for a call whose arguments do not match the parameters."""
+    parameters = {name: one for name, one in inspect.signature(function).parameters.items() if name != "self"}
+    given = args[1:] if function.__name__ == "__init__" else args
+    by_place = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    required = [name for name, one in parameters.items() if one.default is one.empty]
+    usage = ("Use ", _call_of(function, ", ".join(required)))
+    act = f"call {_call_of(function)}"
+    for name in kwargs.keys() - parameters.keys():
+        closest = difflib.get_close_matches(name, parameters, n=1)
+        advice: Text = f"See help({_call_of(function).removesuffix('()')})"
+        advice = instead.get(name) or (("Use ", option(closest[0])) if closest else advice)
+        return cannot(act, f"it has no argument {name}=", "", advice)
+    if len(given) > len(by_place):
+        named = next((name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY), "")
+        extra = option(named, given[len(by_place)]) if named else usage
+        found = f"{len(given)} arguments are given without a name"
+        return cannot(act, found, f"at most {len(by_place)} ({', '.join(by_place)})", ("For example, use ", extra))
+    missing = [name for name in required[len(given) :] if name not in kwargs]
+    if not missing:
+        twice = next(name for name in by_place[: len(given)] if name in kwargs)
+        return cannot(act, f"{twice} is given twice", "", usage)
+    verb = "is" if len(missing) == 1 else "are"
+    return cannot(act, f"{' and '.join(missing)} {verb} missing", "", usage)
+
+
 def import_optional(name: str, act: Text, purpose: str, package: str = "", next_step: Text = "") -> Any:
     """Import and return the module of an optional package.
 
@@ -167,6 +269,10 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
         package = package or name.partition(".")[0]
         found = f"the package {package}, which is needed {purpose}, is not installed"
         raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from error
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _whole(value: float | str) -> int | None:

@@ -105,6 +105,10 @@ class Corrupt(ColabkitError, ValueError):
     """The content of a sealed file does not match its checksums."""
 
 
+class MissingSample(ColabkitError, IndexError):
+    """A dataset has no sample with this number."""
+
+
 class MissingSplit(ColabkitError, KeyError):
     """A pack has no split with the requested name."""
 

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shlex
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 HDF5_USER_BLOCK_BYTES = 4096
 _COPY_BYTES = 1 << 20
 _SENT_BYTES = 16 << 20
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 hook: Callable[[str, Path], None] | None = None
 """Called before each change with the name of the operation and the path; set only by tests."""
 
@@ -56,14 +58,30 @@ def translated(act: str) -> Iterator[None]:
             kind = NotEnoughSpace if error.errno == errno.ENOSPC else FileFailed
             cause, advice = known
             raise kind(cannot(act, cause, "", advice)) from error
-        name = f" ({os.fspath(error.filename)!r})" if isinstance(error.filename, str | os.PathLike) else ""
-        reason = f"{error.strerror or error}{name}"
+        path = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else None
+        if path is not None and error.errno in _REFUSALS:
+            found, next_step = _refusal(error.errno, path)
+            raise FileFailed(cannot(act, found, "", next_step)) from error
+        reason = f"{error.strerror or error}{'' if path is None else f' ({str(path)!r})'}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(cannot(act, reason, "", "Free some space or choose another target")) from error
         next_step = "Check the path and its permissions, and that its disk or mount works"
         if error.errno == errno.ENOENT:
             next_step = "Check the path, and that its disk is mounted"
         raise FileFailed(cannot(act, reason, "", next_step)) from error
+
+
+def _refusal(number: int, path: Path) -> tuple[str, str]:
+    """Return the finding and the advice for a path that the file system refuses to access.
+
+    They name the path that causes the refusal: the last existing one, instead of a file that cannot be made in it.
+    """
+    at = next((one for one in (path, *path.parents) if one.name and os.path.lexists(one)), path)
+    shown = repr(str(at))
+    if number == errno.ENOTDIR:
+        return f"{shown} is a file, not a folder", "Choose another path"
+    kind = "folder" if at.is_dir() else "file"
+    return f"permission denied for the {kind} {shown}", f"Check its permissions with ls -ld {shlex.quote(str(at))}"
 
 
 def make_folder(path: Path) -> None:

@@ -27,6 +27,7 @@ from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Sh
 from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_of, unwrap_subset
 from colabkit.loading.engine.device import set_mark
 from colabkit.loading.engine.options import (
+    LOADER_CALL,
     LoaderOptions,
     check_beside,
     check_counts,
@@ -70,8 +71,7 @@ class Loader(DataLoaderSource):
       samples keep their shape and dtype. Class labels are `int64 [B]`. Text and bytes are returned as lists.
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
-    - The loader checks the CRCs of image files in a pack. It does not check the CRCs of rows, which would take as long
-      as gathering them; use `verify()` for that.
+    - The loader checks the CRCs of image files in a pack, but not those of rows; `verify()` checks them all.
     - Under `torch.distributed` every process gets its share of each global batch. Each sample occurs once per epoch,
       and all processes get the same number of batches. A custom sampler must shard samples across ranks itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
@@ -142,6 +142,7 @@ class Loader(DataLoaderSource):
         29
     """
 
+    @LOADER_CALL
     def __init__(
         self,
         dataset: Any,

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from colabkit.foundation import InvalidOption, LoaderMeters, cannot, check_whole_number, kind_of, meters
+from colabkit.foundation import InvalidOption, LoaderMeters, cannot, check_whole_number, checked_call, kind_of, meters
 
 _ACT = "log the training"
 _SHARES = {"data_wait": "wait_s", "copy": "copy_s", "compute": "compute_s", "other": "other_s"}
 
 
+@checked_call()
 def log_to(writer: Any, *, every: int = 50) -> AbstractContextManager[None]:
     """Log each `train()` call inside a `with` block to your TensorBoard writer, W&B run or MLflow.
 

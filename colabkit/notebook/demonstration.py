@@ -33,6 +33,7 @@ from colabkit.foundation import (
     cannot,
     check_number,
     check_whole_number,
+    checked_call,
     file_changes,
     format_count,
     format_seconds,
@@ -152,6 +153,7 @@ _PART_NOTES = {
 }
 
 
+@checked_call()
 def demo(
     data: str | os.PathLike[str] | None = None,
     *,

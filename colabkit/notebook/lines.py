@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from colabkit.foundation import ColabkitError, InvalidOption, cannot, processes, user_path
-from colabkit.notebook.options import VerbParser, parser_of
+from colabkit.notebook.options import VerbParser, missing_variable, parser_of
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import CELLS, LINES
 
@@ -55,7 +55,8 @@ def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
     """Split a magic's line into words as a shell does, and replace `{name}` and `$name` by the variable's value.
 
     Raises:
-        InvalidOption: if a quote is not closed, or a variable lacks the named attribute.
+        InvalidOption: if a quote is not closed, or a variable or its named attribute does not exist. Without any
+            variables in `namespace`, words that name variables are kept.
     """
     return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
 
@@ -86,6 +87,8 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
             return DataWord(reduce(getattr, attributes, namespace[name]))
         except AttributeError as error:
             raise InvalidOption(cannot(f"use {raw!r}", str(error), "", "Check the name of the attribute")) from error
+    if namespace and name.isidentifier() and not os.path.lexists(raw):
+        raise missing_variable(namespace, name)
     try:
         return "".join(shlex.split(raw))
     except ValueError as error:

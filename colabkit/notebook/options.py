@@ -186,13 +186,18 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
     """
     if name in namespace:
         return namespace[name]
+    raise missing_variable(namespace, name, kind)
+
+
+def missing_variable(namespace: Mapping[str, Any], name: str, kind: str = "object") -> InvalidOption:
+    """Return the error for a variable that does not exist; it suggests similar names, or loaders."""
     could_be = _could_be_judged if kind == "subject" else _is_no_module
     known = [key for key, value in namespace.items() if not key.startswith("_") and could_be(value)]
     similar = difflib.get_close_matches(name, known, n=2)
     next_step = f"Check its name, or use {' or '.join(similar)}" if similar else "Define it first"
     if kind == "subject" and known and not similar:
         next_step = f"Name a loader, for example {' or '.join(known[:_MOST_NAMED])}"
-    raise InvalidOption(cannot(f"use {name!r}", "no variable has this name", "", next_step))
+    return InvalidOption(cannot(f"use {name!r}", "no variable has this name", "", next_step))
 
 
 def _is_no_module(value: Any) -> bool:

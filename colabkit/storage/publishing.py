@@ -30,6 +30,7 @@ from colabkit.foundation import (
     can_hang,
     cannot,
     check_one_of,
+    checked_call,
     file_changes,
     format_bytes,
     format_seconds,
@@ -97,6 +98,7 @@ class PublishReport(Report):
         ]
 
 
+@checked_call()
 def publish(
     path: str | os.PathLike[str],
     to: str | os.PathLike[str],

@@ -21,6 +21,7 @@ from colabkit.foundation import (
     cannot,
     check_duration,
     check_whole_number,
+    checked_call,
     format_rate,
     format_seconds,
     format_things,
@@ -70,6 +71,7 @@ class HeadspaceReport(Report):
         ]
 
 
+@checked_call()
 def headspace(
     step: Callable[[Any], object],
     loader: Iterable[Any],

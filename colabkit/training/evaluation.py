@@ -19,6 +19,7 @@ from colabkit.foundation import (
     cannot,
     check_callable,
     check_type,
+    checked_call,
     format_rate,
     format_seconds,
     format_things,
@@ -57,6 +58,7 @@ class EvaluateReport(Report):
         return [*rows, ("speed", format_rate(self.samples / max(self.seconds, 1e-9), "samples"))]
 
 
+@checked_call()
 def evaluate(
     model: nn.Module | SupervisedStep,
     loader: Iterable[Any],
@@ -109,6 +111,7 @@ def evaluate(
     return EvaluateReport(values, samples, time.perf_counter() - began)
 
 
+@checked_call()
 def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
     """Return the outputs of a model for all samples of a loader, on the CPU, in the order of the dataset.
 

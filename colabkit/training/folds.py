@@ -19,6 +19,7 @@ from colabkit.foundation import (
     check_callable,
     check_type,
     check_whole_number,
+    checked_call,
     format_things,
     kind_of,
 )
@@ -66,6 +67,7 @@ class KFoldReport(Report):
         return rows
 
 
+@checked_call()
 def k_fold(
     run: Callable[[PackedDataset, PackedDataset, int], TrainReport | Mapping[str, float]],
     dataset: PackedDataset,
@@ -150,4 +152,4 @@ def _numbers(report: Any) -> Mapping[str, float]:
         name, value = next((name, value) for name, value in report.items() if not is_number(value))
         found = f"run returned {name!r} as {kind_of(value)}"
     expected = "the report of colabkit.train(), or a dict of numbers"
-    raise InvalidOption(cannot("cross-validate", found, expected, "Return one of these"))
+    raise InvalidOption(cannot("cross-validate", found, expected, "Change what it returns"))

@@ -25,6 +25,7 @@ from colabkit.foundation import (
     check_one_of,
     check_type,
     check_whole_number,
+    checked_call,
     kind_of,
     omit,
     option,
@@ -267,6 +268,7 @@ _GRID = 8
 """Approximate size, in pixels, of the shorter side after the first layer of `small_network()`."""
 
 
+@checked_call()
 def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Module:
     """Return a small convolutional network, as a first model or a baseline.
 

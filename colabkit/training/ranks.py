@@ -34,6 +34,7 @@ from colabkit.foundation import (
     cannot,
     check_type,
     check_whole_number,
+    checked_call,
     format_things,
     kind_of,
     option,
@@ -160,6 +161,7 @@ class Ranks:
         return agreed
 
 
+@checked_call()
 def notebook_launch(function: Callable[..., Any], args: Sequence[Any] = (), processes: int | None = None) -> Any:
     """Call `function(*args)` in several processes of one `torch.distributed` group; return rank 0's result.
 

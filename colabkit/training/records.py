@@ -143,7 +143,7 @@ def numbers_of(result: object) -> dict[str, float]:
 def _checked(result: object, function: str, expected: str) -> Values:
     if not isinstance(result, Mapping):
         found = f"{function} returned {_described(result)}"
-        raise InvalidOption(cannot("train", found, expected, "Return one of these"))
+        raise InvalidOption(cannot("train", found, expected, "Change what it returns"))
     for name, value in result.items():
         if not is_number(value):
             part = f"{function} returned {name!r} as {_described(value)}"

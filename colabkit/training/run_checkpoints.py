@@ -185,6 +185,9 @@ class RunCheckpoints:
             # Each class raises a different type of error if a state does not fit.
             except Exception as error:
                 act = f"resume {name!r} from {str(found.path)!r}"
+                if difference := _architectures_differ(part, values):
+                    message = f"the checkpoint is of another architecture: {difference}"
+                    raise InvalidOption(cannot(act, message, "", _REBUILD)) from error
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
                 raise InvalidOption(cannot(act, f"its saved state does not fit ({reason})", "", _REBUILD)) from error
@@ -251,6 +254,24 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return True
     # NaN propagates to both. Unlike `isfinite`, this needs no memory.
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
+
+
+def _architectures_differ(part: Any, saved: Any) -> str:
+    """Return the first difference between the weights of a model and a checkpoint, and the number of others, if any."""
+    if not isinstance(part, torch.nn.Module) or not isinstance(saved, Mapping):
+        return ""
+    shapes, now = (
+        {name: list(getattr(value, "shape", ())) for name, value in one.items()} for one in (saved, part.state_dict())
+    )
+    found = [
+        f"{name!r} has the shape {shape}, here {now[name]}"
+        for name, shape in shapes.items()
+        if now.get(name, shape) != shape
+    ]
+    found += [f"it has {name!r}, which this model lacks" for name in shapes if name not in now]
+    found += [f"it lacks {name!r}" for name in now if name not in shapes]
+    more = format_things(len(found) - 1, "further difference") if len(found) > 1 else ""
+    return f"{found[0]}{f' ({more})' if more else ''}" if found else ""
 
 
 def _kind_of(part: Any) -> str:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colabkit.foundation import InvalidOption, cannot
+from colabkit.foundation import InvalidOption, cannot, checked_call
 from colabkit.loading import map_tensors
 from colabkit.training.batch_values import (
     TRAIN_ON,
@@ -49,6 +49,7 @@ _NO_CONTEXT = nullcontext()
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+@checked_call()
 def supervised_step(
     model: nn.Module,
     optimizer: Optimizer,

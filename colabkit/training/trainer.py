@@ -24,6 +24,7 @@ from colabkit.foundation import (
     check_one_of,
     check_type,
     check_whole_number,
+    checked_call,
     kind_of,
     meters,
     option,
@@ -42,16 +43,18 @@ from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Va
 from colabkit.training.steps import SupervisedStep
 
 _ACT = "train"
+_USE_STEP = ("Pass ", call("supervised_step", Code("model"), Code("optimizer")), " as the step")
 
 
 def check_step(act: str, function: str, step: Any, loader: Any, is_any_loader: bool = False) -> None:
     """Raise `InvalidOption` unless `step` is a function and `loader` a `Loader`, or with `is_any_loader` any loader."""
     usage = ("Use ", call(function, Code("step"), Code("loader")))
-    check_callable(act, "step", step, usage, optional=False)
     if isinstance(step, nn.Module):
         found, expected = f"step is {kind_of(step)}, a model", "a function of a batch that updates the model"
         next_step = ("Use ", call("supervised_step", Code("model"), Code("optimizer")))
         raise InvalidOption(cannot(act, found, expected, next_step))
+    check_callable(act, "step", step, usage, optional=False)
+    check_callable(act, "step", step, "For example, begin it with def step(batch): x, y = batch", takes="the batch")
     if not (is_any_loader and may_be_loader(loader)):
         kind = "an iterable of batches" if is_any_loader else "a colabkit.Loader"
         check_type(act, "loader", loader, Loader, kind, usage)
@@ -86,7 +89,9 @@ def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], 
     if validate is None:
         return None
     if not isinstance(validate, Loader):
-        check_callable(_ACT, "validate", validate, "Pass a Loader, or a function that returns a dict of numbers")
+        check_callable(
+            _ACT, "validate", validate, "Pass a Loader, or a function that returns a dict of numbers", takes=""
+        )
         return lambda _: validate()
     if validate is loader:
         same = "validate is the training Loader"
@@ -103,6 +108,20 @@ def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], 
     return evaluated
 
 
+@checked_call(
+    model=_USE_STEP,
+    optimizer=_USE_STEP,
+    callbacks=("Use ", option("on_step"), ", or colabkit.log_to() for a tracker"),
+    num_epochs=("Use ", option("epochs")),
+    n_epochs=("Use ", option("epochs")),
+    max_epochs=("Use ", option("epochs")),
+    val_loader=("Use ", option("validate")),
+    early_stopping=("Use ", option("patience"), ", the number of validations without improvement"),
+    device="Pass device='cuda' to the Loader, and move the model with model.to('cuda')",
+    batch_size="Pass it to the Loader",
+    clip="Pass it to colabkit.supervised_step()",
+    seed="Pass it to the Loader, and call torch.manual_seed() before you create the model",
+)
 def train(
     step: Callable[[Any], object],
     loader: Loader,
@@ -205,7 +224,7 @@ def train(
     if min_delta and patience is None:
         found = (option("min_delta", min_delta), " without ", option("patience"))
         raise InvalidOption(cannot(_ACT, found, "both or neither", ("For example, use ", option("patience", 3))))
-    check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step")
+    check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step", takes="the record")
     validate_steps = None
     if validate_every != "epoch":
         validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)

@@ -31,6 +31,7 @@ BUILTINS = {
     "FileFailed": OSError,
     "NotSealed": ValueError,
     "Corrupt": ValueError,
+    "MissingSample": IndexError,
     "MissingSplit": KeyError,
     "NotMounted": FileNotFoundError,
     "MountFailed": OSError,

@@ -37,7 +37,7 @@ def test_other_errors_name_the_action_the_cause_and_the_file():
     error = OSError(errno.EACCES, "Permission denied", "/some/file")
     with pytest.raises(FileFailed) as caught, file_changes.translated("copy 'x'"):
         raise error
-    assert re.fullmatch(r"Cannot copy 'x': Permission denied \('/some/file'\)\. Check .+\.", str(caught.value))
+    assert re.fullmatch(r"Cannot copy 'x': permission denied for the file '/some/file'\. Check .+\.", str(caught.value))
     assert caught.value.__cause__ is error
 
 

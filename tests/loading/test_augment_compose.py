@@ -199,7 +199,7 @@ REFUSED = [
     (lambda: RandomHorizontalFlip(1.5), "p=1.5"),
     (lambda: RandomHorizontalFlip(None), "p=None"),
     (lambda: RandomVerticalFlip(-1), "p=-1"),
-    (lambda: Resize((8, 0)), "size=0"),
+    (lambda: Resize((8, 0)), "size=(8, 0)"),
     (lambda: Cutout(0), "size=0"),
     (lambda: Cutout(3, p=-0.1), "p=-0.1"),
     (lambda: MixUp(0), "num_classes=0"),
@@ -212,8 +212,11 @@ REFUSED = [
     (lambda: RandomHorizontalFlip(2), "p=2; expected a finite number from 0 to 1. For example, use p=0.5."),
     (lambda: MixUp(3, alpha=0), "alpha=0; expected a finite number of 0.001 or more. For example, use alpha=0.2."),
     (lambda: Cutout(3, fill=None), "fill=None; expected a finite number. For example, use fill=0."),
-    (lambda: CenterCrop(8.0), "size=8.0; expected a whole number of 1 or more. Use size=8."),
-    (lambda: CenterCrop(8.5), "size=8.5; expected a whole number of 1 or more. For example, use size=1."),
+    (lambda: CenterCrop(8.0), "size=8.0; expected a whole number of pixels, or height and width. Use size=8."),
+    (
+        lambda: CenterCrop(8.5),
+        "size=8.5; expected a whole number of pixels, or height and width. For example, use size=224",
+    ),
     (lambda: Compose([CenterCrop]), "is a class; expected a callable. Create an instance: transform=CenterCrop(...)."),
     (
         lambda: Compose(FLIP, FLIP),

@@ -171,7 +171,7 @@ def test_an_error_is_raised_after_all_batches_before_it(remote, plain, number, s
         return read(remote, item)
 
     remote.open = fails  # type: ignore[method-assign]
-    got = until_it_fails(loader, FileFailed, rf"Cannot read {path!r} of .*not for you")
+    got = until_it_fails(loader, FileFailed, rf"Cannot read {path!r} of .*permission denied")
     assert torch.equal(got, plain[order() if shuffle else slice(None)][: place // 4 * 4])
     del remote.open
     assert len(epoch(loader)[0]) == COUNT

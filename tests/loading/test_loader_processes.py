@@ -362,7 +362,7 @@ def test_errors_of_collating_and_old_transforms_are_one_line_with_advice(num_wor
     use_newer = r"Replace ToTensor with v2\.ToDtype\(torch\.float32, scale=True\), or with Normalize of colab"
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (Squares(12, torch.tensor), {"collate_fn": fails_on_seven}, "collate_fn raised KeyError: 'planned'"),
-        (Squares(4, torch.zeros), {}, r".*stack expects each tensor to be equal size.*or pass collate_fn="),
+        (Squares(4, torch.zeros), {}, r".*sample 0 has the shape \(0,\), but sample 1 has \(1,\).*or pass collate_fn="),
         *(
             (images, {"transform": transform}, f".*{use_newer}")
             for transform in (v1.ToTensor(), v1.Compose([v1.ToTensor()]), PerSample(v1.ToTensor()))

@@ -62,7 +62,7 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.C
         (["stage", "a", "--jsn"], "unknown option --jsn (did you mean --json?). See colabkit stage --help."),
         (["stage", "a", "b"], "unrecognized arguments: b. See colabkit stage --help."),
         (["stage", "a", "--verify", "ful"], "--verify 'ful' is not one of size, full (did you mean full?)."),
-        (["stage", "a", "--threads", "0"], "--threads 0; expected a whole number of 1 or more"),
+        (["stage", "a", "--threads", "0"], "--threads 0; expected 'auto' or a whole number of 1 or more"),
         (["trian"], "Run colabkit train, or see colabkit --help."),
     ],
 )

@@ -133,9 +133,9 @@ def test_an_error_is_one_line_without_a_traceback(
 def test_variables_are_replaced_by_values_that_are_not_parsed_again() -> None:
     namespace = {"folder": "a b; --to x $HOME 'q", "report": type("R", (), {"path": Path("p q")})()}
     assert split_line("{folder} $folder {report.path}", namespace) == [*[namespace["folder"]] * 2, "p q"]
-    assert split_line("{unknown} '$folder' \"{folder}\" a{folder}", namespace) == [
-        "{unknown}", "$folder", "{folder}", "a{folder}",
-    ]  # fmt: skip
+    assert split_line("'$folder' \"{folder}\" a{folder}", namespace) == ["$folder", "{folder}", "a{folder}"]
+    with pytest.raises(InvalidOption, match="Cannot use 'unknown': no variable has this name"):
+        split_line("{unknown}", namespace)
 
 
 def test_an_open_quote_or_escape_is_reported() -> None:

@@ -219,7 +219,7 @@ def test_invalid_options_are_errors_before_anything_is_written(tmp_path, tree):
     for options, match in (
         ({"encoding": "source", "size": 8}, "encoding='source' stores files unchanged, but size= is given"),
         ({"size": (1, 2, 3)}, r"size=\(1, 2, 3\)"),
-        ({"size": (4, -1)}, "size=-1"),
+        ({"size": (4, -1)}, r"size=\(4, -1\)"),
         ({"fields": {"X": "path"}}, "a field is named 'X'"),
         ({"fields": {"a/b": "path"}}, "a field is named 'a/b'"),
         ({"fields": {"Z": 3}}, "the source of the field 'Z' is 3"),

@@ -135,9 +135,9 @@ def test_an_error_of_the_target_raises_one_line_that_names_it(local, tmp_path, f
                 raise OSError(number, os.strerror(number))
 
             file_hook(Strike(at, refuse))
-            with pytest.raises((FileFailed, NotEnoughSpace), match=os.strerror(number)) as caught:
+            with pytest.raises((FileFailed, NotEnoughSpace), match=f"(?i){os.strerror(number)}") as caught:
                 bring(local, tmp_path / f"new-{number}-{at}" / "final.h5")
-            assert at == 1 or "final.h5" in str(caught.value)
+            assert at == 1 or f"new-{number}-{at}" in str(caught.value)
     assert leftovers(tmp_path) == []
 
 

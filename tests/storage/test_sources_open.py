@@ -188,7 +188,7 @@ def test_samples_are_included_in_the_package():
 def test_one_file_has_no_classes(tmp_path):
     (tmp_path / "train.h5").write_bytes(b"pack")
     source = open_source(tmp_path / "train.h5")
-    with pytest.raises(BadSource, match="no image among 1 file;"):
+    with pytest.raises(BadSource, match=r"no image among 1 file \(1 .h5\);"):
         label_samples(source.list(), source.name)
 
 

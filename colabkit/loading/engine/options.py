@@ -16,6 +16,7 @@ from colabkit.foundation import (
     check_callable,
     check_one_of,
     check_whole_number,
+    checked_call,
     format_things,
     option,
     shown,
@@ -30,6 +31,23 @@ from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Sh
 _BLOCK_BYTES = 4 << 20
 _WINDOW_BYTES = 256 << 20
 _MOST_BLOCK = 1024
+
+LOADER_CALL = checked_call(
+    batch_sampler=("Use ", option("sampler"), ", which also takes a sampler that yields lists of indices"),
+    dataloader="Pass its dataset",
+    generator=("Use ", option("seed")),
+    in_order="Omit it: the batches always come in order",
+    multiprocessing_context="Omit it: the Loader chooses how to start its workers",
+    num_threads=("Use ", option("num_workers")),
+    pin_memory="Omit it: batches for a GPU are always pinned",
+    pin_memory_device=("Use ", option("device")),
+    prefetch_factor=("Use ", option("prefetch_batches"), ", the number of batches to make ahead"),
+    target_transform="Change the labels before you pack them, or in your training step",
+    timeout="Omit it: a worker that dies raises an error",
+    transforms=("Use ", option("transform")),
+    worker_init_fn="Omit it: every worker is seeded by the positions of its samples",
+)
+"""Explains a wrong call of `Loader`, above all one with arguments of torch's `DataLoader`."""
 
 
 @dataclass

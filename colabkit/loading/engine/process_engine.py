@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
 
@@ -173,7 +173,7 @@ class _KeyedDataset(Dataset[Any]):
                 samples.append(sample)
             next_step, index = f"Run collate_fn on a list of samples such as dataset[{index}] to see the error", -1
             if self._collate is default_collate:
-                next_step = "Make all samples the same shape in the dataset's transform, or pass collate_fn="
+                next_step = "Resize or crop all samples to one shape in the dataset, or pass collate_fn="
             batch = self._collate(samples)
         except ColabkitError as error:
             return WorkerBatch(None, len(keys), 0.0, error)
@@ -181,8 +181,21 @@ class _KeyedDataset(Dataset[Any]):
             operation = f"sample {index}" if index >= 0 else "collate_fn"
             name = name_of(self._dataset, index) if index >= 0 else ""
             failure = WorkerFailure.of(error, f"{operation} ({name})" if name else operation, next_step)
+            if index < 0 and self._collate is default_collate:
+                text = _shapes_differ([key[-1] for key in keys], samples)
+                failure = replace(failure, text=text or failure.text)
             return WorkerBatch(None, len(keys), 0.0, failure)
         return WorkerBatch(batch, len(keys), time.perf_counter() - began)
+
+
+def _shapes_differ(indices: Sequence[int], samples: Sequence[Any]) -> str:
+    """Return which two samples have fields of different shapes; empty if all shapes are equal."""
+    shapes = [[getattr(value, "shape", None) for value in fields_of(sample)[0]] for sample in samples]
+    for index, found in zip(indices, shapes, strict=True):
+        for first, other in zip(shapes[0], found, strict=False):
+            if first is not None and other is not None and first != other:
+                return f"sample {indices[0]} has the shape {tuple(first)}, but sample {index} has {tuple(other)}"
+    return ""
 
 
 def _seeds_of(keys: Sequence[SampleKey]) -> list[int]:

@@ -22,6 +22,7 @@ from colabkit.foundation import (
     cannot,
     check_duration,
     check_type,
+    checked_call,
     format_rate,
     format_seconds,
     kind_of,
@@ -47,6 +48,7 @@ _SETTLED_EVERY = 16
 _OF_A_STEP = ("wrong_device",)
 
 
+@checked_call()
 def doctor(
     of: TrainReport | Iterable[Any] | str | os.PathLike[str] | None = None,
     *,
@@ -176,6 +178,7 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> Dia
     )
 
 
+@checked_call()
 def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
     """Wrap a loader so that `doctor()` and `dashboard()` can time its steps.
 

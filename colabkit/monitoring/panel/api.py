@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from colabkit.foundation import Sampler, check_number, check_one_of, meters, sampled
+from colabkit.foundation import Sampler, check_number, check_one_of, checked_call, meters, sampled
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
@@ -33,6 +33,7 @@ def is_any_open() -> bool:
     return bool(_open)
 
 
+@checked_call()
 def dashboard(
     *, refresh_s: float = 0.5, screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto"
 ) -> Dashboard:

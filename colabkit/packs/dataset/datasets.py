@@ -23,11 +23,10 @@ from colabkit.foundation import (
     format_count,
     format_things,
 )
+from colabkit.packs.dataset.indices import index_error, missing_sample, resolve_indices
 from colabkit.packs.dataset.samples import (
     ImageFiles,
     OpenSplit,
-    index_error,
-    resolve_indices,
     stack_samples,
 )
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
@@ -57,10 +56,10 @@ class LabelledDataset(Dataset[Any]):
         return self._count
 
     def _place(self, index: Any) -> int:
-        """Return the equivalent non-negative index; raises `TypeError` or `IndexError` for an invalid index."""
+        """Return the equivalent non-negative index; raises `TypeError` or `MissingSample` for an invalid index."""
         place = operator.index(index)
         if not -self._count <= place < self._count:
-            raise IndexError(f"index {place} is out of range for {self._count} samples")
+            raise missing_sample(place, self._count)
         return place % self._count
 
     def _label(self, place: int) -> Any:
@@ -76,7 +75,7 @@ class LabelledDataset(Dataset[Any]):
 
         Raises:
             InvalidOption: if the indices are of any other kind.
-            IndexError: if an index is out of range.
+            MissingSample: if an index is out of range.
         """
         return self._view(resolve_indices(indices, len(self)))
 
@@ -311,8 +310,8 @@ class PackedDataset(LabelledDataset):
         if name == LABELS and self.labels is not None:
             return self.labels.numpy()
         if name not in self._opened.samples.names:
-            expected = f"one of {', '.join(self.fields)}"
-            raise InvalidOption(cannot(act, f"there is no field {name!r}", expected, "Use one of these, or an array"))
+            expected, next_step = " or ".join(map(repr, self.fields)), "Use one of these, or an array"
+            raise InvalidOption(cannot(act, f"there is no field {name!r}", expected, next_step))
         return np.asarray(self._opened.samples.column(name, self._rows_of(np.arange(len(self)))))
 
 

@@ -15,10 +15,10 @@ from colabkit.foundation import (
     PYTHON,
     BadImage,
     BadSource,
-    MissingSplit,
     call,
     cannot,
     check_one_of,
+    checked_call,
     format_things,
 )
 from colabkit.packs.dataset.datasets import LabelledDataset
@@ -26,6 +26,7 @@ from colabkit.packs.dataset.samples import ImageFiles, convert_pixels
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices, find_split, name_inferred
 from colabkit.packs.labels.labelling import label_samples
+from colabkit.packs.labels.splits import missing_split
 from colabkit.storage import Item, PathTable, Retries, SequentialSource, Source, answer_of, open_source, read_item
 
 
@@ -66,6 +67,7 @@ class FileDataset(LabelledDataset):
         (1797, torch.Size([3, 8, 8]), 0)
     """
 
+    @checked_call(**dict.fromkeys(("transform", "transforms", "target_transform"), "Pass transform= to the Loader"))
     def __init__(
         self,
         source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
@@ -96,8 +98,7 @@ class FileDataset(LabelledDataset):
         )
         name = find_split(labelled.splits, split)
         if name is None:
-            known = ", ".join(map(repr, labelled.splits))
-            raise MissingSplit(cannot(act, f"there is no split {split!r}", f"one of {known}", "Use one of these"))
+            raise missing_split(act, split, labelled.splits)
         numbers = labelled.splits[name]
         self.split_name = name
         self.classes = labelled.classes

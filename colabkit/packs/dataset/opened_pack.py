@@ -12,9 +12,9 @@ import numpy as np
 
 from colabkit.foundation import (
     InvalidOption,
-    MissingSplit,
     cannot,
     check_whole_number,
+    checked_call,
     format_bytes,
     format_count,
     format_things,
@@ -29,11 +29,13 @@ from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
 from colabkit.packs.dataset.samples import OpenSplit, open_sealed
 from colabkit.packs.format.layout import SAMPLES, PackInfo, find_split
 from colabkit.packs.format.pack_file import read_pack
+from colabkit.packs.labels.splits import missing_split
 
 _SEAL_CHARS = 16
 _LEFT = (("bad", "bad", "sample"), ("left out", "left_out", "file"))
 
 
+@checked_call()
 def open_pack(
     path: str | os.PathLike[str],
     *,
@@ -77,7 +79,7 @@ def open_pack(
         >>> image.shape, data.classes[label]
         (torch.Size([3, 8, 8]), '0')
     """
-    act = f"open {os.fspath(path)!r}"
+    act = f"open {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "open a pack"
     found = user_path(path, act).absolute()
     if is_plain_hdf5(found):
         contents = inspect_hdf5(found, x, y, trusted)
@@ -129,8 +131,7 @@ class Pack(Mapping[str, PackedDataset]):
         """
         name = find_split(self.splits, split)
         if name is None:
-            act, found = f"open a split of {str(self.path)!r}", f"there is no split {split!r}"
-            raise MissingSplit(cannot(act, found, f"one of {', '.join(self)}", "Use one of these"))
+            raise missing_split(f"open a split of {str(self.path)!r}", split, self)
         if name not in self._opened:
             # Another pack may have replaced the file by now, so opening a split compares the seals.
             self._opened[name] = PackedDataset(self._open_split(name))

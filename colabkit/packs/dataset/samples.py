@@ -20,7 +20,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.foundation import BadImage, Corrupt, InvalidOption, SourceMissing, call, cannot, kind_of, option
+from colabkit.foundation import (
+    BadImage,
+    Corrupt,
+    InvalidOption,
+    SourceMissing,
+    call,
+    cannot,
+    option,
+)
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.format.layout import CRC, LABELS, Field, Indices, PackInfo, Shard, corrupt
@@ -73,40 +81,6 @@ def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
 def convert_pixels(pixels: npt.NDArray[np.uint8]) -> Tensor:
     """Convert decoded pixels `[H, W, C]`, possibly read-only, to a writable image `[C, H, W]`."""
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
-
-
-def resolve_indices(indices: Any, count: int) -> Indices:
-    """Convert integers, a slice, or one bool for each of `count` samples to sample numbers from 0, `int64 [B]`.
-
-    Raises:
-        InvalidOption: if the indices are of any other kind.
-        IndexError: if an index is out of range.
-    """
-    if isinstance(indices, slice):
-        return np.arange(*indices.indices(count), dtype=np.int64)
-    try:
-        found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
-    except ValueError:
-        # Nested lists have different lengths.
-        raise index_error(indices, count) from None
-    if found.dtype == bool and found.shape == (count,):
-        return np.flatnonzero(found)
-    if found.ndim == 1 and not len(found):
-        return np.empty(0, np.int64)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise index_error(indices, count)
-    beyond = (found < -count) | (found >= count)
-    if beyond.any():
-        raise IndexError(f"index {found[beyond.argmax()]} is out of range for {count} samples")
-    numbers = found.astype(np.int64)
-    return np.where(numbers < 0, numbers + count, numbers)
-
-
-def index_error(index: object, count: int) -> InvalidOption:
-    """Return the error for an invalid index of a dataset with `count` samples."""
-    next_step = "For example, use data[0], data[:10] or data[[0, 5]]"
-    expected = f"integers, {count} bools or a slice"
-    return InvalidOption(cannot("index the dataset", f"the index is {kind_of(index)}", expected, next_step))
 
 
 def stack_samples(field: Batch) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +40,8 @@ _JPEG = ("JPEG", "MPO")
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _ORIENTATION = 0x0112
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
-_BOMB = "the image has more pixels than Pillow's limit against decompression bombs"
+_BOMB_PIXELS = re.compile(r"\((\d+) pixels\)")
+_HEIF = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1")
 
 
 class OtherSize(BadImage):
@@ -171,8 +173,12 @@ def _open(data: Data) -> Iterator[Any]:
     except (BadImage, MemoryError):
         raise
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
-        bomb = isinstance(error, Image.DecompressionBombError)
-        raise BadImage(_BOMB if bomb else _describe_unknown(bytes(data[:256]))) from error
+        if isinstance(error, UnidentifiedImageError):
+            raise BadImage(_describe_unknown(bytes(data[:256]))) from error
+        # Pillow refuses the image before its width and height can be read.
+        pixels = _BOMB_PIXELS.search(str(error))
+        count = f"{int(pixels[1]):,}" if pixels else "too many"
+        raise BadImage(f"the image has {count} pixels, more than the limit of {MAX_PIXELS:,}") from error
     except Exception as error:
         # Pillow's plugins can raise any error on broken files.
         raise BadImage(f"Pillow raised {type(error).__name__}: {error}") from error
@@ -238,4 +244,6 @@ def _describe_unknown(head: bytes) -> str:
         return "the file is empty"
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "the file is a web page with the name of an image"
+    if head[4:8] == b"ftyp" and head[8:12] in _HEIF:
+        return "the file is a HEIC or AVIF image, which must be converted to JPEG first"
     return f"the file is not a readable image (it starts with {head[:8]!r})"

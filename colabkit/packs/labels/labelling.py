@@ -7,7 +7,7 @@ ignored.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -49,6 +49,7 @@ LABEL_COLUMNS = (
 
 _SPLIT_COLUMN = "split"
 _IMAGES = frozenset({"bmp", "gif", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"})
+_OTHER_IMAGES = frozenset({"avif", "cr2", "dng", "heic", "heif", "jp2", "jxl", "nef", "raw", "svg"})
 _ARRAY = "npy"
 _FUNCTION = in_python(", a function of the path")
 _BY_FUNCTION = in_python(", use a function of the path")
@@ -404,11 +405,20 @@ def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tup
         chosen = [row for row, ending in others.items() if ending == _ARRAY or not has_endings]
         images = _by_folder(items, chosen)
     if not images:
-        found = f"there is no image among {format_things(len(items), 'file')}" if items else "the source has no files"
-        raise BadSource(cannot(act, found, "image files or .npy files", "Check the path"))
+        raise _no_images(act, items, others.values())
     reasons |= dict.fromkeys(others.keys() - chosen, "no image extension")
     left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in sorted(reasons)))
     return images, left_out
+
+
+def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSource:
+    """Return the error for a source without samples; it names the formats of its files."""
+    if not items:
+        return BadSource(cannot(act, "the source has no files", "image files or .npy files", "Check the path"))
+    named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))
+    found = f"there is no image among {format_things(len(items), 'file')}{f' ({named})' if named else ''}"
+    next_step = "Convert the files to JPEG" if _OTHER_IMAGES.intersection(endings) else "Check the path"
+    return BadSource(cannot(act, found, f"files of the types {', '.join(sorted(_IMAGES))} or npy", next_step))
 
 
 def _ending(name: str) -> str:

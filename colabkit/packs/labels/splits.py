@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from colabkit.foundation import (
     InvalidOption,
+    MissingSplit,
     cannot,
     check_number,
     check_whole_number,
@@ -53,6 +55,15 @@ def checked_splits(act: str, splits: Any) -> Any:
         next_step = ("For example, use ", option("splits", _EXAMPLE))
         found = option("splits", splits)
         raise InvalidOption(cannot(act, found, "a number for each split, named once", next_step)) from error
+
+
+def missing_split(act: str, name: str, known: Iterable[str]) -> MissingSplit:
+    """Return the error for a split that does not exist."""
+    names = list(known)
+    closest = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
+    expected = " or ".join(map(repr, names))
+    next_step = ("Use ", option("split", (closest or names)[0]))
+    return MissingSplit(cannot(act, f"there is no split {name!r}", expected, next_step))
 
 
 def shares_of(act: str, splits: object) -> dict[str, float]:

@@ -27,6 +27,7 @@ from colabkit.foundation import (
     cannot,
     check_type,
     check_whole_number,
+    checked_call,
     file_changes,
     format_bytes,
     format_count,
@@ -155,6 +156,7 @@ class PackReport(Report):
         ]
 
 
+@checked_call()
 def pack(
     source: str
     | os.PathLike[str]

@@ -13,9 +13,12 @@ import numpy as np
 
 from colabkit.foundation import (
     Corrupt,
+    NotSealed,
     ProgressBar,
     Report,
+    call,
     cannot,
+    checked_call,
     file_changes,
     format_seconds,
     format_things,
@@ -69,6 +72,7 @@ class VerifyReport(Report):
         ]
 
 
+@checked_call()
 def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True) -> VerifyReport | StageVerifyReport:
     """Check every byte of a pack or a local copy against its checksums and report damaged samples or files.
 
@@ -95,11 +99,16 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
     started = time.monotonic()
     if isinstance(path, StageReport):
         path = path.path
-    act = f"verify {os.fspath(path)!r}"
+    act = f"verify {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "verify a pack"
+    place = user_path(path, act)
     with file_changes.translated(act):
-        if found := LocalCopy.of(user_path(path, act)):
+        if found := LocalCopy.of(place):
             return found.verify(progress=progress)
-    info = read_pack(user_path(path, act))
+        if place.is_dir():
+            what = "it is a folder without checksums"
+            next_step = ("Stage or pack it with ", call("stage"), " or ", call("pack"), ", and verify the result")
+            raise NotSealed(cannot(act, what, "a pack, or a local copy made by staging", next_step))
+    info = read_pack(place)
     damaged: list[tuple[str, int]] = []
     files: list[str] = []
     samples = sum(map(info.count, info.splits))

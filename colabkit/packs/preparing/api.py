@@ -27,6 +27,7 @@ from colabkit.foundation import (
     TimedOut,
     can_hang,
     cannot,
+    checked_call,
     file_changes,
     local_root,
     mounts,
@@ -63,6 +64,7 @@ _LOCK, _NOTES = "lock", "notes.json"
 _STATED_ENTRIES = 1000
 
 
+@checked_call()
 def prepare(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
     *,

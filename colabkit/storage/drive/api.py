@@ -21,6 +21,7 @@ from colabkit.foundation import (
     call,
     cannot,
     check_duration,
+    checked_call,
     current_place,
     drive_root,
     format_seconds,
@@ -48,6 +49,7 @@ from colabkit.storage.drive.reports import CacheReport, FlushReport, MountReport
 COLAB_POINT = "/content/drive"
 
 
+@checked_call()
 def mount(
     path: str | os.PathLike[str] | None = None,
     *,
@@ -199,6 +201,7 @@ def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: floa
     return _report(mounted, "repaired", readonly, started, ("Writes that were not sent before the repair may be lost",))
 
 
+@checked_call()
 def unmount(
     path: str | os.PathLike[str] | None = None,
     *,
@@ -243,6 +246,7 @@ def unmount(
     return UnmountReport(Path(found.point), DRIVE_TYPES[found.fstype], sent, time.monotonic() - started)
 
 
+@checked_call()
 def flush(
     path: str | os.PathLike[str] | None = None, *, timeout: float | str = 600.0, progress: bool = True
 ) -> FlushReport:
@@ -284,6 +288,7 @@ def flush(
     return FlushReport(Path(found.point), kind, sent, remounted, time.monotonic() - started)
 
 
+@checked_call()
 def clear_cache(
     path: str | os.PathLike[str] | None = None,
     *,

@@ -18,6 +18,7 @@ from colabkit.foundation import (
     Corrupt,
     Report,
     check_duration,
+    checked_call,
     file_changes,
     format_bytes,
     format_count,
@@ -91,6 +92,7 @@ class FetchReport(Report):
         ]
 
 
+@checked_call()
 def fetch(
     source: str,
     to: str | os.PathLike[str] = ".",

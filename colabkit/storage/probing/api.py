@@ -21,6 +21,7 @@ from colabkit.foundation import (
     TimedOut,
     cannot,
     check_duration,
+    checked_call,
     file_changes,
     format_seconds,
     heartbeat,
@@ -42,6 +43,7 @@ class _LastRecord(Exception):
     """A signal to stop reading after the last record, since the child may be unable to exit."""
 
 
+@checked_call()
 def probe(path: str | os.PathLike[str], *, seconds: float | str = 8.0, progress: bool = True) -> ProbeReport:
     """Measure how fast a folder or file can be listed, opened and read, and recommend how to use it.
 

@@ -143,7 +143,7 @@ _current = threading.local()
 def check_threads(act: str, threads: Threads) -> None:
     """Raise `InvalidOption` unless `threads` is `"auto"` or a positive integer."""
     if threads != "auto":
-        check_whole_number(act, "threads", threads, 1)
+        check_whole_number(act, "threads", threads, 1, or_text="auto")
 
 
 def still_moving() -> None:

@@ -114,11 +114,11 @@ class ManifestSource:
 
     def __init__(self, table: Any) -> None:
         self._file: Path | None = None
-        self.name = "a table of paths"
+        self.name, self._act = "a table of paths", "read the table of paths"
         if isinstance(table, str | os.PathLike):
             self._file = user_path(table, f"read {os.fspath(table)!r}")
             self.name = str(self._file)
-        self._act = f"read {self.name!r}"
+            self._act = f"read {self.name!r}"
         table = as_pandas(self._act, table)
         is_table = isinstance(table, list | tuple) or hasattr(table, "iloc")
         if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):

@@ -102,9 +102,9 @@ def open_source(source: AnySource) -> Source:
         return ManifestSource(source)
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not name or not isinstance(name, str):
-        found = "the path is empty" if name == "" else f"it is {kind_of(source)}"
+        found = "the path is empty" if name == "" else f"the source is {kind_of(source)}"
         expected = "a path, an address, a table of paths or 'samples:digits'"
-        raise InvalidOption(cannot(f"read {source!r:.60}", found, expected, "Pass the path of the source"))
+        raise InvalidOption(cannot("read the source", found, expected, "Pass the path of the source"))
     if "://" in name or name.startswith(("drive.google.com/", "docs.google.com/")):
         return _open_address(name)
     act = f"read {name!r}"

@@ -23,6 +23,7 @@ from colabkit.foundation import (
     cannot,
     check_one_of,
     check_type,
+    checked_call,
     file_changes,
     local_root,
     mounts,
@@ -42,6 +43,7 @@ from colabkit.storage.staging.run import StagingRun, origin_of
 _PASS_PATH = ("Pass the path returned by ", call("stage"), "; a copy at a custom path cannot be found by its source")
 
 
+@checked_call()
 def stage(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
     to: str | os.PathLike[str] = "auto",
@@ -121,6 +123,7 @@ def stage(
     return _report(run, found or run.plan, started)
 
 
+@checked_call()
 def unstage(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source | StageReport,
 ) -> UnstageReport:

@@ -114,8 +114,8 @@ def _table_lines(source: Any) -> list[str]:
     if isinstance(source, list | tuple):
         return [os.fspath(path) for path in source if isinstance(path, str | os.PathLike)]
     if not is_frame(source):
-        found, expected = f"it is {kind_of(source)}", "a path, an address or a table of paths"
-        raise InvalidOption(cannot(f"read {source!r:.60}", found, expected, "Pass the path as a string"))
+        found, expected = f"the source is {kind_of(source)}", "a path, an address or a table of paths"
+        raise InvalidOption(cannot("read the source", found, expected, "Pass the path as a string"))
     return [str(as_pandas(f"read {_TABLE!r}", source).to_csv(index=False))]
 
 
