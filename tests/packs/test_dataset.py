@@ -1,4 +1,4 @@
-"""Packs as PyTorch datasets: correct samples, copies, pickling and threads, and no samples of another pack."""
+"""Packs as PyTorch datasets: samples, copies, pickling and threads. No dataset returns samples of another pack."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_fingerprints_differ_between_splits_and_packs(tmp_path, packed):
 
 @pytest.fixture
 def replaced(packed: Path) -> Path:
-    """Return a pack of the same layout, length and labels with other samples."""
+    """Return another pack with the same layout, lengths and labels, but different samples."""
     return make_pack(packed.with_name("other.h5"), (6, 5, 3), seed=12, train=20, test=7)
 
 

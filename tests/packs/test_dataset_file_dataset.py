@@ -30,12 +30,12 @@ pandas = pytest.importorskip("pandas")
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return twelve photos of one size in three classes."""
+    """Return a folder of twelve photos of one size in three classes."""
     return photos(tmp_path / "tree")
 
 
 def table_of(tree: Path, **columns: Any) -> Any:
-    """Return a DataFrame of all files of a folder."""
+    """Return a DataFrame with the paths of all files in a folder, and additional columns."""
     return pandas.DataFrame({"path": [str(path) for path in files_of(tree)], **columns})
 
 

@@ -1,4 +1,4 @@
-"""HDF5 files not written by colabkit: mapped or read through HDF5, found by name, and never read outside the file."""
+"""HDF5 files of other programs: datasets are found by name, and are mapped or read through HDF5."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def add_virtual(file: h5py.File, other: Path) -> None:
 
 
 def add_filter(file: h5py.File, other: Path) -> None:
-    """Use the number of a filter that is not installed; HDF5 may skip it because it is optional."""
+    """Add a dataset with an unknown filter. HDF5 may skip this filter because it is optional."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_chunk((1, 6))
     properties.set_filter(32099, h5py.h5z.FLAG_OPTIONAL, ())
@@ -233,7 +233,7 @@ def test_links_plugins_and_decompression_bombs_raise_unless_trusted(tmp_path, ad
     (tmp_path / "hostile.h5").unlink(missing_ok=True)
     with h5py.File(tmp_path / "hostile.h5", "w") as file:
         add(file, other)
-    # The other file must not even be opened.
+    # Opening the other file would fail or change its access time.
     os.chmod(other, 0)
     stamp = os.stat(other).st_atime_ns
     with pytest.raises(BadSource, match=r"trusted=True|Name another dataset"):

@@ -17,7 +17,7 @@ from colabkit.packs.dataset.opened_pack import open_pack
 
 @pytest.fixture
 def data(tmp_path: Path) -> PackedDataset:
-    """Return 60 samples, 20 of each of three classes, 4 of each of 15 patients."""
+    """Return 60 samples: 20 in each of three classes, and 4 of each of 15 patients."""
     random = np.random.default_rng(1)
     fields = {
         "X": {"train": random.integers(0, 256, (60, 2, 2, 3)).astype("|u1")},
@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> PackedDataset:
 
 
 def numbers(view: PackedDataset) -> list[int]:
-    """Return the rows of a view, identified by the images that it returns."""
+    """Return the row numbers of a view's samples, found by comparing images."""
     images = view.info.map("X_train")
     whole = {image.tobytes(): number for number, image in enumerate(images)}
     return [whole[sample[0].permute(1, 2, 0).numpy().tobytes()] for sample in view]

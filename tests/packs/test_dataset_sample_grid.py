@@ -23,19 +23,19 @@ LEFT, TOP, SMALL = 2 * 16, 2 * (16 + 13 + 12), 2 * 112
 
 @pytest.fixture
 def pack(tmp_path: Path) -> Pack:
-    """Return single-color samples; the color identifies the sample."""
+    """Return a pack of single-color images; the color identifies the sample."""
     images = np.full((50, 8, 8, 3), 40, "|u1") + np.arange(50, dtype="|u1")[:, None, None, None] * 4
     fields = {"X": {"train": images}, "Y": {"train": np.arange(50) % 3}}
     return open_pack(seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "class"))
 
 
 def shown(path: Path, fields: dict, content: str, kind: str, **meta: object) -> Image.Image:
-    """Return the picture of one sample."""
+    """Write a pack with these fields, and return the picture of one sample."""
     return open_pack(seal_fields(path, fields, {"X": content}, kind, **meta)).show(n=1).image
 
 
 def ink(image: Image.Image, box: tuple[int, int, int, int]) -> int:
-    """Return the number of dark pixels in a part of an image."""
+    """Return the number of dark pixels in a box of an image."""
     return int((np.asarray(image.crop(box).convert("L")) < 120).sum())
 
 

@@ -19,7 +19,7 @@ from colabkit.packs.dataset.opened_pack import open_pack
 
 
 class Batches(Dataset):
-    """A dataset whose items are all batches of another dataset, fetched and collated like a DataLoader worker does."""
+    """A dataset whose item i holds all batches of dataset i, fetched and collated as by a DataLoader worker."""
 
     def __init__(self, datasets: list[LabelledDataset]) -> None:
         self.datasets = datasets
@@ -36,7 +36,7 @@ class Batches(Dataset):
 
 @pytest.fixture
 def datasets(tmp_path: Path) -> dict[str, LabelledDataset]:
-    """Return a pack, shards, a view, packed and plain image files, and an HDF5 file; each has been read once."""
+    """Return a dataset of every kind, after a sample of each has been read."""
     shards = ({"train": 9, "test": 2}, {"train": 4}, {"test": 3}, {"train": 8, "test": 1})
     files = {"X": {"train": [png(image) for image in IMAGES[:10]]}, "Y": {"train": np.arange(10) % 3}}
     pack = make_pack(tmp_path / "made.h5", (6, 5, 3), train=60)

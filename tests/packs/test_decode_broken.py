@@ -1,4 +1,4 @@
-"""Damaged, truncated, hostile and other files raise; they are never decoded in part or beyond the pixel limit."""
+"""Damaged, truncated and hostile files raise an error; none is decoded in part or beyond the pixel limit."""
 
 from __future__ import annotations
 

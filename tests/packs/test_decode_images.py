@@ -68,7 +68,7 @@ def test_invalid_orientations_are_ignored(kind, orientation):
 
 def test_cmyk_and_ycck_are_converted_like_pillow_does():
     image = Image.fromarray(photo()).convert("CMYK")
-    # Pillow writes Adobe's marker and inverted values.
+    # Pillow writes CMYK with Adobe's marker and inverted values.
     jpeg = saved(image, "JPEG")
     adobe = jpeg.index(b"Adobe")
     assert jpeg[adobe + 11] == 0
@@ -115,7 +115,7 @@ def test_a_palette_with_transparency_keeps_its_colors():
     for kind, transparency in (("PNG", 3), ("GIF", 3), ("PNG", bytes(range(16)))):
         data = saved(image, kind, transparency=transparency)
         with warnings.catch_warnings():
-            # Pillow warns about a palette that is converted without its transparency.
+            # Pillow would warn if a palette were converted without its transparency.
             warnings.simplefilter("error")
             assert (whole(data) == colours).all()
 

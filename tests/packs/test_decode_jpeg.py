@@ -82,7 +82,7 @@ def test_every_decoder_applies_orientation_like_pillow_does(package, orientation
     profiles = [b"\xff\xe2\xff\xffICC_PROFILE\0" + bytes([part, 2]) + bytes(65519) for part in (1, 2)]
     files.append(files[0][:2] + b"".join(profiles) + files[0][2:])
     expected = [(by_pillow(data, 3), by_pillow(data, 1)) for data in files]
-    # torchcodec applies orientation by its own rules, so Pillow decodes these files instead.
+    # torchcodec has different orientation rules, so Pillow decodes these files instead.
     if package in ("simplejpeg", "torchvision"):
         without_pillow(monkeypatch)
     for data, (colour, grey) in zip(files, expected, strict=True):
@@ -154,7 +154,8 @@ def test_unusual_headers_are_left_to_pillow():
 
 def test_a_jpeg_with_a_flaw_that_pillow_ignores_is_decoded():
     data = saved(photo(), "JPEG")
-    # Bytes between the image data and its end marker, and an end marker in the middle of the image data.
+    # The first file has bytes between the image data and the end marker,
+    # the second an end marker inside the image data.
     stray = data[:-2] + b"\0\0\0" + data[-2:]
     ended = data[: len(data) * 2 // 3] + b"\xff\xd9"
     for flawed in (stray, ended):
@@ -183,7 +184,7 @@ def probed():
 
 def test_the_first_installed_decoder_is_used(probed, monkeypatch):
     for package in PACKAGES[:3]:
-        # This skips the test if a package is missing.
+        # `take` skips the test if a package is missing.
         take(package, monkeypatch)
     for package in PACKAGES:
         probed.cache_clear()
@@ -249,7 +250,7 @@ def test_threads_and_forked_processes_decode_the_same_pixels():
     with ThreadPoolExecutor(8) as threads:
         for found, picture in zip(threads.map(fit, files * 10), expected * 10, strict=True):
             assert (found == picture).all()
-        # The fork happens while the threads exist.
+        # Fork while the threads exist.
         with get_context("fork").Pool(2) as processes:
             for found, picture in zip(processes.map_async(fit, files).get(60), expected, strict=True):
                 assert (found == picture).all()

@@ -1,4 +1,4 @@
-"""Pack files: plain HDF5, sealed last, and all damage is detected."""
+"""Pack files are plain HDF5 files that are sealed last and reveal all damage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def packed(tmp_path: Path) -> Path:
 
 
 def outcome(path: Path, original: tuple[object, ...]) -> str:
-    """Return how the damage in a changed pack is detected: "refused", "named", "meaningless" if none, or "silent"."""
+    """Return how the damage in a changed pack shows.
+
+    "refused": reading it raises an error; "named": verify() lists damaged samples; "meaningless": the content is
+    unchanged; "silent": changed content is not detected.
+    """
     try:
         found = whole_content(path)
         damaged = verify(path, progress=False).damaged

@@ -12,7 +12,7 @@ from colabkit.storage.sources.items import Item, Listing
 
 
 def labelled_paths(*paths: str) -> Labelling:
-    """Return the samples of a folder with these files."""
+    """Label the samples of a folder that contains these files."""
     return label_samples(listing_of(*paths), "source")
 
 

@@ -242,7 +242,7 @@ def test_no_group_is_in_two_folds_and_no_fold_is_empty(samples, k, has_strata, s
 
 
 def unevenness(folds: np.ndarray, strata: np.ndarray) -> float:
-    """Return the mean over strata of the standard deviation of the folds' shares of a stratum."""
+    """Return the standard deviation of the five folds' shares of a stratum, averaged over all strata."""
     counts = np.array([np.bincount(folds[strata == stratum], minlength=5) for stratum in np.unique(strata)])
     return float((counts / counts.sum(1, keepdims=True)).std(1).mean())
 

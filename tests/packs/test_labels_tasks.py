@@ -1,4 +1,4 @@
-"""What `pack()`, `prepare()` and `FileDataset` infer about samples is in their reports, and options set it."""
+"""Reports list the properties of samples that `pack()`, `prepare()` and `FileDataset` infer; options override them."""
 
 from __future__ import annotations
 

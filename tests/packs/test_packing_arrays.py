@@ -23,7 +23,7 @@ CLASSES = RANDOM.permutation(np.arange(30) % 3)
 
 
 def samples_of(found: Pack, split: str = "train") -> list[Any]:
-    """Return all samples of a split, read one by one, which checks them."""
+    """Read the samples of a split one by one, so that each is checked."""
     return [found[split][number] for number in range(len(found[split]))]
 
 
@@ -102,7 +102,7 @@ def test_any_dtype_and_shape_is_stored(tmp_path, dtype, shape):
 def test_views_and_lists_are_stored(tmp_path, view):
     found = opened({"X": view}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
     whole = view.detach().numpy() if isinstance(view, torch.Tensor) else np.asarray(view)
-    # Images are returned with their channels first.
+    # Datasets return images with their channels first.
     is_channels_last = found.info.fields["X"].content == "image" and whole.shape[-1] == 3
     given = [
         (sample.permute(1, 2, 0) if is_channels_last else sample).numpy().tobytes()

@@ -60,7 +60,10 @@ def spoil(tree: Path, *numbers: int, how: Callable[[bytes], bytes] = BROKEN["hal
 def check(
     path: Path, reference_path: Path, bad: dict[str, list[int]], on_bad: str, report: PackReport | None = None
 ) -> None:
-    """Compare a pack with a reference pack made before the `bad` files, by split and number, were broken."""
+    """Compare a pack with a reference pack made before some files were broken.
+
+    `bad` holds the numbers of the broken files in each split.
+    """
     reference, info = read_pack(reference_path), read_pack(path)
     listed = []
     for split in reference.splits:
@@ -119,7 +122,7 @@ def test_bad_files_are_listed_and_other_samples_stay_aligned(
 
 
 def split_tree(folder: Path) -> Path:
-    """Write 6 training photos, 3 of `val` and 6 of `test`, and return the folder."""
+    """Write 6 training, 3 validation and 6 test photos, and return the folder."""
     for split, per_class in (("train", 2), ("val", 1), ("test", 2)):
         photos(folder / split, per_class)
     return folder
@@ -221,7 +224,7 @@ def test_truncated_files_are_bad_and_never_decoded_in_part(tmp_path, kind, optio
 
 
 def zipped(tree: Path, out: Path, broken: int | None = None) -> Path:
-    """Write a zip archive of the files; the member with the number `broken` does not match its CRC."""
+    """Write a zip archive of the files, and damage member `broken` so that its CRC no longer matches."""
     with zipfile.ZipFile(out, "w") as archive:
         for file in files_of(tree):
             archive.write(file, file.relative_to(tree))

@@ -48,7 +48,6 @@ class Samples(Dataset):
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two samples are equal in all values."""
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(np.array_equal(np.asarray(one), np.asarray(other)))

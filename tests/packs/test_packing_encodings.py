@@ -36,7 +36,7 @@ ENCODINGS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """Return photos of several sizes, formats and orientations."""
+    """Return a folder of photos of several sizes, formats and orientations."""
     folder = photos(tmp_path / "mixed")
     for kind, name in (("PNG", "png"), ("WEBP", "webp"), ("BMP", "bmp"), ("GIF", "gif")):
         (folder / "bees" / f"other.{name}").write_bytes(saved(photo(21, 30, seed=len(name)), kind))
@@ -45,7 +45,7 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, split: str = "train") -> list[np.ndarray]:
-    """Return the images of a pack as `[H, W, C]`, read one by one, which checks them."""
+    """Read the images of a split as `[H, W, C]`, one by one, so that each is checked."""
     data = open_pack(path)[split]
     return [data[number][0].permute(1, 2, 0).numpy() for number in range(len(data))]
 

@@ -41,14 +41,14 @@ def packed(source: Any, out: Path, executor: Executor | None, **options: Any) ->
 
 
 def processes(kind: str = "fork", count: int = 2, folder: str | None = None) -> ProcessPoolExecutor:
-    """Return an executor of processes, which work in `folder` if given."""
+    """Return a process pool whose workers run in `folder`, if given."""
     context = multiprocessing.get_context(kind)
     return ProcessPoolExecutor(count, context, os.chdir if folder else None, (folder,) if folder else ())
 
 
 @pytest.fixture(scope="module")
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    """Return an executor of one spawned process, which works in another folder."""
+    """Return an executor of one spawned process that runs in another folder."""
     with processes("spawn", 1, os.fspath(tmp_path_factory.mktemp("elsewhere"))) as executor:
         yield executor
 
@@ -111,7 +111,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_worker_in_another_folder_reads_every_kind_of_source(tmp_path, spawned, monkeypatch, kind):
-    # The worker does not have this variable.
+    # A worker that started earlier does not see this change.
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     source = SOURCES[kind](tmp_path)
     options = {"encoding": "jpeg", "size": 6} if kind in ("WebDataset", "TFRecord", "LMDB", "folder", "drive") else {}
@@ -190,7 +190,7 @@ def test_workers_that_outlive_a_killed_call_do_not_block_the_next_call(tmp_path,
 
 
 class Counting(ThreadPoolExecutor):
-    """Counts the submitted tasks, and the largest number of unfinished tasks."""
+    """An executor that counts submitted tasks, and the largest number of unfinished tasks."""
 
     given = most = 0
 

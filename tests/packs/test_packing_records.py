@@ -26,7 +26,7 @@ from colabkit.storage.staging import places
 
 @pytest.fixture(autouse=True)
 def _local_storage(near_storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a folder of the test for local copies in RAM, too."""
+    """Put local copies that would be in RAM into the test's folder."""
     monkeypatch.setattr(places, "TMPFS", near_storage)
 
 
@@ -102,7 +102,7 @@ def test_remote_records_are_staged_as_files_and_give_the_same_pack_as_local_ones
         far = opened(tmp_path / "mount" / "set", tmp_path / "p.h5", **options)
         files = [path for path in (tmp_path / "far" / "set").iterdir() if path.suffix != ".mdb" or path.stem == "data"]
         read = [path for path in mount.opened_paths if path.startswith("/set/")]
-        # Files are not opened once for each of the 24 samples.
+        # Reading must not open a file for each of the 24 samples.
         assert len(read) <= 3 * len(files)
         assert pack(tmp_path / "mount" / "set", tmp_path / "p.h5", progress=False, **options).reused
     assert far.source == str(tmp_path / "mount" / "set")

@@ -51,7 +51,7 @@ def stop_at(name: str) -> Callable[[str, Path], None]:
 
 
 def interrupt(source: Any, out: Path, after: str = "p-00001.h5", **options: Any) -> list[Path]:
-    """Interrupt packing after some shards, and return the complete shards."""
+    """Interrupt packing after the shard `after`, and return the complete shards."""
     file_changes.hook = stop_at(after)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -36,7 +36,7 @@ from colabkit.storage.staging import places
 
 @pytest.fixture(autouse=True)
 def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder that `drive:` stands for."""
+    """Return the folder that replaces Google Drive for `drive:` paths."""
     folder = tmp_path / "drive"
     folder.mkdir()
     monkeypatch.setenv("COLABKIT_DRIVE", str(folder))
@@ -297,7 +297,7 @@ def test_a_prepared_pack_keeps_its_report_when_it_is_copied_or_pickled(image_tre
         assert samples(other) == samples(prepared)
 
 
-# Damaged packs, full or hanging drives, and other processes that prepare the same source.
+# The tests below cover damaged packs, full or hanging drives, and other processes that prepare the same source.
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

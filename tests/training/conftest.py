@@ -1,4 +1,4 @@
-"""Fixtures of the training tests."""
+"""Fixtures for the training tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from checkpoint_folders import assert_nothing_runs
 
 @pytest.fixture
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Check after the test that no threads and open files are left."""
+    """Check after the test that no thread and no open file is left."""
     yield
     assert_nothing_runs(tmp_path)

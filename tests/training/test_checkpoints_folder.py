@@ -1,4 +1,4 @@
-"""`CheckpointFolder`: finds the newest undamaged checkpoint, keeps the newest and the best, and executes no code."""
+"""`CheckpointFolder` finds the newest undamaged checkpoint, keeps the newest and the best, and executes no code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def draws() -> tuple[object, ...]:
-    """Return the next numbers of each random generator."""
+    """Draw numbers from the generators of Python, NumPy and torch."""
     return (
         [random.random() for _ in range(3)],
         random.gauss(0, 1),
@@ -95,7 +95,7 @@ def seed_all() -> None:
 
 def test_all_random_generators_are_restored(tmp_path):
     seed_all()
-    # This leaves a cached normal value in each generator.
+    # Make Python and NumPy cache a second normal value, which is part of the generators' state.
     draws()
     with CheckpointFolder(tmp_path) as checkpoints:
         checkpoints.save(1, {"random": random_state()}, wait=True)
@@ -130,7 +130,7 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, mode, best):
             checkpoints.save(step, content(step), score=score, wait=True)
         assert checkpoints.best == tmp_path / f"checkpoint-{best:08d}.pt"
     assert steps_at(tmp_path) == sorted({best, 70, 80})
-    # The score is read from disk.
+    # A new `CheckpointFolder` reads the scores from disk.
     with CheckpointFolder(tmp_path, mode=mode) as resumed:
         assert resumed.newest().step == 80
         assert resumed.best == tmp_path / f"checkpoint-{best:08d}.pt"
@@ -183,7 +183,7 @@ def flip(path: Path) -> None:
 
 
 def sealed_by(content: str | bytes | dict[str, Any]) -> Callable[[Path], None]:
-    """Return a function that replaces the seal of a checkpoint, or values in it."""
+    """Return a function that replaces a checkpoint's seal, or some of its values."""
 
     def change(path: Path) -> None:
         seal = path.with_suffix(".json")
@@ -245,13 +245,13 @@ def test_a_damaged_checkpoint_never_replaces_a_good_one(tmp_path, damage):
     with CheckpointFolder(tmp_path) as checkpoints:
         assert checkpoints.newest().step == 20
         assert checkpoints.latest == tmp_path / "checkpoint-00000020.pt"
-        # These steps include and pass those of the damaged checkpoints.
+        # Save at steps before, at and after those of the damaged checkpoints.
         for step in (25, 30, 35, 45):
             checkpoints.save(step, content(step), wait=True)
             assert checkpoints.latest.name.startswith(f"checkpoint-{step:08d}")
             seal = tmp_path / f"checkpoint-{step:08d}.json"
             seal.rename(tmp_path / "hidden")
-            # If the newest were lost, there would be another one.
+            # If the newest checkpoint were lost, an older one would remain.
             assert found(tmp_path)[0] < step
             (tmp_path / "hidden").rename(seal)
     assert found(tmp_path) == (45, [])
@@ -275,7 +275,7 @@ def test_a_checkpoint_without_a_seal_is_ignored_and_removed_by_the_next_save(tmp
 
 
 class Hostile:
-    """Creates a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -285,7 +285,7 @@ class Hostile:
 
 
 def seal_for(path: Path, data: bytes) -> None:
-    """Write a foreign checkpoint with a matching seal."""
+    """Write `data` as a checkpoint with a valid seal."""
     path.write_bytes(data)
     seal = {"format": 2, "file": path.name, "step": 20, "bytes": len(data), "score": None}
     path.with_suffix(".json").write_text(json.dumps({**seal, "sha256": hashlib.sha256(data).hexdigest()}))
@@ -300,7 +300,7 @@ def test_a_hostile_pickle_is_not_executed(tmp_path, dump):
     assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
-    # Plain unpickling would have executed it.
+    # Plain unpickling does execute the code.
     assert (tmp_path / "executed").exists()
 
 

@@ -1,4 +1,4 @@
-"""`CheckpointFolder` on a mount: writes locally first and publishes in the background, whatever the mount does."""
+"""`CheckpointFolder` on a mount writes locally first and publishes in the background, even if the mount fails."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpo
         file_hook(None)
         checkpoints.save(30, content(30), score=0.2)
         checkpoints.finish()
-        # The best checkpoint is tried once more.
+        # finish() tries once more to publish the best checkpoint, that of step 20.
         assert [step for step, _ in checkpoints.failures] == [20, 30, 20]
         assert "has not responded for" in checkpoints.failures[0][1]
         assert (
@@ -189,7 +189,7 @@ def test_an_interrupt_of_finish_is_raised_and_close_ends_the_threads(tmp_path, n
             interrupting.start()
             checkpoints.finish()
         interrupting.join()
-    # This thread hangs in the mount.
+    # Only the thread that hangs in the mount is left.
     assert [t.name for t in threading.enumerate() if t.name.startswith("colabkit-")] == ["colabkit-read"]
     mount.go_on()
     wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
@@ -220,7 +220,7 @@ def test_a_newer_remote_checkpoint_is_loaded_and_a_damaged_one_is_skipped(tmp_pa
     (folder / "checkpoint-00000030.pt").write_bytes(b"cut")
     assert found(folder) == (20, ["checkpoint-00000030.pt"])
     local = near_of(near_storage)
-    # Only the local copy is damaged, not the remote one.
+    # Damage the local copy of step 20, but not the remote one, which can still be loaded.
     (local / "checkpoint-00000020.pt").write_bytes(b"cut")
     assert found(folder) == (20, ["checkpoint-00000030.pt", "checkpoint-00000020.pt"])
     assert steps_at(local) == [10, 20]
@@ -247,7 +247,7 @@ def test_only_the_newest_and_the_best_of_several_pending_checkpoints_are_publish
         assert reached.wait(30)
         for step, score in ((20, 1), (30, 2), (40, 3), (50, 4)):
             checkpoints.save(step, content(step), score=score, wait=True)
-        # 10 is being published, and 20 is the best.
+        # Step 10 is being published, 20 is the best, and 40 and 50 are the newest.
         assert steps_at(near_of(near_storage)) == [10, 20, 40, 50]
         go_on.set()
         checkpoints.finish()

@@ -1,4 +1,4 @@
-"""The copies of `save()`: later changes do not reach the file, and tensors are loaded unchanged."""
+"""`save()` takes a snapshot: later changes do not reach the file, and tensors are loaded unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Return content after it was saved and loaded."""
+    """Save content, and return it as loaded from the file."""
     with CheckpointFolder(folder) as checkpoints:
         checkpoints.save(1, content, wait=True)
         newest = checkpoints.newest()
@@ -189,7 +189,7 @@ def test_without_memory_for_a_copy_the_original_tensors_are_written_before_save_
         assert torch.equal(checkpoints.newest().content["weights"], torch.ones(100_000))
     with CheckpointFolder(tmp_path / "file") as checkpoints:
         (tmp_path / "file").write_text("x")
-        # As with a copy, a failure in the middle of a training does not raise.
+        # As with a snapshot, a failed save raises an error only with `wait`.
         checkpoints.save(1, {"weights": weights})
         assert "Cannot save" in checkpoints.failures[0][1]
         with pytest.raises(OSError, match="Cannot save"):

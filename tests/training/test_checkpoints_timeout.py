@@ -86,7 +86,7 @@ def test_a_close_that_would_wait_forever_raises_unless_there_is_another_error(tm
                     raise error
         finally:
             assert [step for step, _ in checkpoints.failures] == [10]
-            # The second call does not raise again.
+            # The `with` block has closed the folder; closing it again must not raise.
             checkpoints.close()
             disk.release()
 
@@ -101,7 +101,7 @@ def test_training_continues_while_its_disk_hangs_and_reports_failed_saves(tmp_pa
     disks: list[HeldDisk] = []
 
     def note(done: meters.StepDone) -> None:
-        # This is the first step of the second epoch.
+        # Step 7 is the first step of the second epoch.
         if done.step == 7:
             wait_for(lambda: not writers(), "the checkpoint of the first one")
             disks.append(HeldDisk(file_hook, "create"))

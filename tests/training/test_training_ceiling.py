@@ -1,4 +1,4 @@
-"""`headspace()`: measures the speed of a step alone and changes nothing."""
+"""`headspace()` measures the speed of a step without data loading, and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`evaluate()` and `predict()`: values as by hand, in the order of the data set, without side effects."""
+"""`evaluate()` and `predict()` return the values of a hand-written loop, in dataset order, without side effects."""
 
 from __future__ import annotations
 

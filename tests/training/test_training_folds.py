@@ -1,4 +1,4 @@
-"""`k_fold()`: holds out every sample once, over one pack, and reports the mean and spread of the numbers."""
+"""`k_fold()` holds out every sample of one pack once, and reports the mean and spread of the returned numbers."""
 
 from __future__ import annotations
 

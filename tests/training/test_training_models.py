@@ -44,7 +44,10 @@ def test_invalid_shapes_and_numbers_of_classes_are_refused(classes: int, shape: 
 
 
 def drawn(shape: tuple[int, int, int], classes: int, train: int, dev: int, spread: float, seed: int = 3) -> Arrays:
-    """Return images `uint8 [N, H, W, C]` and labels by split: a coarse picture for each class, with noise."""
+    """Return images, `uint8 [N, H, W, C]`, and labels for each split.
+
+    Each image shows the coarse picture of its class, with noise.
+    """
     random = np.random.default_rng(seed)
     height, width, channels = shape
     coarse = random.uniform(40, 215, (classes, 7, 7, channels))

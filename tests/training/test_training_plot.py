@@ -1,4 +1,4 @@
-"""`TrainReport.plot()`: a figure of the time, the throughput, the machine, and every value."""
+"""`TrainReport.plot()` draws epoch times, throughput, machine utilization and every value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN = TrainReport((), 0, 0, 1.0, 10.0, 0.2, {}, {}, (), None, None, None, None, 
 
 
 def epoch(number: int, **changes: float) -> EpochRecord:
-    """Return an epoch of 10 s: 2 s waiting for data, 1 s of copies, 6 s of steps and 1 s of other work."""
+    """Return an epoch of 10 s, by default with 2 s of data wait, 1 s of copies, 6 s of steps and 1 s of other work."""
     parts = {"seconds": 10.0, "wait_s": 2.0, "copy_s": 1.0, "compute_s": 6.0, "other_s": 1.0, **changes}
     return EpochRecord(epoch=number, steps=5, samples=100, values={"loss": 1.0}, **parts)
 
@@ -32,7 +32,7 @@ def run(epochs: int = 3, **changes: Any) -> TrainReport:
 
 
 def machine(count: int, gpus: int, **changes: Any) -> tuple[HostSnapshot, ...]:
-    """Return snapshots of a machine; the first one has no rates."""
+    """Return `count` host snapshots, one per second; the first has no rates."""
     cards = [GpuSnapshot(f"GPU-{place}", utilization_rate=0.1 * (place + 1)) for place in range(gpus)]
     rates = {"cpu_rate": 0.6, "own_cpu_rate": 0.5, **changes}
     known = {"ram_used_bytes": 1, "ram_total_bytes": 4, "gpus": tuple(cards)}
@@ -40,14 +40,13 @@ def machine(count: int, gpus: int, **changes: Any) -> tuple[HostSnapshot, ...]:
 
 
 def axes_of(report: TrainReport) -> dict[str, Any]:
-    """Return the axes of a report's figure by their titles, after it was drawn."""
+    """Draw a report's figure, and return its axes by title."""
     figure = report.plot()
     figure.canvas.draw()
     return {axes.get_title(loc="left"): axes for axes in figure.axes}
 
 
 def legend_of(axes: Any) -> list[str]:
-    """Return the labels of a legend."""
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
@@ -155,7 +154,7 @@ def test_unknown_values_of_a_machine_are_omitted():
 def test_many_snapshots_are_averaged_to_few_points():
     axes = axes_of(run(hosts=machine(600, 1)))["Machine utilization"]
     assert len(axes.lines[0].get_xdata()) == 150
-    # The first point is the mean of four snapshots.
+    # The first point is the mean of the first four snapshots.
     assert axes.lines[0].get_xdata()[0] == pytest.approx(1.5 / 60)
 
 

@@ -19,7 +19,7 @@ BUDGET_BYTES = 200_000
 
 
 def long_run(epochs: int, gpus: int) -> TrainReport:
-    """Return the report of a run with numbers of many digits in every field, and the maximum of everything."""
+    """Return the report of a run with long numbers in every field and lists of maximum length."""
     values = {"loss": 1 / 3, "accuracy": 2 / 3, "rate": 1e-3 / 7}
     part = PartSnapshot("gather", 10, 100, 1 / 3)
     steps = tuple(StepTimes(1 / 3, 1 / 7, 1 / 9, 1 / 11, 4) for _ in range(512))

@@ -1,4 +1,4 @@
-"""The run of `train()`: equal values with and without listeners, and little work of Python in each step."""
+"""`train()` returns the same values with and without listeners, and makes few Python calls in each step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_values_do_not_depend_on_listeners(scores_of: Callable[[Tensor], Tensor]
 
 
 def test_a_step_costs_few_calls_of_functions() -> None:
-    # Calls are counted instead of seconds, since their number does not depend on the machine.
+    # Count calls instead of seconds, because their number does not depend on the machine.
     folder = str(Path(run.__file__).parent)
 
     def calls(steps: int) -> int:
@@ -59,5 +59,5 @@ def test_a_step_costs_few_calls_of_functions() -> None:
             sys.setprofile(None)
         return found
 
-    # A fifth of these calls are made when the values are read, after up to 1,000 steps.
+    # These calls include reading the values, which happens after up to 1,000 steps.
     assert (calls(1_500) - calls(500)) / 1_000 <= 30

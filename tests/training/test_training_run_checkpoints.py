@@ -1,4 +1,4 @@
-"""The checkpoints and validations of `train()`: by steps, by time and by epochs; the best checkpoint is kept."""
+"""`train()` validates and saves checkpoints on schedule, and keeps the best checkpoint."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ from colabkit.training.steps import supervised_step
 
 
 def nothing(batch: object) -> None:
-    """Act as a step that does nothing."""
+    """Do nothing with a batch."""
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints of a folder."""
     return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("checkpoint-*.pt"))
 
 
 def judged(data: PackedDataset, folder: Path, losses: list[float], **options: object) -> TrainReport:
-    """Train one epoch for each loss that a validation returns."""
+    """Train one epoch per loss; each validation returns the next loss."""
     left = iter(losses)
     options = {"validate": lambda: {"loss": next(left)}, "epochs": len(losses), **options}
     return train(nothing, Loader(data, 4), to=folder, **options)
@@ -115,7 +114,7 @@ def test_checkpoints_are_saved_every_n_steps(tmp_path, data):
     found = steps_in(tmp_path)
     assert found[0] == 0
     assert found[-1] == 12
-    # A checkpoint that is due while another one is being written is postponed.
+    # A checkpoint that becomes due while another is being written is postponed.
     assert 2 <= len(found) <= 5
 
 

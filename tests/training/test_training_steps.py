@@ -1,4 +1,4 @@
-"""`supervised_step()`: equals a hand-written loop; accumulation, clipping, state, evaluation and accuracy."""
+"""`supervised_step()` trains like a hand-written loop; accumulation, clipping, state, evaluation and accuracy."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_state_with_a_scheduler_of_another_class_is_refused():
     saved = run(torch.optim.lr_scheduler.CosineAnnealingLR).state_dict()
     with pytest.raises(InvalidOption, match="the step is StepLR, but that of the state is CosineAnnealingLR"):
         run(torch.optim.lr_scheduler.StepLR).load_state_dict(saved)
-    # Checkpoints of earlier versions have no such entry.
+    # Checkpoints of earlier versions lack this entry.
     del saved["scheduler_kind"]
     run(torch.optim.lr_scheduler.CosineAnnealingLR).load_state_dict(saved)
 
@@ -225,7 +225,7 @@ def test_the_step_adapts_to_a_moved_model_at_the_next_batch(monkeypatch):
     step(batches()[2])
     assert asked == [torch.device("cpu")] * 2
     assert step.updates == 3
-    # Unlike a move between CPU and GPU, this creates new parameters.
+    # Unlike a move between CPU and GPU, a move to "meta" creates new parameters.
     model.to("meta")
     with pytest.raises(InvalidOption, match=r"no longer those of the optimizer.*Move the model to its device before"):
         step(tuple(tensor.to("meta") for tensor in batches()[0]))
@@ -405,7 +405,7 @@ def test_accuracy_is_returned_where_the_labels_define_it(scores, labels, loss, h
 
 
 class Constant(nn.Module):
-    """Returns the same scores for all images, and almost the same after a step."""
+    """A model with the same scores for all images; a step changes them only slightly."""
 
     def __init__(self, scores: Tensor) -> None:
         super().__init__()

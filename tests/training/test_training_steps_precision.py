@@ -1,4 +1,4 @@
-"""`supervised_step()` in mixed precision and compiled: which precision is chosen, and that it trains."""
+"""`supervised_step()` chooses a precision, and trains with mixed precision and with a compiled model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colabkit.training.steps import supervised_step
 )
 def test_auto_selects_the_precision_by_compute_capability(monkeypatch, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    # This is also true on GPUs that emulate bfloat16.
+    # torch returns True also for GPUs that only emulate bfloat16.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     chosen = precision_on(torch.device("cuda:0"), "auto")
     assert (chosen.name, chosen.dtype) == (name, {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name))
@@ -84,7 +84,7 @@ def scaled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scaled(Precision):
-    """Scales gradients as with float16, but computes in float32."""
+    """A precision that scales gradients as for float16, but computes in float32."""
 
     dtype = None
 
@@ -130,7 +130,7 @@ def test_an_update_that_overflows_is_skipped_and_the_scheduler_not_stepped(scale
     step(batches()[0])
     assert (step.updates, scheduler.last_epoch) == (1, 1)
     assert step.state_dict()["scaler"]["scale"] == 2.0
-    # This state is of a step without a scaler.
+    # This state is from before the first batch, so it has no scale.
     step.load_state_dict(state)
     assert step.state_dict()["scaler"]["scale"] == 65536.0
     assert len(optimizer._optimizer_step_post_hooks) == 0
@@ -138,7 +138,7 @@ def test_an_update_that_overflows_is_skipped_and_the_scheduler_not_stepped(scale
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch trace models without a compiler behind it."""
+    """Let torch.compile() trace models without a compiler backend."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 

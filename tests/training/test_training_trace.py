@@ -18,7 +18,7 @@ SHARES = {"data wait": "wait_s", "copy": "copy_s", "compute": "compute_s", "othe
 
 
 def totals(events: list[dict[str, object]]) -> dict[str, float]:
-    """Return the seconds of each share, after checking that the slices follow each other."""
+    """Return the seconds of each share, and check that slices follow each other without gaps."""
     found, ends_us = dict.fromkeys(SHARES, 0.0), 0.0
     for event in events:
         if event["name"] in SHARES:

@@ -398,14 +398,14 @@ def test_supervised_step_sets_training_mode_after_a_validation(data):
     setup = SmallTraining(data)
     setup.model.eval()
     setup.train(1)
-    # `validate` was called last.
+    # The validation after the epoch set evaluation mode.
     assert not setup.model.training
     setup.usual(next(iter(setup.loader)))
     assert setup.model.training
 
 
 class Odd:
-    """A part whose state cannot be loaded safely."""
+    """An object whose state cannot be loaded safely."""
 
     def state_dict(self):
         return {"best": np.datetime64("2026-01-01")}

@@ -29,7 +29,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PackedDataset]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, packs):
-    """Return a training that was not interrupted, and its report."""
+    """Return an uninterrupted `NotedTraining` and its report."""
     folder = tmp_path_factory.mktemp("whole")
     whole = NotedTraining(packs["images"], folder, folder / "log")
     return whole, whole.train(save_every="epoch")
@@ -66,7 +66,7 @@ def test_stopped_after_any_step_and_resumed_with_other_threads_equals_uninterrup
 
     with pytest.raises(TrainingInterrupted) as caught:
         stopped.train(on_step=stop, save_every="epoch")
-    # Gradients of two steps are applied together.
+    # The gradients of two steps are applied together, so the training may stop one step later.
     assert caught.value.report.steps in (at_step, at_step + 1)
     resumed = NotedTraining(packs["images"], tmp_path / "run", tmp_path / "run.log", **options)
     report = resumed.train(save_every="epoch")
@@ -96,7 +96,7 @@ def test_shuffled_validations_after_a_resume_equal_uninterrupted_ones(tmp_path, 
         torch.manual_seed(3)
         model = nn.Sequential(nn.Flatten(), nn.Linear(data[0][0].numel(), 10))
         step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        # Each pass omits different samples.
+        # With `shuffle` and `drop_last`, each pass omits different samples.
         validate = Loader(data, 500, shuffle=True, drop_last=True)
         return train(step, Loader(data, 300), validate=validate, to=folder, epochs=EPOCHS, **options)
 
