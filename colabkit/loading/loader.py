@@ -82,7 +82,8 @@ class Loader(DataLoaderSource):
 
     Args:
         dataset: dataset to load.
-        batch_size: samples per batch, in each process.
+        batch_size: samples per batch, in each process. With `batch_size=1` the number of processes must divide the
+            number of samples, unless `drop_last` is set.
         shuffle: whether to shuffle the samples in every epoch. `"block"` shuffles within a window of blocks, for packs
             larger than RAM.
         seed: seed of the order and of the transforms.
@@ -192,7 +193,7 @@ class Loader(DataLoaderSource):
         self.meters = options.counts
         self._aside: meters.LoaderMeters | None = None
         self._given_share = rank, world_size
-        self._bad = options.bad
+        self.on_bad, self._bad = options.on_bad, options.bad
         share = share_of(act, rank, world_size)
         why = sample_argument(options)
         self._columns = None if why else columns_of(act, self.dataset, fields, as_dict)

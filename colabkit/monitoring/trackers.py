@@ -43,7 +43,7 @@ def log_to(writer: Any, *, every: int = 50) -> AbstractContextManager[None]:
         2 ['time/compute', 'time/copy', 'time/data_wait', 'time/other', 'time/samples_per_s', 'train/loss']
     """
     check_whole_number(_ACT, "every", every, 1)
-    return _logging(_RunLog(_log_function(writer), every))
+    return _logging(_RunLog(_log_function(writer), every, f"log_to({kind_of(writer)})"))
 
 
 def _log_function(writer: Any) -> Callable[[Mapping[str, float], int], object]:
@@ -78,11 +78,15 @@ def _logging(run: _RunLog) -> Iterator[None]:
 class _RunLog:
     """Collects the events of a run and logs the newest values every few steps."""
 
-    def __init__(self, log: Callable[[Mapping[str, float], int], object], every: int) -> None:
+    def __init__(self, log: Callable[[Mapping[str, float], int], object], every: int, name: str) -> None:
+        self._name = name
         self._log = log
         self._every = every
         self._counts: LoaderMeters | None = None
         self._newest: meters.StepDone | None = None
+
+    def __repr__(self) -> str:
+        return self._name
 
     def listen(self, event: meters.Event) -> None:
         """Handle a meter event."""

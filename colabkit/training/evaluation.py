@@ -152,6 +152,9 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
         share = f"the Loader has the samples of 1 of {state['world_size']} processes"
         whole = ("Create the Loader with ", option("rank", 0), " and ", option("world_size", 1))
         raise InvalidOption(cannot(act, share, "all samples", whole))
+    if loader.on_bad == "skip":
+        blank = ("Create the Loader with ", option("on_bad", "blank"))
+        raise InvalidOption(cannot(act, ("the Loader has ", option("on_bad", "skip")), "an output per sample", blank))
     if loader.drop_last:
         full = ("Create the Loader with ", option("drop_last", False))
         raise InvalidOption(cannot(act, option("drop_last", True), "a Loader of all samples", full))
@@ -161,8 +164,7 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
     received = _rows_in(outputs)
     if count is not None and received != count:
         found_rows = f"the model returned {format_things(received, 'row')} for {format_things(count, 'sample')}"
-        blank = ("Load unreadable images with ", option("on_bad", "blank"), ", or return one row per sample")
-        raise InvalidOption(cannot(act, found_rows, "one row per sample", blank))
+        raise InvalidOption(cannot(act, found_rows, "one row per sample", "Return one row per sample from the model"))
     return outputs
 
 

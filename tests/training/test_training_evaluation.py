@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_files import photos
 from sampling import sampled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from colabkit import evaluate, predict, supervised_step
 from colabkit.errors import InvalidOption
 from colabkit.loading import Loader, Sequential
-from colabkit.packs import PackedDataset
+from colabkit.packs import FileDataset, PackedDataset
 
 
 def network() -> nn.Module:
@@ -113,7 +114,8 @@ def test_predict_takes_samples_without_labels(data):
     assert torch.equal(predict(network(), Loader(images, 5)), predict(network(), Loader(data, 5)))
 
 
-def test_invalid_arguments_are_refused(data):
+def test_invalid_arguments_are_refused(data, tmp_path):
+    files = FileDataset(photos(tmp_path, per_class=1))
     model, loader = network(), Loader(data, 5)
     wrong = [
         (lambda: evaluate(None, loader), "evaluate the model: model is None; expected a torch.nn.Module or a super"),
@@ -123,6 +125,7 @@ def test_invalid_arguments_are_refused(data):
         (lambda: evaluate(supervised_step(model, sgd(model)), loader, loss=sum), "the step has its own loss"),
         (lambda: predict(model, [1]), "loader is a list; expected a colabkit.Loader"),
         (lambda: predict(model, Loader(data, 5, drop_last=True)), "drop_last=True; expected a Loader of all"),
+        (lambda: predict(model, Loader(files, 5, on_bad="skip")), "on_bad='skip'.* Create the Loader with on_bad='blank'"),
         (lambda: predict(model, Loader(data, 5, rank=0, world_size=2)), "the samples of 1 of 2 processes"),
         (lambda: predict(model, Loader(data, 5, sampler=range(3))), "the Loader has the order 'sampler range'"),
     ]

@@ -159,7 +159,8 @@ def publish(event: Event) -> None:
         except Exception:
             if listener in _listeners:
                 _listeners.remove(listener)
-            logger.warning("a listener for meter events failed and was removed; the run continues", exc_info=True)
+            name = repr(getattr(listener, "__self__", listener))
+            logger.warning("%s failed and was removed from the run, which continues", name, exc_info=True)
 
 
 def used(counts: LoaderMeters) -> None:
