@@ -82,8 +82,7 @@ class Loader(DataLoaderSource):
 
     Args:
         dataset: dataset to load.
-        batch_size: samples per batch, in each process. With `batch_size=1` the number of processes must divide the
-            number of samples, unless `drop_last` is set.
+        batch_size: samples per batch, in each process. Several processes with 1 need equal shares, or `drop_last`.
         shuffle: whether to shuffle the samples in every epoch. `"block"` shuffles within a window of blocks, for packs
             larger than RAM.
         seed: seed of the order and of the transforms.

@@ -25,6 +25,7 @@ from waiting import wait_until
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists, TimedOut
 from colabkit.storage.fetching.api import FetchReport, fetch
+from colabkit.storage.sources import bucket
 from colabkit.storage.sources.engine import BLOCK_BYTES
 
 # The content spans three blocks.
@@ -51,7 +52,8 @@ class Faulty(MemoryFileSystem):
 
 @pytest.fixture(autouse=True)
 def remote(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """Return the faulty file system, empty and without faults."""
+    """Return the faulty file system, empty and without faults; each block is read with one request."""
+    monkeypatch.setattr(bucket, "_FIRST_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(Faulty, "fault", staticmethod(lambda path, offset: None), raising=False)
     fsspec.register_implementation("faulty", Faulty, clobber=True)
     Faulty.store.clear()

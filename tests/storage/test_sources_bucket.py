@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -161,7 +162,7 @@ def test_times_are_read_in_every_form_that_file_systems_return(scripted, fields,
     assert item.mtime_ns == expected
 
 
-def test_a_small_object_takes_one_request_and_a_large_one_few(scripted):
+def test_on_a_fast_line_a_small_object_takes_one_request_and_a_large_one_few(scripted):
     data = bytes(range(256)) * (9 << 12)  # 9 MiB
     requested = []
 
@@ -171,11 +172,31 @@ def test_a_small_object_takes_one_request_and_a_large_one_few(scripted):
 
     source, _ = scripted({"b/birds/small": info(8 << 20), "b/birds/large": info(len(data))}, cat)
     large, small = source.list().items
+    # The first requests measure the line.
+    assert read_item(source, small, Retries()) == data[: 8 << 20]
+    assert len(requested) == 10
+    requested.clear()
     assert read_item(source, small, Retries()) == data[: 8 << 20]
     assert requested == [("b/birds/small", 0, 8 << 20)]
     requested.clear()
     assert read_item(source, large, Retries()) == data
     assert requested == [("b/birds/large", at << 20, min(9, at + 4) << 20) for at in (0, 4, 8)]
+
+
+def test_on_a_slow_line_every_request_is_answered_within_seconds(scripted, monkeypatch):
+    clock, waits = [0.0], []
+
+    def cat(path: str, start: int | None, end: int | None) -> bytes:
+        size = min(end or 3 << 20, 3 << 20) - (start or 0)
+        waits.append(size / 30_000)
+        clock[0] += waits[-1]
+        return bytes(size)
+
+    monkeypatch.setattr(bucket, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    source, _ = scripted({"b/birds/x": info(3 << 20)}, cat)
+    (item,) = source.list().items
+    assert read_item(source, item, Retries()) == bytes(3 << 20)
+    assert max(waits) < 5
 
 
 def test_only_transient_errors_are_retried(scripted):

@@ -76,6 +76,11 @@ def test_refresh_of_an_unchanged_archive_copies_nothing(image_tree, tmp_path, fi
     assert [name for name in created if name.endswith(".png")] == []
 
 
+def test_refresh_of_the_included_samples_copies_nothing(tmp_path):
+    assert not copy("samples:digits", to=tmp_path / "digits").reused
+    assert copy("samples:digits", to=tmp_path / "digits", refresh=True).reused
+
+
 def test_refresh_reads_only_changed_files(image_tree, near_storage):
     report = copy(image_tree)
     (image_tree / "ants" / "000.png").write_bytes(b"changed")

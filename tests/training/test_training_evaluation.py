@@ -125,7 +125,7 @@ def test_invalid_arguments_are_refused(data, tmp_path):
         (lambda: evaluate(supervised_step(model, sgd(model)), loader, loss=sum), "the step has its own loss"),
         (lambda: predict(model, [1]), "loader is a list; expected a colabkit.Loader"),
         (lambda: predict(model, Loader(data, 5, drop_last=True)), "drop_last=True; expected a Loader of all"),
-        (lambda: predict(model, Loader(files, 5, on_bad="skip")), "on_bad='skip'.* Create the Loader with on_bad='blank'"),
+        (lambda: predict(model, Loader(files, 5, on_bad="skip")), "Create the Loader with on_bad='blank'"),
         (lambda: predict(model, Loader(data, 5, rank=0, world_size=2)), "the samples of 1 of 2 processes"),
         (lambda: predict(model, Loader(data, 5, sampler=range(3))), "the Loader has the order 'sampler range'"),
     ]

@@ -113,9 +113,9 @@ def fetch(
     modification time, or a folder's number and total size of files, are the same. Drive reports no versions, so they
     are not compared. Any other file or folder at the final path is left unchanged unless `overwrite` is set.
 
-    For fsspec URLs, threads read many files and parts of files at once. If a request for at most 4 MiB of a file takes
-    longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped and remains until the
-    file system answers.
+    For fsspec URLs, threads read many files and parts of files at once, with small requests on a slow line. If a
+    request takes longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped and
+    remains until the file system answers.
 
     Args:
         source: the ID of a Drive file, a share link of a Drive file or folder, an `https://` or `http://` address, or

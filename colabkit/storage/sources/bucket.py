@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import errno
 import io
+import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from colabkit.foundation import (
     import_optional,
 )
 from colabkit.storage.addresses import FSSPEC, Address, address_of
-from colabkit.storage.sources.concurrency import answer_of
+from colabkit.storage.sources.concurrency import STALLED_S, answer_of, still_moving
 from colabkit.storage.sources.items import ByteSpan, Item, Listing, SourceKind
 
 T = TypeVar("T")
@@ -33,6 +34,11 @@ T = TypeVar("T")
 _WHOLE_BYTES = 8 << 20
 # Minimum request size for larger objects, since each request costs a round trip.
 _RANGE_BYTES = 4 << 20
+# Size of the first request. It grows while requests are answered quickly, so that on a slow line each of up to 64
+# concurrent requests is answered before it counts as stalled.
+_FIRST_BYTES = 16 << 10
+# Requests grow if they take less than this share of the timeout, and shrink if they take four times as long.
+_QUICK_SHARE = 1 / 30
 _CLOSE_S = 1.0
 # A listing shows no progress until it is complete, and five million objects can take this long.
 _LISTING_S = 600.0
@@ -98,6 +104,8 @@ class BucketSource:
             raise self._unreadable(error) from error
         self._root = root.rstrip("/")
         self._is_object: bool | None = None
+        self._request_bytes = _FIRST_BYTES
+        self._quick_s = (stalled_s or STALLED_S) * _QUICK_SHARE
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._address.text,)
@@ -158,8 +166,26 @@ class BucketSource:
 
     def read(self, item: Item, start: int | None = None, end: int | None = None) -> bytes:
         """Return an object's bytes, by default all, from `start` up to but not including `end`."""
+        at, stop, pieces = start, item.size if end is None else end, []
         with self._translated_errors(f"read {item.path!r} of {self.name!r}"):
-            return bytes(self._fs.cat_file(self._key(item.path), start=start, end=end))
+            while self.has_ranges and (upto := (at or 0) + self._request_bytes) < stop:
+                pieces.append(self._requested(item, at or 0, upto))
+                at = upto
+            # Without `end`, the rest reveals an object that has grown since it was listed.
+            pieces.append(self._requested(item, at, end))
+        return b"".join(pieces)
+
+    def _requested(self, item: Item, start: int | None, end: int | None) -> bytes:
+        """Return the result of one request, and adapt the size of the next ones to its duration."""
+        began, size = time.monotonic(), self._request_bytes
+        data = bytes(self._fs.cat_file(self._key(item.path), start=start, end=end))
+        seconds = time.monotonic() - began
+        still_moving()
+        if seconds > 4 * self._quick_s:
+            self._request_bytes = max(_FIRST_BYTES, size // 2)
+        elif seconds < self._quick_s and len(data) >= size:
+            self._request_bytes = min(_WHOLE_BYTES, 2 * size)
+        return data
 
     def stream(self, path: str, block_bytes: int) -> Iterator[bytes]:
         """Yield an object's bytes in order, in blocks of `block_bytes`, for objects that do not support ranges."""

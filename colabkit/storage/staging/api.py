@@ -117,8 +117,10 @@ def stage(
             # Another process may have fetched and staged the source meanwhile.
             if not (found := run.find()):
                 with closing(_open(local, extract=extract)) as opened:
-                    if address is not None:
-                        run.origin = origin_of(opened.path) if hasattr(opened, "path") else None
+                    path = getattr(opened, "path", "")
+                    if run.origin is None and not opened.can_hang and os.path.isfile(path):
+                        # The source is a download or an included archive.
+                        run.origin = origin_of(Path(path))
                     found = run.run(opened, dry_run)
     return _report(run, found or run.plan, started)
 
