@@ -246,8 +246,9 @@ def _wrong_call(
     if not missing:
         twice = next(name for name in by_place[: len(given)] if name in kwargs)
         return cannot(act, f"{twice} is given twice", "", usage)
-    verb = "is" if len(missing) == 1 else "are"
-    return cannot(act, f"{' and '.join(missing)} {verb} missing", "", usage)
+    one = len(missing) == 1
+    found = f"the argument{'' if one else 's'} {' and '.join(missing)} {'is' if one else 'are'} missing"
+    return cannot(act, found, "", usage)
 
 
 def import_optional(name: str, act: Text, purpose: str, package: str = "", next_step: Text = "") -> Any:

@@ -25,6 +25,7 @@ from colabkit.foundation import (
     check_type,
     check_whole_number,
     checked_call,
+    in_python,
     kind_of,
     meters,
     option,
@@ -70,7 +71,7 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
         if is_saved and not isinstance(step, Stateful):
             found = ("step is custom, and ", option("state"), " is missing")
             objects = option("state", {"model": Code("model"), "optimizer": Code("optimizer")})
-            next_step = ("For example, use ", objects, "; in Python, pass an empty dict if it changes nothing")
+            next_step = ("For example, use ", objects, in_python("; pass an empty dict if it changes nothing"))
             raise InvalidOption(cannot(act, found, "the objects that the step changes", next_step))
         return dict(step.parts) if isinstance(step, SupervisedStep) else {}
     example = option("state", {"model": Code("model")})

@@ -1,0 +1,146 @@
+"""Make the mistakes of the table on their surfaces, and write what users see to `docs/mistakes.md`.
+
+`python tests/doubles/mistake_page.py` writes the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import ipywidgets
+from contract import fill_disk
+from IPython.core.interactiveshell import InteractiveShell
+from launchers import click, fill
+from magic_shells import loaded_shell
+from mistake_home import make_home, variables, without_privileges
+from mistakes import LAUNCHER, MAGIC, MISTAKES, PYTHON, Mistake
+
+from colabkit.foundation import file_changes
+from colabkit.notebook.command_line import main
+from colabkit.notebook.launcher.panel import Launcher
+from colabkit.notebook.launcher.settings import FIELDS
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "mistakes.md"
+_FIELDS = {label: name for name, label in FIELDS.items()}
+_NUMBERS = ("batch_size", "epochs")
+
+
+@cache
+def shown() -> dict[Mistake, str]:
+    """Make all mistakes, and return what each shows."""
+    # The path has the same length everywhere, because long values are cut in messages.
+    home = Path(tempfile.mkdtemp(dir="/tmp"))
+    before = os.getcwd()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ, {"COLABKIT_NEAR": str(home / "near"), "COLUMNS": "100"}))
+            stack.enter_context(mock.patch("colabkit.foundation.mount_table.mounts", list))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            home.chmod(0o755)
+            make_home(home)
+            os.chdir(home)
+            stack.callback(os.chdir, before)
+            shell = stack.enter_context(loaded_shell())
+            stack.enter_context(without_privileges())
+            return {
+                mistake: _shown(mistake, shell).replace(f"{home}/", "").replace(str(home), "/home/you")
+                for mistakes in MISTAKES.values()
+                for mistake in mistakes
+            }
+    finally:
+        (home / "secret").chmod(0o700)
+        shutil.rmtree(home)
+
+
+def _shown(mistake: Mistake, shell: InteractiveShell) -> str:
+    """Return the class of the error, and the message as the user sees it; the class alone is in no terminal."""
+    out = io.StringIO()
+    with _scene(mistake.scene), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        if mistake.surface == PYTHON:
+            return _in_python(mistake.typed)
+        if mistake.surface == MAGIC:
+            shell.user_ns.update(variables())
+            done = shell.run_cell(mistake.typed)
+            error = done.error_in_exec or done.error_before_exec
+            return f"{type(error).__name__}: {error}"
+        if mistake.surface == LAUNCHER:
+            return _in_launcher(mistake.typed)
+        with contextlib.suppress(SystemExit):
+            main(shlex.split(mistake.typed)[1:])
+    return out.getvalue().strip().splitlines()[-1]
+
+
+def _in_python(code: str) -> str:
+    try:
+        exec(code, variables())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _in_launcher(typed: str) -> str:
+    panel = Launcher(ipywidgets)
+    *fields, button = typed.split("; ")
+    for label, _, value in (field.partition(": ") for field in fields):
+        name = _FIELDS[label]
+        fill(panel, **{name: int(value) if name in _NUMBERS else value})
+    try:
+        return click(panel, button.lower())
+    finally:
+        panel.close()
+
+
+@contextmanager
+def _scene(scene: str) -> Iterator[None]:
+    """Simulate a full disk, or a package that is not installed."""
+    if scene == "full disk":
+        with mock.patch.object(
+            file_changes, "hook", lambda operation, path: fill_disk() if operation == "write" else None
+        ):
+            yield
+    elif scene:
+        with mock.patch.dict(sys.modules, {scene: None}):
+            yield
+    else:
+        yield
+
+
+def page() -> str:
+    """Return the page of all mistakes."""
+    messages, lines = shown(), [_HEAD]
+    for topic, mistakes in MISTAKES.items():
+        lines.append(f"\n## {topic}")
+        for mistake in mistakes:
+            lines.append(f"\n**{mistake.what[:1].upper()}{mistake.what[1:]}** ({mistake.surface})\n")
+            lines += [f"    {line}" for line in mistake.typed.splitlines()]
+            lines.append(f"\n> {messages[mistake]}")
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = """# Mistakes
+
+This page lists mistakes that are easy to make, what you would have typed, and the complete message that you get: in
+Python, from a magic, in a terminal and in the launcher. `data`, `loader`, `model`, `optimizer` and `step` are a split
+of a pack, a `Loader`, a network, an optimizer and a `supervised_step`; `own` is a step that is a function. All possible
+messages are in [Error messages](messages.md).
+
+`python tests/doubles/mistake_page.py` makes all of these mistakes and writes this page; a test compares it."""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    sys.stdout.write(f"{len(shown())} mistakes in {PAGE}\n")
