@@ -112,7 +112,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Store local copies for `to="auto"` and `to="disk"` in a folder of the test."""
+    """Store local copies for `to="auto"` and `to="disk"` in a folder for this test."""
     # mktemp() would list the folders of all previous tests.
     folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
     folder.mkdir()
@@ -121,7 +121,7 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     try:
         folder.rmdir()
     except OSError:
-        # The test has left files in the folder.
+        # The test left files in the folder.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -151,13 +151,13 @@ def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """Return 22 samples of 4x3x3 in 3 classes: 6 batches of 4, the last of 2."""
+    """Return 22 samples of shape 4x3x3 in 3 classes. In batches of 4, the last batch has 2 samples."""
     return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=22))["train"]
 
 
 @pytest.fixture
 def heard() -> Iterator[list[meters.Event]]:
-    """Return a list that receives the events that loaders and trainings publish."""
+    """Return a list that receives the events published by loaders and training runs."""
     events: list[meters.Event] = []
     unsubscribe = meters.subscribe(events.append)
     yield events

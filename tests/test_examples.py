@@ -28,7 +28,7 @@ LONGEST = 8
 
 
 def needs_example(thing: object) -> bool:
-    """Return whether users call a public name; they only receive reports and errors."""
+    """Return whether a public name needs an example: reports and errors do not, because users only receive them."""
     is_received = inspect.isclass(thing) and issubclass(thing, (Report, BaseException))
     return not isinstance(thing, ModuleType) and callable(thing) and not is_received
 
@@ -67,7 +67,7 @@ def shared_file(
 
 @pytest.fixture
 def shell() -> Iterator[None]:
-    """Run an IPython shell without the extension."""
+    """Run an IPython shell with colabkit's extension unloaded."""
     with loaded_shell() as shell:
         shell.extension_manager.unload_extension("colabkit")
         yield

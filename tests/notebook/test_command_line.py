@@ -1,4 +1,4 @@
-"""The command `colabkit`: the same verbs as the magics, one-line errors, exit status, JSON."""
+"""The `colabkit` command has the verbs of the magics, one-line errors, exit statuses and JSON output."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ images, labels, loss = np.zeros((600, 2), np.float32), np.zeros(600, np.int64), 
 
 @pytest.fixture
 def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder with an experiment and a module that it imports."""
+    """Return a folder with `experiment.py` and a module that this file imports."""
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
     (tmp_path / "experiment.py").write_text(EXPERIMENT)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -35,7 +35,7 @@ def test_the_table_shows_rates_waiting_parts_and_accuracy(digits: colabkit.DemoR
 
 
 def test_every_figure_comes_from_the_run(digits: colabkit.DemoReport) -> None:
-    # As many threads as can be busy at the same time.
+    # At most this many threads are busy at the same time.
     threads = max(1, round(usable_cpus()))
     busy_s = sum(digits.part_s[name] for name in ("gather", "augment"))
     assert digits.packed_images_per_s <= threads * 3 * 1437 / busy_s
@@ -86,7 +86,7 @@ def _no_image(folder: Path) -> Path:
 
 def _one_bad_file(folder: Path) -> Path:
     tree = make_tree(folder / "tree", 40)
-    # The sizes of other files are read first.
+    # The demo reads the sizes of other files first, and finds this file only later.
     broken = tree / "bees" / "021.png"
     broken.write_bytes(broken.read_bytes()[:60])
     return tree

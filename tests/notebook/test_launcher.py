@@ -1,4 +1,4 @@
-"""The launcher's pipelines: from settings to calls, and to a cell that makes the same calls."""
+"""The launcher turns its settings into calls, and shows code that makes the same calls."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_plain_addresses_are_shown() -> None:
 
 
 def calls_in(code: str) -> dict[str, dict[str, object]]:
-    """Return the arguments of colabkit's calls in a cell, as IPython runs it; expressions as text."""
+    """Return the arguments of each colabkit call in a cell; an argument that is an expression is returned as text."""
     found = {}
     for node in ast.walk(ast.parse(TransformerManager().transform_cell(code))):
         if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("colabkit.") in CALLED:
@@ -166,7 +166,7 @@ ONE_LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=L
 PATHS = ONE_LINE.map(lambda text: text.replace("://", ":/") if text.strip() else f"{text}a")
 
 
-# The machine may be busy.
+# Hypothesis limits the time of each example, which a busy machine may exceed.
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(PATHS, PATHS)
 def test_any_path_is_unchanged_in_the_code(source: str, work: str) -> None:
@@ -222,7 +222,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, dict[
 
 
 def plain(value: Any) -> object:
-    """Return a value by which two arguments are compared."""
+    """Convert an argument to a value that can be compared."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str | int | float | tuple | dict | None):

@@ -1,4 +1,4 @@
-"""Errors in the launcher: shown before anything is copied, about the source that you entered, in the form's words."""
+"""Errors in the launcher appear before data is copied, name the source that you entered, and use the form's labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colabkit.storage.sources.folder import FolderSource
 
 @pytest.fixture
 def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Return a launcher with small numbers and a private folder for local copies."""
+    """Return a launcher with one epoch, small batches and a separate folder for local copies."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
     panel = Launcher(ipywidgets)
@@ -175,7 +175,7 @@ def test_an_error_about_a_bad_image_names_the_source_that_you_entered(panel: Lau
         (BadSource, "Rename 'a size=3.png'", "pack", "Rename 'a size=3.png'.", ["source"]),
         (SourceMissing, "Check the path", "stage", "Check the path.", ["source"]),
         (TargetExists, ("Or use ", option("overwrite", True)), "pack", "Or use --overwrite.", ["work"]),
-        # What no field contains is written as a magic, or as Python.
+        # Advice that no field can express is written as a magic or as Python.
         (InvalidOption, ("Run ", call("mount")), "stage", "Run %mount.", []),
         (InvalidOption, ("Use ", option("refresh", True)), "stage", "Use refresh=True.", []),
         (InvalidOption, ("Use ", option("labels", Code("label_of"))), "pack", "Use labels=label_of.", ["labels"]),

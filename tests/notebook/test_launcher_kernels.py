@@ -1,4 +1,4 @@
-"""The launcher in real kernels, with a front end's click messages: Colab's kernel, and with `--full` the newest one."""
+"""The launcher in Colab's kernel, and with `--full` in the newest one, driven by the click messages of a browser."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIMIT_S = 120
 
 @dataclass
 class Kernel:
-    """A kernel and its client, with all its messages."""
+    """A kernel, its client, and all messages that the kernel published."""
 
     manager: KernelManager
     client: BlockingKernelClient
@@ -80,7 +80,7 @@ class Kernel:
         return tuple(json.loads(self.run(STATE)))
 
     def clicks(self, action: str, times: int = 1) -> list[str]:
-        """Click a button several times in a row as a front end does, and return the ids of the messages."""
+        """Send a button's click message `times` times, as a browser does, and return the message ids."""
         model = self.run(f"print(view.buttons[{action!r}].model_id)").strip()
         data = {"method": "custom", "content": {"event": "click"}}
         sent = [self.client.session.msg("comm_msg", {"comm_id": model, "data": data}) for _ in range(times)]
@@ -89,13 +89,13 @@ class Kernel:
         return [message["header"]["msg_id"] for message in sent]
 
     def click(self, action: str) -> tuple[str, list[str], list[bool], list[str]]:
-        """Click a button and return the state after its work."""
+        """Click a button, wait until its work is done, and return the state."""
         for parent in self.clicks(action):
             self.read(parent)
         return self.state()
 
     def wait_for(self, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait for a message that meets a condition."""
+        """Wait until the kernel publishes a message that meets a condition."""
         deadline = time.monotonic() + LIMIT_S
         while not holds(self.next()):
             assert time.monotonic() < deadline

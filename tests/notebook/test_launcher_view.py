@@ -1,6 +1,6 @@
-"""The launcher driven by clicks without a browser: what it does, shows and leaves behind.
+"""The launcher, driven by clicks without a browser: its actions, its output and its cleanup.
 
-`test_launcher_kernels.py` drives it in a kernel with ipywidgets 7.7.1 as well.
+`test_launcher_kernels.py` also drives the launcher in a kernel with ipywidgets 7.7.1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def widgets_there() -> int:
 
 @pytest.fixture
 def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image_tree: Path) -> Iterator[Launcher]:
-    """Return a launcher for a small tree of images; it leaves no widget."""
+    """Return a launcher for a small image folder. After the test, check that no widget is left."""
     monkeypatch.chdir(tmp_path)
     before = widgets_there()
     panel = Launcher(ipywidgets)
@@ -173,7 +173,7 @@ def test_a_second_click_during_the_run_or_queued_for_later_starts_nothing(
 
     monkeypatch.setattr(colabkit, "stage", counted)
     row["stage"].click()
-    # This button was waiting until now.
+    # This second click was queued during the run.
     row["stage"].click()
     assert calls == [[True] * 4]
     assert not any(button.disabled for button in panel.view.buttons.values())
@@ -262,7 +262,7 @@ def test_a_click_handled_in_another_thread_runs_in_the_main_thread(
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Return a shell with a kernel, with what it displays and the number of its cell."""
+    """Return a fake shell with a kernel and a cell number, which records displayed outputs."""
     shell = SimpleNamespace(kernel=object(), execution_count=1, shown=[])
 
     def display(bundle: dict[str, Any], *, raw: bool, display_id: str, update: bool) -> None:

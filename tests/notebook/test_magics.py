@@ -1,4 +1,4 @@
-"""Magics in a real IPython shell: one public call each, its report returned, nothing expanded, one line of error."""
+"""Magics in a real IPython shell make one public call, return its report, and show errors as one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "colabkit"]
 
 
 @pytest.fixture
-# The folder must outlive the shell.
+# Requesting `tmp_path` makes the folder outlive the shell.
 def shell(tmp_path: Path) -> Iterator[InteractiveShell]:
     with loaded_shell() as shell:
         yield shell

@@ -1,4 +1,4 @@
-"""The words of a magic's line arrive unchanged: no shell, no expansion; every error is one line."""
+"""Words in a magic's line reach the function unchanged, without a shell or expansion. Errors are one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def in_quotes(word: str, is_double: bool) -> str:
 
 
 def call_of(shell: InteractiveShell, verb: Verb, line: str) -> dict[str, Any]:
-    """Return the arguments of the one call that a magic makes."""
+    """Return the arguments of the only call that a magic makes."""
     with mock.patch.object(colabkit, verb.name, create=True) as function:
         shell.run_line_magic(verb.name, line)
     shell.run_line_magic("dashboard", "--off")

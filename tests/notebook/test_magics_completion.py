@@ -41,14 +41,13 @@ def shell(
 
 
 def offered(shell: InteractiveShell, line: str) -> list[str]:
-    """Return the completed lines."""
     with provisionalcompleter():
         found = [*shell.Completer.completions(line, len(line))]
     return [line[: match.start] + match.text + line[match.end :] for match in found]
 
 
 def check(shell: InteractiveShell, line: str, expected: Iterable[str]) -> None:
-    """Check the completions of a line; IPython always adds those of jedi."""
+    """Check the completions of a line. If IPython uses jedi, it may add others."""
     found = offered(shell, line)
     assert set(expected) <= set(found)
     if not shell.Completer.use_jedi:

@@ -1,4 +1,4 @@
-"""Magics in real kernels, the newest and Colab's: loading, unloading, and the output that a front end gets."""
+"""Magics in real kernels, the newest and Colab's: loading, unloading, and cell outputs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ CELLS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[NotebookNode]]:
-    """Return the outputs of each cell."""
+    """Run all cells in a kernel, and return the outputs of each cell by its name."""
     folder = tmp_path_factory.mktemp("kernel")
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.values()]
     with kernel_of(request.param, folder) as kernel:
@@ -127,7 +127,7 @@ def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def loading(outputs: dict[str, list[NotebookNode]]) -> dict[str, Any]:
-    """Return the observations while colabkit was loaded and unloaded."""
+    """Return the values printed by the cell that loads and unloads colabkit."""
     (printed,) = outputs["loading"]
     assert printed.output_type == "stream", printed
     return json.loads(printed.text)

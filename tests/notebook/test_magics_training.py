@@ -1,4 +1,4 @@
-"""`%%train`: a cell's body as the step, its namespace restored, one-line errors, exact resume."""
+"""`%%train` runs a cell's body as the step, restores its variables, shows one-line errors, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Run work in a fork of this process and return the signal that ended it, or 0."""
+    """Run work in a fork of this process, and return the number of the signal that killed it, or -1 if none did."""
     pid = os.fork()
     if not pid:
         with contextlib.suppress(BaseException):

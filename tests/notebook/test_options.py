@@ -1,4 +1,4 @@
-"""Magics, commands and functions have the same options: a table defines the first two, a test compares the third."""
+"""Magics and commands have the options of the functions, with the same values and defaults."""
 
 from __future__ import annotations
 

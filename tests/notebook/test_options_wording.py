@@ -1,4 +1,4 @@
-"""Messages use the words of the place where you called colabkit: a line's options in a line, Python in Python."""
+"""Messages use the notation of the caller: options in a magic or command, Python in Python."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GIVEN = {
 
 
 def in_a_line(verb: str, text: Text, prefix: str = "%") -> str:
-    """Return a text in the words of a line of a verb."""
+    """Render a message text for the line of a verb."""
     return LineWords(BY_NAME[verb], prefix).render(text)
 
 
@@ -118,16 +118,16 @@ def test_an_option_of_the_verb_is_written_as_in_its_line(verb: str, text: Text, 
 @pytest.mark.parametrize(
     ("text", "python"),
     [
-        # The verb has no such option.
+        # The verb does not have these options.
         ((option("keep", "gpu"), " and ", option("num_workers", 0)), "keep='gpu' and num_workers=0"),
         (omit("num_workers"), "omit num_workers="),
-        # The option also accepts a function, which a line does not.
+        # A line cannot contain these expressions.
         (option("labels", Code("path.parent.name")), "labels=path.parent.name"),
         (option("executor", Code("Client()")), "executor=Client()"),
-        # A line has no such value.
+        # A line cannot express these values.
         (option("size", None), "size=None"),
         (option("overwrite", "yes"), "overwrite='yes'"),
-        # A line has no such call, or the call has an option that a line does not have.
+        # No line makes this call, or none with these arguments.
         (call("Loader", Code("data"), 4), "colabkit.Loader(data, 4)"),
         (call("demo", epochs=3), "colabkit.demo(epochs=3)"),
         (call("pack", "a", "b.h5", labels=Code("label_of")), "colabkit.pack('a', 'b.h5', labels=label_of)"),
