@@ -1,4 +1,4 @@
-"""The values of a batch: its images and labels, the loss, and which predictions are right."""
+"""Values of a batch: images and labels from the loader, loss and accuracy from the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colabkit.foundation import InvalidOption, cannot, kind_of
 
 TRAIN_ON = "train on a batch"
-# Number of batches whose accuracies are computed together, and the most scores in such a batch.
+# The number of batches whose accuracies are computed together, and the maximum number of scores in such a batch.
 _GROUPED, _SMALL = 32, 1 << 14
 
 
@@ -21,7 +21,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     """Return the images and labels of a batch.
 
     Raises:
-        InvalidOption: if the batch is neither a pair of tensors, nor a dict with `"X"` and `"Y"`, nor one of two
+        InvalidOption: if the batch is neither a pair of tensors, nor a dict with `"X"` and `"Y"`, nor a dict of two
             tensors.
     """
     images = labels = None
@@ -75,7 +75,7 @@ def single_number(value: Any) -> Tensor:
 
 
 def is_right(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return whether each sample's highest score belongs to its label, or to its most probable class, `bool [B]`."""
+    """Return, as `bool [B]`, whether each sample's highest score is that of its label or of its most probable class."""
     return scores.detach().argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)
 
 
@@ -103,7 +103,7 @@ def step_values(scores: Any, labels: Tensor, loss: Tensor, takes_shares: bool) -
 
 
 class AccuracyGroup:
-    """Computes the accuracies of several small batches on the CPU together, which takes less time per step.
+    """A group of small batches on the CPU whose accuracies are computed together to save time per step.
 
     Args:
         takes_shares: whether the loss takes class probabilities as labels.

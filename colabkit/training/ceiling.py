@@ -44,7 +44,7 @@ class HeadspaceReport(Report):
         samples_per_s: samples per second of the median step: the training throughput with an infinitely fast loader.
         step_s: median duration of a step in seconds.
         steps: number of timed steps.
-        batch_size: samples per step.
+        batch_size: number of samples in the largest cached batch.
         batches: number of cached batches.
         loading_samples_per_s: samples per second of the loader alone, measured while it loaded these batches.
     """
@@ -87,8 +87,8 @@ def headspace(
 
     Args:
         step: step function, as for `train()`.
-        loader: loader of the batches to cache: the next ones of a `Loader`; the first ones of a `DataLoader` or of any
-            other object that can be iterated repeatedly.
+        loader: loader whose batches are cached: the next batches of a `Loader`, or the first batches of a `DataLoader`
+            or of any other object that can be iterated repeatedly.
         state: objects that the step changes, by name, so that they can be restored. None means the model and optimizer
             of `supervised_step`.
         batches: number of batches to cache.
@@ -98,7 +98,7 @@ def headspace(
         The speed of the step alone and of the loader alone.
 
     Raises:
-        InvalidOption: if a custom step comes without `state`, accumulated gradients are pending, or the loader is
+        InvalidOption: if `state` is missing for a custom step, accumulated gradients are pending, or the loader is
             empty or can be iterated only once.
 
     Example:
@@ -151,7 +151,7 @@ def headspace(
 
 
 def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
-    """Return copies of the next batches of a `Loader`, or of another loader's first ones; keep its position."""
+    """Return copies of a `Loader`'s next batches, or of another loader's first batches, and keep its position."""
     if isinstance(loader, Loader):
         return loader.peek(batches)
     owners = (loader, getattr(loader, "sampler", None))
@@ -186,7 +186,7 @@ def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
 
 
 def _timed(step: Callable[[Any], object], batch: Any, gpus: list[torch.device]) -> float:
-    """Return the duration of a step in seconds."""
+    """Return the duration of a step in seconds, including its work on the GPUs."""
     before = time.perf_counter()
     step(batch)
     for gpu in gpus:

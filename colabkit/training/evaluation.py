@@ -169,7 +169,7 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
 
 
 def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
-    """Return a given step, or a new one that evaluates a model in the model's memory format."""
+    """Return `model` if it is a step, otherwise a step that evaluates it."""
     usage = ("Use ", call(function, Code("model"), Code("loader")))
     if isinstance(model, SupervisedStep):
         if loss is not None:
@@ -193,7 +193,7 @@ def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
 
 @contextmanager
 def _full_pass(loader: Iterable[Any], *, in_order: bool = False) -> Iterator[None]:
-    """Iterate over a `Loader` from the start of its epoch in the block; restore its order and position afterwards."""
+    """Move a `Loader` to the start of its epoch for the block; restore its order and position afterwards."""
     if not isinstance(loader, Loader):
         yield
         return
@@ -208,7 +208,7 @@ def _full_pass(loader: Iterable[Any], *, in_order: bool = False) -> Iterator[Non
 
 
 def _rows_in(outputs: Any) -> int:
-    """Return the number of rows of the first tensor."""
+    """Return the number of rows of the first tensor in nested containers."""
     while not isinstance(outputs, Tensor):
         outputs = next(iter(outputs.values() if isinstance(outputs, Mapping) else outputs))
     return len(outputs)
@@ -218,7 +218,7 @@ def _joined(outputs: list[Any]) -> Any:
     """Concatenate the tensors of all batches along their first dimension."""
     first = outputs[0] if outputs else None
     if isinstance(first, Tensor):
-        # `squeeze()` in a model removes the only dimension of a last batch with one sample.
+        # `squeeze()` in a model also removes the batch dimension if the last batch has a single sample.
         return torch.cat([output if output.dim() else output[None] for output in outputs])
     if isinstance(first, Mapping):
         return {name: _joined([output[name] for output in outputs]) for name in first}

@@ -39,7 +39,8 @@ class KFoldReport(Report):
         mean: mean of each number over the folds that have it.
         spread: sample standard deviation of each number over these folds; 0 for a single fold, NaN if a value is not
             finite.
-        stopped: why training stopped early in the next fold, such as `"deadline"`; None if all folds are complete.
+        stopped: why training of the fold after these stopped early, such as `"deadline"`; None if all folds are
+            complete.
     """
 
     folds: tuple[TrainReport | Mapping[str, float], ...]
@@ -55,7 +56,7 @@ class KFoldReport(Report):
 
     def _summary(self) -> str:
         means = ", ".join(f"{name} {value:.4g} ± {self.spread[name]:.2g}" for name, value in self.mean.items())
-        stopped = f"; stopped by {self.stopped}, make the same call again to continue" if self.stopped else ""
+        stopped = f"; stopped by {self.stopped}; make the same call again to continue" if self.stopped else ""
         return f"{format_things(len(self.folds), 'fold')}: {means or 'no numbers'}{stopped}"
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -84,11 +85,11 @@ def k_fold(
     is copied.
 
     Args:
-        run: function of the training view, the held-out view and the fold number, from 0. It returns the report of
-            `train()`, or a dict of numbers.
+        run: function that takes the training view, the held-out view and the fold number, from 0. It returns the report
+            of `train()`, or a dict of numbers.
         dataset: a split of a pack.
         folds: number of folds, at least 2.
-        stratify: keep the proportions of the labels equal in all folds.
+        stratify: whether to keep the proportions of the labels equal in all folds, as far as possible.
         groups: groups of samples that must not be split across folds, as in `PackedDataset.fold`.
         seed: seed of the assignment of samples to folds.
 
@@ -96,8 +97,8 @@ def k_fold(
         The numbers of each fold, with their mean and standard deviation.
 
     Raises:
-        InvalidOption: if there are fewer samples or groups than folds, `run` is not a function, or it returns
-            something else.
+        InvalidOption: if there are fewer samples or groups than folds, `run` is not a function, or its result is
+            neither a report of `train()` nor a dict of numbers.
 
     Example:
         >>> import colabkit

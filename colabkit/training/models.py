@@ -196,9 +196,9 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def has_channels_last_weights(model: nn.Module) -> bool:
-    """Return whether convolution weights are in channels-last memory format.
+    """Return whether any convolution weights are in channels-last memory format.
 
-    Such a convolution converts contiguous images itself, in the forward and again in the backward pass.
+    Such a convolution converts contiguous images to channels-last, in the forward pass and again in the backward pass.
     """
     last = torch.channels_last
     return any(
@@ -228,7 +228,7 @@ def ddp_in(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def average(ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
-    """Average gradients accumulated under `no_sync()` over all processes.
+    """Average over all processes the gradients that were accumulated under `no_sync()`.
 
     As with DDP itself, a parameter that has no gradient in any process gets none.
     """
@@ -285,7 +285,7 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
         A network that takes float images `[B, C, H, W]` and returns scores `[B, classes]`.
 
     Raises:
-        InvalidOption: if `classes` is less than 1, or `shape` is not that of an image.
+        InvalidOption: if `classes` is less than 1, or `shape` is not an image shape.
 
     Example:
         >>> import colabkit, torch

@@ -56,7 +56,7 @@ def plot_run(
     validations: Sequence[Validation],
     hosts: Sequence[HostSnapshot],
 ) -> Figure:
-    """Plot a run; the arguments are fields of `TrainReport`."""
+    """Plot a run below a headline; the other arguments are fields of `TrainReport`."""
     if not curve and not epochs:
         raise InvalidOption(cannot("plot the training", "the report has no steps", "", "Train at least one step first"))
     rows: list[list[Callable[[Axes], None]]] = []
@@ -178,7 +178,7 @@ def _draw_value(
 
 
 def _fill(axes: Axes, numbers: Sequence[int], bottoms: Floats, tops: Floats, **style: Any) -> None:
-    """Fill between two heights of each epoch: with bars, or with one area if there are too many epochs for bars."""
+    """Fill between two heights for each epoch: with bars, or with one area if there are too many epochs for bars."""
     if len(numbers) <= _BARS:
         axes.bar(numbers, tops - bottoms, 0.7, bottom=bottoms, edgecolor="white", linewidth=0, **style)
     else:

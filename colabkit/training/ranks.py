@@ -1,4 +1,4 @@
-"""Communication between the ranks of a distributed training, and `notebook_launch()`, which starts the ranks."""
+"""Communication between the ranks of a distributed run, and `notebook_launch()`, which starts the ranks."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def is_one_of_several() -> bool:
 
 
 class Ranks:
-    """The ranks of a training, as a context manager.
+    """The ranks of a run, as a context manager; without `torch.distributed`, this process is the only rank.
 
-    They communicate over a CPU process group (Gloo), so that no process waits for its GPU.
+    The ranks communicate over a CPU process group (Gloo), so that no process waits for its GPU.
 
     Attributes:
         rank: rank of this process.
@@ -100,7 +100,7 @@ class Ranks:
             distributed.destroy_process_group(self._group)
 
     def from_first(self, value: T) -> T:
-        """Return the value of rank 0."""
+        """Return the value that rank 0 passes."""
         if self.count == 1:
             return value
         values = [value]
@@ -108,7 +108,7 @@ class Ranks:
         return values[0]
 
     def from_all(self, value: T) -> list[T]:
-        """Return the value of each rank."""
+        """Return the values that the ranks pass, by rank."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -116,7 +116,7 @@ class Ranks:
         return values
 
     def together(self, act: str, work: Callable[[], T]) -> T:
-        """Run `work` in all ranks and return its result; if it fails in one rank, raise an error in all ranks.
+        """Run `work` in all ranks and return this rank's result; if one rank fails, raise an error in all ranks.
 
         Raises:
             LaunchFailed: if `work` failed only in other ranks.
@@ -404,7 +404,7 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
             os.close(payload)
             distributed.init_process_group("nccl" if has_gpus else "gloo")
             if not has_gpus:
-                # If a rank ended while other ranks are still connecting to it, those would fail.
+                # Without this barrier, a rank could end while others are still connecting to it, and they would fail.
                 distributed.barrier()
             result = function(*arguments)
             packed = _packed_result(result) if rank == 0 else b""

@@ -84,7 +84,7 @@ class EpochProgress:
     is_validation_due: bool = False
 
     def spend(self, before: EpochProgress, spent: MetersSnapshot) -> None:
-        """Set the time fields to those of `before` plus `spent`, measured by the loader's meters since then."""
+        """Set the time fields to those of `before` plus the times in `spent`, which were measured since `before`."""
         for name in _SPENT:
             setattr(self, name, getattr(before, name) + getattr(spent, name))
 
@@ -101,7 +101,7 @@ _POINTS = 1_000
 
 
 def values_of(result: object, is_copied: bool = True) -> Values:
-    """Return the values that a step returned, by name: numbers on the CPU, and tensors on other devices.
+    """Return the values that a step returned, by name: as numbers, or as tensors if they are on another device.
 
     Args:
         result: result of the step.
@@ -110,7 +110,7 @@ def values_of(result: object, is_copied: bool = True) -> Values:
     Raises:
         InvalidOption: if the result is not a loss, a dict of numbers, or None.
     """
-    # The usual result first: the other checks would take several microseconds.
+    # Handle the usual result first, because the other checks take several microseconds.
     if isinstance(result, Tensor) and result.is_cpu and result.numel() == 1:
         return {"loss": result.item()}
     if result is None:
@@ -158,7 +158,7 @@ def _described(value: object) -> str:
 
 
 def _read(value: Any, is_copied: bool) -> object:
-    """Return a number on the CPU, or a tensor on another device, where reading would wait."""
+    """Return a value as a number, or as a tensor if it is on another device, where reading would wait."""
     if isinstance(value, Tensor):
         return value.item() if value.is_cpu else value.detach().clone() if is_copied else value
     return float(value)
@@ -249,14 +249,14 @@ class ValueCurve:
 
 
 class ValueRecorder:
-    """Keeps the values of steps on their device until `read()` adds them to the means and the curve.
+    """A recorder that keeps the values of steps on their device until `read()` adds them to the means and the curve.
 
     Args:
         curve: curve of the run.
         means: means of the epoch so far.
         must_be_finite: whether a NaN or infinity is an error. Numbers on the CPU are checked at once; those on another
             device when they are read, since each check would wait for the device.
-        complete: called before values are read; adds pending values to the mappings of earlier steps.
+        complete: function that adds pending values to the mappings of earlier steps; called before values are stacked.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class ValueRecorder:
                 if isinstance(value, float) and not math.isfinite(value):
                     raise _diverged(step, name, value)
         self._steps.append((step, samples, values))
-        # Stacking replaces thousands of small device allocations with one.
+        # Stacking replaces many small device allocations with one.
         if len(self._steps) == _STACKED:
             self._stack()
 

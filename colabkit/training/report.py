@@ -65,22 +65,22 @@ class TrainReport(Report):
         samples_per_s: training throughput of this call in samples per second, over all processes and without
             validation; 0 if no training was left to do.
         wait_share: fraction of the training time spent waiting for data, in [0, 1].
-        parts: busy seconds of each part of the loader in this call.
+        parts: seconds in this call that each part of the loader was busy.
         curve: for each value that the step returned, up to 1,000 pairs: a step, and the mean since the previous pair.
         validations: values of each validation, with its step.
         stopped: why training stopped early: `"patience"`, `"on_step"` (it raised `StopIteration`), `"deadline"`,
-            `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if it did not.
+            `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if training did not stop early.
         checkpoint: the newest checkpoint, or None without `to`.
         best: the checkpoint with the best value of `monitor`, or None if `monitor` was never measured.
-        best_value: the best value of `monitor`.
+        best_value: the best value of `monitor`, or None if `monitor` was never measured.
         resumed_from: the checkpoint that this call resumed from, or None.
-        skipped_checkpoints: names of newer checkpoints that were damaged or had weights that are NaN or infinite, each
-            with the reason.
+        skipped_checkpoints: names of newer checkpoints that were damaged or had NaN or infinite weights, each with the
+            reason.
         changed_settings: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
         failed_saves: steps of checkpoints that could not be written or published, with the reason.
-        spent: counters of the loader in this call, and how the time of its steps was spent.
+        spent: the loader's counters in this call, and how the time of the steps was spent.
         facts: configuration of the loader.
-        hosts: snapshots of the machine during this call, evenly thinned; empty if it was not monitored.
+        hosts: host snapshots taken during this call, evenly thinned; empty if the host was not monitored.
         precision: the precision of a supervised step, such as `"bf16"`; None for a custom step.
     """
 
@@ -117,7 +117,7 @@ class TrainReport(Report):
         return self.is_finished and not self.failed_saves
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Plot how step time was spent, throughput, machine utilization, and the values over the steps.
+        """Plot how step time was spent, the throughput, the machine utilization, and the values of the steps.
 
         Args:
             path: file to save the figure to, such as `"run.png"` or `"run.pdf"`; may start with `drive:`.
@@ -260,7 +260,7 @@ class TrainingInterrupted(OneLineError, KeyboardInterrupt):
     """Ctrl-C stopped the training at the end of a step.
 
     Attributes:
-        report: the `TrainReport` of the training until then.
+        report: the `TrainReport` of the steps until then.
     """
 
     def __init__(self, report: TrainReport) -> None:

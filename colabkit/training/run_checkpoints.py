@@ -25,20 +25,20 @@ _REBUILD = ("Create the same object as before, or save to another folder with ",
 
 
 class RunCheckpoints:
-    """Saves the complete state of a run, and restores it.
+    """The checkpoints of a run, each with the complete state.
 
     Args:
         folder: path of the checkpoint folder, or None to save nothing.
-        checkpoints: the opened checkpoint folder in rank 0, which reads and writes for all ranks; None in the others.
+        checkpoints: the opened checkpoint folder in rank 0, which reads and writes for all ranks; None in other ranks.
         state: objects to save, by name.
-        step: the step; also saved if it has a state.
+        step: the step function; saved, too, if it has a state.
         loader: loader whose position is saved.
-        processes: the ranks of the training.
+        processes: the ranks of the run.
 
     Attributes:
         resumed_from: the checkpoint that was loaded.
-        skipped_checkpoints: names of newer checkpoints that were damaged or had weights that are NaN or infinite, each
-            with the reason.
+        skipped_checkpoints: names of newer checkpoints that were damaged or had NaN or infinite weights, each with the
+            reason.
         changed_settings: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
     """
 
@@ -60,7 +60,7 @@ class RunCheckpoints:
         self._step = step if isinstance(step, Stateful) else None
         self._loader = loader
         self._processes = processes
-        # Some models have infinite values on purpose, such as in a mask, so remember those from before the training.
+        # Some models contain infinities on purpose, for example in a mask, so remember the initial non-finite values.
         self._infinite: set[tuple[str, str]] = set()
         if checkpoints is not None:
             for name, part in self._state.items():
@@ -75,11 +75,11 @@ class RunCheckpoints:
 
     @property
     def save_s(self) -> float:
-        """Seconds that the slowest checkpoint so far took until it was in place."""
+        """The longest time in seconds that a checkpoint has taken so far, from its save to its seal."""
         return 0.0 if self.checkpoints is None else self.checkpoints.save_s
 
     def resume(self, resume: bool) -> Mapping[str, Any] | None:
-        """Restore the newest readable checkpoint and return the saved state of the run, or None without a checkpoint.
+        """Restore the newest good checkpoint and return the saved state of the run, or None without a checkpoint.
 
         Raises:
             TargetExists: if there are checkpoints and `resume` is False.
@@ -109,18 +109,19 @@ class RunCheckpoints:
         changed_settings = []
         if world_size != self._processes.count:
             processes = format_things(world_size, "process")
-            changed_settings.append(f"random generators were saved by {processes}, now {self._processes.count}")
+            changed_settings.append(f"the checkpoint is from a run of {processes}, now {self._processes.count}")
         loaded, now_rates = self._loader.state_dict(), _rates_of(self._state)
         before, now = content["loader"]["global_batch"], loaded["global_batch"]
         if before != now:
             changed_settings.append(f"batches had {format_things(before, 'sample')}, now {now}")
         changed_settings += [
-            f"{name}={now!r} of the Loader is ignored, the checkpoint has {loaded[name]!r}"
+            f"{name}={now!r} of the Loader is ignored because the checkpoint has {loaded[name]!r}"
             for name, now in order.items()
             if name in ("order", "order_seed", "seed") and loaded[name] != now
         ]
         changed_settings += [
-            f"learning rates {_listed(new)} of {name!r} are ignored, the checkpoint has {_listed(now_rates[name])}"
+            f"learning rates {_listed(new)} of {name!r} are ignored because the checkpoint has "
+            f"{_listed(now_rates[name])}"
             for name, new in rates.items()
             if new != now_rates[name]
         ]
@@ -141,7 +142,7 @@ class RunCheckpoints:
         return checkpoints.newest(self._flaw_of)
 
     def _flaw_of(self, content: Mapping[str, Any]) -> str:
-        """Return which weight of a checkpoint is NaN or infinite but was finite in the new model, if any."""
+        """Describe the first weight that is NaN or infinite but was finite in the new model; return "" if none is."""
         for name, part in self._state.items():
             saved = content["state"].get(name)
             if isinstance(part, torch.nn.Module) and isinstance(saved, Mapping):
@@ -207,13 +208,14 @@ class RunCheckpoints:
         Args:
             step: number of the step.
             position: state of the loader after the step.
-            run: state of the run itself.
+            run: progress of the run, such as the records of its epochs.
             score: value that ranks the checkpoint, or None.
             random: state of the random generators; None for their current state.
-            wait: wait until the checkpoint is written.
+            wait: whether to wait until the checkpoint is written.
 
         Raises:
-            NotEnoughSpace, FileFailed, TimedOut, InvalidOption: with `wait`, if it cannot be written.
+            NotEnoughSpace, FileFailed, TimedOut: with `wait`, if the checkpoint cannot be written.
+            InvalidOption: if the state holds objects that cannot be loaded with `weights_only=True`.
         """
         if self.folder is None:
             return
@@ -241,18 +243,18 @@ class RunCheckpoints:
         """Wait until all checkpoints are written and published.
 
         Raises:
-            NotEnoughSpace, FileFailed, TimedOut: if the last one could not be written.
+            NotEnoughSpace, FileFailed, TimedOut: if the last checkpoint could not be written.
         """
         finish = (lambda: None) if self.checkpoints is None else self.checkpoints.finish
         self._processes.together("end the training", finish)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    # Reading a subclass, such as a DTensor, may need the other processes.
+    # A tensor subclass, such as a DTensor, counts as finite: reading it may require communication between processes.
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.dtype not in _FLOATS or not tensor.numel():
         return True
-    # NaN propagates to both. Unlike `isfinite`, this needs no memory.
+    # If any value is NaN, both bounds are NaN. Unlike `isfinite`, `aminmax` allocates no tensor of the same size.
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
 
 

@@ -12,15 +12,15 @@ _SHARES = {"wait_s": "data wait", "copy_s": "copy", "compute_s": "compute", "oth
 
 
 def trace_of(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) -> dict[str, Any]:
-    """Return the times of a run's steps as a trace in Chrome's JSON format.
+    """Return the times of the steps of one `train()` call as a trace in Chrome's JSON format.
 
     The most recent steps are shown one by one, and earlier steps as one block per epoch. Within a block, the shares are
     drawn one after the other. The shares add up to the totals of `spent`.
 
     Args:
-        epochs: the completed epochs of the run.
+        epochs: the epochs that the call completed.
         steps: number of the most recent step.
-        spent: times of all steps of the run.
+        spent: times of all steps of the call.
     """
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "colabkit.train()"}},
@@ -41,13 +41,13 @@ def _slice(name: str, start_us: float, seconds: float) -> dict[str, Any]:
 
 
 def _blocks(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) -> Iterator[tuple[str, list[float]]]:
-    """Yield the name and the shares in seconds of each epoch without its most recent steps, then of those steps."""
+    """Yield the name and the shares in seconds of each epoch, without the recent steps, then of each recent step."""
     names = [f"epoch {record.epoch + 1}" for record in epochs] + ["unfinished epoch"]
     blocks = [[getattr(record, share) for share in _SHARES] for record in epochs] + [[0.0] * len(_SHARES)]
     for at, share in enumerate(_SHARES):
         rest_s = getattr(spent, share) - sum(block[at] for block in blocks)
         blocks[-1][at] = max(0.0, rest_s)
-        # The first epoch may have begun before a resume, and the newest steps are shown one by one.
+        # The first epoch may include time from before a resume. The newest steps get blocks of their own.
         _take(blocks, at, max(0.0, -rest_s))
         _take(blocks[::-1], at, sum(getattr(step, share) for step in spent.recent))
     yield from ((name, block) for name, block in zip(names, blocks, strict=True) if sum(block))
@@ -56,7 +56,7 @@ def _blocks(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) ->
 
 
 def _take(blocks: list[list[float]], at: int, seconds: float) -> None:
-    """Subtract seconds from one share of the blocks, as much as possible from the first blocks."""
+    """Subtract seconds from the share `at` of the blocks, as much as possible from the first blocks."""
     for block in blocks:
         taken_s = min(block[at], seconds)
         block[at] -= taken_s

@@ -103,7 +103,7 @@ def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers
     assert {epoch: sorted(samples) for epoch, samples in by_epoch(first + rest).items()} == EVERY_SAMPLE_ONCE
     assert rest[0]["samples"] == [COUNT, COUNT]
     changed_settings = (
-        [] if before == after else [f"random generators were saved by {format_things(before, 'process')}, now {after}"]
+        [] if before == after else [f"the checkpoint is from a run of {format_things(before, 'process')}, now {after}"]
     )
     assert rest[0]["changed_settings"] == changed_settings
     assert rest[0]["loss"] == pytest.approx(whole[after][0]["loss"], rel=1e-3)

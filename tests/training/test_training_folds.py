@@ -89,7 +89,7 @@ def test_k_fold_ends_at_a_stopped_training_and_reports_it(data):
 
     report = colabkit.k_fold(slow, data, folds=3)
     assert (len(report.folds), report.stopped, report.is_good) == (1, "deadline", False)
-    assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline, make the same call again to continue"
+    assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline; make the same call again to continue"
 
 
 def test_a_number_that_is_not_finite_affects_no_other_number(data):

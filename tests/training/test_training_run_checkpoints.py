@@ -335,8 +335,8 @@ def test_settings_that_a_checkpoint_overrides_are_reported(tmp_path, data):
     run(0.1, shuffle=True)
     assert run(0.1, shuffle=True).changed_settings == ()
     changed = "\n".join(run(0.5, shuffle=True, seed=3).changed_settings)
-    assert "learning rates 0.5 of 'optimizer' are ignored, the checkpoint has 0.1" in changed
-    assert "seed=3 of the Loader is ignored, the checkpoint has 0" in changed
+    assert "learning rates 0.5 of 'optimizer' are ignored because the checkpoint has 0.1" in changed
+    assert "seed=3 of the Loader is ignored because the checkpoint has 0" in changed
 
 
 def test_an_object_of_another_class_is_refused(tmp_path, data):

@@ -47,7 +47,7 @@ TICK_S = 0.5
 
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
-# Leaves the writer about a tenth of a CPU core if training uses all cores; at 19, it would hardly make progress.
+# With this value, the writer gets about a tenth of a CPU core if training uses all cores; with 19, hardly any time.
 _NICE = 10
 
 
@@ -60,8 +60,8 @@ class SaveJob:
     """A checkpoint to write.
 
     Attributes:
-        is_awaited: whether the caller waits for it.
-        is_raised: whether the caller receives the error if it fails.
+        is_awaited: whether the caller waits until the checkpoint is written.
+        is_raised: whether the caller receives the error if the write fails.
         limit_s: seconds that the file system may take for one operation.
         is_given_up: whether an operation exceeded this limit and the failure is already recorded.
     """
@@ -91,9 +91,10 @@ class SaveJob:
 
 
 def give_way() -> None:
-    """Lower the priority of this thread, if the system supports thread priorities.
+    """Lower the priority of this thread on Linux; do nothing on other systems.
 
-    The system may suspend a low-priority thread for a long time at any point, so it should rarely hold the GIL.
+    The system may suspend a low-priority thread for a long time at any point, so such a thread should rarely hold the
+    GIL.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -103,8 +104,8 @@ def give_way() -> None:
 def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tuple[int, str]:
     """Write content to a new file, flush it to disk, and return its size in bytes and its SHA-256.
 
-    A low-priority thread hashes and writes large blocks without holding the GIL. The file is then loaded once,
-    memory-mapped, so that content that cannot be loaded fails now, not on resuming.
+    Another thread hashes and writes large blocks without holding the GIL, at low priority unless the caller waits. The
+    file is then loaded once, memory-mapped, so that content that cannot be loaded raises now instead of on resuming.
 
     Raises:
         InvalidOption: if `content` holds objects that cannot be loaded with `weights_only=True`.
@@ -135,14 +136,14 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
 
 
 def _reason_of(error: Exception) -> str:
-    """Return the reason of a torch error in one line; its own message has several lines and color codes."""
+    """Return the cause of a torch error in one line, because torch's message has several lines and color codes."""
     if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"the state has an object of the type {match[1]}"
     return f"the state cannot be saved ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
 
 
 class _CheckpointSink:
-    """The file object for `torch.save`: buffers small writes; hashes and writes large blocks in another thread.
+    """A file object for `torch.save` that buffers small writes, and hashes and writes large blocks in another thread.
 
     Attributes:
         size: bytes written so far.
@@ -189,7 +190,7 @@ class _CheckpointSink:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: torch calls this at the end, when `end` is about to write the buffered bytes."""
+        """Do nothing: torch calls this last, and `end`, which is called next, writes the buffered bytes."""
 
     def end(self) -> None:
         """Write the buffered bytes."""
@@ -230,7 +231,7 @@ class _CheckpointSink:
 def _without_crc(sink: _CheckpointSink) -> Iterator[None]:
     """Let `torch.save` skip the CRC32, which takes as long as writing; the seal holds a SHA-256 instead.
 
-    The option may be global. Torch reads it when it opens the file, so it can be restored at the first write.
+    The option may apply to all threads. Torch reads it on opening the file, so it can be restored at the first write.
     """
     former = torch.serialization.get_crc32_options()
     sink.was_opened.callback(torch.serialization.set_crc32_options, former)
@@ -244,8 +245,8 @@ class LoadedCheckpoint:
     """A loaded checkpoint.
 
     Attributes:
-        path: path of its file.
-        step: step after which it was taken.
+        path: path of the `.pt` file.
+        step: step after which the checkpoint was taken.
         content: the saved content, with all tensors on the CPU.
         skipped_checkpoints: newer checkpoints that are damaged or have a flaw, each with the reason.
     """
@@ -260,7 +261,7 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
     """Return the content of a checkpoint, without executing code from it.
 
     Raises:
-        DamagedCheckpoint: if it does not match its seal, or is not a checkpoint of colabkit.
+        DamagedCheckpoint: if the file does not match its seal or is not a colabkit checkpoint.
     """
     sealed.check()
     try:
@@ -281,9 +282,9 @@ def load_first(
     read: Callable[[SealedCheckpoint], Mapping[str, Any]],
     flaw_of: Callable[[Mapping[str, Any]], str] | None,
 ) -> tuple[LoadedCheckpoint | None, dict[Path, str]]:
-    """Return the first undamaged checkpoint without a flaw, and the reasons why earlier candidates were skipped.
+    """Return the first undamaged checkpoint without a flaw, and for each skipped candidate the reason.
 
-    If all undamaged checkpoints have a flaw, return the first of them.
+    If all undamaged checkpoints have a flaw, return the first of them; without undamaged ones, return None.
 
     Args:
         candidates: checkpoints, newest first.
@@ -294,7 +295,7 @@ def load_first(
     flaws: dict[str, str] = {}
     candidates = list(candidates)
     for sealed in candidates:
-        # A local copy and a remote copy have the same content.
+        # The other copy of a flawed checkpoint, local or remote, has the same content and the same flaw.
         if sealed.digest in flaws:
             continue
         try:
@@ -347,10 +348,10 @@ class RemoteFolder:
         damaged: Collection[Path],
         on_wait: Callable[[], None],
     ) -> list[SealedCheckpoint]:
-        """Copy a local checkpoint to this folder, remove old ones (see `prune`), and return the rest, newest first.
+        """Copy a local checkpoint to this folder, remove old checkpoints, and return the remaining ones, newest first.
 
-        `step` is the step of the newest local checkpoint. `on_wait` is called a few times a second and may raise to
-        abort.
+        `step` is the step of the newest local checkpoint. `keep_last`, `metric` and `damaged` are arguments of `prune`.
+        `on_wait` is called a few times a second and may raise to abort.
         """
         act = f"publish {str(sealed.path)!r} to {str(self.folder)!r}"
 
@@ -373,10 +374,10 @@ class RemoteFolder:
         return self.ask(act, work, sealed.size, on_wait)
 
     def fetch(self, sealed: SealedCheckpoint, local: Path, act: str) -> SealedCheckpoint:
-        """Copy a checkpoint of this folder to the local folder `local`, and return the copy.
+        """Copy a checkpoint from this folder to the local folder `local`, and return the copy.
 
         Raises:
-            DamagedCheckpoint: if it does not match its seal.
+            DamagedCheckpoint: if the checkpoint does not match its seal.
         """
 
         def fill(path: Path, moved: MoveCallback) -> tuple[int, str]:

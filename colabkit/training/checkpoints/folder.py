@@ -56,18 +56,18 @@ _HEADER_BYTES = 1 << 20
 
 
 class CheckpointFolder:
-    """A folder of checkpoints, written, sealed and published in the background.
+    """A checkpoint folder that writes, seals and publishes checkpoints in the background.
 
     If `to` is on a local disk, checkpoints are written there. If it is on a mount that can hang, such as Drive,
     they are written to a local folder, and a second thread copies them to the mount, verifies them and seals them
-    there. A mount that hangs or dies does not stop the training: `failures` lists it, and the next checkpoint tries
-    again. If checkpoints are saved faster than the mount accepts them, only the newest and the best are copied.
+    there. If the mount hangs or dies, training continues: `failures` lists the error, and the next save starts another
+    attempt. If checkpoints are saved faster than the mount accepts them, only the newest and the best are copied.
 
-    The newest `keep_last` and the best are kept in both places; older ones are removed when a newer one is sealed. Use
+    Both folders keep the newest `keep_last` checkpoints and the best one; sealing a checkpoint removes older ones. Use
     a `CheckpointFolder` from one thread only. As a context manager, it is closed on exit.
 
-    If the file system does not answer a write within `timeout_s`, the write is abandoned, and undone when the file
-    system answers. Until then, nothing else can be saved.
+    If the file system does not answer a write in time, the write is abandoned, and undone when the file system answers.
+    Until then, nothing else can be saved.
 
     Args:
         to: path of the folder; created when needed.
@@ -78,7 +78,7 @@ class CheckpointFolder:
 
     Attributes:
         local_folder: folder where checkpoints are written first; `to` itself if it is local.
-        save_s: longest time in seconds from a call of `save()` until its checkpoint was sealed; 0 before the first.
+        save_s: longest time in seconds from a call of `save()` until its checkpoint was sealed (on a mount: published).
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class CheckpointFolder:
 
     @property
     def is_free(self) -> bool:
-        """Whether `save()` would start at once, without waiting for an earlier checkpoint."""
+        """Whether `save()` would not wait: no checkpoint is being written, or its time limit has passed."""
         job = self._job
         return job is None or job.left_s <= 0
 
     @property
     def latest(self) -> Path | None:
-        """The path of the newest checkpoint, in `to` if it is published, otherwise in the local folder."""
+        """The path of the newest checkpoint, in `to` if published, otherwise in the local folder; None without any."""
         with self._changed:
             newest = next(iter(self._counting(self._local_sealed) or self._counting(self._remote_sealed)), None)
             return None if newest is None else self._place_of(newest)
@@ -145,7 +145,7 @@ class CheckpointFolder:
             return tuple(self._failures)
 
     def newest_step(self) -> int | None:
-        """Return the step of the newest sealed checkpoint, without checking for damage, or None.
+        """Return the step of the newest sealed checkpoint, or None; damage is not checked.
 
         Raises:
             TimedOut, FileFailed: if the mount of `to` does not answer, or a folder cannot be read.
@@ -160,14 +160,14 @@ class CheckpointFolder:
     def newest(self, flaw_of: Callable[[Mapping[str, Any]], str] | None = None) -> LoadedCheckpoint | None:
         """Load the newest good checkpoint of `to` and the local folder, or return None without checkpoints.
 
-        Digests are checked. Damaged checkpoints are skipped, and also those whose content has a flaw, such as NaN,
-        unless all have one. A remote checkpoint is copied to the local folder first. Files are loaded with
+        Digests are checked, and damaged checkpoints are skipped, as are those with a flaw, such as NaN, unless all
+        undamaged ones have a flaw. A remote checkpoint is copied to the local folder first. Files are loaded with
         `weights_only=True`, so no code in them is executed. The random generators are not changed.
 
         Raises:
             Corrupt: if all checkpoints are damaged.
             TimedOut: if the mount of `to` does not answer.
-            NotEnoughSpace, FileFailed: if a remote one cannot be copied, or a folder cannot be read.
+            NotEnoughSpace, FileFailed: if a remote checkpoint cannot be copied, or a folder cannot be read.
         """
         act = f"resume from {str(self.folder)!r}"
         with file_changes.translated(act):
@@ -198,18 +198,18 @@ class CheckpointFolder:
         """Copy `content` and write it in the background as the checkpoint of `step`.
 
         The call blocks while an earlier write finishes and while `content` is copied. If there is not enough memory for
-        a copy, or with `wait`, it also blocks until this checkpoint is written. Loaded tensors are on the CPU and
-        detached. `failures` lists failed saves.
+        a copy, or with `wait`, it also blocks until this checkpoint is written. The file holds detached tensors on the
+        CPU. `failures` lists failed saves.
 
         Args:
             step: step after which the checkpoint is taken.
             content: nested dicts, lists and tuples of tensors, numbers and text.
             score: value that ranks the checkpoint.
-            wait: return when the checkpoint is sealed locally, and raise if that fails.
+            wait: whether to return only when the checkpoint is sealed locally, and to raise if that fails.
 
         Raises:
-            InvalidOption: if `content` holds objects that cannot be loaded with `weights_only=True`.
-            NotEnoughSpace, FileFailed, TimedOut: with `wait`, if it cannot be written; older checkpoints stay.
+            InvalidOption: if the folder is closed, or `content` cannot be loaded with `weights_only=True`.
+            NotEnoughSpace, FileFailed, TimedOut: with `wait`, if the checkpoint cannot be written; older ones stay.
         """
         act = f"save the checkpoint of step {step}"
         started = time.monotonic()
@@ -327,7 +327,7 @@ class CheckpointFolder:
                 before = len(sealed_in(self.local_folder))
                 if len(pruned(1)) == before:
                     raise
-                # Older checkpoints have made room; the newest one still exists.
+                # Removing older checkpoints has made room; at least one checkpoint still exists.
                 path = sealed().path
             self._damaged.discard(path)
             return pruned(self._keep_last)
@@ -341,7 +341,7 @@ class CheckpointFolder:
             self._threads.append(publisher)
 
     def _publish(self) -> None:
-        """Publish until nothing is left; runs in the publisher thread, which never accesses the mount directly."""
+        """Publish checkpoints until none is left; runs in the publisher thread."""
         assert self._remote is not None
         while True:
             with self._changed:
@@ -391,7 +391,7 @@ class CheckpointFolder:
         self._failures.append((step, reason))
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
-        """Return the checkpoints not known to be damaged, newest first."""
+        """Return the checkpoints up to the last step that are not known to be damaged, in the given order."""
         last = self._last_step
         return [
             one
@@ -417,7 +417,7 @@ class CheckpointFolder:
                 raise self._last_error
 
     def close(self) -> None:
-        """Stop the threads and discard unsealed checkpoints; raise `TimedOut` for an unreported hung write."""
+        """Stop the threads and discard unsealed checkpoints; raise `TimedOut` for a hung write not in `failures`."""
         with self._changed:
             self._is_over = True
             is_reported = False

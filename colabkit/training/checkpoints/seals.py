@@ -32,7 +32,7 @@ _in_hand: set[str] = set()
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint does not match its seal; the message is the reason."""
+    """A checkpoint cannot be used; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class SealedCheckpoint:
         digest: SHA-256 of the file in hex, according to the seal.
         score: value that ranks the checkpoint, or None.
         metric: mode and name of the score, such as `"min loss"`; only scores of the same metric are comparable.
-        trouble: why the seal could not be read; empty if it could.
+        trouble: why the seal could not be used; empty for a valid seal.
     """
 
     seal: Path
@@ -103,7 +103,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps of a folder's sealed checkpoints, newest first, without reading any."""
+    """Return the steps of a folder's sealed checkpoints, newest first, without reading the files."""
     return sorted((int(match[1]) for match in map(_SEAL.fullmatch, _names(folder)) if match), reverse=True)
 
 
@@ -218,7 +218,7 @@ def prune(
     """Remove a folder's old checkpoints and return the remaining ones, newest first.
 
     The newest `keep_last`, the best one by `metric` and those of the steps in `needed` stay. Nothing is removed while
-    fewer than `keep_last` have the sealed size. Checkpoints after `step` are ignored: they were skipped as damaged.
+    fewer than `keep_last` have the sealed size. Checkpoints after `step` stay but do not count: resuming skipped them.
     """
     found = sealed_in(folder)
     whole = [one for one in found if one.step <= step and one.path not in damaged and one.is_whole()]
@@ -242,7 +242,7 @@ def best_of(found: Iterable[SealedCheckpoint], metric: str) -> SealedCheckpoint 
 
 
 def _remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Remove the unsealed files among `names` that have colabkit's marker and whose process has ended."""
+    """Remove those of the unsealed files `names` that have colabkit's marker and that no process is writing."""
     for name in names:
         path = folder / name
         if _FILE.fullmatch(name) and os.fspath(path) not in _in_hand and _is_abandoned(path):

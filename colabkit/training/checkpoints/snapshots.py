@@ -63,7 +63,7 @@ class _StorageRange:
         return (self.end - self.first) * self.dtype.itemsize
 
     def fill(self) -> None:
-        """Start copying the range into `copy`."""
+        """Copy the range into `copy`; copies from a GPU are asynchronous."""
         if self.only is not None:
             self.view_for(self.only).copy_(self.only, non_blocking=True)
             return
@@ -72,7 +72,7 @@ class _StorageRange:
         self.copy.copy_(source, non_blocking=True)
 
     def view_for(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the copy with the same shape and strides as `tensor`."""
+        """Return a view of the copy with the same shape and strides as `tensor`."""
         start = tensor.storage_offset() - self.first
         apart = torch.empty(0, dtype=self.dtype)
         return apart.set_(self.copy.untyped_storage(), start, tensor.size(), tensor.stride())
@@ -84,11 +84,12 @@ class _StorageRange:
 
 
 class ContentCopier:
-    """Copies content to CPU buffers and reuses these each time, because allocating new pages takes longer than copying.
+    """A copier of checkpoint content.
 
-    Shared storages are copied once, and strides are preserved, so tied weights stay tied. Tensors that are not dense or
-    not on the CPU or a CUDA device, and mutable objects of other types, are copied with `torch.save` and `torch.load`
-    in memory. A copy is valid until the next call of `copy`.
+    It reuses its CPU buffers, because allocating new pages takes longer than copying. Shared storages are copied once,
+    and strides are preserved, so tied weights stay tied. Sparse and quantized tensors, tensors on devices other than
+    CPU and CUDA, and objects of other types are copied with `torch.save` and `torch.load` in memory. A copy is valid
+    until the next call of `copy`.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ class ContentCopier:
             return ContentCopy(_ContentBuilder(act, of_tensors).mapping(content), size, is_apart=True)
 
     def _has_buffers(self, extents: Mapping[_Key, _StorageRange]) -> bool:
-        """Assign a buffer to every range, reusing old buffers; without enough memory, free all and return False."""
+        """Assign a new or reused buffer to every range; if memory is insufficient, free all buffers, return False."""
         kept, self._kept = self._kept, {}
         wanting = []
         for extent in extents.values():
@@ -158,7 +159,7 @@ class ContentCopier:
 
 
 class _ContentBuilder:
-    """Rebuilds nested containers with copies of the tensors, or with the tensors themselves if there are no copies."""
+    """A builder of new nested containers that hold copies of the tensors, or the original tensors without copies."""
 
     def __init__(self, act: str, extents: Mapping[int, _StorageRange] | None) -> None:
         self._act = act
@@ -266,7 +267,7 @@ def _bounds(tensor: Tensor) -> tuple[int, int]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the random generators: Python, NumPy (global), torch's CPU and every CUDA device."""
+    """Return the states of the global random generators of Python, NumPy and torch, with CUDA if it is in use."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -278,7 +279,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the random generators, including those of the CUDA devices that exist on this machine.
+    """Restore the global random generators; states of CUDA devices that this machine lacks are ignored.
 
     Args:
         state: result of `random_state()`.
