@@ -15,8 +15,10 @@ from colabkit.notebook.verb_types import Option, Verb
 
 _SAMPLES = ("samples:digits",)
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
-_THREADS = Option(
-    "threads", "number of files read concurrently; auto adapts it to the source", "auto", "threads", words=("auto",)
+_THREADS = Option("threads", "number of files read concurrently, or auto", "auto", "threads", words=("auto",))
+_TABLE = (
+    Option("path_column", "column of a table that holds the paths; by default one named path, file or image", None),
+    Option("root", "folder of the relative paths in a table; by default its own folder", None, "path"),
 )
 _ON_MOUNT = Option("path", "any path on the mount; by default the Drive mount", None, "path", is_positional=True)
 _SECONDS_SHOWN = Option("progress", "show the elapsed seconds", True, "flag")
@@ -48,6 +50,7 @@ _PACKED = (
     Option("renumber", "number the classes that occur from 0, instead of keeping whole numbers", False, "flag"),
     Option("splits", "shares such as train=0.8,val=0.2, or the column that names the split", None, "splits"),
     Option("fields", "additional columns to store, such as age,caption or Z=age", None, "fields"),
+    *_TABLE,
     Option("seed", "seed for assigning samples to splits", 0, "number"),
     Option(
         "on_bad",
@@ -224,6 +227,7 @@ VERBS: tuple[Verb, ...] = (
                 words=_SAMPLES,
             ),
             Option("to", "auto, tmpfs, disk, or the path of the copy", "auto", "path", words=("auto", "tmpfs", "disk")),
+            *_TABLE,
             _THREADS,
             Option(
                 "verify",

@@ -44,7 +44,10 @@ class FileDataset(LabelledDataset):
         renumber: as in `pack()`: number the classes that occur from 0.
         splits: as in `pack()`: a column, shares such as `"train=0.8,test=0.2"`, a function of the path, or None for the
             source's splits.
+        path_column: as in `pack()`: the column of a table that holds the paths.
+        root: as in `pack()`: the folder of the relative paths in a table.
         seed: seed for assigning samples to splits by shares.
+        on_bad: `"skip"` leaves out the rows of a table whose files are missing; `"raise"` raises an error.
         channels: 3 for RGB, 1 for luminance.
 
     Raises:
@@ -55,6 +58,7 @@ class FileDataset(LabelledDataset):
     Attributes:
         source: the source of the files.
         split_name, labels, classes, fields: see `LabelledDataset`.
+        left_out: files that are not samples or are missing, with the reason.
         inferred: what was inferred, such as the task, by the argument that sets it.
         fingerprint: hash of the files' relative paths, sizes and labels; a copy of the files has the same fingerprint.
 
@@ -77,11 +81,15 @@ class FileDataset(LabelledDataset):
         task: Literal["auto", "classes", "multilabel", "regression"] = "auto",
         renumber: bool = False,
         splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
+        path_column: str | None = None,
+        root: str | os.PathLike[str] | None = None,
         seed: int = 0,
+        on_bad: Literal["raise", "skip"] = "raise",
         channels: int = 3,
     ) -> None:
-        self.source: Source = open_source(source)
+        self.source: Source = open_source(source, path_column=path_column, root=root, skips_missing=on_bad == "skip")
         act = f"read {self.source.name!r} file by file"
+        check_one_of(act, "on_bad", on_bad, ("raise", "skip"))
         check_one_of(act, "channels", channels, (1, 3), "Use 3 for RGB, 1 for luminance")
         if isinstance(self.source, SequentialSource) and self.source.is_sequential:
             found, expected = "the archive can only be read from start to end", "files that can be read in any order"
@@ -103,6 +111,7 @@ class FileDataset(LabelledDataset):
         self.split_name = name
         self.classes = labelled.classes
         self.inferred = labelled.inferred
+        self.left_out = labelled.left_out
         self._channels = channels
         self._is_class = labelled.kind == "class"
         values = labelled.values

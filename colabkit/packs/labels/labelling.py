@@ -417,7 +417,10 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSo
         return BadSource(cannot(act, "the source has no files", "image files or .npy files", "Check the path"))
     named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))
     found = f"there is no image among {format_things(len(items), 'file')}{f' ({named})' if named else ''}"
-    next_step = "Convert the files to JPEG" if _OTHER_IMAGES.intersection(endings) else "Check the path"
+    next_step: Text = "Convert the files to JPEG" if _OTHER_IMAGES.intersection(endings) else "Check the path"
+    if {*endings} <= {"csv", "tsv", "parquet"}:
+        files: Text = (", and the folder of the files with ", option("root"))
+        next_step = ("Name the column of paths in the table with ", option("path_column"), files)
     return BadSource(cannot(act, found, f"files of the types {', '.join(sorted(_IMAGES))} or npy", next_step))
 
 

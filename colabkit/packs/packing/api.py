@@ -34,7 +34,6 @@ from colabkit.foundation import (
     format_rate,
     format_seconds,
     format_things,
-    omit,
     option,
     parse_bytes,
     user_path,
@@ -177,6 +176,8 @@ def pack(
     renumber: bool = False,
     splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
     fields: Sequence[str] | Mapping[str, str | Callable[[str], Any]] | None = None,
+    path_column: str | None = None,
+    root: str | os.PathLike[str] | None = None,
     seed: int = 0,
     layout: Literal["auto", "nhwc", "nchw", "array"] = "auto",
     on_bad: Literal["raise", "skip", "blank"] = "raise",
@@ -219,11 +220,16 @@ def pack(
             same split.
         fields: columns to store as additional fields, or a mapping of field names to columns or functions of a sample's
             path.
+        path_column: the column of a table that holds the paths; None searches for a common name, such as `path`, `file`
+            or `image`.
+        root: the folder of the relative paths in a table; None uses the folder of the table file, or the working folder
+            for a DataFrame or list.
         seed: seed for assigning samples to splits.
         layout: order of the dimensions of images in an array, `"nhwc"` or `"nchw"`, or `"array"` for samples that are
             not images. `"auto"` treats `uint8` arrays with 1 or 3 channels, last or first, as images.
         on_bad: what to do with a file that cannot be decoded: `"raise"` an error, `"skip"` it, or store a `"blank"`
-            (black) image in its place. The pack and the report list all bad files.
+            (black) image in its place. The pack and the report list all bad files. `"skip"` also leaves out the rows of
+            a table whose files are missing.
         max_bad: maximum number of bad files, as a share such as 0.1 or a whole number; more bad files are an error. A
             share above 0 allows at least one bad file.
         shard_bytes: write several files of about this size, for example `"256MiB"`, and `to` as their index. An
@@ -257,13 +263,11 @@ def pack(
     """
     started = time.monotonic()
     in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""
-    opened = None if in_memory else _opened(source, overwrite=overwrite, progress=progress)
+    as_table: dict[str, Any] = {"path_column": path_column, "root": root, "skips_missing": on_bad == "skip"}
+    opened = None if in_memory else _opened(source, as_table, overwrite=overwrite, progress=progress)
     act = f"pack {in_memory if opened is None else opened.name!r}"
-    labelled = (labels, task, renumber, splits)
-    options = PackOptions(act, size, encoding, quality, channels, *labelled, fields, seed, on_bad, max_bad, layout)
-    if opened is not None and layout != "auto":
-        not_array = (option("layout", layout), " applies only to arrays in memory")
-        raise InvalidOption(cannot(act, not_array, "", omit("layout")))
+    labelled, table = (labels, task, renumber, splits, fields), (path_column, root)
+    options = PackOptions(act, size, encoding, quality, channels, *labelled, seed, on_bad, max_bad, layout, *table)
     check_threads(act, threads)
     if executor is not None:
         expected = "an executor of concurrent.futures"
@@ -306,7 +310,7 @@ def pack(
             return pack_call.run(files.plan(final, is_unequal=True))
 
 
-def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
+def _opened(source: AnySource, as_table: Mapping[str, Any], *, overwrite: bool, progress: bool) -> Source:
     """Open the source; stage it first if a local copy is faster to read."""
     address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
     if address is not None and address.kind != FSSPEC:
@@ -316,7 +320,8 @@ def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
     ):
         folder = stage(source, extract=False, refresh=overwrite, progress=progress).path
         source = folder / name if (folder / name).is_file() else folder
-    opened = open_records(source) or open_source(source)
+    is_table = as_table["path_column"] is not None or as_table["root"] is not None
+    opened = (None if is_table else open_records(source)) or open_source(source, **as_table)
     if opened.can_hang and isinstance(opened, RangeSource):
         return _staged_records(opened, overwrite=overwrite, progress=progress)
     if opened.can_hang and isinstance(opened, ArchiveSource) and opened.is_sequential:

@@ -16,6 +16,7 @@ from colabkit.foundation import (
     BadImage,
     BadSource,
     InvalidOption,
+    SourceMissing,
     Text,
     cannot,
     file_changes,
@@ -65,6 +66,16 @@ class FileCollection:
         self._source = source
         self._listing = listing
         self._options = options
+        if options.layout != "auto":
+            not_array = (option("layout", options.layout), " applies only to arrays in memory")
+            raise InvalidOption(cannot(options.act, not_array, "", omit("layout")))
+        if isinstance(source, ManifestSource) and (missing := listing.skipped):
+            rows = len(listing.items) + len(missing)
+            most = options.most_bad(rows)
+            if len(missing) > most:
+                found = f"files are missing for {len(missing)} of {format_things(rows, 'row')}, first {missing[0][0]!r}"
+                more = ("Check the paths, or increase ", option("max_bad"))
+                raise SourceMissing(cannot(options.act, found, f"at most {most}", more))
         self._labelled = label_samples(
             listing,
             source.name,

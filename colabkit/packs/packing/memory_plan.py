@@ -85,6 +85,8 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
         "on_bad": options.on_bad != "raise",
         "labels": options.labels not in ("auto", None),
         "encoding": options.encoding not in ("auto", "raw"),
+        "path_column": options.path_column is not None,
+        "root": options.root is not None,
     }
     _refuse(options, refused, "arrays")
     splits = {split: _checked_arrays(act, split, arrays) for split, arrays in _by_split(act, source).items()}
@@ -137,6 +139,8 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
         "encoding": options.encoding == "source",
         "renumber": options.renumber,
         "layout": options.layout != "auto",
+        "path_column": options.path_column is not None,
+        "root": options.root is not None,
     }
     _refuse(options, refused, "a dataset")
     if key is not None and not isinstance(key, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from colabkit.foundation import (
     omit,
     option,
     shown,
+    user_path,
 )
 from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.labels.label_values import TASKS, Task
@@ -56,6 +58,8 @@ class PackOptions:
     on_bad: OnBad
     max_bad: float
     layout: Layout = "auto"
+    path_column: str | None = None
+    root: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         act = self.act
@@ -117,6 +121,8 @@ class PackOptions:
             *(["task", self.task] if self.task != "auto" else []),
             *(["renumber"] if self.renumber else []),
             *(["layout", self.layout] if self.layout != "auto" else []),
+            *([] if self.path_column is None else ["path_column", self.path_column]),
+            *([] if self.root is None else ["root", os.path.abspath(user_path(self.root, self.act))]),
         ]
 
 

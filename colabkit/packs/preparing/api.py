@@ -77,6 +77,8 @@ def prepare(
     renumber: bool = False,
     splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
     fields: Sequence[str] | Mapping[str, str | Callable[[str], Any]] | None = None,
+    path_column: str | None = None,
+    root: str | os.PathLike[str] | None = None,
     seed: int = 0,
     on_bad: Literal["raise", "skip", "blank"] = "raise",
     max_bad: float = 0.1,
@@ -114,6 +116,8 @@ def prepare(
         renumber: as in `pack()`.
         splits: as in `pack()`.
         fields: as in `pack()`.
+        path_column: as in `pack()`.
+        root: as in `pack()`.
         seed: as in `pack()`.
         on_bad: as in `pack()`.
         max_bad: as in `pack()`.
@@ -137,7 +141,7 @@ def prepare(
         >>> pack.report.saved_path.exists()
         True
     """
-    name, key, _ = identity_of(source, extract=True)
+    name, key, _ = identity_of(source, extract=True, path_column=path_column, root=root)
     act = f"prepare {name!r}"
     given: dict[str, Any] = {
         "size": size,
@@ -149,6 +153,8 @@ def prepare(
         "renumber": renumber,
         "splits": splits,
         "fields": fields,
+        "path_column": path_column,
+        "root": root,
         "seed": seed,
         "on_bad": on_bad,
         "max_bad": max_bad,

@@ -27,6 +27,7 @@ from colabkit.foundation import (
     import_optional,
     kind_of,
     mounts,
+    option,
     translated,
     user_path,
 )
@@ -105,20 +106,34 @@ class ManifestSource:
         table: a pandas or polars DataFrame, an Arrow table, a Ray or Hugging Face dataset, the path of a `.csv`,
             `.tsv` or `.parquet` file, or a list or Series of paths.
 
+        path_column: name of the column that holds the paths; None searches for the names above.
+        root: folder of relative paths, instead of those above.
+        skips_missing: leave out rows whose files are missing, unless all are missing.
+
     Raises:
-        InvalidOption: if `table` is none of these.
+        InvalidOption: if `table` is none of these, or there is no column `path_column`.
         BadSource: if the table has no rows or no path column, or if a cell of that column holds no path.
     """
 
     kind: ClassVar[SourceKind] = "table"
 
-    def __init__(self, table: Any) -> None:
+    def __init__(
+        self,
+        table: Any,
+        *,
+        path_column: str | None = None,
+        root: str | os.PathLike[str] | None = None,
+        skips_missing: bool = False,
+    ) -> None:
+        self._path_column = path_column
+        self._skips_missing = skips_missing
         self._file: Path | None = None
         self.name, self._act = "a table of paths", "read the table of paths"
         if isinstance(table, str | os.PathLike):
             self._file = user_path(table, f"read {os.fspath(table)!r}")
             self.name = str(self._file)
             self._act = f"read {self.name!r}"
+        self._folder = None if root is None else os.path.abspath(user_path(root, self._act))
         table = as_pandas(self._act, table)
         is_table = isinstance(table, list | tuple) or hasattr(table, "iloc")
         if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):
@@ -163,6 +178,12 @@ class ManifestSource:
         with translated(self._act):
             unique = dict.fromkeys(table.paths)
             found = dict(concurrently(look, unique, "auto", stalled_s=stalled_s))
+        missing = tuple((path, "the file is missing") for path in table.paths if found[path] is None)
+        if self._skips_missing and 0 < len(missing) < len(table.paths):
+            rows = [row for row, path in enumerate(table.paths) if found[path] is not None]
+            columns = {name: tuple(cells[row] for row in rows) for name, cells in table.columns.items()}
+            table = _Table(table.root, tuple(table.paths[row] for row in rows), columns)
+            return Listing(self._items(table, found), missing, retries.count, columns, self._extras(table))
         items = self._items(table, found)
         return Listing(items, (), retries.count, table.columns, self._extras(table))
 
@@ -178,11 +199,12 @@ class ManifestSource:
         """Do nothing: no file stays open."""
 
     def _items(self, table: _Table, found: Mapping[str, os.stat_result | None]) -> tuple[Item, ...]:
-        if missing := [path for path, stats in found.items() if stats is None]:
+        if missing := [path for path in dict.fromkeys(table.paths) if found[path] is None]:
             count = sum(found[path] is None for path in table.paths)
             rows = format_things(len(table.paths), "row")
             lost = f"files are missing for {count} of {rows}, first {missing[0]!r}"
-            next_step = ("Check the paths, or run ", call("mount"), " if the files are on Drive")
+            folder = ("set the folder of relative paths with ", option("root"))
+            next_step = ("Check the paths, ", folder, ", or run ", call("mount"), " if the files are on Drive")
             raise SourceMissing(cannot(self._act, lost, "", next_step))
         items = []
         for row, path in enumerate(table.paths, 1):
@@ -213,11 +235,11 @@ class ManifestSource:
             cells, columns = self._split(frame)
         if not len(cells):
             raise BadSource(cannot(self._act, "the table has no rows", "at least one", "Check the table"))
-        folder = os.path.abspath(self._file.parent) if self._file else os.getcwd()
+        folder = self._folder or (os.path.abspath(self._file.parent) if self._file else os.getcwd())
         mounted = mounts()
         named = [self._user_path(row, cell, mounted) for row, cell in enumerate(cells, 1)]
         paths = tuple(os.path.abspath(os.path.join(folder, path)) for path in named)
-        is_own = self._file is not None or not any(map(os.path.isabs, named))
+        is_own = bool(self._file or self._folder) or not any(map(os.path.isabs, named))
         shared = os.path.commonpath([os.path.dirname(path) for path in dict.fromkeys(paths)])
         root = folder if is_own and (shared == folder or _is_below(shared, folder)) else shared
         return _Table(root, paths, columns)
@@ -239,18 +261,28 @@ class ManifestSource:
     def _split(self, frame: Any) -> tuple[Sequence[Any], Mapping[str, tuple[Any, ...]]]:
         """Return the path column of a DataFrame, and the other columns."""
         names = [str(name) for name in frame.columns]
-        at = _path_column(names)
+        at = self._find_paths(names)
         if at is None and len(names) == 1:
             at = 0
         if at is None:
             found, expected = f"it has the columns {', '.join(names)}", f"one of the columns {', '.join(_PATH_COLUMNS)}"
-            raise BadSource(cannot(self._act, found, expected, "Rename the column that holds the paths"))
+            next_step = ("Name the column that holds the paths with ", option("path_column"))
+            raise BadSource(cannot(self._act, found, expected, next_step))
         others = [number for number in range(len(names)) if number != at]
         if twice := next((one for one, other in pairwise(sorted(names[n] for n in others)) if one == other), None):
             repeated = f"two columns are named {twice!r}"
             raise BadSource(cannot(self._act, repeated, "", "Rename one of them"))
         columns = {names[number]: tuple(map(_plain, frame.iloc[:, number].tolist())) for number in others}
         return frame.iloc[:, at].tolist(), columns
+
+    def _find_paths(self, names: Sequence[str]) -> int | None:
+        """Return the index of the path column; None if it is not named, and no column has a common name."""
+        if self._path_column is None:
+            return _path_column(names)
+        if self._path_column not in names:
+            found = f"there is no column {self._path_column!r}"
+            raise InvalidOption(cannot(self._act, found, f"one of {', '.join(names)}", "Use one of these"))
+        return names.index(self._path_column)
 
     def _frame(self, file: Path) -> Any:
         pandas = import_optional("pandas", self._act, "for tables of paths")
@@ -259,7 +291,7 @@ class ManifestSource:
                 import_optional("pyarrow", self._act, "for tables of paths")
                 return pandas.read_parquet(file)
             return self._read_text(pandas, file)
-        except (MissingPackage, OSError):
+        except (InvalidOption, MissingPackage, OSError):
             raise
         # pandas and pyarrow raise many types of exceptions.
         except Exception as error:
@@ -270,7 +302,7 @@ class ManifestSource:
         def read(encoding: str) -> Any:
             options = {"sep": _SEPARATORS[file.suffix.lower()], "encoding": encoding, "index_col": False}
             names = pandas.read_csv(file, nrows=0, **options).columns
-            at = _path_column([str(name) for name in names])
+            at = self._find_paths([str(name) for name in names])
             # Read paths as text, so that a file name such as 0001 does not become a number.
             texts = {names[at or 0]: str} if len(names) else {}
             return pandas.read_csv(

@@ -26,6 +26,8 @@ from colabkit.foundation import (
     format_things,
     kind_of,
     mounts,
+    omit,
+    option,
     resolved,
     translated,
     user_path,
@@ -79,7 +81,13 @@ class PathTable(Protocol):
         """Rows by number, as in pandas."""
 
 
-def open_source(source: AnySource) -> Source:
+def open_source(
+    source: AnySource,
+    *,
+    path_column: str | None = None,
+    root: str | os.PathLike[str] | None = None,
+    skips_missing: bool = False,
+) -> Source:
     """Open a source and return it.
 
     A path can be a folder, a zip or tar archive, a table of paths, or a single file of any other type. Archives are
@@ -89,6 +97,9 @@ def open_source(source: AnySource) -> Source:
     Args:
         source: a path; a list of paths, or a pandas DataFrame with a path column; the address of a bucket's folder,
             such as `"gs://bucket/birds"`; `samples:NAME` for data included in the package; or a `Source`.
+        path_column: the column of a table that holds the paths.
+        root: the folder of the relative paths in a table.
+        skips_missing: leave out the rows of a table whose files are missing, unless all are missing.
 
     Raises:
         SourceMissing: if the path does not exist.
@@ -96,10 +107,16 @@ def open_source(source: AnySource) -> Source:
         InvalidOption: if `source` is invalid.
         TimedOut: if there is no answer in two attempts.
     """
+    as_table: dict[str, Any] = {"path_column": path_column, "root": root, "skips_missing": skips_missing}
+    if not isinstance(source, Source) and (isinstance(source, list | tuple) or is_frame(source)):
+        return ManifestSource(source, **as_table)
+    is_table = isinstance(source, str | os.PathLike) and str(source).lower().endswith(TABLE_SUFFIXES)
+    given = [name for name in ("path_column", "root") if as_table[name] is not None]
+    if given and not is_table:
+        not_table = (option(given[0], as_table[given[0]]), " applies only to a table of paths")
+        raise InvalidOption(cannot(f"read {source!r:.60}", not_table, "", omit(given[0])))
     if isinstance(source, Source):
         return source
-    if isinstance(source, list | tuple) or is_frame(source):
-        return ManifestSource(source)
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not name or not isinstance(name, str):
         found = "the path is empty" if name == "" else f"the source is {kind_of(source)}"
@@ -111,6 +128,8 @@ def open_source(source: AnySource) -> Source:
     path = sample_archive(name.removeprefix("samples:")) if name.startswith("samples:") else user_path(name, act)
     with translated(act):
         kind = answer_of(lambda: _kind_of(path), can_hang(os.path.abspath(path), mounts()))
+        if kind is ManifestSource or (is_table and kind is FileSource and (given or skips_missing)):
+            return ManifestSource(path, **as_table)
         if kind is not None:
             return kind(path)
         if os.path.lexists(path):

@@ -48,6 +48,8 @@ def stage(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
     to: str | os.PathLike[str] = "auto",
     *,
+    path_column: str | None = None,
+    root: str | os.PathLike[str] | None = None,
     threads: int | Literal["auto"] = "auto",
     verify: Literal["size", "full"] = "size",
     extract: bool = True,
@@ -69,6 +71,10 @@ def stage(
         to: `"auto"` uses tmpfs if enough RAM remains for training, otherwise disk; `"tmpfs"` and `"disk"` select one of
             them; any other value is the path of the copy. As root, if the copy fits in RAM but not in the existing
             tmpfs, a separate tmpfs is mounted for it until `unstage()`.
+        path_column: the column of a table that holds the paths; None searches for a common name, such as `path`, `file`
+            or `image`.
+        root: the folder of the relative paths in a table; None uses the folder of the table file, or the working folder
+            for a DataFrame or list.
         threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
         verify: `"size"` compares file sizes; `"full"` reads the source a second time and compares all bytes.
         extract: False keeps an archive as one file.
@@ -99,7 +105,7 @@ def stage(
         True
     """
     started = time.monotonic()
-    name, key, address = identity_of(source, extract=extract)
+    name, key, address = identity_of(source, extract=extract, path_column=path_column, root=root)
     act = f"stage {name!r}"
     check_threads(act, threads)
     check_type(act, "to", to, (str, os.PathLike), "'auto', 'tmpfs', 'disk' or a path", ("Use ", option("to", "auto")))
@@ -116,7 +122,7 @@ def stage(
                 return _report(run, _plan_of_address(run), started)
             # Another process may have fetched and staged the source meanwhile.
             if not (found := run.find()):
-                with closing(_open(local, extract=extract)) as opened:
+                with closing(_open(local, extract=extract, path_column=path_column, root=root)) as opened:
                     path = getattr(opened, "path", "")
                     if run.origin is None and not opened.can_hang and os.path.isfile(path):
                         # The source is a download or an included archive.
@@ -212,8 +218,8 @@ def _local_origin(name: str) -> tuple[int, int] | None:
     return origin_of(Path(name))
 
 
-def _open(source: AnySource, *, extract: bool) -> Source:
-    opened = open_source(source)
+def _open(source: AnySource, *, extract: bool, path_column: str | None, root: str | os.PathLike[str] | None) -> Source:
+    opened = open_source(source, path_column=path_column, root=root)
     if isinstance(opened, ArchiveSource) and not extract:
         opened.close()
         return FileSource(opened.path)

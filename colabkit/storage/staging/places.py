@@ -61,7 +61,13 @@ _PAGE_BYTES = 4096
 _ENTRY_BYTES = 1024
 
 
-def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address | None]:
+def identity_of(
+    source: AnySource,
+    *,
+    extract: bool,
+    path_column: str | None = None,
+    root: str | os.PathLike[str] | None = None,
+) -> tuple[str, str, Address | None]:
     """Return a source's name for messages, the key that identifies it, and its address if it has one.
 
     The source is not accessed, since a remote source may be slow, hang or no longer exist.
@@ -85,6 +91,8 @@ def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address 
         raise InvalidOption(cannot("read ''", "the path is empty", expected, "Pass the path of the source"))
     else:
         name, words = _TABLE, [os.getcwd(), *_table_lines(source)]
+    words += [] if path_column is None else [f"path_column={path_column}"]
+    words += [] if root is None else [f"root={os.path.abspath(user_path(root, f'read {name!r}'))}"]
     return name, _digest(*words, str(extract)), address
 
 

@@ -1,0 +1,73 @@
+"""Tables whose paths are in a column of any name, relative to any folder, and partly of missing files."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+import colabkit
+from colabkit.errors import BadSource, InvalidOption, SourceMissing
+
+AGES = [20.0, 30.5, 41.0, 52.5]
+
+
+@pytest.fixture(params=["frame", "csv", "parquet"])
+def table(request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    for number in range(len(AGES)):
+        Image.new("RGB", (8, 8), (number * 9, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
+    (tmp_path / "tables").mkdir()
+
+    def make(*missing):
+        names = [*(f"{number}.png" for number in range(len(AGES))), *missing]
+        frame = pd.DataFrame({"photo": names, "age": [*AGES, *(0.5 for _ in missing)]})
+        if request.param == "csv":
+            frame.to_csv("tables/t.csv", index=False)
+        elif request.param == "parquet":
+            frame.to_parquet("tables/t.parquet")
+        return frame if request.param == "frame" else f"tables/t.{request.param}"
+
+    return make
+
+
+def test_a_column_of_any_name_holds_paths_relative_to_any_folder(table):
+    options = {"path_column": "photo", "root": "photos"}
+    source = table()
+    report = colabkit.pack(source, "p.h5", labels="age", progress=False, **options)
+    assert colabkit.open_pack(report)["train"].labels.tolist() == AGES
+    assert colabkit.pack(source, "p.h5", labels="age", progress=False, **options).reused
+    pack = colabkit.prepare(source, labels="age", to=None, progress=False, **options)
+    assert pack["train"].labels.tolist() == AGES
+    assert colabkit.FileDataset(source, labels="age", **options).labels.tolist() == AGES
+    staged = colabkit.stage(source, "copy", progress=False, **options)
+    assert sorted(path.name for path in staged.path.glob("*.png")) == [f"{number}.png" for number in range(len(AGES))]
+
+
+def test_rows_of_missing_files_are_left_out_and_listed_on_request(table, tmp_path):
+    options = {"path_column": "photo", "root": "photos", "labels": "age"}
+    source, gone = table("gone.png"), str(tmp_path / "photos" / "gone.png")
+    with pytest.raises(SourceMissing, match=r"missing for 1 of 5 rows, first '.*gone.png'.*with root="):
+        colabkit.pack(source, "p.h5", progress=False, **options)
+    with pytest.raises(SourceMissing, match=r"missing for 1 of 5 rows.*at most 0.*increase max_bad="):
+        colabkit.pack(source, "p.h5", on_bad="skip", max_bad=0, progress=False, **options)
+    report = colabkit.pack(source, "p.h5", on_bad="skip", progress=False, **options)
+    assert report.left_out == ((gone, "the file is missing"),)
+    assert "gone.png" in repr(report)
+    assert colabkit.open_pack(report)["train"].labels.tolist() == AGES
+    data = colabkit.FileDataset(source, on_bad="skip", **options)
+    assert (data.labels.tolist(), data.left_out) == (AGES, report.left_out)
+    with pytest.raises(SourceMissing, match="missing for 5 of 5 rows"):
+        colabkit.pack(source, "q.h5", on_bad="skip", progress=False, path_column="photo", root="tables")
+
+
+def test_errors_name_the_options_for_tables(table):
+    source = table()
+    with pytest.raises(BadSource, match="with path_column="):
+        colabkit.pack(source, "p.h5", progress=False)
+    with pytest.raises(InvalidOption, match="no column 'foto'; expected one of photo, age"):
+        colabkit.pack(source, "p.h5", path_column="foto", progress=False)
+    for other in ("photos", {"X": [[1.0]]}):
+        with pytest.raises(InvalidOption, match=r"root='photos'.* appl.*Omit root="):
+            colabkit.pack(other, "p.h5", root="photos", labels=None, progress=False)
