@@ -32,7 +32,7 @@ def test_bash_completes_verbs_options_and_choices(script: Path) -> None:
     assert completed_by_bash(script, "colabkit", "") == verbs
     assert completed_by_bash(script, "colabkit", "st") == {"stage"}
     assert completed_by_bash(script, "colabkit", "stage", "--t") == {"--to", "--threads"}
-    assert completed_by_bash(script, "colabkit", "pack", "--no-re") == {"--no-resume"}
+    assert completed_by_bash(script, "colabkit", "pack", "--no-res") == {"--no-resume"}
     assert completed_by_bash(script, "colabkit", "pack", "a", "--encoding", "") == {"raw", "source", "jpeg", "auto"}
     assert completed_by_bash(script, "colabkit", "completion", "") == {"bash", "zsh", "fish"}
     assert completed_by_bash(script, "colabkit", "stage", "fol") == set(), "bash completes file names"
