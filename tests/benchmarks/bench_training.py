@@ -7,6 +7,8 @@ interleaved epochs:
 
 - a loop in plain torch over a list of batches, `train(supervised_step(...), Loader(...))` over the same samples in
   memory, and that call with a checkpoint after every 6 steps (`bench_checkpoint.py` measures checkpoints of 500 MB);
+- epochs of `train()` with `small_network` over batches of 64 images, contiguous (the default on the CPU) and with
+  `channels_last=True`;
 - longer epochs of `train()` with and without a panel, which is shown as in a notebook, through IPython's display
   publisher; a fake front end counts the bytes and discards them.
 """
@@ -24,7 +26,7 @@ from pathlib import Path
 import torch
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from rounds import Bench, interleaved, paired, report
+from rounds import Bench, compared, interleaved, paired, report
 from torch import nn
 
 import colabkit
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from models import small_cnn
 
 BATCH, STEPS = 64, 12
+SIDES = (32, 64, 128)
 # Epochs with the panel are longer, so there are fewer of them.
 PANEL_ROUNDS_SHARE = 4
 # Size of a message without its content, in bytes.
@@ -43,7 +46,7 @@ ENVELOPE_BYTES = 650
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=6.0, help="approximate time of an epoch with the panel")
-    Bench.main(parser, {"steps": steps, "panel": panel}, rounds=80)
+    Bench.main(parser, {"steps": steps, "layout": layout, "panel": panel}, rounds=80)
 
 
 def steps(bench: Bench) -> None:
@@ -62,6 +65,34 @@ def steps(bench: Bench) -> None:
     bench.need(
         "a step of train() relative to a hand-written one", paired(figures, "train()", "by hand"), 1.02, "{:.3f}", True
     )
+
+
+def layout(bench: Bench) -> None:
+    """Compare epochs of `small_network` over contiguous images and over channels-last ones."""
+    last = "channels_last=True"
+    for side in SIDES:
+        figures = interleaved({"contiguous": by_layout(side, None), last: by_layout(side, True)}, bench.rounds)
+        title = f"Microseconds per step: small_network, {side}x{side} images, batch {BATCH}, CPU"
+        report(title, "us", figures, last, None)
+        ratio, low, high = compared(figures["contiguous"], figures[last])
+        print(f"\nTime of contiguous relative to {last}: {ratio:.3f} (95% interval {low:.3f} to {high:.3f})")
+        bench.figures[f"layout {side}"] = figures
+        bench.need(f"an epoch over contiguous {side}x{side} images relative to {last}", ratio, 1.05, "{:.3f}", True)
+
+
+def by_layout(side: int, channels_last: bool | None) -> Callable[[], float]:
+    """Return a function that trains an epoch of `small_network` and returns the microseconds per step."""
+    model = colabkit.small_network(10, (side, side, 3))
+    step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    images = torch.randint(0, 256, (BATCH * STEPS, side, side, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    labels = torch.randint(0, 10, (len(images),))
+    loader = colabkit.Loader((images, labels), BATCH, shuffle=True, channels_last=channels_last)
+
+    def run() -> float:
+        record = colabkit.train(step, loader).epochs[-1]
+        return record.seconds / record.steps * 1e6
+
+    return run
 
 
 def panel(bench: Bench) -> None:

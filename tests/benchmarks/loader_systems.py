@@ -207,7 +207,7 @@ def colabkit_pack(source: str) -> Make:
     dataset = colabkit.open_pack(source)["train"]
     # This imports the loader before timing begins, as for the other packages, because a process imports it only once.
     loader = colabkit.Loader
-    return lambda size: loader(dataset, size, shuffle=True)
+    return lambda size: loader(dataset, size, shuffle=True, channels_last=True)
 
 
 def colabkit_crops(source: str) -> Make:
@@ -224,7 +224,7 @@ def colabkit_cropping(source: str, **options: Any) -> Make:
 
     dataset = colabkit.open_pack(source)["train"]
     transform = Compose([RandomResizedCrop(CROP), RandomHorizontalFlip()])
-    return lambda size: colabkit.Loader(dataset, size, shuffle=True, transform=transform, **options)
+    return lambda size: colabkit.Loader(dataset, size, shuffle=True, transform=transform, channels_last=True, **options)
 
 
 def bare(source: str) -> Make:

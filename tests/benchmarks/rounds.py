@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -150,6 +151,18 @@ def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: 
 def paired(figures: Mapping[str, list[float]], name: str, other: str) -> float:
     """Return the median of the ratios in each round, which hardly depend on temporary slowdowns of the machine."""
     return statistics.median(one / two for one, two in zip(figures[name], figures[other], strict=True))
+
+
+def compared(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """Return the ratio of medians and its 95% interval from 2,000 resamples of the rounds."""
+    chance = random.Random(0)
+    pairs = list(zip(before, after, strict=True))
+
+    def ratio(rounds: list[tuple[float, float]]) -> float:
+        return statistics.median(first for first, _ in rounds) / statistics.median(second for _, second in rounds)
+
+    drawn = sorted(ratio(chance.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return ratio(pairs), drawn[50], drawn[-50]
 
 
 def verdict(what: str, found: float | None, needed: float, form: str, at_most: bool) -> tuple[str, str, str, str]:
