@@ -15,7 +15,7 @@ from waiting import comes_true
 def no_thread_is_left() -> Iterator[None]:
     yield
     if loader_threads("colabkit-"):
-        # An iterator in a reference cycle, for example with a traceback, keeps its threads until it is collected.
+        # A loader's iterator in a reference cycle keeps its threads until the garbage collector frees the iterator.
         gc.collect()
     assert comes_true(lambda: not loader_threads("colabkit-"))
 

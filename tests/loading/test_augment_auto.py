@@ -29,7 +29,7 @@ def photos(channels: int, height: int, width: int) -> torch.Tensor:
 
 
 def by_torchvision(transform: TrivialAugmentWide, batch: torch.Tensor, numbers: Draws) -> torch.Tensor:
-    """Apply the operations that `transform` chooses with torchvision's code, one image at a time."""
+    """Use torchvision's code to apply the operations chosen by `transform`, one image at a time."""
     theirs = v2.TrivialAugmentWide(fill=transform.fill or None)
     mode = InterpolationMode(transform.interpolation)
     return torch.stack(

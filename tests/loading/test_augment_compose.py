@@ -1,4 +1,4 @@
-"""In a `Compose`, each transform has its own random stream, and splitting it does not change the results."""
+"""Each transform of a `Compose` has its own random stream; splitting a `Compose` does not change its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BATCH = images(10, 3, 40, 50)
 
 
 def by_sample(transform: Transform, batch: torch.Tensor, numbers: Draws) -> torch.Tensor:
-    """Apply a transform as a loader does: cut boxes sample by sample, then apply the other transforms to slices."""
+    """Apply a transform as a loader does: cut boxes sample by sample, then apply the rest to slices of the batch."""
     geometry, rest = geometry_of(transform)
     assert geometry is not None
     size = geometry.size or tuple(batch.shape[2:])

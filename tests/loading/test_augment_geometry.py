@@ -1,4 +1,4 @@
-"""Crops and flips equal those of torchvision for the same box, for any size, dtype and memory format."""
+"""With the same boxes, crops and flips equal those of torchvision for any size, dtype and memory format."""
 
 from __future__ import annotations
 

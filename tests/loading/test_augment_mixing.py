@@ -21,9 +21,9 @@ BATCH = images(8, 3, 12, 10, least=1)
 
 
 def shares(alpha: float, count: int, seed: int = 5) -> np.ndarray:
-    """Return the weight of each image in its own mix.
+    """Return the weight that `MixUp` gives each image when it is mixed with its neighbor.
 
-    Neighbors differ in class, so this weight is the probability of the image's class.
+    Neighbors differ in class, so the weight is the probability of the image's class.
     """
     labels = torch.eye(2, dtype=torch.float64)[torch.arange(count) % 2]
     mixed = MixUp(2, alpha)(torch.zeros(count, 1, 1, 1), labels, draws=draws(count, seed))[1]
@@ -53,7 +53,7 @@ def test_mixing_weights_follow_the_beta_distribution(alpha):
     torch.manual_seed(3)
     exact = torch.tensor(alpha, dtype=torch.float64)
     other = torch.distributions.Beta(exact, exact).sample((20_000,)).numpy()
-    # Round, because torch draws no exact 0 and 1.
+    # Round, because torch never draws exactly 0 or 1.
     got, other = shares(alpha, 20_000).round(12), other.round(12)
     assert_same_distribution(got, other)
     assert abs(got.mean() - 0.5) < 5 * got.std() / math.sqrt(20_000)

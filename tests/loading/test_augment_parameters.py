@@ -1,4 +1,4 @@
-"""Crops, flips and cutout squares follow the reference distributions, and depend only on each sample's numbers."""
+"""Crops, flips and cutout squares follow known distributions, and depend only on each sample's random numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNT = 4000
 
 
 def boxes(transform: Geometry, size: tuple[int, int], count: int = COUNT, seed: int = 3) -> np.ndarray:
-    """Return top, left, height and width of each sample, `[count, 4]`."""
+    """Return top, left, height and width of each sample's box, `[count, 4]`."""
     found = transform.boxes(np.tile(np.array(size), (count, 1)), Draws(seed, 0, np.arange(count)))
     return np.stack([found.top, found.left, found.height, found.width], 1)
 
@@ -126,7 +126,7 @@ def test_squares_follow_the_distribution_of_the_original_cutout(size):
     rng = np.random.default_rng(4)
     batch = torch.full((2000, 1, height, width), 9, dtype=torch.uint8)
     got = Cutout(size).apply(batch, None, Draws(1, 0, np.arange(2000)))[0][:, 0].numpy() == 0
-    # The Cutout authors compute the squares this way.
+    # This loop follows the code of the Cutout authors.
     expected = np.zeros((2000, height, width), bool)
     for mask in expected:
         y, x = rng.integers(height), rng.integers(width)

@@ -1,4 +1,4 @@
-"""Transforms preserve their input, treat samples independently, and equal their copies.
+"""Transforms do not modify their input, treat samples independently, and equal their copies.
 
 The random numbers are uniform, independent, and a pure function of seed, epoch, position and stream.
 """
@@ -161,7 +161,7 @@ def test_the_random_numbers_are_those_of_splitmix64():
         return state ^ (state >> 31)
 
     assert hashed(1234567) == 6457827717110365317, "not the first number of the published SplitMix64 for this seed"
-    # Add only 8 steps for position 9, because `hashed` adds one.
+    # Add only 8 steps for position 9, because `hashed` adds the ninth.
     state = hashed((hashed(hashed(hashed(5) + 2) + 0) + 8 * step) & mask)
     row = numbered(5, 2, 1, start=9).uniforms(4)[0]
     assert row.tolist() == [(hashed((state + column * step) & mask) >> 11) / 2**53 for column in range(4)]

@@ -1,4 +1,4 @@
-"""Batch plans can be split anywhere. Batches for a device arrive in order, and an error follows the good ones."""
+"""Batch plans can be split anywhere. Device batches arrive in order; an error is raised after earlier batches."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Transfer:
 
 
 def groups_of(*groups: list[int] | Exception) -> Iterator[tuple[list[Batch], None]]:
-    """Yield groups of numbered batches that were not ready, and raise the exceptions among them."""
+    """Yield a group of batches for each list of numbers, and raise each exception."""
     for group in groups:
         if isinstance(group, Exception):
             raise group

@@ -59,7 +59,7 @@ def lends() -> None:
 
 
 def pins() -> None:
-    """Pin several batches, as torch does for worker processes."""
+    """Pin several batches, as torch does with those from worker processes."""
     for _ in range(3):
         batch = [torch.arange(3), {"name": torch.ones(2)}]
         made = WorkerBatch(batch, 3, 0.0).pin_memory()
@@ -132,7 +132,7 @@ def content(held: Any) -> bytes:
 
 
 def plans_of(count: int) -> Iterator[BatchPlan]:
-    """Yield the plans of a sequential epoch with batches of 32."""
+    """Yield the plans of a sequential epoch with batches of 32 samples."""
     return OrderPlanner(Sequential(count), 32, False, Share()).plans(0, 0, 8)
 
 
@@ -297,13 +297,12 @@ def test_a_thread_takes_over_in_the_middle_of_a_plan_without_losing_a_batch(imag
 
 def test_only_consecutive_slow_gathers_start_a_thread(images, monkeypatch):
     monkeypatch.setattr(thread_engine, "_HAND_OVER_S", 0.0)
-    # These durations are reported for the gathers, in seconds.
-    seconds = iter([1.0, 1.0, 0.0, 1.0, 0.0, *[1.0] * 20])
+    reported_s = iter([1.0, 1.0, 0.0, 1.0, 0.0, *[1.0] * 20])
 
     class TimedGather(InlineGather):
         def batches(self, plan):
             for _, batches in super().batches(plan):
-                yield next(seconds), batches
+                yield next(reported_s), batches
 
     loader = Loader(images, 32)
     engine = loader._pipeline.engine

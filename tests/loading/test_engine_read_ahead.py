@@ -187,9 +187,9 @@ def test_the_reported_file_ranges_hold_the_mapped_rows(tmp_path):
 
 
 class Kernel:
-    """A fake `madvise` that records its calls, and can block in one call and fail from another one on.
+    """A fake `madvise` that records its calls; one call can block, and later calls can fail.
 
-    Calls are numbered from 0. Call `stop_at` blocks until `go_on` is set; `fail_at` is the first call that fails.
+    Calls are numbered from 0. Call `stop_at` blocks until `go_on` is set. Calls from `fail_at` on fail.
     """
 
     def __init__(self, stop_at: int | None = None, fail_at: int | None = None) -> None:
@@ -260,7 +260,7 @@ def test_all_maps_are_populated_in_steps_in_order(kernel):
 
 
 def pages_of(calls: list[tuple[int, int]]) -> list[int]:
-    """Return the requested pages in order, with repetitions."""
+    """Return the numbers of all requested pages, in order and with repetitions."""
     return [page for address, size in calls for page in range(address // PAGE, -(-(address + size) // PAGE))]
 
 

@@ -21,7 +21,7 @@ from colabkit.loading.engine.thread_engine import ThreadPool
 
 DEADLINE_S = 20.0
 BATCH_SIZE = 4
-# Pieces and batches must not end at the same sample.
+# Pieces and batches end at different samples, so that some pieces span two batches.
 PIECE_SIZE = 3
 
 
@@ -92,7 +92,7 @@ def start() -> Iterator[Callable[..., ThreadPool]]:
 
 
 def taken(running: ThreadPool) -> Iterator[Batch]:
-    """Yield all remaining batches, and make room for another group after each group."""
+    """Yield the remaining batches of a thread pool, as a loader does."""
     while (group := running.take(DEADLINE_S)) is not None:
         yield from group.batches
         running.make_room()
@@ -205,7 +205,7 @@ def test_ready_groups_are_counted_and_a_timeout_raises_an_error(start):
     with pytest.raises(queue.Empty):
         running.take(0.001)
     gate.set()
-    # Two groups and the end mark are ready.
+    # Two groups and the end mark of the epoch are ready.
     wait_until(lambda: running.ready() == 3)
     list(taken(running))
     assert running.ready() == 0
@@ -228,11 +228,11 @@ def test_the_idle_seconds_of_a_thread_are_reported(start):
         # The third group fails when it begins, after four batches.
         ("begin", 2 * BATCH_SIZE * 2, 4),
         ("begin", 0, 0),
-        # The first piece of that group fails.
+        # The first piece of the third group fails.
         ("fill", 2 * BATCH_SIZE * 2, 4),
-        # A piece that spans both batches fails.
+        # A piece that spans both batches of the third group fails.
         ("fill", 2 * BATCH_SIZE * 2 + PIECE_SIZE, 4),
-        # The last piece fails, so the first batch of the group is complete.
+        # The last piece of the third group fails, so the group's first batch is complete.
         ("fill", 2 * BATCH_SIZE * 2 + 2 * PIECE_SIZE, 5),
         ("fill", 0, 0),
         ("finish", 2 * BATCH_SIZE * 2, 4),
@@ -360,7 +360,7 @@ def test_close_ends_threads_that_wait_for_room_or_work(start, threads):
 
 
 def test_a_worker_thread_may_close_the_pool_without_waiting_for_itself(start):
-    """The garbage collector closes abandoned iterations in any thread, so also in a worker thread."""
+    """The garbage collector may close an abandoned iteration in any thread, including a worker thread."""
     running: list[ThreadPool] = []
     is_made, is_closed = threading.Event(), threading.Event()
 

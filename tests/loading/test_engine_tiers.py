@@ -75,7 +75,7 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
         # Arrays are already in memory.
         ("auto", Room(None, GIB, GIB), 50, ARRAY, "ram", 0),
         ("ram", Room(None, GIB, GIB), 50, ARRAY, "ram", 0),
-        # Decoded samples are cached where all of them fit, else where most of them fit.
+        # Decoded samples are cached in the fastest tier that fits all of them, otherwise in the tier that fits most.
         ("auto", ROOMY, 70, DECODED, "ram", ROWS),
         ("ram", ROOMY, 70, DECODED, "ram", ROWS),
         ("auto", ROOMY, 71, DECODED, "disk", ROWS),
@@ -242,7 +242,7 @@ COUNT = 12
 
 
 class Counted(FolderSource):
-    """A folder that counts how often each file is read."""
+    """A folder source that counts how often each file is read."""
 
     def __init__(self, path: Path, can_hang: bool = False) -> None:
         super().__init__(path)
@@ -267,7 +267,7 @@ def _nothing_is_left(near_storage: Path) -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["local", "remote"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Counted:
-    """Return twelve photos whose reads are counted."""
+    """Return a source of twelve photos that counts reads."""
     return Counted(photos(tmp_path / "tree"), request.param)
 
 
@@ -290,7 +290,7 @@ def cache_row(rows: RowCache, number: int) -> bool:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, ram_bytes: int, disk_bytes: int) -> None:
-    """Set the free space for decoded samples."""
+    """Set the free RAM and disk space for decoded samples."""
     monkeypatch.setattr(tiers, "_RAM_SHARE", 1)
     monkeypatch.setattr(tiers, "_DISK_SHARE", 1)
     monkeypatch.setattr(tiers.Room, "measure", lambda *_: tiers.Room(None, ram_bytes, disk_bytes))

@@ -245,8 +245,8 @@ def test_the_requested_number_of_batches_is_built_ahead_and_never_more(folder, p
 
     for _ in Loader(data, 2, transform=PerBatch(transform), prefetch_batches=prefetch, num_workers=1):
         with changed:
-            # At the third batch, `prefetch` further batches must be built.
-            # At others, only half as many: groups grow at first, and inside a group fewer batches are ahead.
+            # At the third batch, `prefetch` more batches must be ready; at other batches, at least half as many.
+            # Groups of batches grow at first, and in the middle of a group, fewer batches are ready.
             wanted = min(requested + (prefetch if requested == 3 else (prefetch + 1) // 2), 30)
             assert changed.wait_for(lambda wanted=wanted: made >= wanted, DEADLINE_S)
             requested += 1

@@ -38,7 +38,7 @@ def good(tmp_path: Path) -> FileDataset:
 
 @pytest.fixture
 def bad(tmp_path: Path) -> FileDataset:
-    """Return the same twelve photos, three of them corrupted."""
+    """Return twelve photos, three of which are corrupted."""
     paths = files_of(photos(tmp_path / "bad"))
     for number, content in BAD.items():
         paths[number].write_bytes(content)

@@ -208,7 +208,7 @@ def elsewhere() -> Iterator[None]:
     ("kind", "num_workers"),
     [
         *itertools.product(("rows", "small rows", "pack", "files"), (0, 1)),
-        # Without a worker process, torch's own collate function uses the default device.
+        # Without a worker process, torch's collate function uses the default device.
         ("samples", 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Packs of encoded images in `Loader`: decoded, resized, cropped, and with bad images."""
+"""`Loader` decodes, resizes and crops the images of packs that store image files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def file_of(kind: str, pixels: np.ndarray) -> bytes:
-    """Encode pixels as an image file of this kind."""
+    """Encode pixels as an image file of one of the `KINDS`."""
     options = dict(KINDS[kind])
     form, mode = options.pop("format"), options.pop("mode", "RGB")
     return saved(Image.fromarray(pixels).convert(mode), form, **options)
@@ -52,7 +52,10 @@ def file_of(kind: str, pixels: np.ndarray) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `files`: images of all kinds in three class folders, 40x56 pixels when upright."""
+    """Return a folder whose subfolder `files` holds images of all kinds in three classes.
+
+    The upright images have 40x56 pixels.
+    """
     root = tmp_path_factory.mktemp("kinds")
     for number, kind in enumerate([*KINDS, "baseline", "png", "grey", "progressive"]):
         place = root / "files" / "abc"[number % 3]

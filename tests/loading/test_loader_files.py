@@ -1,4 +1,4 @@
-"""`Loader` over a remote source reads each file once and ahead, raises errors in order, and limits hanging reads."""
+"""`Loader` reads files of a remote source ahead and once, raises errors in order, and limits hanging reads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return sixty small photos in three classes."""
+    """Return a folder of sixty small photos in three classes."""
     return photos(tmp_path_factory.mktemp("remote") / "tree", COUNT // 3)
 
 

@@ -59,7 +59,7 @@ def children() -> Iterator[list[psutil.Process]]:
     before = left()[1]
     yield before
     if left() != ([], before):
-        # An iterator in a reference cycle, for example with a traceback, keeps its threads until it is collected.
+        # A loader's iterator in a reference cycle keeps its threads until the garbage collector frees the iterator.
         gc.collect()
     psutil.wait_procs([process for process in left()[1] if process not in before], 10)
     assert left() == ([], before)
@@ -198,7 +198,7 @@ def test_writing_into_a_batch_changes_no_later_one(makes, way):
 
 
 def resources() -> tuple[int, int, int, int]:
-    """Return the numbers of threads, child processes, open descriptors and resident bytes of this process."""
+    """Return the numbers of threads, child processes and open descriptors of this process, and its resident bytes."""
     gc.collect()
     process = psutil.Process()
     return threading.active_count(), len(process.children(recursive=True)), process.num_fds(), process.memory_info().rss
@@ -238,11 +238,11 @@ def test_epochs_with_worker_processes_leave_neither_processes_nor_descriptors(en
                     break
         except RuntimeError:
             assert ends == "error"
-        # torch ends its workers in the background.
+        # torch ends its workers asynchronously, so wait for them.
         psutil.wait_procs([process for process in left()[1] if process not in children], DEADLINE_S)
         if number == 2:
             before = resources()[:3]
-    # torch's threads may still be ending, but leaked ones would stay.
+    # Wait, because torch's threads may still be ending; leaked threads would remain.
     assert comes_true(lambda: all(map(operator.le, resources()[:3], before)))
 
 
@@ -296,7 +296,7 @@ def test_an_interrupt_while_a_batch_is_built_preserves_the_last_position(makes):
 class Waits(Dataset):
     """A dataset of numbers.
 
-    Sample `at` fails, or with pipes, writes to the pipe `entered` and waits for a byte from the pipe `gate`.
+    Loading sample `at` raises an error. With pipes, it writes to `entered` and waits for a byte from `gate` instead.
     """
 
     def __init__(self, count: int, at: int | None = None, entered: int = -1, gate: int = -1) -> None:

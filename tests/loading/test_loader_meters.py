@@ -21,7 +21,7 @@ from colabkit.loading.engine.process_engine import ProcessEngine, WorkerBatch
 
 
 class Numbers(Dataset):
-    """Sixteen samples of 12 bytes each: a tensor and a number."""
+    """A dataset of sixteen samples of 12 bytes each: a tensor and a number."""
 
     def __len__(self) -> int:
         return 16
@@ -99,7 +99,7 @@ def test_without_workers_nothing_waits_and_nothing_is_ready():
 
 
 class Gated(Numbers):
-    """Numbers that are returned only while a gate is open."""
+    """A dataset that returns samples only while its gate is open."""
 
     def __init__(self) -> None:
         self.gate = multiprocessing.Event()

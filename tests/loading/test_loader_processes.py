@@ -77,7 +77,7 @@ def no_process_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return class folders with 24 PNG images of one size."""
+    """Return a folder with 24 PNG images of one size in three class folders."""
     return make_tree(tmp_path_factory.mktemp("images") / "tree", 8)
 
 
@@ -506,5 +506,5 @@ def test_facts_report_whether_processes_persist() -> None:
 
     assert keeps_workers(num_workers=2) is False
     assert keeps_workers(num_workers=2, persistent_workers=True) is True
-    # Without workers, there is no process to start again.
+    # Without worker processes, none has to be restarted for an epoch.
     assert keeps_workers(num_workers=0) is True

@@ -118,7 +118,7 @@ def test_states_resume_with_other_numbers_of_ranks_and_other_batch_sizes(drop_la
 
 def test_a_state_at_the_end_of_an_epoch_is_the_start_of_the_next_on_any_number_of_ranks():
     for world_size, other in itertools.permutations((1, 2, 3), 2):
-        # Exhaust the iterator, or stop after the last batch.
+        # End the epoch by exhausting the iterator, or by stopping after the last batch.
         for most in (None, len(ranks(23, 3, world_size)[0])):
             loaders = ranks(23, 3, world_size, shuffle=True)
             steps(loaders, most)

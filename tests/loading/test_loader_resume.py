@@ -91,7 +91,7 @@ def take(loader: Loader, most: int | None = None) -> Samples:
     return [sample for batch in taken for sample in samples(batch)]
 
 
-# Numbers of full epochs and of batches of the next epoch before the state is taken
+# Each state is taken after this number of full epochs and this number of batches of the next epoch.
 PLACES = {
     "fresh": (0, 0),
     "mid": (0, 2),
@@ -122,7 +122,7 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_bit_for_bit(data, place, 
 
 
 def test_the_augmented_epochs_and_samples_differ(data):
-    """Without different samples and epochs, equal streams would prove nothing."""
+    """If samples or epochs were equal, comparing streams in the other tests would prove nothing."""
     loader = make(data)
     epochs = [take(loader) for _ in range(2)]
     assert len({image for epoch in epochs for image, _ in epoch}) == 2 * N
@@ -210,7 +210,7 @@ def test_a_state_loaded_before_between_and_during_iterations_is_for_the_next_one
     assert running_samples + [sample for batch in running for sample in samples(batch)] == expected
     assert take(loader) == expected[3 * BATCH :]
     loader.load_state_dict(state)
-    # Training loops call this before each epoch.
+    # Training loops call `set_epoch` before each epoch.
     loader.set_epoch(0)
     assert take(loader) == expected[3 * BATCH :]
 
@@ -251,7 +251,7 @@ def test_no_block_of_a_block_shuffle_is_lost_or_repeated(data):
 
 
 def test_loaders_that_run_at_the_same_time_share_no_state(data):
-    """Known failure: two processes share stale state. The four threads of this test could share even more."""
+    """Known failure: two processes share stale state. This test uses threads, which share more than processes."""
     expected = take(make(data))
 
     def stop_and_go(stop: int) -> bool:
@@ -429,6 +429,9 @@ class TestAugmentedStream(LoaderContract):
         return take(self.make())
 
     def assert_whole(self, got):
-        """Compare labels with those of the data, but not images, which are cropped differently in each epoch."""
+        """Compare the labels with those of the data.
+
+        Images cannot be compared, because they are cropped differently in each epoch.
+        """
         assert len(got) == len(set(got)) == N
         assert sorted(label for _, label in got) == sorted(self.data.labels.tolist())

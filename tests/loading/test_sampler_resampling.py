@@ -86,7 +86,7 @@ def test_all_orders_of_four_samples_are_equally_likely():
 
 
 def test_classes_are_shuffled_independently():
-    """Two classes of the same size have the same sample at a position of a pass only as often as by chance."""
+    """At a position of a pass, two classes of one size have samples of equal index only as often as by chance."""
     drawn = draws_of(np.arange(80) % 2, range(1), num_samples=80 * 300)
     places = [drawn[drawn % 2 == number] // 2 for number in (0, 1)]
     counts = np.bincount((places[0] - places[1]) % 40, minlength=40)
@@ -135,7 +135,7 @@ def test_samples_of_weight_0_at_the_ends_are_never_drawn():
 
 
 def test_a_draw_on_a_border_takes_the_sample_above_it(monkeypatch):
-    """Otherwise a draw of exactly 0 would return a first sample of weight 0."""
+    """If a border belonged to the sample below, a draw of exactly 0 would return a first sample of weight 0."""
     monkeypatch.setattr(resampling, "uniforms", lambda words: np.array([0, 0.25, 0.5, 1 - 2.0**-53]))
     assert Weighted([0, 1, 0, 1, 2, 0], num_samples=4).indices(0, 0, 4).tolist() == [1, 3, 4, 4]
 

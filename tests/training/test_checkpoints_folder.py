@@ -300,7 +300,7 @@ def test_a_hostile_pickle_is_not_executed(tmp_path, dump):
     assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
-    # Plain unpickling does execute the code.
+    # Unpickling the object directly does execute its code.
     assert (tmp_path / "executed").exists()
 
 

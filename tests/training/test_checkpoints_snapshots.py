@@ -189,7 +189,7 @@ def test_without_memory_for_a_copy_the_original_tensors_are_written_before_save_
         assert torch.equal(checkpoints.newest().content["weights"], torch.ones(100_000))
     with CheckpointFolder(tmp_path / "file") as checkpoints:
         (tmp_path / "file").write_text("x")
-        # As with a snapshot, a failed save raises an error only with `wait`.
+        # Even without a snapshot, a failed save raises an error only with `wait=True`.
         checkpoints.save(1, {"weights": weights})
         assert "Cannot save" in checkpoints.failures[0][1]
         with pytest.raises(OSError, match="Cannot save"):

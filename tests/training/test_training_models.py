@@ -63,7 +63,7 @@ def drawn(shape: tuple[int, int, int], classes: int, train: int, dev: int, sprea
 def learned(
     model: nn.Module, arrays: Arrays, out: Path, batch_size: int, epochs: int, rate: float
 ) -> tuple[float, float, colabkit.TrainReport]:
-    """Pack, load and train; return loss and accuracy on `dev` before the training, and the report."""
+    """Pack, load and train; return loss and accuracy on `dev` before training, and the report."""
     data = colabkit.open_pack(colabkit.pack(arrays, out, progress=False).path)
     loader = colabkit.Loader(data["train"], batch_size, shuffle=True, transform=colabkit.augment.Normalize())
     judged = colabkit.Loader(data["dev"], batch_size, transform=colabkit.augment.Normalize())

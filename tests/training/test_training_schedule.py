@@ -34,7 +34,7 @@ def handlers() -> Iterator[None]:
 
 
 def pressed(numbers: int | list[int], at_step: int, times: int = 1) -> Callable[[object], None]:
-    """Return a training step that raises signals in its call number `at_step`."""
+    """Return a training step that raises signals during call number `at_step`."""
     raised = [numbers] * times if isinstance(numbers, int) else numbers
     steps: list[object] = []
 

@@ -1,4 +1,4 @@
-"""The trace of a run: its shares add up to the times in the report."""
+"""In the trace of a run, the time shares add up to those in the report."""
 
 from __future__ import annotations
 
