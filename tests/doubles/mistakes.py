@@ -293,7 +293,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "source and target exchanged",
             'colabkit.pack("x.h5", "photos")',
             "SourceMissing",
-            "no such file",
+            "use colabkit.pack('photos', 'x.h5')",
         ),
     ),
     "Packs": (

@@ -22,8 +22,10 @@ from colabkit.foundation import (
     InvalidOption,
     ProgressBar,
     Report,
+    SourceMissing,
     TargetExists,
     Text,
+    call,
     cannot,
     check_type,
     check_whole_number,
@@ -264,7 +266,7 @@ def pack(
     started = time.monotonic()
     in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""
     as_table: dict[str, Any] = {"path_column": path_column, "root": root, "skips_missing": on_bad == "skip"}
-    opened = None if in_memory else _opened(source, as_table, overwrite=overwrite, progress=progress)
+    opened = None if in_memory else _opened(source, to, as_table, overwrite=overwrite, progress=progress)
     act = f"pack {in_memory if opened is None else opened.name!r}"
     labelled, table = (labels, task, renumber, splits, fields), (path_column, root)
     options = PackOptions(act, size, encoding, quality, channels, *labelled, seed, on_bad, max_bad, layout, *table)
@@ -310,7 +312,17 @@ def pack(
             return pack_call.run(files.plan(final, is_unequal=True))
 
 
-def _opened(source: AnySource, as_table: Mapping[str, Any], *, overwrite: bool, progress: bool) -> Source:
+def _exchanged(source: object, to: object) -> SourceMissing | None:
+    """Return the error for a missing source if it is named like a pack and the target is not."""
+    names = [str(path) for path in (source, to) if isinstance(path, str | os.PathLike)]
+    if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False]:
+        return None
+    found = f"this file does not exist, and the target {names[1]!r} is not named like a pack"
+    next_step = ("Source and target may be exchanged: use ", call("pack", names[1], names[0]))
+    return SourceMissing(cannot(f"pack {names[0]!r}", found, "", next_step))
+
+
+def _opened(source: AnySource, to: object, as_table: Mapping[str, Any], *, overwrite: bool, progress: bool) -> Source:
     """Open the source; stage it first if a local copy is faster to read."""
     address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
     if address is not None and address.kind != FSSPEC:
@@ -321,7 +333,12 @@ def _opened(source: AnySource, as_table: Mapping[str, Any], *, overwrite: bool, 
         folder = stage(source, extract=False, refresh=overwrite, progress=progress).path
         source = folder / name if (folder / name).is_file() else folder
     is_table = as_table["path_column"] is not None or as_table["root"] is not None
-    opened = (None if is_table else open_records(source)) or open_source(source, **as_table)
+    try:
+        opened = (None if is_table else open_records(source)) or open_source(source, **as_table)
+    except SourceMissing as error:
+        if exchanged := _exchanged(source, to):
+            raise exchanged from error
+        raise
     if opened.can_hang and isinstance(opened, RangeSource):
         return _staged_records(opened, overwrite=overwrite, progress=progress)
     if opened.can_hang and isinstance(opened, ArchiveSource) and opened.is_sequential:
