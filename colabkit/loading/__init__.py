@@ -3,8 +3,8 @@
 - `sampler`: the sample order of an epoch, a pure function of seed, epoch and position.
 - `augment`: transforms of whole batches, whose randomness depends only on seed, epoch and position.
 - `loader`: the public class `Loader`, which yields batches.
-- `dataloader`: torch's `DataLoader` over a `Loader`, for frameworks that require one.
-- `keras_batches`: a `PyDataset` of Keras over a `Loader`.
+- `dataloader`: a torch `DataLoader` over a `Loader`, for frameworks that require a `DataLoader`.
+- `keras_batches`: a Keras `PyDataset` over a `Loader`.
 - `inspection`: names, paths, sample counts and sizes of any dataset, loader or batch.
 - `engine`: the implementation: batch plans, row gathering, image decoding, threads, worker processes and GPU copies.
 """

@@ -1,4 +1,4 @@
-"""A `DataLoader` of torch over a `Loader`, for frameworks that accept or rebuild only that class.
+"""A torch `DataLoader` over a `Loader`, for frameworks that accept or rebuild only a `DataLoader`.
 
 Frameworks rebuild a `DataLoader` from its dataset, its sampler and its `collate_fn`, for example to skip the first
 batches. These parts therefore contain everything needed: the sampler plans batches, and the dataset returns a planned
@@ -19,7 +19,7 @@ from colabkit.loading.engine.columns import DatasetColumns, as_samples
 from colabkit.loading.engine.position import LoaderPosition
 from colabkit.loading.keras_batches import keras_batches
 
-# Attributes that frameworks read to rebuild a `DataLoader`; fastai calls `new` for another order.
+# Attributes that frameworks read to rebuild a `DataLoader`.
 _REBUILT_FROM = ("batch_sampler", "collate_fn", "generator", "num_workers", "sampler", "worker_init_fn")
 _NEXT_STEPS = {
     **dict.fromkeys(_REBUILT_FROM, "Pass loader.as_dataloader() to the framework"),
@@ -29,7 +29,7 @@ _PLANNED_TOGETHER = 32
 
 
 class DataLoaderSource:
-    """Base class of `Loader`, which converts it for other frameworks."""
+    """Base class of `Loader` that adds conversions for other frameworks."""
 
     batch_size: int
     drop_last: bool
@@ -44,9 +44,9 @@ class DataLoaderSource:
         loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`: resume
         either by `load_state_dict`, or by `set_epoch` and skipping.
 
-        Under `torch.distributed`, it yields only the batches of this process, as the loader does, and Lightning and
-        Fabric do not change this. Accelerate would distribute the batches again, so do not prepare it in several
-        processes.
+        Under `torch.distributed`, the result yields only the batches of this process, as the loader does, and Lightning
+        and Fabric do not change this. Accelerate would distribute the batches again, so do not pass the result to
+        `Accelerator.prepare` in several processes.
 
         Example:
             >>> import colabkit
@@ -95,7 +95,7 @@ class DataLoaderSource:
         raise NotImplementedError
 
     def _batches_left(self) -> int:
-        """Return the number of batches of the next iteration."""
+        """Return the number of batches in the next iteration."""
         return int(self._planner().batches(self._position.next[1]))
 
     if not TYPE_CHECKING:
@@ -118,16 +118,13 @@ class _LoaderView(DataLoader[Any]):
         object.__setattr__(self, "sampler", batch_sampler.order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
         self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader."""
         state: dict[str, Any] = self.dataset.loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at the position of `state`."""
         self.dataset.loader.load_state_dict(state)
 
 
@@ -179,21 +176,21 @@ class _PlannedDataset(Dataset[Any]):
 
         def __getattr__(self, name: str) -> Any:
             if name == "_samples":
-                # Unpickling asks for attributes before it sets any.
+                # Unpickling looks up attributes before it sets `_samples`.
                 raise AttributeError(name)
             return getattr(self._samples, name)
 
     @property
     def position(self) -> tuple[int, int]:
-        """Epoch, and number of its samples, at which the next iteration starts."""
+        """The epoch, and the number of samples in the epoch, at which the next iteration starts."""
         epoch, (received_epoch, samples) = self.loader.next_epoch, self.loader.received
         return epoch, samples if received_epoch == epoch else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, unless the loader was moved to another position.
 
-        Accelerate calls this before each iteration and counts from 0 in each process, so it would undo
-        `load_state_dict`. The number is then counted from the loader's epoch.
+        Accelerate calls this before each iteration and counts from 0 in each process, which would undo
+        `load_state_dict`. After a move, `epoch` is therefore counted from the loader's epoch.
         """
         if self.loader.next_epoch != self._coming_epoch:
             self._offset = self.loader.next_epoch - epoch
@@ -206,7 +203,7 @@ class _PlannedDataset(Dataset[Any]):
 
 
 class _ProcessSampler(DistributedSampler[Any]):
-    """Yield the samples of this process, which the loader has already distributed."""
+    """The sample indices of this process; the loader has already distributed the samples."""
 
     def __init__(self, batches: _PlannedDataset) -> None:
         self.batches = batches
@@ -224,7 +221,7 @@ class _ProcessSampler(DistributedSampler[Any]):
 
 
 class _PlanSampler(BatchSampler):
-    """Plan the batches of this process, and hold the iteration that loads them."""
+    """A sampler that plans the batches of this process for the iteration that loads them."""
 
     def __init__(self, order: _ProcessSampler, batch_size: int, drop_last: bool) -> None:
         self.order = order
@@ -244,12 +241,12 @@ class _PlanSampler(BatchSampler):
                     number, start = number + 1, end
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, called by the `Trainer` of Hugging Face."""
+        """Set the epoch of the next iteration; Hugging Face's `Trainer` calls this."""
         self.order.batches.set_epoch(epoch)
 
 
 class _LoaderIteration:
-    """An iteration of the loader that starts when the first batch is loaded, at this batch."""
+    """An iteration of the loader that starts at the first requested batch."""
 
     def __init__(self, batches: _PlannedDataset, epoch: int) -> None:
         self._batches = batches
@@ -261,7 +258,7 @@ class _LoaderIteration:
         """Return the batch from the loader.
 
         Raises:
-            InvalidOption: if batches after the first loaded one were skipped.
+            InvalidOption: if `batch` does not directly follow the batch before.
         """
         if self._coming is None:
             loader = self._batches.loader
@@ -270,13 +267,12 @@ class _LoaderIteration:
             self._batches.begin(self._epoch)
         if batch.number != self._number:
             found = f"batch {batch.number} was requested after batch {self._number - 1}"
-            next_step = "Do not prepare it in several processes: the Loader distributes the batches itself"
+            next_step = "Do not prepare the DataLoader in several processes: the Loader distributes the batches itself"
             raise InvalidOption(cannot("load a batch of as_dataloader()", found, "the batches in order", next_step))
         self._number += 1
         return next(self._coming)
 
     def close(self) -> None:
-        """End the iteration of the loader."""
         if self._coming is not None:
             self._coming.close()
 

@@ -1,4 +1,4 @@
-"""A `PyDataset` of Keras over a `Loader`."""
+"""A Keras `PyDataset` over a `Loader`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def keras_batches(loader: Any, left: Callable[[], int], data_format: str, label_
     """Return the `PyDataset` of `Loader.as_keras()`.
 
     Args:
-        left: returns the number of batches that the next iteration of the loader yields.
+        left: function that returns the number of batches in the loader's next iteration.
         are_images: whether the first field holds images, `[B, C, H, W]`.
 
     Raises:
@@ -48,7 +48,7 @@ def keras_batches(loader: Any, left: Callable[[], int], data_format: str, label_
     def convert_fields(values: list[Any]) -> list[Any]:
         if is_moved and isinstance(values[0], Tensor) and values[0].ndim == 4:
             values[0] = values[0].permute(0, 2, 3, 1)
-        # MixUp and CutMix return floating-point labels, which are probabilities of the classes already.
+        # MixUp and CutMix return floating-point labels, which already are class probabilities.
         if label_mode == "categorical" and len(values) > 1 and not values[1].is_floating_point():
             values[1] = one_hot(values[1].long(), classes).float()
         return values if is_on_torch else [map_tensors(value, _to_numpy) for value in values]
@@ -64,7 +64,7 @@ def _dataset(base: Any, loader: Any, left: Callable[[], int], converted: Callabl
     """Return an instance of a subclass of `PyDataset`, which can be defined only if Keras is installed."""
 
     class LoaderPyDataset(base):  # type: ignore[misc]
-        """Yield the batches in the loader's order; Keras's shuffling of batch numbers has no effect."""
+        """The batches in the loader's order; Keras's shuffling of batch numbers has no effect."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -79,8 +79,8 @@ def _dataset(base: Any, loader: Any, left: Callable[[], int], converted: Callabl
         @property
         def num_batches(self) -> int:
             # Keras reads this before each pass, never during one. A pass that takes only some batches, for example to
-            # build the model, must not consume them. A pass over the rest of an epoch ends without another read, so
-            # after a read even its last batch was not trained on.
+            # build the model, must not consume them, so the loader returns to its start. Only `on_epoch_end` shows that
+            # the rest of a resumed epoch was trained on; without it, even a pass to the end of the epoch is undone.
             if self._coming is not None:
                 self._end()
             elif not self._start.get("samples"):
@@ -88,8 +88,8 @@ def _dataset(base: Any, loader: Any, left: Callable[[], int], converted: Callabl
             if self._start:
                 loader.load_state_dict(self._start)
                 self._start = {}
-            # The number that Keras reads before a pass is its number of steps in all passes. The number that it reads
-            # when the pass begins ends only this pass, so a resumed epoch is not followed by a part of the next one.
+            # Keras applies the number that it reads before `on_epoch_begin` to all passes, and the number that it reads
+            # afterwards only to this pass. A resumed epoch therefore ends at its last batch, not in the next epoch.
             return left() if self._is_beginning else len(loader)
 
         def on_epoch_begin(self) -> None:

@@ -145,7 +145,7 @@ def _magnitudes(bins: int) -> Factors:
     """Return the strengths of each operation, `float64 [14, bins]`."""
     highest = {"ShearX": 0.99, "ShearY": 0.99, "TranslateX": 32.0, "TranslateY": 32.0, "Rotate": 135.0}
     highest |= dict.fromkeys(("Brightness", "Contrast", "Color", "Sharpness"), 0.99)
-    # Computed in float32, as in torchvision, because other dtypes would round the values differently.
+    # Compute in float32, as torchvision does, because other dtypes would round the values differently.
     rows = [torch.linspace(0, highest.get(name, 0.0), bins, device="cpu") for name in OPERATIONS]
     rows[OPERATIONS.index("Posterize")] = (8 - torch.arange(bins, device="cpu") / ((bins - 1) / 6)).round()
     rows[OPERATIONS.index("Solarize")] = torch.linspace(1, 0, bins, device="cpu")
@@ -207,7 +207,7 @@ def _auto_contrasted(images: Tensor, _: Numbers, __: Factors) -> Tensor:
 
 
 def _equalized(images: Tensor, _: Numbers, __: Factors) -> Tensor:
-    """Return images in which the values of each channel occur equally often."""
+    """Return images in which the values of each channel occur about equally often."""
     values = floating(images).mul_(255.999).to(torch.uint8) if images.is_floating_point() else images
     flat = values.flatten(2).long()
     counts = torch.zeros((*flat.shape[:2], 256), dtype=torch.int64, device=images.device)

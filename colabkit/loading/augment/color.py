@@ -125,7 +125,7 @@ def _shift_hue(images: Tensor, shifts: Factors, largest: float) -> Tensor:
     red, green, blue = images.div(largest).split(1, 1)
     high = torch.maximum(torch.maximum(red, green), blue)
     chroma = high - torch.minimum(torch.minimum(red, green), blue)
-    # The hue counts sixths of the color circle. A gray pixel has none, so any divisor will do.
+    # The hue counts sixths of the color circle. A gray pixel has no hue, so any divisor works.
     divisor = torch.where(chroma == 0, 1, chroma)
     hue = torch.where(high == green, (blue - red) / divisor + 2, (red - green) / divisor + 4)
     hue = torch.where(high == red, (green - blue) / divisor, hue).add_(shift)

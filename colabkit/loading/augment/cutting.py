@@ -1,8 +1,8 @@
 """Cut boxes out of images and resize them: `uint8` images on the CPU one at a time, other tensors as a batch.
 
-`cut` calls the kernel behind `torch.nn.functional.interpolate` directly, which is 4 times as fast. The kernel copies
-strided input slowly, so it receives a contiguous crop. It writes to the given array, which saves an allocation and a
-copy.
+`cut` calls the kernel behind `torch.nn.functional.interpolate` directly and is 4 times as fast as that function. The
+kernel copies strided input slowly, so it receives a contiguous crop. It writes to the given array to save an allocation
+and a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Sizes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """One box per image, in pixels from its upper left corner; it may extend beyond the image.
+    """One box per image, in pixels from the image's upper left corner; a box may extend beyond the image.
 
     Attributes:
         top: first row, `int64 [B]`.
@@ -29,7 +29,7 @@ class Boxes:
         height: number of rows, `int64 [B]`.
         width: number of columns, `int64 [B]`.
         mirrored: whether the box is flipped horizontally after the cut, `bool [B]`.
-        upside_down: whether the box is flipped vertically after the cut, `bool [B]`; by default no box is.
+        upside_down: whether the box is flipped vertically after the cut, `bool [B]`; False by default.
 
     Example:
         >>> import numpy as np
@@ -178,7 +178,7 @@ def _mirrored(pixels: Pixels) -> Pixels:
     if pixels.shape[0] * pixels.shape[1] <= _SMALL:
         turned: Pixels = _whole_pixels(pixels)[:, ::-1].copy().view(np.uint8)
         return turned
-    # torch warns about read-only memory.
+    # Copy read-only memory, because torch would warn about it.
     image = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
     flipped: Pixels = image.permute(2, 0, 1)[None].flip(3)[0].permute(1, 2, 0).numpy()
     return flipped
@@ -208,7 +208,7 @@ def crop_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float)
 
 
 def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
-    """Resize one box per image to the same size, `[B, C, h, w]` in channels-last memory, with the images' dtype.
+    """Cut one box out of each image and resize it; return `[B, C, h, w]` in channels-last memory and the images' dtype.
 
     The result matches bilinear `torch.nn.functional.interpolate` with antialiasing. It is computed without a loop over
     samples, as two products with dense weight matrices, one per direction. `uint8` and float16 images on CUDA are

@@ -27,7 +27,7 @@ from colabkit.packs import FACTORS
 
 
 class Geometry(Transform):
-    """Base class of crops and flips; the box of each sample fully defines the result.
+    """Base class of crops, resizes and flips; the box of each sample fully defines the result.
 
     Attributes:
         size: height and width of the result; None keeps those of the image.
@@ -59,7 +59,9 @@ class Geometry(Transform):
         raise NotImplementedError
 
     def aligned(self, boxes: Boxes, sizes: npt.NDArray[np.int64]) -> Boxes:
-        """Return boxes moved to pixels where JPEGs can be cut faster; a `Compose` moves them after folding in flips.
+        """Return the boxes, possibly moved to pixels at which JPEGs can be decoded faster.
+
+        A `Compose` calls this after folding flips into the boxes.
 
         Args:
             boxes: boxes in the stored images.
@@ -186,7 +188,7 @@ class RandomResizedCrop(Geometry):
 
 
 def _snapped(corner: Sizes, room: Sizes, factor: int) -> Sizes:
-    """Return the multiples of `factor` nearest to the corners that are at most `room`."""
+    """Return the multiple of `factor` nearest to each corner, but at most `room`."""
     nearest: Sizes = np.minimum(np.rint(corner / factor).astype(np.int64), room // factor) * factor
     return nearest
 
@@ -278,7 +280,7 @@ class CenterCrop(Geometry):
 
 
 class _RandomFlip(Geometry):
-    """A flip of each image with the probability `p`."""
+    """Base class of flips of each image with the probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
@@ -334,7 +336,7 @@ class RandomVerticalFlip(_RandomFlip):
 
 
 class Resize(Geometry):
-    """Resize each image: to one height and width, or in one batch of equal images to the length of the shorter side.
+    """Resize each image to a height and width, or so that the shorter side has a given length.
 
     Args:
         size: height and width of the result in pixels, which may change the aspect ratio. One number is the length of

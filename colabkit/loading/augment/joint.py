@@ -40,8 +40,8 @@ class JointTransform(Transform):
     Args:
         transform: a transform, or a `Compose` of several.
         labels: `"masks"`: tensors `[B, ..., H, W]` with the height and width of the images, for example class numbers
-            of pixels; or `"boxes"`: floating-point tensors `[B, N, 4]` of left, top, right and bottom in pixels. Pad
-            images with fewer bounding boxes with zeros.
+            of pixels; or `"boxes"`: floating-point tensors `[B, N, 4]` of left, top, right and bottom in pixels. For an
+            image with fewer than N bounding boxes, fill the remaining rows with zeros.
         fill: value of masks outside the image.
 
     Raises:
@@ -154,7 +154,7 @@ def _nearest(
 
 
 def _move_boxes(labels: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
-    """Return bounding boxes `[B, N, 4]` in the coordinates of the resulting images, clipped to these."""
+    """Return bounding boxes `[B, N, 4]` moved, scaled and clipped to the cut boxes."""
     ends = np.broadcast_to(np.array(size[::-1]), (len(labels), 2))
     starts = np.stack([boxes.left, boxes.top], 1)
     scales = ends / np.stack([boxes.width, boxes.height], 1)

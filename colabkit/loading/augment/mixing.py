@@ -29,8 +29,8 @@ class Normalize(Transform):
     """Normalize images `[B, C, H, W]` to `(x - mean) / std` in a floating-point dtype, keeping the memory format.
 
     `uint8` images are divided by 255 first, so the default scales them to [0, 1], exactly as `supervised_step()` does.
-    Floating-point images are expected in [0, 1], as in torchvision, and unchanged by the default. The result is
-    computed in float64 if `dtype` is float64, otherwise in float32, and rounded once to `dtype`.
+    Floating-point images are expected in [0, 1], as in torchvision; the default leaves their values unchanged. The
+    result is computed in float64 if `dtype` is float64, otherwise in float32, and rounded once to `dtype`.
 
     Args:
         mean: one value per channel, or one for all, on the scale [0, 1].
@@ -108,7 +108,7 @@ class Cutout(Transform):
     "Improved Regularization of Convolutional Neural Networks with Cutout" (2017).
 
     Args:
-        size: height and width of the square in pixels; one number means both.
+        size: side of the square in pixels, or height and width of a rectangle.
         p: probability that an image gets a square.
         fill: pixel value of the square, 0 to 255 for `uint8` images.
 

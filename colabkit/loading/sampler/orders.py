@@ -1,4 +1,4 @@
-"""The protocol of sample orders, and the orders that contain every sample once: sequential and shuffled ones."""
+"""The protocol of sample orders, and the sequential and shuffled orders, which contain every sample once."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Order(Protocol):
 
 
 def set_whole_number(order: object, name: str, value: int, least: int, most: int | None = None) -> None:
-    """Set a whole number on a frozen order; raise `InvalidOption` for any other value or one outside the range."""
+    """Set an attribute of a frozen order; raise `InvalidOption` unless it is a whole number in the range."""
     object.__setattr__(order, name, check_whole_number(f"make {kind_of(order)} order", name, value, least, most))
 
 
 class PureOrder:
-    """Base class of the orders; a subclass computes the samples of any chunk of positions in `_samples`."""
+    """Base class of the sample orders; subclasses compute the samples of a range of positions in `_samples`."""
 
     def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the sample indices at positions `start` to `stop` of an epoch, `int64 [stop - start]`.
@@ -85,7 +85,7 @@ class PureOrder:
 
 @dataclass(frozen=True)
 class Sequential(PureOrder):
-    """Keep the stored order: position i holds sample i in every epoch.
+    """The stored order: position i holds sample i in every epoch.
 
     Args:
         n: number of samples in the dataset.
@@ -114,7 +114,7 @@ class Sequential(PureOrder):
 
     @property
     def policy(self) -> str:
-        """`"sequential"`."""
+        """Always `"sequential"`."""
         return "sequential"
 
     @property
@@ -125,7 +125,7 @@ class Sequential(PureOrder):
 
 @dataclass(frozen=True)
 class Shuffled(PureOrder):
-    """Shuffle all samples, in a different order for each epoch, computed by `epoch_order`.
+    """All samples in a random order, which `epoch_order` computes and which differs in each epoch.
 
     Args:
         n: number of samples in the dataset.
@@ -157,13 +157,13 @@ class Shuffled(PureOrder):
 
     @property
     def policy(self) -> str:
-        """`"shuffle"`."""
+        """Always `"shuffle"`."""
         return "shuffle"
 
 
 @dataclass(frozen=True)
 class BlockShuffled(PureOrder):
-    """Shuffle all samples within windows of blocks, so reading touches only `window_blocks` blocks at a time.
+    """All samples, shuffled within windows of blocks, so that reading touches only `window_blocks` blocks at a time.
 
     Blocks of consecutive samples are shuffled, and every `window_blocks` blocks of the result form a window, inside
     which all samples are shuffled. A short last block may end up at any position. Each epoch has a different order.
@@ -172,9 +172,9 @@ class BlockShuffled(PureOrder):
     Args:
         n: number of samples in the dataset.
         seed: seed of the order, a whole number of 0 or more.
-        block_samples: consecutive samples that are read together. 64 images of 224 x 224 x 3 bytes are 10 MB, enough
-            for disks and networks to read at full speed.
-        window_blocks: blocks whose samples are shuffled together; they have to fit in RAM together.
+        block_samples: number of consecutive samples that are read together. 64 images of 224 x 224 x 3 bytes are 10 MB,
+            enough to read from disks and networks at full speed.
+        window_blocks: number of blocks whose samples are shuffled together; together, they have to fit in RAM.
 
     Raises:
         InvalidOption: if an argument is not a whole number in its range.
@@ -203,12 +203,12 @@ class BlockShuffled(PureOrder):
 
     @property
     def policy(self) -> str:
-        """`"block {block_samples}x{window_blocks}"`, for example `"block 64x32"`."""
+        """The text `"block {block_samples}x{window_blocks}"`, for example `"block 64x32"`."""
         return f"block {self.block_samples}x{self.window_blocks}"
 
     def _samples(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        # Positions are numbered as if the short block were full, so all blocks and windows start at multiples; the
-        # missing samples are skipped. Only the full blocks are permuted, and the short one is inserted between them.
+        # Positions are numbered as if the short block were full, so all blocks and windows start at multiples of their
+        # size; the missing samples are skipped. Only the full blocks are permuted, and the short one is inserted.
         block = min(self.block_samples, self.n)
         full_blocks, rest = divmod(self.n, block)
         lack = block - rest if rest else 0

@@ -32,7 +32,7 @@ _MASK = (1 << 62) - 1
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Balanced(PureOrder):
-    """Draw every class equally often: each run of K positions holds each of the K classes once, in a random order.
+    """All classes equally often: each run of K positions holds each of the K classes once, in a random order.
 
     The samples of a class are shuffled again for each pass through the class. A pass continues from one epoch to the
     next, so a sample repeats only after all others of its class. If `num_samples` is not a multiple of K, the last run
@@ -94,7 +94,7 @@ class Balanced(PureOrder):
 
     @cached_property
     def policy(self) -> str:
-        """`"balanced "` and a digest of everything except the seed."""
+        """The text `"balanced "` and a digest of everything except the seed."""
         digest = hashlib.sha256(f"{self.num_samples} ".encode())
         digest.update(self._sizes.astype("<i8", copy=False).data)
         digest.update(self._members.astype("<i8", copy=False).data)
@@ -128,13 +128,14 @@ class Balanced(PureOrder):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Weighted(PureOrder):
-    """Draw samples with probabilities proportional to their weights, independently in each epoch.
+    """Random draws with probabilities proportional to the weights of the samples, independent in each epoch.
 
     With replacement, each position is drawn independently, and the time for a range of positions depends only on its
     length. Without replacement, each sample occurs at most once per epoch: samples are sorted by exponential random
     numbers divided by their weights, which is equivalent to drawing one at a time from the remaining samples. This
-    takes O(n log n) once per epoch, and the order of the most recent epoch is cached (8 bytes per sample). A sample of
-    weight 0 is never drawn. With replacement, a weight below 2**-53 of the sum is in practice never drawn either.
+    takes O(n log n) once per epoch, and the order of the most recent epoch is cached (8 bytes per sample). A sample
+    with weight 0 is never drawn. With replacement, a sample whose weight is below 2**-53 of the sum is in practice
+    never drawn either.
 
     Args:
         weights: weight of each sample, numbers of 0 or more `[N]`: an array, list or tensor. The sum need not be 1.
@@ -144,8 +145,8 @@ class Weighted(PureOrder):
         replacement: whether a sample may occur more than once per epoch.
 
     Raises:
-        InvalidOption: if a weight is negative or not finite, if all are 0, or if without replacement fewer than
-            `num_samples` are above 0.
+        InvalidOption: if a weight is negative or not finite, if all weights are 0, or if, without replacement, fewer
+            than `num_samples` weights are above 0.
 
     Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006): exponential keys.
 
@@ -195,7 +196,7 @@ class Weighted(PureOrder):
 
     @cached_property
     def policy(self) -> str:
-        """`"weighted "` and a digest of everything except the seed."""
+        """The text `"weighted "` and a digest of everything except the seed."""
         digest = hashlib.sha256(f"{self.num_samples} {self.replacement} ".encode())
         digest.update(self.weights.astype("<f8", copy=False).data)
         return f"weighted {digest.hexdigest()[:16]}"
@@ -226,7 +227,9 @@ class Weighted(PureOrder):
 
 
 def _exponential(words: Words64) -> npt.NDArray[np.float64]:
-    """Return exponential random numbers, -log(u), from random words: identical on every machine, unlike `np.log`.
+    """Return exponential random numbers, -log(u), from random words, with the same result on every machine.
+
+    `np.log` rounds differently on some machines.
 
     The logarithm of the mantissa m is the series of 2 artanh((m - 1) / (m + 1)), truncated below 2**-60.
     """
@@ -246,7 +249,7 @@ def _exponential(words: Words64) -> npt.NDArray[np.float64]:
 
 
 def _numbers(order: str, name: str, values: npt.ArrayLike, dtype: Any = None) -> npt.NDArray[Any]:
-    """Return values as an array `[N]` with N > 0, copied if a dtype is given; raise `InvalidOption` otherwise."""
+    """Return values as an array `[N]`, copied if a dtype is given; raise `InvalidOption` if impossible or if N is 0."""
     try:
         array = np.asarray(values)
         array = array if dtype is None else array.astype(dtype)
