@@ -205,7 +205,10 @@ def test_no_test_module_imports_another() -> None:
 
 
 def test_test_files_are_named_after_what_they_test() -> None:
-    """`tests/<subpackage>/test_<module>_<aspect>.py`; the subpackage's name may precede the module's."""
+    """Names have the form `tests/<subpackage>/test_<module>_<aspect>.py`.
+
+    The subpackage's name may precede the module's.
+    """
     wrong = []
     for subpackage in SUBPACKAGES:
         names = {path.stem for path in (PACKAGE / subpackage).rglob("*") if path.suffix == ".py" or path.is_dir()}

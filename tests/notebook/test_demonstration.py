@@ -1,4 +1,4 @@
-"""The demo runs the full pipeline, and its figures come from its own run."""
+"""The demo runs the full pipeline, and reports only figures from this run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _no_image(folder: Path) -> Path:
 
 def _one_bad_file(folder: Path) -> Path:
     tree = make_tree(folder / "tree", 40)
-    # The demo reads the sizes of other files first, and finds this file only later.
+    # The demo reads other files' sizes first, so it finds this broken file late.
     broken = tree / "bees" / "021.png"
     broken.write_bytes(broken.read_bytes()[:60])
     return tree

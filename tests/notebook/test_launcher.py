@@ -162,7 +162,7 @@ def value_of(node: ast.expr) -> object:
 
 LINE_ENDS = "\0\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 ONE_LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_ENDS), max_size=30)
-# Mapping is faster than filtering, which would draw again.
+# Replacing text is faster than filtering, which would make Hypothesis draw again.
 PATHS = ONE_LINE.map(lambda text: text.replace("://", ":/") if text.strip() else f"{text}a")
 
 
@@ -197,7 +197,10 @@ CALLED = ("stage", "pack", "open_pack", "Loader", "small_network", "supervised_s
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, dict[str, object]]]]:
-    """Return a function that returns the public calls since its last call, with all their arguments."""
+    """Record public calls.
+
+    The returned function lists the calls made since it was last called, with all their arguments.
+    """
     found: list[tuple[str, dict[str, object]]] = []
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -171,7 +171,7 @@ def test_an_error_about_a_bad_image_names_the_source_that_you_entered(panel: Lau
         (BadImage, ("Or use ", option("on_bad", "skip")), "pack", "Or use Bad files: skip.", ["on_bad"]),
         (BadSource, ("Use ", option("labels", None)), "pack", "Use Labels: none.", ["labels"]),
         (BadSource, ("Use ", option("labels", None)), "train", "Use Labels: none when you pack.", ["labels"]),
-        # A next step that names no field stays unchanged, and the form marks the field that caused the error.
+        # Advice that names no field stays unchanged, and the form marks the field that caused the error.
         (BadSource, "Rename 'a size=3.png'", "pack", "Rename 'a size=3.png'.", ["source"]),
         (SourceMissing, "Check the path", "stage", "Check the path.", ["source"]),
         (TargetExists, ("Or use ", option("overwrite", True)), "pack", "Or use --overwrite.", ["work"]),

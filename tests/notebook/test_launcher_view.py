@@ -173,7 +173,7 @@ def test_a_second_click_during_the_run_or_queued_for_later_starts_nothing(
 
     monkeypatch.setattr(colabkit, "stage", counted)
     row["stage"].click()
-    # This second click was queued during the run.
+    # Simulate a second click that was queued during the run.
     row["stage"].click()
     assert calls == [[True] * 4]
     assert not any(button.disabled for button in panel.view.buttons.values())

@@ -1,4 +1,4 @@
-"""Completion of a magic's line by IPython: options, fixed values, variables and paths."""
+"""IPython completes options, fixed values, variables and paths in a magic's line."""
 
 from __future__ import annotations
 

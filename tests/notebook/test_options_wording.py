@@ -118,7 +118,7 @@ def test_an_option_of_the_verb_is_written_as_in_its_line(verb: str, text: Text, 
 @pytest.mark.parametrize(
     ("text", "python"),
     [
-        # The verb does not have these options.
+        # `pack` does not have these options.
         ((option("keep", "gpu"), " and ", option("num_workers", 0)), "keep='gpu' and num_workers=0"),
         (omit("num_workers"), "omit num_workers="),
         # A line cannot contain these expressions.

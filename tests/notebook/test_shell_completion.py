@@ -1,4 +1,4 @@
-"""The completion scripts of the command, run by the shells that are installed."""
+"""The installed shells run the completion scripts of the `colabkit` command."""
 
 from __future__ import annotations
 

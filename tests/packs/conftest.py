@@ -1,4 +1,4 @@
-"""Folders of images to pack, as fixtures."""
+"""Fixtures: folders of images to pack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of samples: images, arrays, text, bytes and labels of every kind, alone, in batches, and damaged."""
+"""Sample fields of every kind, read alone, in batches, and from damaged packs."""
 
 from __future__ import annotations
 

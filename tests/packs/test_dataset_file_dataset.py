@@ -1,4 +1,4 @@
-"""`FileDataset`: image files in a folder, an archive or a table, read one by one, with labels and splits."""
+"""`FileDataset` reads the image files of a folder, an archive or a table one by one, with labels and splits."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from colabkit.packs.format.pack_file import read_pack
 
 @pytest.fixture(params=STORED)
 def foreign(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Return a file of 30 images, stored in one of several ways."""
+    """Return an HDF5 file of 30 images; the parameter chooses the storage layout."""
     return write_hdf5(tmp_path / "foreign.h5", **STORED[request.param])
 
 
@@ -233,7 +233,7 @@ def test_links_plugins_and_decompression_bombs_raise_unless_trusted(tmp_path, ad
     (tmp_path / "hostile.h5").unlink(missing_ok=True)
     with h5py.File(tmp_path / "hostile.h5", "w") as file:
         add(file, other)
-    # Opening the other file would fail or change its access time.
+    # Opening the linked file would fail, or change its access time.
     os.chmod(other, 0)
     stamp = os.stat(other).st_atime_ns
     with pytest.raises(BadSource, match=r"trusted=True|Name another dataset"):

@@ -1,4 +1,4 @@
-"""Packs of several shards: read as one dataset, opened on first use, and never with the samples of another shard."""
+"""A pack of several shards is read as one dataset, opens shards on first use, and rejects wrong shards."""
 
 from __future__ import annotations
 

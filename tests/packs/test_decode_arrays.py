@@ -1,4 +1,4 @@
-"""`.npy` files are decoded to arrays; pickles, damage and wrong sizes raise."""
+"""`.npy` files are decoded to arrays; pickles, damaged files and wrong sizes raise an error."""
 
 from __future__ import annotations
 

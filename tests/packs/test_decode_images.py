@@ -73,7 +73,7 @@ def test_cmyk_and_ycck_are_converted_like_pillow_does():
     adobe = jpeg.index(b"Adobe")
     assert jpeg[adobe + 11] == 0
     ycck = jpeg[: adobe + 11] + b"\x02" + jpeg[adobe + 12 :]
-    # Without the marker, the values are treated as inverted, too.
+    # Values without Adobe's marker are treated as inverted, too.
     plain = jpeg[: adobe - 4] + jpeg[adobe + 12 :]
     results = []
     for data in (jpeg, ycck, plain, saved(image, "TIFF")):
@@ -84,7 +84,7 @@ def test_cmyk_and_ycck_are_converted_like_pillow_does():
             found = whole(data, channels)
             assert (found == expected.reshape(45, 61, channels)).all()
         results.append(found)
-    # JPEG changes colors only slightly.
+    # JPEG compression changes colors only slightly.
     assert distance(results[0], results[3]) <= 12
     assert distance(results[0], results[1]) > 50
     assert (results[0] == results[2]).all()

@@ -1,4 +1,4 @@
-"""JPEG files: decoders agree with Pillow, the first that works is used, and unusual headers are left to Pillow."""
+"""JPEG decoders agree with Pillow, the first working decoder is used, and unusual headers are left to Pillow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ XMP = (
 
 
 def segment_of(data: bytes, marker: bytes) -> tuple[int, int]:
-    """Return the start and end of a JPEG's first segment with a marker."""
+    """Return the start and end of the first segment with this marker in a JPEG."""
     start = data.index(marker)
     return start, start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
 

@@ -33,7 +33,7 @@ def sampled(pixels: np.ndarray, subsampling: str, quality: int = 90) -> bytes:
 
 
 def boxed(data: bytes, region: Region, channels: int = 3, wanted: tuple[int, int] | None = None) -> np.ndarray | None:
-    """Return a box of an image from `decode_region`; None if it leaves the image to a full decode."""
+    """Decode a box with `decode_region`; return None if a full decode is required."""
     found = decode_region(data, channels, region, wanted or region[2:], image_size(data))
     if found is None:
         return None
@@ -42,7 +42,7 @@ def boxed(data: bytes, region: Region, channels: int = 3, wanted: tuple[int, int
 
 
 def crop(data: bytes, region: Region, channels: int = 3) -> np.ndarray:
-    """Return a box of the fully decoded image."""
+    """Decode the full image, and return a box of it."""
     top, left, height, width = region
     return decode_image(data, channels)[top : top + height, left : left + width]
 
@@ -92,7 +92,10 @@ def test_boxes_of_other_baseline_files_are_exact(options):
 
 
 def segments(data: bytes) -> dict[int, bytes]:
-    """Return the last segment of each marker in a small JPEG; key 0 is its scan and key 1 all its tables."""
+    """Return the last segment of each marker in a small JPEG.
+
+    Key 0 holds the scan, and key 1 all tables.
+    """
     at, found, tables = 2, {}, b""
     while True:
         marker, length = struct.unpack_from(">HH", data, at)

@@ -277,7 +277,7 @@ def test_random_damage_is_always_detected(tmp_path, packed):
 
 
 def test_every_single_bit_flip_is_detected_or_harmless(tmp_path, packed):
-    """Each flip raises, is reported for its sample, or changes nothing that the pack contains."""
+    """Each flip raises an error, is reported for its sample, or does not change the pack's content."""
     original, data = whole_content(packed), packed.read_bytes()
     seeded = random.Random(6)
     used = [position for position, byte in enumerate(data) if byte]

@@ -1,4 +1,4 @@
-"""Splits and classes from folders: files that are samples, class folders and split folders."""
+"""Labels from folders: which files are samples, and which folders are classes or splits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def labelled_paths(*paths: str) -> Labelling:
 
 
 def classes_of(labelled: Labelling) -> dict[str, dict[str, str]]:
-    """Return a mapping of paths to class names for each split."""
+    """Return the class name of each path, by split."""
     return {
         split: {labelled.items[number].path: labelled.classes[labelled.values[number]] for number in numbers}
         for split, numbers in labelled.splits.items()

@@ -1,4 +1,4 @@
-"""Labels and splits from columns: interpretation of cells, choice of the column, and errors."""
+"""Labels and splits from columns: the meaning of cells, the choice of the column, and errors."""
 
 from __future__ import annotations
 

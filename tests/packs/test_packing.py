@@ -1,4 +1,4 @@
-"""Tests of `pack()` and `verify()`: the right samples in the right order, and no incomplete files."""
+"""`pack()` stores the right samples in the right order, and leaves no incomplete files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_folder_and_zip_give_the_same_samples(tmp_path, image_tree):
 
 
 def image_folder(root: Path) -> tuple[list[Path], list[int], list[str]]:
-    """Return files, labels and classes by the rule of torchvision's `ImageFolder` (`find_classes`, `make_dataset`)."""
+    """List files, labels and classes as torchvision's `ImageFolder` does in `find_classes` and `make_dataset`."""
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     files, labels = [], []
     for label, name in enumerate(classes):

@@ -1,4 +1,4 @@
-"""Tests of `pack()` with arrays: values of any dtype are stored exactly, and no array is copied as a whole."""
+"""`pack()` stores array values of any dtype exactly, and never loads an array file as a whole."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_arrays_in_files_are_never_loaded_as_a_whole(tmp_path, kind, splits):
     report = pack({"X": array, "Y": np.arange(4000) % 251}, tmp_path / "p.h5", progress=False, splits=splits)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # The array has 49 MB; torch is imported elsewhere.
+    # Loading the array as a whole would take 49 MB.
     assert peak < 40 << 20
     for data in open_pack(report.path).values():
         images, labels = data[:]

@@ -1,4 +1,4 @@
-"""Tests of bad files: they are named in an error, skipped or stored as black images; other samples stay aligned."""
+"""Bad files are named in an error, skipped, or stored as black images; other samples keep their labels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BROKEN = {
 
 
 def spoil(tree: Path, *numbers: int, how: Callable[[bytes], bytes] = BROKEN["half"][0]) -> list[str]:
-    """Break some files, counted from 0, and return their paths in the tree."""
+    """Break the files with these numbers, and return their paths in the tree."""
     files = files_of(tree)
     for number in numbers:
         files[number].write_bytes(how(files[number].read_bytes()))

@@ -1,4 +1,4 @@
-"""Tests of `pack()` with map-style datasets, such as those of torch and torchvision: samples are stored unchanged."""
+"""`pack()` stores the samples of map-style datasets, such as those of torch and torchvision, unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the encodings of image files: raw pixels, unchanged files or new JPEG files, independent of the workers."""
+"""Images are packed as raw pixels, unchanged files or new JPEG files; all workers write the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of interrupted packs and full disks: no incomplete files are left, for all ways of writing a pack."""
+"""Interrupted packing and full disks leave no incomplete files, for every way of writing a pack."""
 
 from __future__ import annotations
 

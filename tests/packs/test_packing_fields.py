@@ -1,4 +1,4 @@
-"""Tests of additional fields, from columns of a table or functions of paths: values stay with their samples."""
+"""Values of additional fields, from table columns or functions of paths, stay with their samples."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_field_may_have_any_name(tmp_path, tree, name):
 
 
 def test_tables_of_equal_names_in_different_folders_are_different_sources(tmp_path):
-    """The files have equal names, sizes and times, as raw images often have."""
+    """The files have equal names, sizes and modification times, as raw images often have."""
     for number, folder in enumerate(("one", "two")):
         (tmp_path / folder / "a").mkdir(parents=True)
         np.save(tmp_path / folder / "a" / "0.npy", np.full((2, 2), number))

@@ -1,4 +1,4 @@
-"""Tests of `pack()` with record files, archives and tables: samples, labels, splits and fields."""
+"""`pack()` takes samples, labels, splits and fields from record files, archives and tables."""
 
 from __future__ import annotations
 

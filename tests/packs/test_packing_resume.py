@@ -1,4 +1,4 @@
-"""Tests of interrupted packs of shards: complete shards are reused, and no incomplete file has a final path."""
+"""After an interruption, complete shards are reused, and no incomplete file has a final path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from colabkit.packs.packing.verification import verify
 
 @pytest.fixture
 def fillings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the number of samples of each written file is appended."""
+    """Return a list that records the number of samples in each written file."""
     found: list[int] = []
     begin = SampleWriter.__init__
 
@@ -149,7 +149,7 @@ def test_other_files_at_the_path_of_a_shard_are_never_replaced(tmp_path, small_t
         sharded(small_tree, tmp_path / "q" / "p.h5", ROW, size=3)
         shards_beside(tmp_path / "q" / "p.h5")[1].rename(way)
     before = {path: identity(path) for path in tmp_path.glob("*.h5")}
-    # `Noise` has more samples, so it needs more shards.
+    # The `Noise` dataset needs more shards than the folder.
     source = Noise() if overwrite else small_tree
     with pytest.raises(TargetExists, match=rf"{way.name}', the path of a shard, already exists"):
         sharded(source, tmp_path / "p.h5", 3600 if overwrite else shard_bytes, overwrite=overwrite)

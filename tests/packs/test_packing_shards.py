@@ -1,4 +1,4 @@
-"""Tests of packs of several shards: every sample is stored once and in order."""
+"""A pack of several shards stores every sample once and in order."""
 
 from __future__ import annotations
 

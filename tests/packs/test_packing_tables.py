@@ -1,4 +1,4 @@
-"""Tables whose paths are in a column of any name, relative to any folder, and partly of missing files."""
+"""In tables, paths may be in a column with any name, be relative to any folder, and name missing files."""
 
 from __future__ import annotations
 

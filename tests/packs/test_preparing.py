@@ -1,4 +1,4 @@
-"""Tests of `prepare()`: the fastest way to a local pack, its report, and recovery from damage and other processes."""
+"""`prepare()` takes the fastest route to a local pack, reports it, and recovers from damaged packs."""
 
 from __future__ import annotations
 
