@@ -1,4 +1,4 @@
-"""`Loader` yields batches on the device at memory speed, in a resumable order."""
+"""The class `Loader`, which yields batches on the device in a resumable order."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ from colabkit.loading.engine.user_code import (
 from colabkit.loading.inspection import bytes_in, name_of
 from colabkit.loading.sampler.orders import Order
 
-# In batches. Until `settle` is called, a GPU's clock keeps the events of all steps, so their number must be bounded.
+# Number of batches between calls of `settle`. Until then, a GPU's clock keeps the events of all steps.
 _SETTLED_EVERY = 64
 
 
 class Loader(DataLoaderSource):
-    """Load batches of a dataset in the background, in a resumable order.
+    """Batches of a dataset, loaded in the background in a resumable order.
 
     The dataset is a split of a pack or a view of one, files (`FileDataset`), tensors or arrays (one, or a tuple or
     dict of them), or any map-style torch dataset. A batch holds the dataset's fields in order, usually
-    `images, labels`. If there is only one field, the batch is that tensor.
+    `images, labels`. If there is only one field, the batch is the value of that field.
 
     - Images of a pack or of files are `uint8 [B, C, H, W]`, or the result of `transform`. Models take floats: pass
       `transform=augment.Normalize()`, or train with `supervised_step()`. Both scale `uint8` images to [0, 1]. Other
@@ -77,12 +77,12 @@ class Loader(DataLoaderSource):
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
       torchvision transforms and `augment.PerSample`. On the CPU, transforms of `colabkit.augment`, including
       `PerBatch`, run in worker threads. Any other callable runs in your thread when you request the batch; the global
-      random generators are seeded by the batch's position, so it draws the same numbers after a resume. On a GPU all
-      transforms of batches run there, in the caller's stream.
+      random generators are seeded by the batch's position, so the callable draws the same numbers after a resume. If
+      batches go to a GPU, all transforms of batches run on the GPU, in the caller's stream.
 
     Args:
         dataset: dataset to load.
-        batch_size: samples per batch, in each process. Several processes with 1 need equal shares, or `drop_last`.
+        batch_size: samples per batch, in each process. With 1, several processes need equal shares, or `drop_last`.
         shuffle: whether to shuffle the samples in every epoch. `"block"` shuffles within a window of blocks, for packs
             larger than RAM.
         seed: seed of the order and of the transforms.
@@ -95,15 +95,15 @@ class Loader(DataLoaderSource):
             order depends on their generator's seed, on `seed` and on the epoch. The same holds for other samplers that
             draw from the global generators only before they yield their first index. A sampler that draws later can be
             resumed if it has its own generator and seeds it in `set_epoch`, which the loader calls if it exists.
-        collate_fn: makes a batch from a list of samples, as in `DataLoader`. It may drop samples, but not together
-            with a transform of `colabkit.augment`, which draws random numbers for every sample.
+        collate_fn: function that makes a batch from a list of samples, as in `DataLoader`. It may drop samples, but not
+            together with a transform of `colabkit.augment`, which draws random numbers for every sample.
         fields: names of the fields that batches hold, in this order; None for all. Packs and files name their samples
             `X` and their labels `Y`; the arrays of a tuple are `0`, `1` and so on. The transform applies to the first
             field of the dataset.
         as_dict: whether batches are dicts keyed by field name, as in `batch["X"]`.
         size: size in pixels of decoded image files: one side, or height and width. They are resized and cropped as in
-            `pack()`. Images decoded to one size are cached, so later epochs skip decoding. For samples that are stored
-            decoded, `size=` is allowed if it matches.
+            `pack()`. Images decoded to one size are cached if there is room, so later epochs skip decoding. For samples
+            that are stored decoded, only their own size is allowed.
         keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"`, which chooses by the free space; `tier`
             reports the choice.
         on_bad: how to handle image files that cannot be decoded: `"raise"`, `"skip"` (only in a single process), or
@@ -111,8 +111,8 @@ class Loader(DataLoaderSource):
         num_workers: number of worker threads or processes; None for one per usable CPU. With 0 all work happens in
             your thread when you request a batch, except for copies to a GPU.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
-        persistent_workers: whether to keep worker processes between epochs, which saves about 0.1 s per epoch. They do
-            not see later changes of the dataset. Threads do not need it.
+        persistent_workers: whether to keep worker processes between epochs, to save about 0.1 s per epoch. They do not
+            see later changes of the dataset. Invalid without worker processes.
         channels_last: whether images of packs, files and channels-last tensors stay in channels-last memory format, in
             which they are stored. False makes them contiguous, so that `.view` works. None means True on a GPU, where
             convolutions are faster with this format, and False on the CPU.
@@ -268,7 +268,7 @@ class Loader(DataLoaderSource):
             epoch: number of the epoch, from 0.
 
         Raises:
-            InvalidOption: if it is not a whole number.
+            InvalidOption: if `epoch` is not a whole number of 0 or more.
         """
         self._position.set_epoch(epoch)
 
@@ -315,9 +315,9 @@ class Loader(DataLoaderSource):
 
     @contextmanager
     def aside(self) -> Iterator[LoaderMeters]:
-        """Iterate inside a `with` block from the current position, and restore the position after it.
+        """Start iterations in the `with` block at the current position, and restore the position afterwards.
 
-        These iterations publish no events. The block's own meters, which `with` returns, count their batches; the
+        These iterations publish no events. `with` returns separate meters, which count the batches of the block; the
         loader's meters still count the work of its stages.
         """
         before, self._aside = self._aside, meters.LoaderMeters(facts=self.meters.facts)
@@ -328,13 +328,13 @@ class Loader(DataLoaderSource):
             self._aside = before
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch, which starts when the first one is requested."""
+        """Yield the batches of the next epoch, which starts when the first batch is requested."""
         self._check_counts("load batches", self._share(), self._position.next[1])
         return self._batches()
 
     def _batches(self) -> Generator[Any]:
         epoch, start = self._position.begin()
-        # Read once: a state that is loaded during this iteration applies to the next one.
+        # Read the order and the seed only once: a state loaded during this iteration applies to the next iteration.
         order, seed = self._position.pure_order, self.seed
         planner, engine, is_published = self._planner(), self._pipeline.current_engine(), self._aside is None
         counts = self.meters if self._aside is None else self._aside
@@ -427,7 +427,7 @@ class Loader(DataLoaderSource):
         return f"transforming {describe_samples(draws.epoch, indices, partial(name_of, self.dataset))}"
 
     def _is_end(self, samples: int) -> bool:
-        """Return whether no batch is left after this many samples; raise `InvalidOption` if some would be lost."""
+        """Return whether no batch is left after this many samples; raise `InvalidOption` if samples would be lost."""
         self._check_counts("resume the Loader", self._share(), samples)
         return not self._planner().batches(samples)
 

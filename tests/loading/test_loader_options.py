@@ -146,7 +146,9 @@ def test_an_invalid_size_raises_an_error(files, size):
 
 def test_the_error_names_all_unsupported_arguments_and_no_others(files):
     message = refused(files, transform=v2.RandomCrop(4), size=8, on_bad="skip", fields=["X"])
-    assert "torchvision transforms samples one by one, which does not support fields=, size=, on_bad=." in message
+    assert (
+        "torchvision transforms samples one by one, so the Loader does not support fields=, size=, on_bad=." in message
+    )
     assert "as_dict" not in message
     assert "torchvision transforms" in refused(files, transform=nn.Sequential(v2.RandomCrop(4)), size=8)
     assert "PerSample transforms" in refused(files, transform=PerSample(torch.neg), as_dict=True)

@@ -240,7 +240,7 @@ def test_options_for_rows_raise_an_error_for_samples_loaded_one_by_one():
             ("PerSample transforms", {"transform": PerSample(torch.neg)}),
             ("torchvision transforms", {"transform": v2.RandomHorizontalFlip()}),
         ):
-            message = f"{reason} samples one by one, which does not support {name}=. Omit {name}=, or"
+            message = f"{reason} samples one by one, so the Loader does not support {name}=. Omit {name}=, or"
             with pytest.raises(InvalidOption, match=message):
                 Loader(Squares(), 4, **options, **more)
 

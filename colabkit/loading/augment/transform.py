@@ -159,8 +159,9 @@ class PerBatch(Transform):
 class PerSample:
     """Wrap a function of one sample, as in `Loader(data, 64, transform=PerSample(to_spectrogram))`.
 
-    The loader applies it to the first field of each sample, in worker processes. Before each call it seeds the global
-    generators of Python, NumPy and torch by the sample's position. Torchvision transforms need no wrapper.
+    The loader applies it to the first field of each sample, in worker processes. Before each call, the loader seeds the
+    global generators of Python, NumPy and torch from its seed, the epoch and the sample's position. Torchvision
+    transforms need no wrapper.
 
     Args:
         function: takes one sample, for example an image `uint8 [C, H, W]`. All results need the same shape, so that

@@ -97,12 +97,12 @@ def _takes_any_slice(step: object) -> bool:
 
 @dataclass(frozen=True)
 class PrefetchDepth:
-    """How many batches are built ahead, and by how many threads.
+    """The number of batches that are built ahead, and of threads that build them.
 
     Attributes:
         plan_batches: largest number of batches that are planned together.
         group_batches: largest number of batches that threads build together, as one group.
-        groups: number of groups in progress or waiting.
+        groups: largest number of groups in progress or waiting.
         threads: number of threads that build groups; with 0, the caller's thread builds them.
         begins_inline: whether the first batches are built in the caller's thread even if there are threads.
     """
@@ -116,7 +116,7 @@ class PrefetchDepth:
 
 @dataclass(eq=False)
 class BatchBuilder:
-    """Build the batches of an epoch; several threads may call `fill` and `finish`, on different groups.
+    """A builder of the batches of an epoch; threads may call `fill` for different pieces, and `finish`, concurrently.
 
     Attributes:
         options: options of the loader.
@@ -126,7 +126,7 @@ class BatchBuilder:
         depth: how many batches are built ahead.
         decoder: decoder of the epoch, if samples are image files.
         seed_and_epoch: seed and epoch of the samples' random numbers.
-        pinned: pinned buffers for batches that go to a GPU, else None.
+        pinned: pool of pinned buffers for batches that go to a GPU, else None.
     """
 
     options: LoaderOptions
@@ -272,7 +272,7 @@ class BatchBuilder:
     def _result(self, group: BatchGroup, made: Tensor) -> Tensor:
         """Return memory for the transformed group, with the dtype of the transformed piece `made`.
 
-        Unless it is contiguous, it has the memory format of the piece.
+        The memory is channels-last if `made` is and the loader keeps that format, otherwise contiguous.
         """
         with group.lock:
             if group.result is None:
@@ -293,7 +293,6 @@ def _release_memory(group: BatchGroup) -> None:
 
 
 def _leave_out(batch: Batch, bad: list[int]) -> None:
-    """Remove bad samples from a batch."""
     good = np.setdiff1d(np.arange(len(batch.positions)), bad)
     batch.values = [
         value[torch.from_numpy(good)] if isinstance(value, Tensor) else [value[place] for place in good.tolist()]
@@ -303,7 +302,7 @@ def _leave_out(batch: Batch, bad: list[int]) -> None:
 
 
 class InlineGather:
-    """Gather batches of rows, a few at a time, in the caller's thread.
+    """A builder that gathers batches of rows, a few at a time, in the caller's thread.
 
     Gathering some megabytes takes less than a millisecond, so the overhead per batch matters. Two small, alternating
     buffers stay in the processor's cache: the user holds one while the other is filled.

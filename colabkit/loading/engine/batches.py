@@ -67,7 +67,7 @@ class BatchPlan:
         return [*itertools.pairwise(itertools.accumulate(self.sizes, initial=0))]
 
     def slice(self, first: int, stop: int | None = None) -> BatchPlan:
-        """Return the batches from `first` to `stop`, or to the end."""
+        """Return a plan of the batches from `first` up to, but excluding, `stop`; None means up to the end."""
         begin, end = sum(self.sizes[:first]), sum(self.sizes[:stop])
         return BatchPlan(
             self.indices[begin:end], self.positions[begin:end], self.sizes[first:stop], self.ends[first:stop]
@@ -80,9 +80,9 @@ class Batch:
 
     Attributes:
         values: fields of the batch, or the object that `collate_fn` returned.
-        positions: positions of its samples in the epoch's global order.
-        end: number of samples of the epoch that all ranks have received after it.
-        was_ready: whether it was ready when it was requested.
+        positions: positions of the samples in the epoch's global order.
+        end: number of samples of the epoch that all ranks have received after this batch.
+        was_ready: whether the batch was ready when it was requested.
         marks: events in the device's stream before and after the wait for this batch.
     """
 
@@ -140,7 +140,7 @@ class EpochRange:
         start: number of samples of the epoch that were received before this range.
         stop: position at which the range ends.
         batch_size: samples per batch of one rank.
-        share: rank of this process.
+        share: rank of this process, and number of processes.
     """
 
     start: int
@@ -224,7 +224,7 @@ class _ChunkedOrder:
         self._size = _FIRST_CHUNK
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """Return the samples at positions `start` to `stop`; `epoch` must be the same in every call."""
+        """Return the sample indices at positions `start` to `stop`; `epoch` must be the same in every call."""
         if not self._from <= start <= stop <= self._from + len(self._chunk):
             self._chunk = self._order.indices(epoch, start, min(max(stop, start + self._size), self._stop))
             self._from, self._size = start, _CHUNK
@@ -233,7 +233,7 @@ class _ChunkedOrder:
 
 @dataclass(frozen=True, slots=True)
 class OrderPlanner:
-    """Plan the batches of one process, in an order of `colabkit.sampler`."""
+    """A planner of the batches of one process, in an order of `colabkit.sampler`."""
 
     order: Order
     batch_size: int
@@ -263,7 +263,7 @@ class OrderPlanner:
 
 
 def next_count(batches: int, most_batches: int) -> int:
-    """Return the number of batches to plan after a plan of `batches`.
+    """Return the number of batches in the plan that follows a plan of `batches` batches.
 
     Plans grow step by step, so that the first batches are ready soon. If a plan may hold more batches than are built
     together, its size does not delay the first batch, so the limit applies at once: every plan has a fixed cost.
@@ -284,7 +284,7 @@ def split_plans(plans: Iterable[BatchPlan], most_batches: int) -> Iterator[Batch
 
 
 class DeferredErrors(Generic[T]):
-    """Iterate over items and stop silently at an error; `raise_error` raises it afterwards."""
+    """An iterable that ends at an error without raising it; `raise_error` raises the error afterwards."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = items
@@ -303,13 +303,13 @@ class DeferredErrors(Generic[T]):
 
 
 def fetch_ahead(items: Iterable[T], is_enough: Callable[[deque[T]], bool]) -> Generator[T, None, None]:
-    """Yield items in order, but always fetch enough of them ahead.
+    """Yield items in order, each after enough of the following items have been fetched.
 
     An error of `items` is raised after all earlier items have been yielded.
 
     Args:
         items: items to fetch.
-        is_enough: returns whether the fetched items are enough; it must return False for an empty queue.
+        is_enough: function that returns whether the fetched items are enough; must return False for an empty queue.
     """
     source = DeferredErrors(items)
     coming, waiting, is_over = iter(source), deque[T](), False
@@ -326,10 +326,10 @@ def fetch_ahead(items: Iterable[T], is_enough: Callable[[deque[T]], bool]) -> Ge
 
 
 class EndDetector:
-    """Iterate over the plans of an epoch and fetch one ahead, so that the last batch is recognized when it is yielded.
+    """The plans of an epoch, fetched one ahead, so that the last batch is recognized when it is yielded.
 
     Attributes:
-        end: number of samples of the epoch that all ranks have received after its last batch; None while unknown.
+        end: number of samples of the epoch that all ranks have received after the last batch; None while unknown.
     """
 
     def __init__(self, plans: Iterable[BatchPlan]) -> None:

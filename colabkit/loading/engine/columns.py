@@ -43,7 +43,7 @@ class DatasetColumns:
         description: description of the dataset for the loader's `repr`.
         is_on_disk: whether rows are in mapped files, not in memory.
         order: names of the columns in the order of batches; None for the order of `by_name`.
-        name_of: returns the name of a sample for messages; None if samples have no names.
+        name_of: function that returns the name of a sample for messages; None if samples have no names.
     """
 
     by_name: Mapping[str, Column]
@@ -276,7 +276,6 @@ def _are_columns(values: list[Any]) -> bool:
 
 
 def _row_gather(act: str, name: str, value: Any) -> RowGather:
-    """Return a `RowGather` over the rows of an array or tensor."""
     if isinstance(value, np.ndarray):
         try:
             native = value.astype(value.dtype.newbyteorder("="), copy=False)
@@ -329,7 +328,7 @@ def _digest(arrays: Mapping[str, Any]) -> str:
 
 
 def _row_bytes(array: Any, number: int) -> bytes:
-    """Return the bytes of a row, independent of its memory layout; empty if it does not consist of plain numbers."""
+    """Return the bytes of a row, independent of memory layout; empty for objects and sparse or quantized tensors."""
     if not isinstance(array, Tensor):
         # The bytes of an object array are addresses, which change from run to run.
         return b"" if array.dtype.hasobject else array[number : number + 1].tobytes()

@@ -38,11 +38,11 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DeviceTransfer:
-    """Copy host batches to a GPU ahead of their use and return them in order.
+    """A queue that copies host batches to a GPU ahead of their use and returns them in order.
 
     Args:
         device: the GPU.
-        slots: pool that lends the buffers of the host batches; each buffer is returned to it after the copy.
+        slots: pool that lends the buffers of the host batches; it lends a buffer again only after the copy.
         counts: meters of the loader, for `transfer`.
     """
 
@@ -55,7 +55,7 @@ class DeviceTransfer:
         self._timed: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def __len__(self) -> int:
-        """Return the number of batches in progress or waiting on the device."""
+        """Return the number of batches that were submitted but not taken yet."""
         return len(self._in_flight)
 
     def submit(self, batches: Sequence[tuple[Any, int]], buffer: Tensor | None) -> None:
@@ -125,9 +125,9 @@ def send(
     """Yield batches on the device; an error of `groups` is raised after all earlier batches.
 
     Args:
-        transfer: copies the batches; it is closed at the end.
+        transfer: queue that copies the batches; closed at the end.
         groups: host batches with their common buffer; None for memory that torch manages.
-        is_enough: returns whether this number of batches in progress, at least one, is enough.
+        is_enough: function that returns whether a number of submitted batches, at least one, is enough.
     """
     was_ready = True
 
@@ -151,7 +151,7 @@ def send(
 
 
 class DeviceEngine:
-    """Gather batches on a device from rows in its memory, with almost no work on the host.
+    """An engine that gathers batches on a GPU from rows in GPU memory, with almost no work on the host.
 
     Args:
         columns: fields by name; rows are copied to the device once, other fields are read when needed.

@@ -27,7 +27,7 @@ _is_warned = threading.Event()
 
 
 def warn_unpinned(error: RuntimeError) -> None:
-    """Warn that memory cannot be page-locked, once in this process."""
+    """Warn, once per process, that memory cannot be page-locked."""
     if not _is_warned.is_set():
         _is_warned.set()
         reason = str(error).partition("\n")[0]
@@ -40,10 +40,10 @@ def aligned(size: int, step: int = _CACHE_LINE) -> int:
 
 
 def empty_bytes(size: int) -> npt.NDArray[np.uint8]:
-    """Allocate `uint8 [size]`, aligned to a cache line, or to a huge page if it is at least that large.
+    """Allocate `uint8 [size]`, aligned to a cache line, or to a huge page if the array is at least as large as one.
 
-    Copying rows into it is up to a sixth faster than into memory of `numpy.empty`, which starts 16 bytes after a page
-    boundary. NumPy requests huge pages from the kernel for arrays of 4 MiB and more.
+    Copying rows into this memory is up to a sixth faster than into memory from `numpy.empty`, which starts 16 bytes
+    after a page boundary. NumPy requests huge pages from the kernel for arrays of 4 MiB and more.
     """
     step = _HUGE_PAGE if size >= _HUGE_PAGE else _CACHE_LINE
     memory = np.empty(aligned(size, step) + step, np.uint8)
@@ -59,7 +59,7 @@ class PageableSlots:
     batch. The buffer returned last is lent first, while it is still in the processor's cache.
 
     Args:
-        slot_bytes: size of a buffer; it grows with the requested sizes.
+        slot_bytes: initial size of a new buffer in bytes; it grows with the requested sizes.
         keep: largest number of idle buffers to keep.
     """
 
@@ -92,7 +92,7 @@ class PinnedSlots:
     """A pool of page-locked buffers, from which a GPU copies asynchronously; pageable ones if locking fails.
 
     Args:
-        slot_bytes: size of a buffer; a larger one is allocated when requested and not kept.
+        slot_bytes: size of a buffer in bytes; a larger buffer is allocated when requested, but not kept.
         device: the GPU, whose driver locks the pages.
     """
 
@@ -132,7 +132,7 @@ class PinnedSlots:
 
 
 class FieldBuffers:
-    """Lend memory for the fields of a group of batches; thread-safe.
+    """Buffers for the fields of a group of batches; thread-safe.
 
     Batches on the CPU use one pageable buffer per field, because users keep labels longer than images. Batches for a
     GPU use one pinned buffer for all fields.
@@ -149,7 +149,7 @@ class FieldBuffers:
     def __init__(self, field_bytes: Sequence[int], keep: int, device: torch.device) -> None:
         is_pinned = device.type == "cuda"
         self.pinned = PinnedSlots(sum(map(aligned, field_bytes)), device) if is_pinned else None
-        # Buffers of small fields are not worth pooling.
+        # The first field is usually large; pooling the buffers of other fields is worth it only if they are large.
         self._pageable = [
             PageableSlots(size, keep) if place == 0 or size >= _LARGE else None
             for place, size in enumerate(field_bytes)
@@ -175,7 +175,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_pixels(images: Tensor, out: Tensor) -> None:
     """Copy images `[B, C, H, W]` into memory that may have another format.
 
-    Between two formats, NumPy is twice as fast as torch in a single thread, and as fast as torch in two.
+    Between two formats, NumPy is twice as fast as torch with one thread, and as fast as torch with two threads.
     """
     integer = _INTEGERS.get(images.dtype.itemsize)
     is_same = (images.dtype, images.shape) == (out.dtype, out.shape)
@@ -186,12 +186,11 @@ def copy_pixels(images: Tensor, out: Tensor) -> None:
 
 
 class RowGather:
-    """Gather rows of mapped files into a buffer with the fastest branch of `torch.index_select`.
+    """Rows of tensors or mapped files, gathered into a buffer with the fastest branch of `torch.index_select`.
 
     This branch copies rows in parallel with memcpy, and is used for rows of fewer than 32,768 elements. Rows are
     therefore viewed as the widest integers that divide their size. Source: `index_select_out_cpu_` in ATen's
-    TensorAdvancedIndexing.cpp. Rows of several files are gathered file by file and then reordered, which takes a second
-    copy.
+    TensorAdvancedIndexing.cpp. Rows of several files are gathered file by file and then copied again into their order.
 
     Args:
         maps: rows of each file, contiguous `[N, ...]`, of one shape and dtype, on one device.
@@ -213,7 +212,7 @@ class RowGather:
             if self.row_bytes % dtype.itemsize == 0 and all(rows.data_ptr() % dtype.itemsize == 0 for rows in as_bytes)
         )
         self._wide_maps = [rows.view(self._wide) for rows in as_bytes]
-        # Rows of one element are gathered three times as fast from a 1-D tensor.
+        # Rows of a single integer are gathered three times as fast from a 1-D tensor.
         if self.row_bytes == self._wide.itemsize:
             self._wide_maps = [rows.view(-1) for rows in self._wide_maps]
         self._stops = torch.tensor([len(rows) for rows in maps], device="cpu").cumsum(0)
@@ -233,7 +232,7 @@ class RowGather:
     def gather_new(self, indices: Tensor) -> Tensor:
         """Gather the rows at `indices` into new memory; images become `[B, C, H, W]` in channels-last memory format.
 
-        They are gathered as integers, because `index_select` does not support all dtypes.
+        Rows are gathered as integers, because `index_select` does not support all dtypes.
 
         Args:
             indices: `int64 [B]`.
@@ -318,7 +317,7 @@ class RowGather:
         return RowGather((rows,), None, self.are_images)
 
     def pixels(self, numbers: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[Any]]:
-        """Yield the mapped row of each sample, `[...]`, without a copy."""
+        """Yield the mapped row of each sample, without a copy."""
         rows = self._rows_of(torch.from_numpy(numbers))
         if len(self.maps) == 1:
             yield from map(self._arrays[0].__getitem__, rows.tolist())
@@ -342,7 +341,7 @@ class RowGather:
 class GatherSlots:
     """Buffers to gather rows into, each reused when no tensor shares its memory any more.
 
-    They avoid the overhead per buffer of `PageableSlots`, which is 4% of the time of an epoch with small images.
+    They avoid the overhead of `PageableSlots` per buffer, which is 4% of the epoch time with small images.
     """
 
     def __init__(self, rows: RowGather, samples: int, is_contiguous: bool) -> None:
@@ -371,7 +370,7 @@ class GatherSlots:
 
 
 class _GatherSlot:
-    """A buffer that detects whether any tensor shares it.
+    """A buffer that detects whether any tensor shares its memory.
 
     torch keeps the array under a tensor alive as long as any tensor uses its storage. Each of these arrays refers to
     the array that owns the memory, so the reference count of the owner shows whether the buffer is in use.

@@ -39,7 +39,8 @@ class BadSamples:
         """Raise the error of a bad sample, or record it.
 
         Raises:
-            BadImage: with the sample's name, if `on_bad` is `"raise"`, or if it is a valid image of another size.
+            BadImage: with the sample's name, if `on_bad` is `"raise"`, or if the sample is a valid image of another
+                size.
         """
         if isinstance(error, OtherSize):
             crop = "Pass size=, or a transform whose first resize or crop gives height and width"
@@ -107,12 +108,12 @@ class ImageOptions:
 
 @dataclass(eq=False)
 class ImageDecoder:
-    """Decode the samples of the batches of one epoch.
+    """Base class of decoders of the image files of one epoch.
 
     Attributes:
         options: options for decoding.
         geometry: crop to apply to each image; None keeps the whole image.
-        ahead: reads the files of a remote source ahead; None for local files.
+        ahead: read-ahead of the files of a remote source; None for local files.
         counts: meters of the loader.
     """
 
@@ -168,7 +169,7 @@ class ImageDecoder:
 
 @dataclass(eq=False)
 class RowDecoder(ImageDecoder):
-    """Decode images to rows of one shape, or use cached rows, and crop them."""
+    """A decoder that decodes images to rows of one shape, caches the rows, and crops them."""
 
     row_shape: tuple[int, int, int]
 
@@ -232,14 +233,14 @@ class RowDecoder(ImageDecoder):
 
 @dataclass(eq=False)
 class CropDecoder(ImageDecoder):
-    """Crop images of any size, and decode only the region that is needed."""
+    """A decoder that crops images of any size and, where possible, decodes only the cropped region."""
 
     geometry: Geometry
 
     def _fill(self, work: _DecodingWork, draws: Draws) -> None:
         files: dict[int, tuple[bytes, tuple[int, int]]] = {}
         for place, out in enumerate(work.out):
-            # Never None, because this decoder caches nothing.
+            # `_read` never returns None here, because this decoder caches nothing.
             data = self._read(work, place) or b""
             try:
                 if self._is_blank(data):
@@ -296,7 +297,9 @@ def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pix
 def row_shape_of(
     dataset: ImageDataset, files: ImageFiles, count: int, size: tuple[int, int] | None, bad: BadSamples
 ) -> tuple[int, int, int] | None:
-    """Return the shape of decoded images: from `size`, else from the first valid image; None for an empty dataset.
+    """Return the shape of decoded images, from `size` or else the first valid image; None if there is neither.
+
+    If no image of a non-empty dataset is valid, the shape is that of a blank image.
 
     Raises:
         BadImage: with the name of a bad sample before the first valid one, if `on_bad` is `"raise"`.

@@ -1,4 +1,4 @@
-"""The options of `Loader`, validated when it is created, so an invalid argument fails early with a one-line error."""
+"""The options of `Loader`, validated when a loader is created, so that invalid arguments fail early."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
         why: why samples are loaded one by one, as a clause, and how to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
-        found = f"{why[0]}, which does not support {names}"
+        found = f"{why[0]}, so the Loader does not support {names}"
         raise InvalidOption(cannot(act, found, "", f"Omit {names}, or {why[1]}"))
 
 

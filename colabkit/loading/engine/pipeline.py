@@ -45,11 +45,11 @@ class BatchPipeline:
 
     Attributes:
         options: options of the loader.
-        tier: place where the samples live.
+        tier: tier of the samples, and why it was chosen.
         engine: engine that builds the batches.
         stages: stages of the transform.
         columns: columns of the dataset; None if samples are loaded one by one.
-        row_bytes: size of a sample; None if sizes differ.
+        row_bytes: size of a decoded sample in bytes; None if sizes differ or are unknown.
         images: options for decoding image files; None if samples need no decoding.
     """
 
@@ -62,7 +62,7 @@ class BatchPipeline:
     images: ImageOptions | None = None
 
     def current_engine(self) -> Engine:
-        """Return the engine of the next epoch: a GPU engine once all samples are decoded and the GPU has room."""
+        """Return the engine of the next epoch; in the GPU tier, switch to a GPU engine once all samples are decoded."""
         cache = None if self.images is None else self.images.cache
         if self.tier.name == "gpu" and self.columns is not None and cache is not None and cache.is_full:
             columns = {**self.columns.by_name, next(iter(self.columns.by_name)): cache.gather()}
@@ -78,7 +78,7 @@ class BatchPipeline:
         return self.engine
 
     def facts(self, dataset: Any, count: int, transform: str | None) -> LoaderFacts:
-        """Return the facts about this loader on which a verdict is based."""
+        """Return the configuration of this loader, on which `doctor()` bases its diagnosis."""
         kind: Literal["gathered", "decoded", "processes", "device"]
         encoding: Literal["raw", "encoded", "python"] | None = "raw"
         if isinstance(self.engine, ProcessEngine):

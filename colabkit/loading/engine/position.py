@@ -28,8 +28,8 @@ class LoaderPosition:
         order: order or custom sampler of the epochs.
         pure_order: the order, if it is one of `colabkit.sampler`; None for a custom sampler.
         seed: seed of the loader.
-        next: epoch and number of its samples at which the next iteration starts.
-        received: epoch and number of its samples that the user has received.
+        next: epoch, and number of samples in the epoch, at which the next iteration starts.
+        received: epoch, and number of its samples that the user has received.
     """
 
     def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
@@ -100,7 +100,7 @@ class LoaderPosition:
         """Return the position as plain values.
 
         Args:
-            batch_size: stored for information only.
+            batch_size: samples per batch; resuming does not need this value.
             world_size: number of processes; needed for custom samplers, whose samples each process counts separately.
         """
         epoch, samples = self.received
@@ -121,7 +121,7 @@ class LoaderPosition:
 
         Args:
             state: result of `state_dict`.
-            is_end: returns whether an epoch is known to have no batch left after a number of samples.
+            is_end: function that returns whether an epoch is known to have no batch left after a number of samples.
             world_size: current number of processes.
 
         Raises:

@@ -51,9 +51,9 @@ class WorkerFailure:
 
     Attributes:
         text: the operation that raised the error, and the error's own text.
-        next_step: how to reproduce it.
-        error: the error, pickled if it comes from another process.
-        traceback: traceback in that process, as text.
+        next_step: how to reproduce the error.
+        error: the error, pickled if it comes from a worker process.
+        traceback: traceback in the worker process, as text.
     """
 
     text: str
@@ -63,7 +63,7 @@ class WorkerFailure:
 
     @classmethod
     def of(cls, error: Exception, operation: str, next_step: str) -> WorkerFailure:
-        """Return the failure for an error; one that cannot be pickled becomes a `RuntimeError` with its text."""
+        """Return the failure for an error; an error that cannot be pickled becomes a `RuntimeError` with its text."""
         text = f"{type(error).__name__}: {error}"
         found = f"{operation} raised {text}"
         if get_worker_info() is None:
@@ -144,7 +144,7 @@ class _KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> WorkerBatch:
         is_alone, began = get_worker_info() is None, time.perf_counter()
-        # In a worker process, count the CPU time of all threads, because a second one sends the batches.
+        # In a worker process, count the CPU time of all threads, because a second thread sends the batches.
         cpu_s = time.thread_time if is_alone else time.process_time
         cpu_began_s = cpu_s()
         with restored_generators() if is_alone else nullcontext():
@@ -189,7 +189,7 @@ class _KeyedDataset(Dataset[Any]):
 
 
 def _shapes_differ(indices: Sequence[int], samples: Sequence[Any]) -> str:
-    """Return which two samples have fields of different shapes; empty if all shapes are equal."""
+    """Describe two samples whose fields differ in shape; return an empty text if all shapes are equal."""
     shapes = [[getattr(value, "shape", None) for value in fields_of(sample)[0]] for sample in samples]
     for index, found in zip(indices, shapes, strict=True):
         for first, other in zip(shapes[0], found, strict=False):
@@ -207,7 +207,7 @@ def _seeds_of(keys: Sequence[SampleKey]) -> list[int]:
 
 
 class ProcessEngine:
-    """Make batches sample by sample, in worker processes, or with 0 workers in the caller's thread.
+    """An engine that makes batches sample by sample, in worker processes, or with 0 workers in the caller's thread.
 
     A thread moves batches for a GPU to page-locked memory. `sample_transform` applies to each sample's first field.
     """
@@ -341,7 +341,7 @@ class _ProcessPool:
             persistent_workers=persistent_workers,
             # With a timeout, torch would not notice a dead pinning thread, nor wait for persistent workers to restart.
             timeout=_TICK_S if num_workers and not (pins or persistent_workers) else 0,
-            # Without its own generator, each epoch would draw from the global one.
+            # Without a separate generator, each epoch would draw from the global one.
             generator=torch.Generator(),
         )
 

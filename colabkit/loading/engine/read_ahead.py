@@ -32,7 +32,7 @@ _TICK_S = 0.25
 
 
 class Cancellation(BaseException):
-    """Raised in a thread whose caller has abandoned its work; not an error of that work."""
+    """A caller has abandoned the work of the thread in which this is raised; not an error of that work."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def read_rows_ahead(
 
 
 class PagePopulator:
-    """Read the pages of mapped rows into memory, in order, in a background thread.
+    """A background thread that reads the pages of mapped rows into memory, in order.
 
-    Otherwise the first epoch would load them one page fault at a time, in random order. The thread calls `madvise`
+    Otherwise the first epoch would load the pages one page fault at a time, in random order. The thread calls `madvise`
     through ctypes, which releases the GIL. If an old kernel rejects the call, the thread ends.
 
     Args:
@@ -107,7 +107,7 @@ class PagePopulator:
         self._maps = maps
         self._numbers = numbers
         self._ranges: Indices | None = None
-        # Index of the current range, and the number of its bytes that have been read; None when all ranges are read.
+        # Index of the current range, and the number of its bytes that have been read; None if nothing is left to read.
         self._reached: tuple[int, int] | None = (0, 0)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -155,7 +155,7 @@ class PagePopulator:
 
 
 def _ranges_of(maps: Sequence[Tensor], numbers: Tensor | None) -> Indices:
-    """Return the address ranges of the pages that hold the needed rows, `int64 [N, 2]`, in ascending order."""
+    """Return the address ranges of the pages that hold the needed rows, `int64 [N, 2]`, ascending within each map."""
     is_needed = np.full(sum(map(len, maps)), numbers is None)
     if numbers is not None:
         is_needed[numbers.numpy()] = True
@@ -187,11 +187,11 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 class FileReadAhead:
-    """Read the files of upcoming samples in a background thread, which adapts the number of concurrent requests.
+    """A background thread that reads the files of upcoming samples and adapts the number of concurrent requests.
 
     Args:
         files: the dataset.
-        is_cached: returns whether a sample is cached, so it need not be read.
+        is_cached: function that returns whether a sample is cached and need not be read.
         counts: meters of the loader, for `read`: the total seconds of all requests.
     """
 

@@ -54,7 +54,7 @@ _OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
 class ThreadPool:
-    """Build the batches of plans in daemon threads; `take` returns their groups in order.
+    """Daemon threads that build the batches of plans; `take` returns groups of batches in order.
 
     An error ends the iteration, after all earlier batches.
 
@@ -63,7 +63,7 @@ class ThreadPool:
         builder: builder of the batches.
         threads: number of threads; with 0, `take` builds the group that it returns.
         groups_ahead: largest number of groups in progress or waiting.
-        on_wait: called with the seconds that a thread was idle.
+        on_wait: function called with the seconds that a thread was idle.
     """
 
     def __init__(
@@ -163,13 +163,13 @@ class ThreadPool:
                 self._changed.wait()
                 waited_s += time.perf_counter() - since
             is_over = self._is_over or (self._is_exhausted and not self._pieces)
-            # A local variable, because a waiting thread must not keep a group alive: its buffer could not be reused.
+            # Keep the piece only in a local variable, so that a waiting thread keeps no group, and no buffer, alive.
             piece = self._pieces.popleft() if self._pieces and not is_over else None
             if piece is None and not is_over:
                 self._room -= 1
                 self._is_opening = True
         if waited_s:
-            # Called without the lock, because the callback takes another one.
+            # Call this without the lock, because the callback takes another lock.
             self._on_wait(waited_s)
         if piece is not None:
             self._work(*piece)
@@ -243,7 +243,7 @@ class ThreadPool:
             if group.batches:
                 self._ready.put(group)
             elif group.error is None:
-                # All its samples are bad and skipped, so there is nothing to deliver.
+                # All samples of the group are bad and skipped, so there is nothing to deliver.
                 self._room += 1
                 self._changed.notify_all()
             if group.error is not None:
@@ -280,7 +280,7 @@ def limit_torch_to_one_thread() -> None:
 
     Otherwise OpenMP starts helper threads for each calling thread, which spin for milliseconds after every call and
     take CPU cores from the model. `torch.set_num_threads` would also affect future threads. If the OpenMP library is
-    not found, nothing changes, which is slower but correct.
+    not found, nothing changes: calls are slower but correct.
     """
     if (set_threads := _set_threads()) is not None:
         # The first torch call in a thread sets the number of threads, so make it before the limit.
@@ -307,15 +307,15 @@ def _set_threads() -> Callable[[int], object] | None:
 
 @dataclass(eq=False)
 class ThreadEngine:
-    """Build the batches of epochs in threads of this process.
+    """An engine that builds batches in threads of this process.
 
     Attributes:
         options: options of the loader.
         columns: columns of the dataset.
         stages: stages of the transform.
         images: options for decoding, if samples are image files.
-        depth: how much is built ahead.
-        populator: reads the pages of mapped rows into memory in the background, if any.
+        depth: number of batches that are built ahead, and of threads.
+        populator: background reader of the pages of mapped rows, if any.
         row_files: files whose rows are read from disk just ahead of their use; None if the kernel caches them.
     """
 

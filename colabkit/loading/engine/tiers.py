@@ -28,7 +28,7 @@ Pixels = npt.NDArray[np.uint8]
 _RAM_SHARE = 0.7
 # The rest of the GPU memory is for a model that is loaded later.
 _GPU_SHARE = 0.4
-# Used once the model is on the GPU.
+# This share applies once the model is on the GPU.
 _LATE_GPU_SHARE = 0.7
 _DISK_SHARE = 0.8
 
@@ -119,7 +119,7 @@ def choose_tier(
     needed = row_bytes * count
     shown = format_bytes(needed)
     gpu = None if room.gpu_bytes is None else int(_GPU_SHARE * room.gpu_bytes)
-    # With keep='ram' the user takes responsibility for the other caches.
+    # With keep='ram' or keep='gpu', the user takes responsibility for the caches of other loaders.
     promised = room.promised_bytes if keep in ("auto", "disk") else 0
     free = max(0, room.ram_bytes - promised)
     ram, disk = int(_RAM_SHARE * free), int(_DISK_SHARE * room.disk_bytes)
@@ -181,10 +181,10 @@ def promised_bytes() -> int:
 
 
 class RowCache:
-    """Cache decoded rows of one shape by sample index; thread-safe.
+    """A thread-safe cache of decoded rows of one shape, by sample index.
 
-    RAM is used only as rows are added. On disk, the space is reserved at once, in a file without a name, which the
-    kernel frees when the process ends.
+    RAM is used only as rows are added. On disk, the space is reserved at once, in an unnamed file that the kernel frees
+    when the process ends.
 
     Args:
         count: number of samples.
@@ -233,7 +233,7 @@ class RowCache:
         return RowGather((self._tensor,), torch.from_numpy(self._slots), are_images=True)
 
     def row(self, index: int) -> Pixels | None:
-        """Return the row of a sample, None if it is not cached."""
+        """Return the row of a sample, or None if it is not cached."""
         slot = self._slots.item(index)
         return self.at(slot) if slot >= 0 else None
 
@@ -269,7 +269,7 @@ class RowCache:
 
 
 def _nameless_map(folder: Path, size: int) -> mmap.mmap:
-    """Create a file with reserved space, map it and remove its name, so the kernel frees it with the map."""
+    """Create a file with reserved space, map it and remove its name, so that unmapping frees the space."""
     path = folder / f".colabkit-cache-{uuid.uuid4().hex}"
     with file_changes.translated(f"cache decoded images in {str(folder)!r}"):
         file_changes.make_folder(folder)

@@ -44,7 +44,7 @@ def check_process(owner: int, batches: Generator[Any, None, None]) -> None:
 
     Args:
         owner: id of the process that started the iteration.
-        batches: its batches.
+        batches: generator of the batches of the iteration.
     """
     if os.getpid() != owner:
         # Keep the generator alive: to close it, or to collect it as garbage, would wait for the missing threads.
@@ -73,7 +73,7 @@ def reporting_errors(describe: Callable[[], str], next_step: str = _RUN_TRANSFOR
     """Raise `LoaderFailed` for any error of user code in the block.
 
     Args:
-        describe: returns the operation that raised the error, for the message.
+        describe: function that returns the operation that raised the error, for the message.
         next_step: how to reproduce the error.
     """
     try:
@@ -110,7 +110,7 @@ def describe_samples(epoch: int, indices: Sequence[int], name_of: Callable[[int]
     Args:
         epoch: number of the epoch.
         indices: sample indices, at least one.
-        name_of: returns the name of a sample, empty if it has none; None if the dataset has no names.
+        name_of: function that returns the name of a sample, or an empty text; None if the dataset has no names.
     """
     first, *others = indices[:_SHOWN]
     name = name_of(first) if name_of is not None else ""
@@ -167,9 +167,9 @@ _OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, Wei
 
 @dataclass(frozen=True, slots=True)
 class SamplerPlanner:
-    """Plan the batches of a custom sampler, which must shard samples across ranks itself.
+    """A planner of the batches of a custom sampler, which must shard samples across ranks itself.
 
-    Each process counts its own positions: position k means that every process has received k samples.
+    Each process counts its own samples: position k means that this process has received k samples.
 
     Attributes:
         sampler: iterable with a length; yields sample indices, or a list of them per batch, as a batch sampler does.
