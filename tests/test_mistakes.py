@@ -1,4 +1,4 @@
-"""What users see when they make a mistake names the cause and the next step in the words of the surface."""
+"""Messages about mistakes of users name the cause and the next step in the notation of the caller."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEVER = (
 
 
 def _flaws(mistake: Mistake, text: str) -> list[str]:
-    """Return what is wrong with the message of a mistake."""
+    """List the flaws in the message about a mistake."""
     names_class = mistake.surface in (PYTHON, MAGIC)
     flaws = [f"never {word!r}" for word in (mistake.never, *_NEVER) if word in text]
     flaws += [] if mistake.must in text else [f"must contain {mistake.must!r}"]

@@ -506,5 +506,5 @@ def test_facts_report_whether_processes_persist() -> None:
 
     assert keeps_workers(num_workers=2) is False
     assert keeps_workers(num_workers=2, persistent_workers=True) is True
-    # Without worker processes, none has to be restarted for an epoch.
+    # With no worker processes, nothing has to be restarted for an epoch.
     assert keeps_workers(num_workers=0) is True

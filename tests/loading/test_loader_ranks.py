@@ -1,4 +1,4 @@
-"""`Loader` on several ranks: each sample once, equal numbers of batches, the same stream for any number of ranks."""
+"""On several ranks, `Loader` yields each sample once, equal numbers of batches, and one stream for any rank count."""
 
 from __future__ import annotations
 

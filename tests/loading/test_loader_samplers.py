@@ -1,4 +1,4 @@
-"""`Loader` with samplers from `colabkit.sampler`, torch and users, and resuming with them."""
+"""`Loader` with samplers from `colabkit.sampler`, torch and users, also when resumed."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_an_option_of_the_verb_is_written_as_in_its_line(verb: str, text: Text, 
         # A line cannot express these values.
         (option("size", None), "size=None"),
         (option("overwrite", "yes"), "overwrite='yes'"),
-        # No line makes this call, or none with these arguments.
+        # No magic or command makes this call with these arguments.
         (call("Loader", Code("data"), 4), "colabkit.Loader(data, 4)"),
         (call("demo", epochs=3), "colabkit.demo(epochs=3)"),
         (call("pack", "a", "b.h5", labels=Code("label_of")), "colabkit.pack('a', 'b.h5', labels=label_of)"),

@@ -17,7 +17,7 @@ from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.dataset.sample_grid import _grid
 
 RANDOM = np.random.default_rng(2)
-# Left edge, top edge and side length of the first tile in pixels
+# Left edge, top edge and side length of the first tile, in pixels.
 LEFT, TOP, SMALL = 2 * 16, 2 * (16 + 13 + 12), 2 * 112
 
 

@@ -150,7 +150,7 @@ def test_a_header_with_more_pixels_than_the_limit_raises(monkeypatch):
         with pytest.raises(BadImage, match="65535x65535 pixels, more than the limit of 89,478,485"):
             refuse(bytes(data))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    # Pillow's own limit of 100 pixels is exceeded first.
+    # Pillow enforces its own limit, which this test lowers.
     with pytest.raises(BadImage, match="pixels, more than the limit"):
         decode_image(saved(photo(), "PNG"))
 

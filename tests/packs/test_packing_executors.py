@@ -1,4 +1,4 @@
-"""Packing with an executor gives the same pack as without one, and leaves no files even if workers die."""
+"""Packing with an executor gives the same pack as without one, and handles dead workers and interrupts."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def mounted(tmp_path: Path) -> Callable[..., FuseMount]:
 
 
 def archives(tree: Path) -> None:
-    """Write a zip and a tar archive of a tree beside it."""
+    """Write a zip and a tar archive of a tree beside the tree."""
     zipped(tree, tree.with_suffix(".zip"))
     with tarfile.open(tree.with_suffix(".tar.gz"), "w:gz") as archive:
         archive.add(tree, "tree")

@@ -1,4 +1,4 @@
-"""The values that steps return: means over samples, and a curve of at most 1,000 points for runs of any length."""
+"""The values that steps return are averaged over samples, and become a curve of at most 1,000 points."""
 
 from __future__ import annotations
 

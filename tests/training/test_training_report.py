@@ -1,4 +1,4 @@
-"""`TrainReport` as plain values and as a file: small even for long runs, and read back unchanged."""
+"""`TrainReport` converts to plain values and to a file, is small even for long runs, and is read back unchanged."""
 
 from __future__ import annotations
 

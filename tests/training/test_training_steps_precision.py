@@ -130,7 +130,7 @@ def test_an_update_that_overflows_is_skipped_and_the_scheduler_not_stepped(scale
     step(batches()[0])
     assert (step.updates, scheduler.last_epoch) == (1, 1)
     assert step.state_dict()["scaler"]["scale"] == 2.0
-    # This state is from before the first batch, so it has no scale.
+    # This state is from before the first batch, so it contains no gradient scale.
     step.load_state_dict(state)
     assert step.state_dict()["scaler"]["scale"] == 65536.0
     assert len(optimizer._optimizer_step_post_hooks) == 0
