@@ -1,7 +1,7 @@
 """One run of `train()`: resume, epochs, steps, validations, checkpoints, report.
 
-A run publishes its events to `meters` and does not know the subscribers. It reads no value from the device between
-two checkpoints, so the host never waits for the GPU.
+A run publishes its events to `meters` and does not know the subscribers. It reads no value from the device between two
+steps, and waits for the GPU only at checkpoints, validations and the end of an epoch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TrainingRun:
         self._always_decides = self.processes.count > 1 or self.stops.deadline is not None or self.schedule.is_timed
 
     def resume(self, resume: bool) -> None:
-        """Resume from the newest checkpoint, or write the first one."""
+        """Resume from the newest checkpoint, or write the first checkpoint."""
         saved = self.saving.resume(resume)
         if saved is None:
             # If the Loader is in the middle of an epoch from an earlier iteration, start a new epoch.
@@ -115,7 +115,7 @@ class TrainingRun:
         return ValueRecorder(self._curve, means, self.must_be_finite, self._complete)
 
     def through(self, epochs: int, started: float) -> TrainReport:
-        """Train until `epochs` epochs are complete and return the report."""
+        """Train until `epochs` epochs are complete or training is stopped, and return the report."""
         before, trained_before, steps_before = self.loader.meters.snapshot(), len(self._epochs), self._steps
         seconds_before = self._seconds
         error: BaseException | None = None
@@ -207,7 +207,7 @@ class TrainingRun:
         return not self._is_stopped and (not self.stops.look() or self.processes.count > 1)
 
     def _batches(self, begun: EpochProgress) -> bool:
-        """Train on the batches of an epoch; return False if training was stopped before the last one."""
+        """Train on the batches of an epoch; return False if training was stopped before the last batch."""
         counts = self.loader.meters
         former, before = counts.snapshot(), copy(begun)
         started, apart_s = perf_counter(), 0.0
@@ -255,7 +255,7 @@ class TrainingRun:
                         validate()
                         if self.judge.is_out_of_patience and not self._is_last(begun):
                             return False
-                    # Most steps need no decision, which would take several microseconds.
+                    # Most steps need no decision. Skip it then, because it takes several microseconds.
                     is_open = self._always_decides or stops.strength or self._steps >= self.schedule.next_step
                     if is_open and is_whole and not self._goes_on(begun, count):
                         return False
@@ -329,7 +329,7 @@ class TrainingRun:
             self._save()
         self.stops.note(strength)
         self._is_stopped = bool(strength)
-        # A normal end completes the epoch, with its validation.
+        # If `on_step` ends the training after the last batch, the epoch is still completed, with its validation.
         return not strength or (self.stops.reason == "on_step" and self._is_last(begun))
 
     @property

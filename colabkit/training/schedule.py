@@ -1,6 +1,6 @@
 """Decide between two steps of a run whether to save a checkpoint, to validate or to stop.
 
-Ctrl-C, SIGTERM, SIGHUP and a deadline end a training early, but never in the middle of a step.
+Ctrl-C, SIGTERM, SIGHUP and a deadline end training early, but only a second Ctrl-C interrupts a step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("colabkit")
 
 
 def moment(act: str, name: str, value: Moment) -> float:
-    """Return the `time.monotonic()` value of a `datetime`, or of a duration with a unit from now.
+    """Return the `time.monotonic()` value at a `datetime`, or after a duration that has a unit.
 
     Raises:
         InvalidOption: if `value` is neither, is in the past, or is outside the range of the clock.
@@ -72,7 +72,7 @@ def check_time_left(left_s: float, reserve_s: float) -> None:
 
 
 class SaveSchedule:
-    """Decides when a checkpoint is due: `every` n steps, every duration such as `"5min"`, or every `"epoch"`.
+    """A schedule of checkpoints: `every` n steps, every duration such as `"5min"`, or every `"epoch"`.
 
     Attributes:
         is_by_epoch: whether a checkpoint is due at the end of each epoch.
@@ -107,17 +107,17 @@ class SaveSchedule:
 
 
 class Validator:
-    """Runs validations and tracks the best state so far.
+    """A validator that rates the states of a run and tracks the best one.
 
     Args:
-        function: returns a dict of numbers, given the number of earlier validations; None to rate states by the values
-            of the step.
+        function: function that takes the number of earlier validations and returns a dict of numbers; None to rate
+            states by the values of the step.
         every: steps between two validations, or None for one at the end of each epoch.
         monitor: name of the number that rates states; None for the loss.
         mode: whether the lowest or the highest value is best.
         patience: number of consecutive ratings without improvement after which training stops, or None.
         min_delta: how much better a value must be to count as an improvement for `patience`.
-        ranks: the ranks of the training; the values of rank 0 are used.
+        ranks: the ranks of the run; the values of rank 0 are used.
 
     Attributes:
         rule: mode and name of the monitored number; only scores with the same rule are comparable.
@@ -198,7 +198,7 @@ class Validator:
             next_step = ("Correct ", option("monitor"), " and start the training again")
             raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
         value = values.get(name, math.nan)
-        # NaN and infinity are no improvement either.
+        # Count the rating as one without improvement; for NaN and infinity, this is final.
         self.waited += 1
         if not math.isfinite(value):
             return
@@ -212,21 +212,21 @@ class Validator:
 
 
 class WaitInterrupt(KeyboardInterrupt):
-    """Interrupts a wait between two steps."""
+    """A signal or the deadline interrupts a wait between two steps."""
 
 
 class StopRequests:
-    """Collects requests to stop the training after the current step.
+    """Requests to stop training after the current step.
 
     While a step runs, Ctrl-C, SIGTERM and SIGHUP are recorded; a second Ctrl-C raises `KeyboardInterrupt` as usual.
-    While training waits for data or validates, they interrupt the wait. Signals are handled in the main thread only,
-    and custom handlers stay in place.
+    While training waits for data or validates, these signals interrupt the wait. Signals are handled in the main thread
+    only, and custom handlers stay in place.
 
     Args:
         deadline: a `time.monotonic()` value, or None.
         waits_for_others: whether other processes also train. Waits are then not interrupted, since all processes must
             agree to stop first.
-        saves: whether a final checkpoint follows; the message mentions it.
+        saves: whether a final checkpoint follows, for the message after Ctrl-C.
 
     Attributes:
         deadline: the deadline, or None.
@@ -256,7 +256,7 @@ class StopRequests:
         self.strength = max(self.strength, strength)
 
     def request(self, reason: Reason) -> None:
-        """Record a request for a reason."""
+        """Record a request to stop for this reason."""
         self.note(_REASONS.index(reason) + 1)
 
     def __enter__(self) -> Self:
@@ -292,7 +292,10 @@ class StopRequests:
             self.may_end = False
 
     def begin_wait(self, may_end: bool) -> None:
-        """Raise `WaitInterrupt` on a signal or the deadline until `may_end` is reset; at once if one is recorded."""
+        """Let a signal or the deadline raise `WaitInterrupt` until `may_end` is reset; a recorded one raises at once.
+
+        If `may_end` is False, or other processes also train, do nothing.
+        """
         if not may_end or self._waits_for_others:
             return
         self.may_end = True

@@ -117,7 +117,7 @@ class SupervisedStep:
     Attributes:
         parts: the model and the optimizer, by these names; checkpoints hold them by default.
         updates: number of optimizer updates so far.
-        accuracies: computes the accuracies of `grouped()`.
+        accuracies: the batches whose accuracies `grouped()` computes together.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class SupervisedStep:
 
     @contextmanager
     def _evaluating(self, batches: Iterable[Any]) -> Iterator[Iterator[Any]]:
-        """Set the model to evaluation mode without gradients in the block, which iterates over the batches."""
+        """Yield an iterator over the batches; in the block, the model is in evaluation mode, without gradients."""
         self._settle()
         modes = [(module, module.training) for module in self._model.modules()]
         iterator = iter(batches)
@@ -358,7 +358,7 @@ class SupervisedStep:
     def _wants_channels_last(self) -> bool:
         if self._options.channels_last is not None:
             return self._options.channels_last
-        # If the model is in a DDP, the weights must keep their strides, because DDP's gradient buckets have these too.
+        # If the model is in a DDP, the weights must keep their strides, which DDP's gradient buckets share.
         if self._parameter.device.type != "cuda" or ddp_in(self._given) is not None:
             return False
         return any(True for _ in convolutions(self._model))
@@ -410,7 +410,7 @@ class SupervisedStep:
         return scores, single_number(self._loss(scores, labels))
 
     def _update(self) -> None:
-        """Apply the gradients."""
+        """Apply the gradients and step the scheduler; skip both if scaled gradients are not finite."""
         self._accumulated = 0
         if self._scaler is not None:
             if not self._scaled_update(self._scaler):

@@ -65,7 +65,7 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
     """Return the objects to save, by name: `state` if given, otherwise the model and optimizer of a supervised step.
 
     Raises:
-        InvalidOption: if `state` is invalid, or `is_saved` and a custom step comes without `state`.
+        InvalidOption: if `state` is invalid, or if `is_saved` is set and `state` is missing for a custom step.
     """
     if state is None:
         if is_saved and not isinstance(step, Stateful):
@@ -147,10 +147,10 @@ def train(
     """Train for a number of epochs by calling `step` on every batch, and return a report.
 
     With `to`, the run saves checkpoints. They hold `state`, the state of the step, the loader's position, the
-    random generators of each process and the training history. If you make the same call again, it resumes from the
-    newest readable checkpoint, even in the middle of an epoch. A checkpoint is copied between two steps and written in
-    the background. Checkpoints due by steps or time are postponed while an earlier one is being written; checkpoints at
-    the end of an epoch and of the best state are not. Without `to`, nothing is saved.
+    random generators of each process and the training history. If you make the same call again, training resumes from
+    the newest good checkpoint, even in the middle of an epoch. The state is copied between two steps and written in the
+    background. Checkpoints due by steps or time are postponed while an earlier one is being written; checkpoints at the
+    end of an epoch and of the best state are not. Without `to`, nothing is saved.
 
     Ctrl-C, SIGTERM and SIGHUP end the training after the running step, with a final checkpoint. SIGTERM and SIGHUP are
     then raised again.
@@ -170,7 +170,7 @@ def train(
         to: folder for the checkpoints; it may be on Drive.
         save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
         keep_last: how many of the newest checkpoints to keep, besides the best one.
-        resume: resume from the newest checkpoint. If False, `to` must not contain checkpoints.
+        resume: whether to resume from the newest checkpoint; if False, `to` must not contain checkpoints.
         validate: function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
             evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on.
         validate_every: steps between two validations, or `"epoch"`.
@@ -179,7 +179,7 @@ def train(
         mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best.
         patience: number of consecutive validations (epochs if `monitor` is a number of the step) without improvement
             of `monitor` after which training stops; None never stops it early.
-        min_delta: how much `monitor` must change to count as an improvement for `patience`.
+        min_delta: `monitor` must improve by more than this value to count as an improvement for `patience`.
         deadline: when the runtime ends: a duration from now with its unit, such as `"11h 30min"` or a `timedelta`, or
             a `datetime`. Training stops early enough to save a final checkpoint by then.
         on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
