@@ -92,7 +92,7 @@ FIXTURES = {
     "colabkit.unload_ipython_extension": "shell",
     "colabkit.unmount": "hosted_drive",
 }
-"""The fixture with the service that an example needs."""
+"""Fixtures that provide the services needed by examples."""
 
 
 def test_every_public_function_and_class_ends_with_one_short_example() -> None:

@@ -87,7 +87,7 @@ def test_six_magics_are_printed_with_their_output() -> None:
 
 def test_the_table_of_magics_is_up_to_date() -> None:
     written = re.search(r"<!-- begin verbs -->\n(.*)\n<!-- end verbs -->", README, re.DOTALL)[1]
-    assert written == verbs_table(), "python tests/doubles/readme_tables.py prints it"
+    assert written == verbs_table(), "run python tests/doubles/readme_tables.py and copy its output"
 
 
 @pytest.mark.parametrize("session", blocks("console"))

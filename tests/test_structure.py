@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "colabkit"
 SUBPACKAGES = ("foundation", "storage", "packs", "loading", "training", "monitoring", "notebook")
 NAMESPACES = ("augment", "errors", "sampler", "types")
-"""Public namespaces besides the subpackages: they only import from the `__init__` modules of these."""
+"""Public namespaces besides the subpackages. They import only from the subpackages' `__init__` modules."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

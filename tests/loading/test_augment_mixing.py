@@ -113,7 +113,9 @@ def test_a_box_of_the_previous_image_replaces_that_of_each_image_and_labels_have
     is_own = (got == batch).all(1)
     assert torch.equal(is_own, ~(got == batch.roll(1, 0)).any(1))
     replaced = ~is_own
-    assert torch.equal(replaced, replaced.any(1, keepdim=True) & replaced.any(2, keepdim=True)), "not a rectangle"
+    assert torch.equal(replaced, replaced.any(1, keepdim=True) & replaced.any(2, keepdim=True)), (
+        "the replaced pixels are not a rectangle"
+    )
     assert replaced.any()
     for index in range(8):
         own = is_own[index].float().mean().item()

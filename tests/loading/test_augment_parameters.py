@@ -61,7 +61,7 @@ def test_random_crops_are_uniform_as_in_torchvision(padding, size):
     rows, columns = size[0] + top + bottom - 32 + 1, size[1] + left + right - 32 + 1
     counts = np.bincount((got[:, 0] + top) * columns + got[:, 1] + left, minlength=rows * columns)
     cells, expected = rows * columns, COUNT / (rows * columns)
-    assert len(counts) == cells, "a crop lies beyond the border"
+    assert len(counts) == cells, "a crop is outside the padded image"
     # The chi-squared statistic has mean cells - 1 and variance 2 * (cells - 1); allow 5 standard deviations.
     assert ((counts - expected) ** 2 / expected).sum() <= cells - 1 + 5 * math.sqrt(2 * (cells - 1))
     torch.manual_seed(1)
@@ -137,4 +137,4 @@ def test_squares_follow_the_distribution_of_the_original_cutout(size):
     for axis in (1, 2):
         assert_same_distribution(got.any(axis).argmax(1), expected.any(axis).argmax(1))
         assert_same_distribution(got.any(axis).sum(1), expected.any(axis).sum(1))
-    assert (got.any(2).sum(1) * got.any(1).sum(1) == got.sum((1, 2))).all(), "not a rectangle"
+    assert (got.any(2).sum(1) * got.any(1).sum(1) == got.sum((1, 2))).all(), "the erased pixels are not a rectangle"

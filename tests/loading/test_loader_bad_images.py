@@ -20,7 +20,7 @@ from colabkit.packs import FileDataset, open_pack
 from colabkit.sampler import Shuffled
 
 BAD = {4: b"<html> not found", 9: b""}
-"""Content of the bad files by their number among the twelve; another file is truncated."""
+"""Content of two bad files, by file number; file `CUT` is truncated."""
 CUT = 10
 TRANSFORMS = [
     None,

@@ -204,7 +204,7 @@ def resources() -> tuple[int, int, int, int]:
     return threading.active_count(), len(process.children(recursive=True)), process.num_fds(), process.memory_info().rss
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no counts of the process's resources here")
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not count a process's resources")
 @pytest.mark.parametrize("way", sampled(WAYS, 2))
 def test_two_hundred_epochs_leak_nothing(makes, way):
     loader = makes[way](num_workers=2)

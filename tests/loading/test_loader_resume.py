@@ -347,7 +347,7 @@ SPOILT_STATES = [
     ({"samples": "4"}, "'4'"),
     ({"world_size": "two"}, "two"),
 ]
-"""Changes of a state, with a part of the error message."""
+"""Changes to a state, each with a part of the error message."""
 
 
 def test_an_invalid_or_incomplete_state_raises_an_error_and_changes_nothing(raw):

@@ -34,7 +34,7 @@ def test_the_magics_run_the_full_pipeline_and_return_reports(shell: InteractiveS
     staged = shell.user_ns["staged"]
     assert isinstance(staged, colabkit.StageReport)
     packed = shell.run_line_magic("pack", "{staged.path} $folder/x.h5 --no-progress --splits train=0.5,test=0.5")
-    assert not (tmp_path / "x.h5").exists(), "only a whole word is a variable"
+    assert not (tmp_path / "x.h5").exists(), "a variable inside a word is replaced"
     assert isinstance(packed, colabkit.PackReport)
     assert packed.path == Path("$folder/x.h5")
     packed.path.unlink()

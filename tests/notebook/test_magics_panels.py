@@ -70,7 +70,7 @@ def test_switching_the_panel_off_suggests_watch_if_no_loop_was_detected(
     assert hints("for batch in foreign: pass", "a = 5") == 1
     assert hints("for batch in foreign: pass", LOOP, "a = 5") == 0
     assert hints("%dashboard --screen none", "for batch in foreign: pass") == 0
-    assert hints() == 0, "no cell ran beside it"
+    assert hints() == 0, "a hint is shown although no other cell ran"
 
 
 def test_the_options_match_the_function(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,18 +99,18 @@ def test_the_panel_is_shown_in_each_cell_that_loops_until_it_is_switched_off(
     run(shell, "%dashboard").raise_error()
     assert "%dashboard --off" in shown_by(capsys)[0]
     run(shell, "a = 5")
-    assert shown_by(capsys) == [], "a cell that loads nothing has no panel"
+    assert shown_by(capsys) == [], "a cell without a loop shows a panel"
     for _ in range(2):
         run(shell, LOOP).raise_error()
         assert sum("step 6/6" in line for line in shown_by(capsys)) == 1
     run(shell, "import colabkit")
     run(shell, "report = colabkit.train(lambda batch: 0.5, loader)").raise_error()
-    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1, "one panel beside train(), too"
+    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1, "train() and %dashboard do not share one panel"
     run(shell, "%dashboard --off").raise_error()
     run(shell, LOOP)
     assert shown_by(capsys) == []
     run(shell, "report = colabkit.train(lambda batch: 0.5, loader)").raise_error()
-    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1, "that of train() stays"
+    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1, "train() shows no panel of its own"
 
 
 def test_the_panel_shows_that_its_cell_failed(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:

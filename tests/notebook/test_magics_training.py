@@ -111,9 +111,9 @@ def test_batches_of_any_structure_have_x_and_y(shell: InteractiveShell, data: ob
     shell.user_ns["data"] = data
     train(shell, "data --batch-size 4", "seen.append((type(x), type(y), getattr(x, 'ndim', 0), batch))")
     ((x_type, y_type, dimensions, batch),) = shell.user_ns["seen"]
-    assert (x_type, y_type, dimensions) == (x, y, 2), "x is the samples, whatever their place"
+    assert (x_type, y_type, dimensions) == (x, y, 2), "x does not contain the samples"
     if isinstance(data, tuple):
-        assert batch[2].tolist() == [7] * 4, "further fields are in the batch"
+        assert batch[2].tolist() == [7] * 4, "the batch lacks its third field"
 
 
 def test_the_variables_of_the_body_are_restored_even_after_an_error(shell: InteractiveShell) -> None:
@@ -179,7 +179,7 @@ def test_an_error_shows_the_line_of_the_cell_without_colabkits_frames(
     text = "\n".join(shown)
     trace = text[text.rindex("Traceback") :]
     assert "broken = inner(" in trace
-    assert re.search(r"-+> ?4 broken = inner", trace), "line 4 of the cell"
+    assert re.search(r"-+> ?4 broken = inner", trace), "the traceback does not point to line 4 of the cell"
     assert "return value / 0" in trace
     for hidden in ("colabkit/training", "colabkit/magics", "run_cell_magic", "loop.py"):
         assert hidden not in trace
@@ -248,12 +248,12 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_one_line(
     assert isinstance(result.error_in_exec, TrainingInterrupted)
     assert result.error_in_exec.report.steps == 4
     assert result.error_in_exec.report.checkpoint is not None
-    assert shell.user_ns["seen"] == [(0, 0), (0, 1), (0, 2), (1, 3)], "the step that ran came to its end"
+    assert shell.user_ns["seen"] == [(0, 0), (0, 1), (0, 2), (1, 3)], "the interrupted step was not completed"
     last = shown_by(capsys)[-1]
     assert last.startswith("TrainingInterrupted: Training stopped after step 4: checkpoint ")
     assert not set(NAMES) & shell.user_ns.keys()
     report = train(shell, line, "seen.append((epoch, step))")
-    assert shell.user_ns["seen"][4:] == [(1, 4), (1, 5)], "numbers go on"
+    assert shell.user_ns["seen"][4:] == [(1, 4), (1, 5)], "epoch and step numbers do not continue"
     assert report.resumed_from is not None
 
 

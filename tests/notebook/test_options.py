@@ -165,7 +165,9 @@ def test_words_after_two_dashes_are_not_options() -> None:
 def test_none_may_be_written_as_in_python() -> None:
     assert all(parse("pack", "a", "b", "--labels", word)["labels"] is None for word in ("none", "None"))
     assert all(parse("prepare", "a", "--to", word)["to"] is None for word in ("none", "None"))
-    assert parse("pack", "a", "b", "--splits", "none")["splits"] == "none", "a column: leaving it out says None"
+    assert parse("pack", "a", "b", "--splits", "none")["splits"] == "none", (
+        "the word none is not taken as the name of a column"
+    )
 
 
 def test_a_positional_option_with_a_default_may_be_omitted() -> None:

@@ -35,7 +35,9 @@ def test_bash_completes_verbs_options_and_choices(script: Path) -> None:
     assert completed_by_bash(script, "colabkit", "pack", "--no-res") == {"--no-resume"}
     assert completed_by_bash(script, "colabkit", "pack", "a", "--encoding", "") == {"raw", "source", "jpeg", "auto"}
     assert completed_by_bash(script, "colabkit", "completion", "") == {"bash", "zsh", "fish"}
-    assert completed_by_bash(script, "colabkit", "stage", "fol") == set(), "bash completes file names"
+    assert completed_by_bash(script, "colabkit", "stage", "fol") == set(), (
+        "the script completes file names, which bash completes itself"
+    )
 
 
 @pytest.mark.parametrize("script", ["bash", "zsh", "fish"], indirect=True)

@@ -54,7 +54,7 @@ def test_folders_that_wrap_the_whole_tree_are_ignored(wrap):
     expected = {"train": {f"{wrap}train/cats/1.jpg": "cats"}, "test": {f"{wrap}test/cats/2.jpg": "cats"}}
     assert classes_of(found) == expected
     for paths in (("cats/1.jpg", "cats/2.jpg"), ("cats/1.jpg", "cats/deep/2.jpg")):
-        assert labelled_paths(*paths).classes == ("cats",), "a single class is no wrapping"
+        assert labelled_paths(*paths).classes == ("cats",), "a single class folder is ignored"
 
 
 def test_hidden_files_and_other_files_are_left_out_and_listed():

@@ -164,7 +164,9 @@ def test_a_source_without_a_good_file_is_an_error(tmp_path, tree, on_bad, option
     with pytest.raises((BadImage, BadSource), match=r"Cannot pack '.*tree'") as caught:
         pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=max_bad, progress=False, **options)
     if max_bad == 500:
-        assert str(caught.value).endswith("Check the source."), "a larger max_bad would not help"
+        assert str(caught.value).endswith("Check the source."), (
+            "the error suggests a larger max_bad, which does not help"
+        )
     assert names_in(tmp_path) == ["tree"]
 
 

@@ -245,7 +245,7 @@ def test_without_drive_the_report_explains_why_the_pack_is_not_saved(image_tree,
     assert "colabkit.mount()" in report.unsaved
     assert "Or use to=None to save nothing." in repr(report)
     monkeypatch.setenv("COLABKIT_DRIVE", str(drive))
-    assert ready(image_tree).report.saved_path is not None, "not saved although Drive is mounted"
+    assert ready(image_tree).report.saved_path is not None, "the pack is not saved although Drive is mounted"
 
 
 def test_packs_are_never_saved_inside_their_source(image_tree):

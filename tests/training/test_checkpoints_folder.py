@@ -335,7 +335,7 @@ def test_close_discards_unsealed_checkpoints_and_later_saves_are_refused(tmp_pat
     assert not checkpoints.is_free
     closing = threading.Thread(target=checkpoints.close)
     closing.start()
-    wait_for(lambda: checkpoints._is_over, "the close")
+    wait_for(lambda: checkpoints._is_over, "close()")
     disk.release()
     closing.join()
     assert steps_at(tmp_path) == [10]

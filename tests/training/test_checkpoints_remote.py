@@ -37,7 +37,9 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., FuseMount]]:
     yield mount
     for one in mounted:
         one.__exit__(None, None, None)
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
+    wait_for(
+        lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of the hanging threads"
+    )
 
 
 def elsewhere(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -95,7 +97,10 @@ def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpo
         assert checkpoints.latest == near_of(near_storage) / "checkpoint-00000030.pt"
         assert len(caplog.records) == 1
         mount.go_on()
-        wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
+        wait_for(
+            lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"],
+            "the end of the hanging threads",
+        )
         monkeypatch.setattr(files, "STALLED_S", 60.0)
         checkpoints.save(40, content(40), score=0.3)
         checkpoints.finish()
@@ -163,7 +168,9 @@ def test_a_drive_that_hangs_on_resume_raises_timed_out(tmp_path, near_storage, d
     with pytest.raises(TimedOut, match=r"Cannot resume from .+ has not responded"):
         CheckpointFolder(folder).newest()
     mount.go_on()
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
+    wait_for(
+        lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of the hanging threads"
+    )
     assert found(folder) == (10, [])
 
 
@@ -192,7 +199,9 @@ def test_an_interrupt_of_finish_is_raised_and_close_ends_the_threads(tmp_path, n
     # Only the thread that hangs in the mount is left.
     assert [t.name for t in threading.enumerate() if t.name.startswith("colabkit-")] == ["colabkit-read"]
     mount.go_on()
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
+    wait_for(
+        lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of the hanging threads"
+    )
     assert steps_at(near_of(near_storage)) == [10]
     assert list((tmp_path / "root" / "run").iterdir()) == []
 

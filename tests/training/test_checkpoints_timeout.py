@@ -103,7 +103,7 @@ def test_training_continues_while_its_disk_hangs_and_reports_failed_saves(tmp_pa
     def note(done: meters.StepDone) -> None:
         # Step 7 is the first step of the second epoch.
         if done.step == 7:
-            wait_for(lambda: not writers(), "the checkpoint of the first one")
+            wait_for(lambda: not writers(), "the checkpoint of the first epoch")
             disks.append(HeldDisk(file_hook, "create"))
         if done.step == 20:
             disks[0].release()
