@@ -1,4 +1,4 @@
-"""Packs: datasets of images or arrays in sealed HDF5 files.
+"""Packs: datasets stored in sealed HDF5 files.
 
 - `decode`: image decoding and encoding.
 - `labels`: labels and splits, taken from folders, columns or functions.

@@ -108,7 +108,7 @@ def test_a_shard_name_that_is_not_a_plain_file_name_raises(tmp_path):
     outside = make_pack(tmp_path / "other" / "birds.h5", train=2)
     for name in ("", "..", "other/birds.h5"):
         about = {"name": name, "seal": read_pack(outside).seal, "splits": {"train": 2}}
-        with pytest.raises(Corrupt, match="is not the name of a file next to it"):
+        with pytest.raises(Corrupt, match="is not a plain file name"):
             open_pack(make_shards(tmp_path / f"{len(name)}.h5", {"train": 2}, shards=[about]))
 
 

@@ -1,4 +1,4 @@
-"""Decodes images to uint8 arrays with the fastest decoder that matches Pillow, and loads `.npy` files.
+"""Decodes images with the fastest decoder that matches Pillow, and loads `.npy` files.
 
 Every image is decoded as follows:
 
@@ -8,15 +8,15 @@ Every image is decoded as follows:
 - Transparency: dropped without blending, so the hidden colors become visible.
 - Palettes: looked up. Black and white: 0 and 255.
 - CMYK and YCCK: converted by Pillow without color profiles; JPEG values are always treated as inverted, like Adobe's.
-- 16-bit: the upper 8 bits are kept. 32-bit: clipped to 0 to 65,535, then like 16-bit. Floating point: an error.
+- 16-bit: the upper 8 bits are kept. 32-bit: clipped to 0 to 65,535, then treated as 16-bit. Floating point: an error.
 - Animations and multi-page files: the first image.
 - Size: scaled to cover `size` and cropped around the center, bilinear with antialiasing. The result is that of
   `ImageOps.fit` on the upright image, within 1 of 255 if the image is rotated. A JPEG of at least 4 times the size is
   reduced by a factor of 2, 4 or 8 while it is decoded, which changes values by 0.5 of 255 on average (see
   `pixels.KEPT`).
 - Pixel count: more than 89,478,485, Pillow's limit against decompression bombs, is an error before decoding.
-- JPEG: within 2 of 255 of Pillow. Bytes after the image are ignored and a truncated file is an error. If libjpeg only
-  warns of a flaw, Pillow decodes the file and ignores the flaw.
+- JPEG: values differ from Pillow's by at most 2 of 255. Bytes after the image are ignored and a truncated file is an
+  error. If libjpeg only warns of a flaw, Pillow decodes the file and ignores the flaw.
 - Formats: BMP, GIF, JPEG, PNG, PPM, TIFF and WebP; formats that would run an external program are excluded.
 
 JPEG files of one or three components are decoded by simplejpeg, torchcodec or torchvision (see `jpeg`), all others by
@@ -83,8 +83,8 @@ def decode_image(data: Data, channels: int = 3, size: Size | None = None) -> Pix
         The pixels, upright.
 
     Raises:
-        BadImage: if the bytes are not an image, are truncated, or have too many pixels. The message is only the reason,
-            since the caller knows the file's name.
+        BadImage: if the bytes are not an image or are truncated, or the image has too many pixels. The message contains
+            only the reason, because the caller knows the file's name.
     """
     pixels, stored, orientation = _decode(data, channels, size)
     if size is not None:
@@ -93,7 +93,7 @@ def decode_image(data: Data, channels: int = 3, size: Size | None = None) -> Pix
 
 
 def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], None]:
-    """Return a function that decodes an image into a row of a batch, in place if a JPEG needs no conversion.
+    """Return a function that decodes an image into a row of a batch, without a copy for a JPEG of the row's shape.
 
     The function takes the bytes of an image file and a `uint8` array of `shape`, `[H, W, C]` with C = 3 (RGB) or 1
     (luminance). It does not check the array, which saves time for tiny files. It raises `BadImage` like `decode_image`,
@@ -151,7 +151,7 @@ def image_size(data: Data) -> Size:
 def check_image(data: Data) -> Size:
     """Return the upright height and width of an image, after checking as cheaply as possible that it can be decoded.
 
-    A JPEG is decoded at an eighth of its size, which reads all of its data; other formats are decoded in full.
+    A JPEG is decoded at an eighth of its size, so all of its data is read; other formats are decoded in full.
 
     Raises:
         BadImage: like `decode_image`.
@@ -175,7 +175,7 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
 
     Raises:
         BadImage: if the bytes are not a `.npy` file of format 1 or 2, hold Python objects, or do not match the size in
-            the header. The message is only the reason, since the caller knows the file's name.
+            the header. The message contains only the reason, because the caller knows the file's name.
     """
     if not data:
         raise BadImage("the file is empty")
@@ -204,7 +204,7 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
     except BadImage:
         raise
     except Exception as error:
-        # NumPy evaluates the header as a literal, which can raise any error.
+        # NumPy evaluates the header as a Python literal, so any error is possible.
         raise BadImage(f"the header of the array is damaged ({error})") from error
 
 

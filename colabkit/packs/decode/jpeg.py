@@ -146,7 +146,8 @@ class JpegDecoder:
             supported.
         decode_top: like `decode_into`, but accepts a file with more rows than its header declares; None if not
             supported.
-        turns: whether it applies the orientation itself, by other rules, so it is used only for upright images.
+        turns: whether the decoder applies the orientation. Its rules differ from Pillow's, so it decodes only upright
+            images.
     """
 
     name: str
@@ -249,11 +250,12 @@ def _works(found: JpegDecoder) -> bool:
 def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
     """Encode `uint8 [H, W, 1 or 3]` as a baseline JPEG file with 4:2:0 subsampling and no metadata.
 
-    simplejpeg always uses the fast DCT below quality 96, which differs from Pillow by up to 0.1 of 255 on average.
+    Below quality 96, simplejpeg always uses the fast DCT; its pixels differ from Pillow's by up to 0.1 of 255 on
+    average.
 
     Raises:
-        BadImage: if the pixels have another shape or dtype, or a side of 0 or more than 65,500. The message is only the
-            reason.
+        BadImage: if the pixels have another shape or dtype, or a side of 0 or more than 65,500 pixels. The message
+            contains only the reason.
     """
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
         raise BadImage(f"the pixels are {pixels.dtype} {list(pixels.shape)} instead of uint8 [H, W, 1 or 3]")

@@ -1,4 +1,4 @@
-"""Pixel limits, orientation and scaling, and decoding with Pillow for files that the fast decoders do not support."""
+"""Pixel limit, orientation and scaling, and decoding with Pillow for files that the fast decoders do not support."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Size = tuple[int, int]
 """Height and width."""
 
 MAX_PIXELS = 89_478_485
-"""Pillow's limit against decompression bombs, where it only warns."""
+"""Largest number of pixels of an image: above it, Pillow warns of a decompression bomb and colabkit raises an error."""
 
 FACTORS = (8, 4, 2)
-"""Factors by which libjpeg-turbo divides an image while decoding; other factors are slower than a full decode."""
+"""Factors by which libjpeg-turbo reduces height and width while decoding; others are slower than a full decode."""
 
 KEPT = 2
-"""An image scaled while decoding keeps this multiple of the requested size; the rest is resampled.
+"""An image reduced while decoding keeps at least this multiple of the requested size, and is then resized.
 
 On 400 photos at 32, 64, 128 and 224 pixels, the result differs from a full decode by 0.4 to 0.5 of 255 on average, and
-by 1.4 in the worst photo; 99.9% of the values differ by at most 6. Without this margin, the numbers are 1.6, 4.9 and
-23.
+by 1.4 in the worst photo; 99.9% of the values differ by at most 6. Without this margin, these differences are 1.6, 4.9
+and 23.
 """
 
 
@@ -45,11 +45,11 @@ _HEIF = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1")
 
 
 class OtherSize(BadImage):
-    """An image that does not have the required size; the message is only the reason."""
+    """Error for an image that does not have the required size; the message contains only the reason."""
 
 
 def describe_sizes(found: Size, needed: Size) -> str:
-    """Return the message of an `OtherSize` error."""
+    """Return the message of `OtherSize` for the found and the required size."""
     return f"the image has {found[1]}x{found[0]} pixels instead of {needed[1]}x{needed[0]}"
 
 
@@ -60,12 +60,12 @@ def check_pixels(height: int, width: int) -> None:
 
 
 def turn_size(size: Size, orientation: int) -> Size:
-    """Convert height and width between stored and upright; the conversion is its own inverse."""
+    """Convert a size from stored to upright, or from upright to stored."""
     return (size[1], size[0]) if orientation >= 5 else size
 
 
 def divide_size(size: Size, factor: int) -> Size:
-    """Return height and width divided and rounded up, as libjpeg does."""
+    """Divide height and width by a factor and round up, as libjpeg does."""
     return -(-size[0] // factor), -(-size[1] // factor)
 
 
@@ -80,8 +80,8 @@ def choose_factor(stored: Size, orientation: int, wanted: Size | None) -> int:
 def fit_pixels(pixels: Pixels, stored: Size, orientation: int, wanted: Size) -> Pixels:
     """Scale pixels to cover an upright size and crop around the center, bilinear with antialiasing; does not rotate.
 
-    The pixels may already have been scaled while decoding. `stored` is the size before that, which is needed because an
-    odd side is not halved exactly.
+    The pixels may already have been reduced while decoding. `stored` is the size before the reduction; it is needed
+    because an odd side is not halved exactly.
     """
     height, width = turn_size(wanted, orientation)
     if pixels.shape[:2] == (height, width) == stored:
@@ -153,7 +153,7 @@ def check_with_pillow(data: Data) -> Size:
 
 
 def measure_with_pillow(data: Data) -> Size:
-    """Return the upright height and width of an image; decodes only the rare PNG files with metadata at the end."""
+    """Return the upright height and width of an image; decode only the rare PNG files with metadata after the pixels."""
     with _open(data) as image:
         if image.format == "PNG" and _has_late_metadata(data):
             image.load()
@@ -188,7 +188,7 @@ def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
     """Decode an image, dividing a JPEG by the chosen factor, and return its stored height and width."""
     stored = image.height, image.width
     if image.format not in _JPEG:
-        # Loading rotates a TIFF, so the size is read afterwards.
+        # Read the size after loading, because loading rotates a TIFF.
         image.load()
         return image.height, image.width
     factor = choose(stored)

@@ -21,7 +21,7 @@ CRC = "crc"
 SAMPLES = "X"
 LABELS = "Y"
 SPLITS = ("train", "val", "test")
-"""The splits in the order of a pack; `val` may be stored as `valid` or `dev`, which are names of the same split."""
+"""Splits in the order in which a pack stores them; `val` may be stored under its other names, `valid` and `dev`."""
 
 _SPLIT_OF = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -32,7 +32,7 @@ _SPLIT_OF = {
 Content: TypeAlias = Literal["image", "array", "text", "bytes", "labels"]
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-"""Numbers of samples or rows, counted from 0."""
+"""Indices of samples or rows, starting at 0."""
 
 SPLIT_NAMES = tuple(_SPLIT_OF)
 """All accepted names of splits, in lower case."""
@@ -44,16 +44,16 @@ def split_named(name: object) -> str | None:
 
 
 def find_split(names: Iterable[str], split: object) -> str | None:
-    """Return the name that stands for the same split as `split`; None if there is none."""
+    """Return the first of `names` that stands for the same split as `split`; None if none does."""
     wanted = split_named(split)
     return next((name for name in names if name == split or (wanted and split_named(name) == wanted)), None)
 
 
 def stored_splits(words: Iterable[object]) -> dict[str, str]:
-    """Return the name under which a pack stores each split, given a source's names; the first name of a split counts.
+    """Map each split of a source, in the order of `SPLITS`, to the name under which a pack stores it.
 
-    The names `valid` and `dev` stay unchanged; all other names are replaced by those in `SPLITS`, in whose order the
-    result is.
+    `valid` and `dev` keep their names; every other split gets its name in `SPLITS`. If a source has several names for
+    one split, the first name counts. Unknown names are ignored.
     """
     found: dict[str | None, str] = {}
     for word in words:
@@ -89,7 +89,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """One dataset of a pack and its location; `offset` is in bytes, -1 before the file exists."""
+    """A dataset in a pack file; `offset` is in bytes, -1 until the dataset is created."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,7 +104,7 @@ class DataSet:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One shard, as listed in the index: file name next to the index, seal, and number of samples in each split."""
+    """A shard as listed in the index: its file name, its seal, and its number of samples in each split."""
 
     name: str
     seal: str
@@ -116,9 +116,9 @@ class PackInfo:
     """Description of a sealed pack.
 
     Attributes:
-        path: path of the file; for several shards, of the index.
-        data_sets: datasets by name. An index holds the labels of all shards; the shards hold them too, along with all
-            other fields.
+        path: path of the pack file, or of the index if the pack has shards.
+        data_sets: datasets by name. An index holds only the labels of all shards; each shard holds all fields of its
+            samples, labels included.
         meta: fields, classes, source, options, counts, omitted and bad samples.
         table_crcs: CRC32 of each table's bytes, by dataset name. All other datasets are covered by the CRCs of the
             samples.
@@ -142,17 +142,17 @@ class PackInfo:
 
     @property
     def inferred(self) -> Mapping[str, str]:
-        """What `pack()` inferred about the samples, by the option that sets it."""
+        """Values that `pack()` inferred, described as text, by the option that overrides each."""
         return dict(self.meta.get("inferred", {}))
 
     @cached_property
     def fields(self) -> Mapping[str, Field]:
-        """The fields of every sample by name, in order; `X` is first."""
+        """Fields of a sample by name; `X` is first."""
         return {name: Field(name, *about) for name, about in self.meta["fields"].items()}
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards in order; empty if the samples are in this file."""
+        """Shards in the order of their samples; empty if the samples are in this file."""
         return tuple(Shard(**about) for about in self.meta.get("shards", ()))
 
     def sample_fields(self) -> tuple[Field, ...]:
@@ -180,10 +180,10 @@ class PackInfo:
         return private
 
     def table(self, name: str) -> npt.NDArray[Any]:
-        """Return a table, copied into memory and checked against its CRC.
+        """Return a copy of a table, checked against its CRC.
 
         Raises:
-            Corrupt: if its bytes do not match the CRC.
+            Corrupt: if the table does not match its CRC.
         """
         table = np.array(self.map(name))
         if crc32(table.tobytes()) != self.table_crcs[name]:
@@ -192,7 +192,7 @@ class PackInfo:
 
 
 def name_inferred(inferred: Mapping[str, str]) -> Text:
-    """Return what was inferred as one line, with the option that sets each part."""
+    """Describe inferred values in one line, each with the option that overrides it."""
     texts = [(text, " (", option(name), ")") for name, text in inferred.items()]
     return tuple((text, "; ") for text in texts[:-1]) + tuple(texts[-1:])
 

@@ -1,4 +1,4 @@
-"""Pack files: reserving space, writing the seal, and checking seal and layout before HDF5 reads the file."""
+"""Creates and seals pack files, and checks their seal and layout before HDF5 parses them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _REQUIRED = ("classes", "encoding", "label_kind", "sample_shape", "source")
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 # Allowed dtype kinds: numbers, and byte strings of fixed length.
 _KINDS = "biufcS"
-# Longer metadata values are stored in a dataset because an attribute is limited to 64 KiB.
+# Metadata values of more characters go into a dataset, because HDF5 limits an attribute to 64 KiB.
 _LONG_CHARS = 2000
 # Maximum number of digits in an offset, a size or a CRC.
 _DIGITS = 20
@@ -49,10 +49,10 @@ _DIGITS = 20
 def create_pack(
     path: Path, data_sets: Iterable[DataSet], meta: Mapping[str, Any]
 ) -> tuple[dict[str, DataSet], dict[str, int]]:
-    """Create an unsealed pack with all space reserved; long values of `meta` are stored in a dataset.
+    """Create an unsealed pack with all space reserved; write long values of `meta` to a dataset.
 
     Returns:
-        The datasets with their offsets, by name, and the CRC32s of the tables that are already written.
+        The datasets with their offsets, by name, and the CRC32 of the dataset of long values, if there is one.
 
     Raises:
         InvalidOption: if the seal has no room for this many datasets.
@@ -93,7 +93,7 @@ def create_pack(
 
 
 def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str, int]) -> str:
-    """Write the seal, sync the file to disk, and return the seal; the file keeps its length."""
+    """Write the seal into the user block, sync the file to disk, and return the seal."""
     spans = sorted((one.offset, one.size_bytes) for one in data_sets if one.size_bytes)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -125,11 +125,11 @@ def read_pack(path: Path) -> PackInfo:
     """Return the description of a pack, after checking its seal, length and layout.
 
     Raises:
-        SourceMissing: if the file does not exist.
-        BadSource: if it is not an HDF5 file.
-        NotSealed: if it is HDF5 but not a finished pack.
-        Corrupt: if it has changed since it was sealed.
-        FileFailed: if it cannot be read.
+        SourceMissing: if the path is not a regular file.
+        BadSource: if the file is not an HDF5 file.
+        NotSealed: if the file is HDF5 but not a finished pack of this format version.
+        Corrupt: if the file has changed since it was sealed.
+        FileFailed: if the file cannot be read.
     """
     import h5py
 
@@ -169,11 +169,11 @@ def _check_meta(info: PackInfo) -> None:
     if shape is not None and not (isinstance(shape, list) and all(type(side) is int and side >= 0 for side in shape)):
         raise corrupt(info.path, f"its metadata has the invalid sample shape {shape!r:.80}")
     if odd := [shard.name for shard in info.shards if Path(shard.name).name != shard.name or shard.name in ("", "..")]:
-        raise corrupt(info.path, f"the shard name {odd[0]!r} is not the name of a file next to it")
+        raise corrupt(info.path, f"the shard name {odd[0]!r} is not a plain file name")
 
 
 def _check_fields(info: PackInfo) -> None:
-    """Raise `Corrupt` if a dataset has the wrong number of samples or an unsuitable type."""
+    """Raise `Corrupt` if a dataset has the wrong number of samples or a table is invalid."""
     for split in info.splits:
         for field in info.fields.values():
             if info.shards and field.data_set(split) not in info.data_sets:
@@ -207,7 +207,7 @@ def is_pack(path: Path) -> bool:
 
 
 def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
-    """Return the seal and the tables' CRCs; raise `Corrupt` if any byte outside the datasets has changed."""
+    """Return the seal and the tables' CRCs, after checking all bytes outside the datasets."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         length = os.fstat(fd).st_size
@@ -216,7 +216,7 @@ def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
             raise _not_sealed(act, fd, head, length)
         digest, text = head[len(SEAL_MARK) :][:_DIGEST_LENGTH], head[len(SEAL_MARK) + _DIGEST_LENGTH :].rstrip(b"\0")
         if hashlib.sha256(text).hexdigest().encode() != digest:
-            raise corrupt(path, "its seal does not match the seal's SHA-256")
+            raise corrupt(path, "its seal does not match the SHA-256 stored in it")
         sealed = json.loads(text)
         if length != sealed["length"]:
             raise corrupt(path, f"it has {length} bytes instead of {sealed['length']}")
@@ -232,12 +232,12 @@ def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotS
     if head.startswith(_NAME):
         version = head[len(_NAME) :][:8].partition(b"\n")[0].decode("ascii", "replace")
         other = f"it has pack format {version}"
-        return NotSealed(cannot(act, other, f"format {_FORMAT_VERSION}", "Update colabkit, or pack it again"))
+        return NotSealed(cannot(act, other, f"format {_FORMAT_VERSION}", "Update colabkit, or pack the data again"))
     if hdf5_start(fd, length) is None:
         found = f"it is not an HDF5 file (it starts with {head[:8]!r})" if head else "the file is empty"
-        return BadSource(cannot(act, found, "a pack", "Check the path, or pack or stage it again"))
+        return BadSource(cannot(act, found, "a pack", "Check the path, or pack or stage the data again"))
     if not any(head):
-        return NotSealed(cannot(act, "the pack was never finished", "a sealed pack", "Pack it again"))
+        return NotSealed(cannot(act, "the pack was never finished", "a sealed pack", "Pack the data again"))
     next_step = ("Create a pack with ", call("pack"))
     return NotSealed(cannot(act, "it is an HDF5 file without colabkit's seal", "a sealed pack", next_step))
 
@@ -266,7 +266,7 @@ def outside_digest(fd: int, length: int, spans: Iterable[Sequence[int]]) -> str:
 
 
 def _data_set(path: Path, file: h5py.File, name: str) -> DataSet:
-    """Return the location of a dataset; raise `Corrupt` unless it is a contiguous array of numbers in this file."""
+    """Return a dataset's description; raise `Corrupt` unless its values are contiguous and stored in this file."""
     import h5py
 
     if not isinstance(file.get(name, getlink=True), h5py.HardLink) or not isinstance(file[name], h5py.Dataset):
