@@ -56,7 +56,7 @@ class LabelledDataset(Dataset[Any]):
         return self._count
 
     def _place(self, index: Any) -> int:
-        """Return the equivalent non-negative index; raises `TypeError` or `MissingSample` for an invalid index."""
+        """Return the equivalent non-negative index; raise `TypeError` or `MissingSample` for an invalid index."""
         place = operator.index(index)
         if not -self._count <= place < self._count:
             raise missing_sample(place, self._count)
@@ -91,8 +91,8 @@ class PackedDataset(LabelledDataset):
     - `X` is a newly allocated tensor: images are `uint8 [C, H, W]`, other arrays keep their stored shape and dtype.
       Image files are decoded.
     - `Y` is an `int` for classes, a tensor for multi-label and regression. It is omitted if the split has no labels.
-    - Additional fields follow in the pack's order, as tensors, `str` or `bytes`. A sample with a single field is that
-      field, not a tuple.
+    - Additional fields are tensors, `str` or `bytes`, in the order of `fields`. If `X` is the only field, a sample is
+      its value instead of a tuple.
     - In a batch, each field is one tensor `[B, ...]`, or a list for text, bytes, and samples of different shapes.
 
     Samples read by integer index are checked against their CRC, and so are batches that are decoded or contain text.
@@ -138,7 +138,7 @@ class PackedDataset(LabelledDataset):
         """All samples as stored, `[N, ...]`, as a tensor over the read-only memory map. Never write to it.
 
         Raises:
-            InvalidOption: for a view, several shards or samples to decode, which have no single memory map.
+            InvalidOption: if the dataset is a view, or its samples are in several shards or must be decoded.
         """
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
@@ -148,9 +148,9 @@ class PackedDataset(LabelledDataset):
         return _map_tensor(maps[0])
 
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
-        """Return the split's rows of a field as stored, `[N, ...]`: one read-only tensor per memory-mapped file.
+        """Return a field's rows for the full split as stored, `[N, ...]`: one read-only tensor per file.
 
-        Returns None if samples must be decoded or read through HDF5.
+        Returns None if the field must be decoded, converted or read through HDF5.
         """
         maps = self._opened.samples.maps(name)
         return None if maps is None else tuple(map(_map_tensor, maps))
@@ -170,7 +170,7 @@ class PackedDataset(LabelledDataset):
 
         Args:
             name: one of `fields`, except the labels.
-            numbers: sample numbers from 0, `int64 [B]`.
+            numbers: indices of the samples, `int64 [B]`.
         """
         return self._opened.samples.column(name, self._rows_of(numbers))
 
@@ -223,7 +223,7 @@ class PackedDataset(LabelledDataset):
     def split(
         self, shares: Mapping[str, float] | Sequence[float] = (0.8, 0.2), *, seed: int = 0, stratify: bool = True
     ) -> dict[str, PackedDataset] | tuple[PackedDataset, ...]:
-        """Split all samples into views, as in `training, validation = data.split((0.9, 0.1))`.
+        """Split the dataset at random into views, as in `training, validation = data.split((0.9, 0.1))`.
 
         Args:
             shares: share of each view, adding up to 1; a mapping such as `{"train": 0.9, "val": 0.1}` returns a dict.
@@ -299,14 +299,14 @@ class PackedDataset(LabelledDataset):
         return *fields[: self._label_place], self._label(place), *fields[self._label_place :]
 
     def _rows_of(self, chosen: Indices) -> Indices:
-        """Return the rows of the split that hold these samples of the view."""
+        """Convert sample numbers of this view to rows of the split."""
         return chosen if self._numbers is None else self._numbers[chosen]
 
     def _strata(self, shares: Mapping[str, float]) -> Indices | None:
         return strata_of(self.info.meta["label_kind"], None if self.labels is None else self.labels.numpy(), shares)
 
     def _field(self, act: str, name: str) -> npt.NDArray[Any]:
-        """Return one field for all samples."""
+        """Return the values of one field for all samples."""
         if name == LABELS and self.labels is not None:
             return self.labels.numpy()
         if name not in self._opened.samples.names:

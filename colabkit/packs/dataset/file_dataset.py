@@ -58,8 +58,8 @@ class FileDataset(LabelledDataset):
     Attributes:
         source: the source of the files.
         split_name, labels, classes, fields: see `LabelledDataset`.
-        left_out: files that are not samples or are missing, with the reason.
-        inferred: what was inferred, such as the task, by the argument that sets it.
+        left_out: files that are missing or are not samples, with the reason.
+        inferred: inferred values, such as the task, by the argument that overrides each.
         fingerprint: hash of the files' relative paths, sizes and labels; a copy of the files has the same fingerprint.
 
     Example:

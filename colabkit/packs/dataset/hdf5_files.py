@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 
 DataSetNames: TypeAlias = str | Mapping[str, str]
-"""The dataset of the only split, or a mapping of split names to datasets."""
+"""Name of the only split's dataset, or a mapping of split names to dataset names."""
 
 _SEARCHED_BYTES = 1 << 16
 _WITH_SPLIT = (
@@ -92,11 +92,11 @@ class Hdf5Contents:
     """Contents of an HDF5 file not written by colabkit, by split.
 
     Attributes:
-        info: description, in the same form as that of a pack.
-        x: names of the datasets with the samples.
-        y: names of the datasets with the labels; may be empty.
-        samples: location and type of the samples.
-        labels: labels as a pack stores them.
+        info: description of the contents, as for a pack.
+        x: names of the datasets that hold the samples.
+        y: names of the datasets that hold the labels; empty if there are none.
+        samples: locations and types of the datasets that hold the samples.
+        labels: labels, converted as `pack()` converts them.
     """
 
     info: PackInfo
@@ -118,7 +118,7 @@ def is_plain_hdf5(path: Path) -> bool:
 
 
 def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool) -> Hdf5Contents:
-    """Return the contents of an HDF5 file, found by the given dataset names or by common ones; reads the labels.
+    """Return the contents of an HDF5 file, including its labels; search for common names if no names are given.
 
     Raises:
         BadSource: if a dataset does not exist or cannot be used.
@@ -178,7 +178,7 @@ def open_hdf5_split(
     """Return a split of the HDF5 file at `path`.
 
     Raises:
-        SourceChanged: if the file no longer has the identity `seal`.
+        SourceChanged: if the file's digest is no longer `seal`.
     """
     stamp = file_stamp(path)
     contents = inspect_hdf5(path, x, y or None, trusted)
@@ -200,7 +200,7 @@ def open_hdf5_split(
 
 @dataclass(frozen=True, slots=True)
 class _ReadColumn:
-    """Samples that must be read through HDF5: compressed, of varying length, or not in NumPy's memory layout."""
+    """A column of samples that cannot be memory-mapped, for example because they are compressed."""
 
     reader: Hdf5Reader
     found: Hdf5Dataset
@@ -224,7 +224,7 @@ class _ReadColumn:
 
 
 def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str, str]:
-    """Return dataset names by split, in the order of a pack."""
+    """Return dataset names by split, in the order of `SPLITS`."""
     if names is None:
         return {}
     given = {"train": names} if isinstance(names, str) else names if isinstance(names, Mapping) else {}
@@ -241,7 +241,7 @@ def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str,
 
 
 def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the names of the sample and label datasets, found by common names."""
+    """Return the datasets of samples and of labels by split, chosen by their common names."""
     names = list_datasets(file)
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:
@@ -271,7 +271,7 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
 
 
 def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
-    """Return the content type of the samples, and whether they vary in length."""
+    """Return the content of the samples, `image` or `array`, and whether they vary in length."""
     first = found[0]
     for other in found:
         if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
@@ -295,7 +295,7 @@ def _kind(found: Hdf5Dataset) -> str:
 
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return height, width and channels; grayscale images are often stored without a channel axis."""
+    """Return height, width and channels; many grayscale images are stored without a channel axis."""
     return (*shape, 1) if len(shape) == 2 else shape
 
 
@@ -304,7 +304,7 @@ def _with_channels(images: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, Tensor], LabelValues]:
-    """Return each split's labels as a pack stores them, and their kind and classes."""
+    """Return each split's labels, converted as `pack()` converts them, and the kind and classes of all labels."""
     if not stored:
         return {}, LabelValues("none", (), None)
     arrays = [array.reshape(len(array)) if array.shape[1:] == (1,) else array for array in stored.values()]
@@ -329,7 +329,7 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str,
 
 
 def _is_class(array: npt.NDArray[Any]) -> bool:
-    """Return false only for integers `[N, K]` other than 0 and 1, which are regression targets."""
+    """Return false only for integers `[N, K]` that are not all 0 or 1; these are regression targets."""
     return array.dtype.kind not in "iu" or array.ndim == 1 or bool(((array == 0) | (array == 1)).all())
 
 
@@ -338,7 +338,7 @@ def _text(value: object) -> str:
 
 
 def _identity(path: Path, layouts: str, labels: Mapping[str, npt.NDArray[Any]]) -> str:
-    """Return a digest that identifies a file by its layout, its labels, its length, and its first and last bytes."""
+    """Return a digest of a file's layout, labels and length, and of its first and last 64 KiB."""
     digest = hashlib.sha256(layouts.encode())
     for array in labels.values():
         digest.update(repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes())

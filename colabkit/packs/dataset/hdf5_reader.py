@@ -44,7 +44,7 @@ class Hdf5Dataset:
         shape: shape of the dataset.
         dtype: dtype of its elements.
         offset: offset of its values in the file, in bytes; None if they must be read through HDF5.
-        chunk_rows: number of samples stored together in a chunk.
+        chunk_rows: number of rows in a chunk; 1 if the dataset is not chunked.
         varies: whether its elements are byte strings of varying length.
     """
 
@@ -58,7 +58,7 @@ class Hdf5Dataset:
 
 @contextmanager
 def open_hdf5(act: str, path: Path) -> Iterator[h5py.File]:
-    """Open the file for reading and yield it; HDF5 errors caused by damage become `BadSource`."""
+    """Open a file for reading and yield it; convert errors caused by damage to `BadSource`."""
     import h5py
 
     try:
@@ -194,7 +194,7 @@ class Hdf5Reader:
         """Return the requested rows, `[B, ...]`, reading each chunk once."""
         wanted, place = np.unique(rows, return_inverse=True)
         gathered = np.empty((len(wanted), *found.shape[1:]), found.dtype)
-        # A run continues as long as the next row is adjacent or in the same chunk.
+        # Each run is one read. It continues as long as the next row is adjacent or in the same chunk.
         ends = np.flatnonzero((np.diff(wanted) > 1) & (np.diff(wanted // found.chunk_rows) > 0)) + 1
         act = f"read {found.name!r} of {str(self._path)!r}"
         with _lock:

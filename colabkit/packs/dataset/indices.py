@@ -1,4 +1,4 @@
-"""Sample numbers from the indices that users give, and the errors for invalid ones."""
+"""Conversion of indices given by the user to sample numbers, and errors for invalid indices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def resolve_indices(indices: Any, count: int) -> Indices:
     try:
         found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
     except ValueError:
-        # Nested lists have different lengths.
+        # NumPy rejects nested lists of different lengths.
         raise index_error(indices, count) from None
     if found.dtype == bool and found.shape == (count,):
         return np.flatnonzero(found)

@@ -58,17 +58,17 @@ def open_pack(
             splits, one dataset for each, as in `{"train": "X_train", "test": "X_test"}`. None searches for common names
             such as `X_train`.
         y: the datasets with the labels, in the same form; None means no labels if `x` is given.
-        trusted: for an HDF5 file, also allow links, external storage, virtual datasets and filter plugins, which read
-            other files or run third-party code, and samples of varying length.
+        trusted: for an HDF5 file, also allow links, external storage, virtual datasets, filter plugins and samples of
+            varying length. Some of these read other files or run third-party code.
 
     Returns:
         The pack, a mapping of split names to datasets.
 
     Raises:
         SourceMissing: if the file does not exist.
-        BadSource: if it is not an HDF5 file, or its datasets cannot be used.
-        NotSealed: if it is a pack that was never finished, or lost its seal.
-        Corrupt: if it has changed since it was sealed.
+        BadSource: if the file is not an HDF5 file, or its datasets cannot be used.
+        NotSealed: if the file is a pack that was never finished or lost its seal.
+        Corrupt: if the pack has changed since it was sealed.
         InvalidOption: if `x` or `y` is given for a pack, whose dataset names are fixed.
 
     Example:
@@ -153,7 +153,7 @@ class Pack(Mapping[str, PackedDataset]):
         return str(self.path)
 
     def show(self, split: str | None = None, n: int = 16, *, seed: int = 0) -> SampleGrid:
-        """Return a grid of random samples with their labels, which notebooks display as a picture.
+        """Draw random samples with their labels in a grid; notebooks display the result as a picture.
 
         Args:
             split: name of the split; None uses the first.

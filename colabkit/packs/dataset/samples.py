@@ -109,7 +109,7 @@ class ArrayColumn:
         return convert_rows(stored, self.content)
 
     def many(self, rows: Indices) -> Batch:
-        """Return rows gathered in one pass and one thread, which is safe in forked processes."""
+        """Return the values of several samples, gathered in one thread because threads do not survive a fork."""
         gathered = np.empty((len(rows), *self.array.shape[1:]), self.array.dtype)
         # With mode="raise", NumPy would buffer the output and copy it once more.
         np.take(self.array, rows, axis=0, out=gathered, mode="clip")
@@ -123,7 +123,7 @@ class RaggedColumn:
     Attributes:
         flat: the bytes of all samples.
         index: offset and length of each sample, `[N, 2]`.
-        content: kind of the samples, as in `Field`.
+        content: content of the samples, as in `Field`.
         channels: number of channels after decoding.
         blank: height and width of the black image for a sample that was bad when packed and has no bytes.
     """
@@ -166,10 +166,10 @@ class SingleFileSamples:
     Attributes:
         path: path of the file, for reading and for messages.
         split: name of the split, for messages.
-        columns: all fields except the labels, in order.
+        columns: all fields except the labels, in the order of a sample.
         checked: names of the fields that the CRCs cover.
         crcs: CRC32 of each sample, `[N]`.
-        first: index of the first sample in the split, counted across all shards, for messages.
+        first: index of the file's first sample in the split, for messages.
     """
 
     path: Path
@@ -279,14 +279,14 @@ class ShardedSamples:
         return _reorder(columns, place)
 
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return a field's rows as stored, one array per shard; None if they must be decoded."""
+        """Return a field's rows as stored, one array per shard; None if they need decoding or conversion."""
         found: list[npt.NDArray[Any]] = []
         for number in range(len(self._shards)):
             maps = self._shard(number).maps(name)
             if maps is None:
                 return None
             if found and (maps[0].shape[1:], maps[0].dtype) != (found[0].shape[1:], found[0].dtype):
-                reason = f"its samples of shape {list(maps[0].shape[1:])} differ from other shards"
+                reason = f"its samples have shape {list(maps[0].shape[1:])}, unlike those of other shards"
                 raise corrupt(self._shard(number).path, reason)
             found.extend(maps)
         return tuple(found)
@@ -322,14 +322,14 @@ class ShardedSamples:
 
 @dataclass(frozen=True)
 class OpenSplit:
-    """One split, ready to be read.
+    """An opened split.
 
     Attributes:
         info: description of the pack.
         split: name of the split.
         samples: all fields except the labels.
-        labels: `[N]` or `[N, K]`; None if there are none.
-        reopen: opens the split in another process.
+        labels: labels, `[N]` or `[N, K]`; None if there are none.
+        reopen: function that opens the split in another process.
     """
 
     info: PackInfo

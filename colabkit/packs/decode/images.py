@@ -93,7 +93,7 @@ def decode_image(data: Data, channels: int = 3, size: Size | None = None) -> Pix
 
 
 def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], None]:
-    """Return a function that decodes an image into a row of a batch, without a copy for a JPEG of the row's shape.
+    """Return a function that decodes an image into a row of a batch, without a copy for an upright JPEG of its size.
 
     The function takes the bytes of an image file and a `uint8` array of `shape`, `[H, W, C]` with C = 3 (RGB) or 1
     (luminance). It does not check the array, which saves time for tiny files. It raises `BadImage` like `decode_image`,

@@ -1,1 +1,1 @@
-"""`prepare()`: return the local pack of a source, fetching a saved pack or packing the source if there is none."""
+"""`prepare()` returns a local pack of a source; if there is none, it stages a saved pack or packs the source."""

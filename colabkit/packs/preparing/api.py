@@ -87,13 +87,13 @@ def prepare(
     refresh: bool = False,
     progress: bool = True,
 ) -> PreparedPack:
-    """Return a local pack of a source by the fastest route; its `report` shows which one was used.
+    """Return a local pack of a source by the fastest route; its `report` shows which route was used.
 
     The routes, in order:
 
-    1. A local pack of the same source and options. If the source is on a mount, the source is not read. If it is on
-       this machine, the pack is used only if the source is unchanged or no longer exists.
-    2. A pack saved in `to` of the same source, options and source state. It is staged as one file, and all its
+    1. Using a local pack of the same source and options. A source on a mount is not read. A source on this machine must
+       be unchanged or no longer exist.
+    2. Staging a pack saved in `to` of the same source, options and source state. It is copied as one file, and all its
        samples are verified.
     3. Packing the source.
 
@@ -225,13 +225,13 @@ class _Preparation:
         return self.prepared(found, way)
 
     def read_state(self) -> str | None:
-        """Return the source's state, or None if it does not exist; reads it once, and on a mount only when needed."""
+        """Return the source's state, read on first use; None if the source does not exist."""
         if self.state is None:
             self.state = state_of(self.name, is_remote=self.is_remote)
         return self.state
 
     def find_local(self) -> PackInfo | None:
-        """Return the local pack for the source's state, or the newest if the state is unknown; None if none opens."""
+        """Return the local pack for the source's state, or the newest if the state is unknown; None without a pack."""
         if self.refresh:
             return None
         started = time.monotonic()
@@ -258,7 +258,7 @@ class _Preparation:
     def alone(self) -> Iterator[bool | None]:
         """Yield whether this process holds the folder's lock; None if the file system does not support locks.
 
-        If another process holds the lock, wait until its pack exists or the folder no longer changes.
+        If another process holds the lock, wait until the lock is free, the pack exists, or the folder stops changing.
         """
         file_changes.make_folder(self.folder)
         fd = file_changes.open_lock(self.folder / _LOCK)
@@ -362,7 +362,7 @@ class _Preparation:
 
 
 def _save_folder(to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:
-    """Return the folder in which packs of a source are saved, or None and the reason why they are not."""
+    """Return the folder in which packs of a source are saved, or None and the reason why they are not saved."""
     if to is None:
         return None, option("to", None)
     try:
@@ -375,7 +375,10 @@ def _save_folder(to: str | os.PathLike[str] | None, name: str) -> tuple[Path | N
 
 
 def state_of(name: str, *, is_remote: bool) -> str | None:
-    """Return a string that changes with the source, cheaply even on a slow mount; None if the source does not exist."""
+    """Return a string that changes when the source changes; None if the source does not exist.
+
+    Only metadata is read, because the source may be on a slow mount.
+    """
     if not os.path.isabs(name):
         return ""
     retries = Retries()
@@ -395,7 +398,7 @@ def state_of(name: str, *, is_remote: bool) -> str | None:
 
 
 def _entry_state(path: str) -> tuple[int, int, int]:
-    """Return the type, size and time of a file, folder or link; a folder's size is meaningless and returned as 0."""
+    """Return the type, size in bytes and modification time of a folder entry; the size is 0 if it is a folder."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from colabkit.packs.format.layout import PackInfo, name_inferred
 
 @dataclass(frozen=True, repr=False)
 class PrepareReport(Report):
-    """The route that `prepare()` used, and how long each route takes.
+    """Report on the route that `prepare()` used, and on the duration of each route.
 
     Attributes:
         path: path of the local pack.
@@ -27,7 +27,7 @@ class PrepareReport(Report):
         packed_s: seconds to pack the source, in this call or an earlier one on this machine; None if unknown.
         saved_path: path of the saved pack; None if there is none.
         pack_bytes: size of the pack in bytes.
-        inferred: what was inferred, such as the task and the splits, by the option that sets it.
+        inferred: inferred values, such as the task and the splits, by the option that overrides each.
     """
 
     path: Path
@@ -43,12 +43,12 @@ class PrepareReport(Report):
 
     @property
     def unsaved(self) -> str:
-        """Why there is no saved pack; empty if there is one."""
+        """Reason why there is no saved pack; empty if there is one."""
         return self._words.render(self._unsaved)
 
     @property
     def unused(self) -> str:
-        """Why an existing saved pack was not used; empty if it was used or there was none."""
+        """Reason why an existing saved pack was not used; empty if it was used or there was none."""
         return self._words.render(self._unused)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class PrepareReport(Report):
 
 
 def with_reasons(report: PrepareReport, unsaved: Text, unused: Text) -> PrepareReport:
-    """Set a report's `unsaved` and `unused` reasons, which are worded for each front end, and return the report."""
+    """Set the reasons that `report.unsaved` and `report.unused` return, and return the report."""
     object.__setattr__(report, "_unsaved", unsaved)
     object.__setattr__(report, "_unused", unused)
     return report
