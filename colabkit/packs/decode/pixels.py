@@ -153,7 +153,7 @@ def check_with_pillow(data: Data) -> Size:
 
 
 def measure_with_pillow(data: Data) -> Size:
-    """Return the upright height and width of an image; decode only the rare PNG files with metadata after the pixels."""
+    """Return the upright height and width of an image; only PNG files with metadata after the pixels are decoded."""
     with _open(data) as image:
         if image.format == "PNG" and _has_late_metadata(data):
             image.load()
