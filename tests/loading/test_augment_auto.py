@@ -55,6 +55,7 @@ def test_images_are_those_of_torchvision(channels, height, width, fill):
     assert torch.equal(given, batch)
 
 
+@pytest.mark.full
 def test_floating_point_images_are_those_of_torchvision():
     transform = TrivialAugmentWide()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-5), (torch.float16, 2e-3)):

@@ -20,7 +20,7 @@ from colabkit.monitoring.diagnosing.rules import RULES
 from colabkit.monitoring.diagnosing.run_profile import GpuProfile, MachineProfile, RunProfile, profile_run
 from colabkit.monitoring.diagnosing.verdict import judge
 
-EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(suppress_health_check=list(HealthCheck))
 # Advice of the first set contradicts advice of the second.
 AGAINST = (
     ({"Use fewer workers or smaller batches, or remove data that is staged there"}, {"num_workers="}),

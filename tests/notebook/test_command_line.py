@@ -129,6 +129,7 @@ def test_a_damaged_pack_is_exit_status_1(image_tree: Path, tmp_path: Path, capsy
     assert "is damaged: 1 of 24 samples, first train[0]" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_train_takes_objects_from_a_file(image_tree: Path, tmp_path: Path) -> None:
     colabkit.pack(image_tree, tmp_path / "p.h5", progress=False)
     (tmp_path / "experiment.py").write_text(

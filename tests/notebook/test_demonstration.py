@@ -43,7 +43,8 @@ def test_every_figure_comes_from_the_run(digits: colabkit.DemoReport) -> None:
     assert 0 <= digits.packed_wait_share <= 1
 
 
-@pytest.mark.parametrize("prefixes", [pytest.param(("",), marks=pytest.mark.full), ("train", "val")])
+@pytest.mark.full
+@pytest.mark.parametrize("prefixes", [("",), ("train", "val")])
 def test_folders_with_and_without_split_folders_are_accepted(tmp_path: Path, prefixes: tuple[str, ...]) -> None:
     for prefix in prefixes:
         make_tree(tmp_path / "tree", 6, prefix=prefix)

@@ -76,6 +76,7 @@ def test_stage_and_train_trains_with_the_live_panel_and_checkpoints(
     assert len(panel.results["report"].epochs) == 2
 
 
+@pytest.mark.full
 def test_images_of_several_sizes_are_resized_to_train(panel: Launcher, image_tree: Path) -> None:
     from PIL import Image
 

@@ -11,6 +11,7 @@ import pytest
 from kernels import KINDS, kernel_of
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from sampling import sampled
 
 HEAVY = ("torch", "h5py", "numpy", "ipywidgets", "google.colab", "gdown", "fsspec", "pynvml", "tqdm")
 LOADING = f"""
@@ -108,7 +109,7 @@ CELLS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=sampled(KINDS, 1))
 def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[NotebookNode]]:
     """Run all cells in a kernel, and return the outputs of each cell by its name."""
     folder = tmp_path_factory.mktemp("kernel")

@@ -52,6 +52,7 @@ def datasets(tmp_path: Path) -> dict[str, LabelledDataset]:
     return found
 
 
+@pytest.mark.full
 def test_a_spawned_worker_loads_every_kind_of_dataset(datasets):
     """One worker gets all datasets, because each spawned worker takes time to import torch."""
     loader = DataLoader(Batches([*datasets.values()]), None, num_workers=1, multiprocessing_context="spawn")

@@ -22,6 +22,7 @@ from colabkit.packs import open_pack
 TORCHRUN_S = 100.0
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the loopback interface is called lo on Linux")
 def test_two_processes_of_torchrun_resume_from_the_state_of_three_and_one_from_that_of_two(tmp_path):
     n = 44

@@ -80,6 +80,7 @@ def state_of(path: Path, *contents: dict[str, list[tuple[bytes, ...]]]) -> str:
     return str(contents.index(found))
 
 
+@pytest.mark.full
 def test_packing_of_shards_resumes_after_a_kill_at_any_operation(tmp_path, three, killed_at):
     expected = content(packed(three, tmp_path / "whole.h5"))
     number, most, states = 1, 0, set()

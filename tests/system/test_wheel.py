@@ -32,6 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+@pytest.mark.full
 def test_the_wheel_contains_every_module_and_the_samples(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {
@@ -40,6 +41,7 @@ def test_the_wheel_contains_every_module_and_the_samples(wheel: zipfile.ZipFile)
     assert names == sources | {"colabkit/py.typed", "colabkit/storage/samples/digits.zip"}
 
 
+@pytest.mark.full
 def test_the_wheel_has_the_command_and_only_lower_bounds(wheel: zipfile.ZipFile) -> None:
     info = {name.rpartition("/")[2]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
     assert "colabkit = colabkit.notebook.command_line:main" in info["entry_points.txt"]
