@@ -72,7 +72,7 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
         if is_stacked and all(_attribute(one, "shape") is not None and samples_in(one) == samples for one in last):
             # The list holds several targets, each with a row per sample.
             return samples
-        # The list holds one object per sample, because they differ in size.
+        # The list holds one object per sample, because the objects differ in size.
         return len(last)
     return samples_in(first) if is_stacked or isinstance(first, Mapping) else len(batch)
 
@@ -90,7 +90,7 @@ def bytes_in(batch: Any) -> int:
 
 
 def _fields(values: Iterable[Any]) -> list[Any]:
-    """Return the values with an entry per sample, without scalars such as weights; all values if there are none."""
+    """Return the values that have an entry per sample, unlike scalars such as weights; if none has, return all."""
     every = [*values]
     return [value for value in every if _attribute(value, "shape") or (isinstance(value, _HOLDERS) and value)] or every
 

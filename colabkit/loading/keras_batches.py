@@ -79,8 +79,9 @@ def _dataset(base: Any, loader: Any, left: Callable[[], int], converted: Callabl
         @property
         def num_batches(self) -> int:
             # Keras reads this before each pass, never during one. A pass that takes only some batches, for example to
-            # build the model, must not consume them, so the loader returns to its start. Only `on_epoch_end` shows that
-            # the rest of a resumed epoch was trained on; without it, even a pass to the end of the epoch is undone.
+            # build the model, must not consume them, so the loader returns to the start of that pass. Only
+            # `on_epoch_end` shows that the rest of a resumed epoch was trained on; without it, even a complete pass is
+            # undone.
             if self._coming is not None:
                 self._end()
             elif not self._start.get("samples"):

@@ -415,7 +415,7 @@ class Loader(DataLoaderSource):
             values[0] = transform(values[0])
         if place is not None:
             values[place] = labels
-        # Wall time only: CPU seconds are counted for workers, to predict the effect of adding more of them.
+        # Count only the wall time: CPU seconds serve to predict the effect of more workers, and this is no worker.
         self.meters.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     def _describe(self, order: Order | None, draws: Draws) -> str:
@@ -444,7 +444,7 @@ class Loader(DataLoaderSource):
         )
 
     def _check_counts(self, act: str, share: Share, start: int = 0) -> None:
-        """Raise `InvalidOption` if an epoch yields no batch, or different numbers of batches on the ranks."""
+        """Raise `InvalidOption` if an epoch yields no batch, or if ranks may yield different numbers of batches."""
         check_skipping(act, self._bad.on_bad, share)
         if self._position.pure_order is not None:
             check_counts(act, self._position.pure_order, self.batch_size, self.drop_last, share, start)

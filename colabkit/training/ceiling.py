@@ -151,7 +151,7 @@ def headspace(
 
 
 def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
-    """Return copies of a `Loader`'s next batches, or of another loader's first batches, and keep its position."""
+    """Return copies of the batches to measure, without moving the loader's position."""
     if isinstance(loader, Loader):
         return loader.peek(batches)
     owners = (loader, getattr(loader, "sampler", None))

@@ -1,4 +1,4 @@
-"""Options of a supervised step; its model's precision, memory format, DDP and compilation; a small example network."""
+"""Options of a supervised step; precision, memory format, DDP and compilation of models; a small example network."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def values_of(result: object, is_copied: bool = True) -> Values:
 
 
 def listened(values: Values, result: Any) -> Values:
-    """Return the values of a result for listeners: copies of its tensors, which the step may modify in place."""
+    """Return `values` for listeners, with a copy of each CPU tensor of `result` in place of its number."""
     named = result if isinstance(result, Mapping) else {"loss": result}
     return {
         name: named[name].detach().clone() if isinstance(named[name], Tensor) and named[name].is_cpu else value

@@ -106,12 +106,11 @@ class TrainingRun:
         self._begun = None if saved["begun"] is None else EpochProgress(**saved["begun"])
         first = self.processes.is_first
         if self._begun is not None and not first:
-            # The saved sums cover all processes; only rank 0 keeps them, or they would count several times.
+            # The saved sums cover all processes, so only rank 0 keeps them; otherwise they would count several times.
             self._begun.samples = 0
         self._recorder = self._recorder_of(SampleMeans(saved["means"] if first else None))
 
     def _recorder_of(self, means: SampleMeans) -> ValueRecorder:
-        """Return a recorder that adds to the means of an epoch."""
         return ValueRecorder(self._curve, means, self.must_be_finite, self._complete)
 
     def through(self, epochs: int, started: float) -> TrainReport:
@@ -184,7 +183,7 @@ class TrainingRun:
 
     @property
     def _seconds(self) -> float:
-        """Seconds of all epochs so far, without validation."""
+        """Total duration of all epochs so far in seconds, without validation."""
         return sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
 
     def _epoch(self) -> bool:

@@ -1,4 +1,4 @@
-"""Save the state of a run in checkpoints, and resume a run from one."""
+"""Save the state of a run in checkpoints, and resume a run from a checkpoint."""
 
 from __future__ import annotations
 

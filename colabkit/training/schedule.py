@@ -161,7 +161,7 @@ class Validator:
         return self._patience is not None and self.waited >= self._patience
 
     def is_due(self, step: int) -> bool:
-        """Return whether a validation is due after a step, not counting the one at the end of an epoch."""
+        """Return whether a validation is due after a step; a validation at the end of an epoch does not count."""
         return self._function is not None and self._every is not None and step % self._every == 0
 
     def moved(self) -> None:
@@ -277,7 +277,7 @@ class StopRequests:
         self.let_go()
 
     def let_go(self, *numbers: int) -> None:
-        """Restore the previous handlers of the given signals, or of all."""
+        """Restore the previous handlers of the given signals; without arguments, of all recorded signals."""
         for number in numbers or tuple(self._former):
             if number in self._former:
                 signal.signal(number, self._former.pop(number))
@@ -292,7 +292,7 @@ class StopRequests:
             self.may_end = False
 
     def begin_wait(self, may_end: bool) -> None:
-        """Let a signal or the deadline raise `WaitInterrupt` until `may_end` is reset; a recorded one raises at once.
+        """Let a signal or the deadline raise `WaitInterrupt` until `may_end` is reset; a past one raises it at once.
 
         If `may_end` is False, or other processes also train, do nothing.
         """
@@ -304,7 +304,7 @@ class StopRequests:
             raise WaitInterrupt
 
     def look(self) -> int:
-        """Check the deadline and return the strength of the strongest request, 0 for none."""
+        """Check the deadline and return the strength of the strongest request, or 0 without requests."""
         if self._is_late():
             self.request("deadline")
         return self.strength

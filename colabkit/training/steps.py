@@ -212,7 +212,7 @@ class SupervisedStep:
             InvalidOption: as for a step, or if there are no batches.
         """
         exact = torch.float32 if self._parameter.device.type == "mps" else torch.float64
-        # Sum of losses, number of samples, correct predictions, number of samples that have an accuracy.
+        # Four sums: the losses, the samples, the correct predictions, and the samples that have an accuracy.
         sums = torch.zeros(4, dtype=exact, device=self._parameter.device)
         with self._evaluating(batches) as iterator:
             for batch in iterator:

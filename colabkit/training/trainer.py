@@ -83,7 +83,7 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
 
 
 def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], Values] | None:
-    """Return a function that runs the validation of a given number, or None for no validation.
+    """Return a function that runs the validation with a given number, or None for no validation.
 
     A validation loader first moves to the epoch with that number, so a resumed run gets the same batches.
     """

@@ -280,7 +280,7 @@ class CenterCrop(Geometry):
 
 
 class _RandomFlip(Geometry):
-    """Base class of flips of each image with the probability `p`."""
+    """Base class of random flips with the probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         self.p = check_number("flip images", "p", p, 0, 1, example=0.5)

@@ -28,7 +28,7 @@ from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.loading.engine.user_code import describe_samples, reporting_errors
 from colabkit.packs import stack_samples
 
-# Several pieces per thread, so that no thread idles while another builds the rest of a batch.
+# Use several pieces per thread, so that no thread idles while another builds the rest of a batch.
 _PIECES_A_THREAD = 4
 _LEAST_PIECE = 4
 # Bytes gathered at once. Two buffers of this size fit in an L3 cache.
@@ -206,7 +206,7 @@ class BatchBuilder:
         return group
 
     def _pieces(self, plan: BatchPlan) -> Iterator[tuple[int, int]]:
-        """Yield the pieces of a plan; a piece never spans two batches, so that an error affects only one."""
+        """Yield the pieces of a plan; a piece never spans two batches, so that an error affects only one batch."""
         for start, stop in plan.spans:
             step = max(_LEAST_PIECE, -(-(stop - start) // (_PIECES_A_THREAD * self._threads)))
             yield from ((place, min(place + step, stop)) for place in range(start, stop, step))

@@ -155,7 +155,7 @@ class EpochRange:
         return cls(start, max(start, n - rest), batch_size, share)
 
     def __len__(self) -> int:
-        """Return the number of batches of each rank."""
+        """Return the number of batches per rank."""
         full, rest = divmod(self.stop - self.start, self._step)
         return full + (rest > 0 and not self.indivisible)
 

@@ -87,7 +87,7 @@ class DatasetColumns:
 
 
 def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool) -> DatasetColumns | None:
-    """Return the columns of a dataset; None for one that can only be loaded sample by sample.
+    """Return the columns of a dataset; None for a dataset that can only be loaded sample by sample.
 
     Args:
         act: verb and object of error messages.

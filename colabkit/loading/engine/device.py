@@ -190,7 +190,6 @@ class DeviceEngine:
                 yield batches.pop()
 
     def _gather(self, plan: BatchPlan) -> list[Batch]:
-        """Gather all batches of a plan together."""
         indices = self._send(torch.from_numpy(plan.indices))
         fields: list[Any] = []
         for column in self._columns:

@@ -72,7 +72,7 @@ class PageableSlots:
         """Lend `size` bytes as a `uint8` tensor, until all tensors that share them are freed."""
         self._slot_bytes = max(size, self._slot_bytes)
         buffer = None
-        # Idle buffers that are too small are dropped.
+        # Drop idle buffers that are too small.
         while buffer is None or buffer.nbytes < size:
             try:
                 buffer = self._idle.pop()

@@ -69,11 +69,9 @@ class _DecodingWork:
     augment_s: float = 0.0
 
     def index(self, place: int) -> int:
-        """Return the index of a sample in the dataset."""
         return self.group.plan.indices.item(self.start + place)
 
     def position(self, place: int) -> int:
-        """Return the position of a sample in the epoch."""
         return self.group.plan.positions.item(self.start + place)
 
 

@@ -191,7 +191,10 @@ def check_drop_last(act: str, drop_last: bool, yields_batches: bool) -> None:
 
 
 def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None) -> Order | Iterable[Any]:
-    """Return the sample order: `sampler` if given, else the order for `shuffle` over `n` samples of `row_bytes`."""
+    """Return the sample order: `sampler` if given, else an order of `n` samples for `shuffle`.
+
+    `row_bytes` is the size of a sample in bytes, if known; it determines the blocks of `shuffle="block"`.
+    """
     check_one_of(act, "shuffle", shuffle, (True, False, "block"))
     if sampler is not None:
         if shuffle:

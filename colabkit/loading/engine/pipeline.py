@@ -134,7 +134,7 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
 
 
 def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: Any, processes: int) -> BatchPipeline:
-    """Return the pipeline of columns, whose batches are gathered or decoded by threads, or gathered on the device.
+    """Return the pipeline of a dataset with columns: threads or the GPU build its batches.
 
     Args:
         options: options of the loader.

@@ -41,7 +41,7 @@ class LoaderPosition:
 
     def _set_order(self, order: Order | Iterable[Any]) -> None:
         self.order = order
-        # Cached, because `isinstance` is slow for a protocol.
+        # Cache the result, because `isinstance` is slow for a protocol.
         self.pure_order = order if isinstance(order, Order) else None
 
     @property

@@ -41,7 +41,7 @@ from colabkit.loading.inspection import bytes_in, name_of
 _TICK_S = 0.25
 _SENT_AHEAD = 2
 
-# Seed, epoch, position, index.
+# The loader's seed, the epoch, and the position and the index of a sample.
 SampleKey: TypeAlias = tuple[int, int, int, int]
 
 
@@ -199,7 +199,7 @@ def _shapes_differ(indices: Sequence[int], samples: Sequence[Any]) -> str:
 
 
 def _seeds_of(keys: Sequence[SampleKey]) -> list[int]:
-    """Return a seed for each of the samples of a batch."""
+    """Return a seed for each sample of a batch."""
     if not keys:
         return []
     seed, epoch, *_ = keys[0]
@@ -273,10 +273,10 @@ class ProcessEngine:
         except GeneratorExit:
             is_sound = True
             raise
-        # The pipes between processes raise these.
+        # The pipes between processes raise these errors.
         except (OSError, EOFError) as error:
             raise _worker_died(f"a worker process exited unexpectedly ({type(error).__name__}: {error})") from error
-        # `DataLoader` raises this if a worker died.
+        # `DataLoader` raises this error if a worker dies.
         except RuntimeError as error:
             raise _worker_died(str(error).partition("\n")[0].rstrip(" .")) from error
         finally:
@@ -292,7 +292,7 @@ class ProcessEngine:
         return pool if pool is not None and pool.is_alive else None
 
     def _next_of(self, ready: Iterator[WorkerBatch]) -> WorkerBatch | None:
-        """Return the next batch, None after the last; publish a `Waiting` event whenever `DataLoader` times out."""
+        """Return the next batch, or None at the end; publish a `Waiting` event whenever `DataLoader` times out."""
         began = time.perf_counter()
         while True:
             try:

@@ -32,7 +32,7 @@ _TICK_S = 0.25
 
 
 class Cancellation(BaseException):
-    """A caller has abandoned the work of the thread in which this is raised; not an error of that work."""
+    """The caller has abandoned the work of this thread; it is not an error of the work."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class PagePopulator:
         self._reached: tuple[int, int] | None = (0, 0)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        # Reentrant, because the garbage collector may call `stop` in a thread that holds the lock.
+        # The lock is reentrant, because the garbage collector may call `stop` in a thread that holds it.
         self._lock = threading.RLock()
         self._users = 0
 
@@ -200,7 +200,7 @@ class FileReadAhead:
         self._files = files
         self._is_cached = is_cached
         self._counts = counts
-        # Protects the attributes below.
+        # This condition protects the attributes below.
         self._changed = threading.Condition()
         # Sample indices by position, in the order of use.
         self._coming: OrderedDict[int, int] = OrderedDict()
@@ -233,7 +233,7 @@ class FileReadAhead:
                 self._changed.notify_all()
 
     def fetch(self, position: int) -> bytes | None:
-        """Return the bytes of the announced sample at a position, once; None if it has been cached meanwhile.
+        """Return and drop the bytes of the announced sample at a position; None if it has been cached meanwhile.
 
         Raises:
             SourceChanged, FileFailed, TimedOut: if the file cannot be read.

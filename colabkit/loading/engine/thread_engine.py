@@ -80,7 +80,7 @@ class ThreadPool:
         # In the caller's thread a keyboard interrupt must pass through, not count as the error of a batch.
         self._errors: type[BaseException] = BaseException if threads else Exception
         self._ready: queue.SimpleQueue[BatchGroup | BaseException | None] = queue.SimpleQueue()
-        # Protects the attributes below.
+        # This condition protects the attributes below.
         self._changed = threading.Condition()
         self._room = groups_ahead
         self._pieces: deque[tuple[BatchGroup, int, int]] = deque()
@@ -101,7 +101,7 @@ class ThreadPool:
         return self._ready.qsize()
 
     def take(self, timeout: float) -> BatchGroup | None:
-        """Return the next group, or None after the last.
+        """Return the next group, or None at the end.
 
         Raises:
             queue.Empty: if no group is ready within `timeout` seconds.
@@ -295,7 +295,7 @@ def _set_threads() -> Callable[[int], object] | None:
         mapped = {line.split()[-1] for line in read_file("/proc/self/maps").splitlines() if "omp" in line}
     except OSError:
         return None
-    # Other packages may load their own OpenMP libraries, so torch's comes first.
+    # Other packages may load OpenMP libraries, too, so try torch's library first.
     for path in sorted(mapped, key=lambda path: ("/torch" not in path, path)):
         if path.rpartition("/")[2].startswith(_OPENMP_LIBRARIES):
             try:
@@ -396,7 +396,7 @@ class ThreadEngine:
             with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
                 yield from ready
         finally:
-            # Close this first: a worker thread may wait for one of its files.
+            # Close the read-ahead first: a worker thread may wait for one of its files.
             if ahead is not None:
                 ahead.close()
             pool.close()
@@ -432,7 +432,7 @@ class ThreadEngine:
         yield from send(transfer, groups(), lambda under_way: under_way > few or not pool.ready())
 
     def _take(self, pool: ThreadPool) -> BatchGroup | None:
-        """Return the next group, None after the last; publish `Waiting` events meanwhile."""
+        """Return the next group, or None at the end; publish `Waiting` events meanwhile."""
         ready = pool.ready()
         if self.depth.threads:
             self._counts.queued += ready

@@ -38,7 +38,7 @@ _ram_caches_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Tier:
-    """The place where the samples live.
+    """The storage tier of the samples, and the reason for the choice.
 
     Attributes:
         name: `"gpu"`, `"ram"` or `"disk"`; `"source"` if each epoch decodes samples or calls the dataset again.
@@ -77,7 +77,7 @@ class Room:
 
     @classmethod
     def measure(cls, device: torch.device, folder: Path, processes: int) -> Room:
-        """Measure the free space, including the disk of `folder`, and divide RAM and disk between the processes."""
+        """Measure free GPU memory, RAM, and disk space of `folder`; divide the latter two between the processes."""
         gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         ram = memory_limits(read_file).available_bytes
         return cls(gpu, ram // processes, file_changes.free_bytes(folder) // processes, promised_bytes())
@@ -93,7 +93,7 @@ def choose_tier(
     is_decoded: bool,
     is_on_disk: bool,
 ) -> Tier:
-    """Choose where samples will live.
+    """Choose the tier of the samples.
 
     Args:
         act: verb and object of error messages.

@@ -249,7 +249,7 @@ class SamplerPlanner:
                 yield batch[max(0, len(batch) - (position - start)) :]
 
     def _least(self, start: int) -> int:
-        """Return the least number of batches left: one inside an epoch whose end is unknown, else 0."""
+        """Return the minimum number of batches left: 1 inside an epoch whose end is unknown, else 0."""
         is_known = isinstance(self.sampler, _STORED) or type(self.sampler) in _OF_SINGLE_SAMPLES
         return 1 if start and not is_known else 0
 
@@ -272,7 +272,7 @@ def yields_batches(sampler: Iterable[Any]) -> bool:
 
 
 def seed_of(sampler: Any) -> int:
-    """Return the seed of a custom sampler, 0 if it has none."""
+    """Return the seed of a custom sampler, or 0 if it has none."""
     for each in _nested(sampler):
         seed, generator = getattr(each, "seed", None), getattr(each, "generator", None)
         if isinstance(seed, int):

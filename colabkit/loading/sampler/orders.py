@@ -56,7 +56,7 @@ class Order(Protocol):
 
 
 def set_whole_number(order: object, name: str, value: int, least: int, most: int | None = None) -> None:
-    """Set an attribute of a frozen order; raise `InvalidOption` unless it is a whole number in the range."""
+    """Set an attribute of a frozen order; raise `InvalidOption` unless `value` is a whole number in the range."""
     object.__setattr__(order, name, check_whole_number(f"make {kind_of(order)} order", name, value, least, most))
 
 

@@ -162,7 +162,7 @@ class _CheckpointSink:
         self._gathered = bytearray()
         self._pieces: SimpleQueue[memoryview | None] = SimpleQueue()
         self._results: SimpleQueue[BaseException | None] = SimpleQueue()
-        # Not an executor: the interpreter would wait for its thread at exit, forever if the disk hangs.
+        # Do not use an executor: the interpreter would wait for its thread at exit, forever if the disk hangs.
         self._thread = threading.Thread(target=self._put_pieces, name=THREAD_NAME, daemon=True)
 
     def __enter__(self) -> Self:
@@ -193,7 +193,6 @@ class _CheckpointSink:
         """Do nothing: torch calls this last, and `end`, which is called next, writes the buffered bytes."""
 
     def end(self) -> None:
-        """Write the buffered bytes."""
         if self._gathered:
             self._hand_over(memoryview(bytes(self._gathered)))
             self._gathered.clear()
@@ -282,7 +281,7 @@ def load_first(
     read: Callable[[SealedCheckpoint], Mapping[str, Any]],
     flaw_of: Callable[[Mapping[str, Any]], str] | None,
 ) -> tuple[LoadedCheckpoint | None, dict[Path, str]]:
-    """Return the first undamaged checkpoint without a flaw, and for each skipped candidate the reason.
+    """Return the first undamaged checkpoint without a flaw, and the reason for each skipped candidate.
 
     If all undamaged checkpoints have a flaw, return the first of them; without undamaged ones, return None.
 

@@ -102,7 +102,7 @@ class CheckpointFolder:
         self._copies = ContentCopier()
         self._damaged: set[Path] = set()
         self._threads: list[threading.Thread] = []
-        # Guards the attributes below.
+        # This condition guards the attributes below.
         self._changed = threading.Condition()
         self._job: SaveJob | None = None
         self._publisher: threading.Thread | None = None
@@ -126,7 +126,7 @@ class CheckpointFolder:
 
     @property
     def latest(self) -> Path | None:
-        """The path of the newest checkpoint, in `to` if published, otherwise in the local folder; None without any."""
+        """The path of the newest checkpoint, in `to` if published, else in the local folder; None if there is none."""
         with self._changed:
             newest = next(iter(self._counting(self._local_sealed) or self._counting(self._remote_sealed)), None)
             return None if newest is None else self._place_of(newest)
@@ -145,7 +145,7 @@ class CheckpointFolder:
             return tuple(self._failures)
 
     def newest_step(self) -> int | None:
-        """Return the step of the newest sealed checkpoint, or None; damage is not checked.
+        """Return the step of the newest sealed checkpoint, or None without any; files are not checked for damage.
 
         Raises:
             TimedOut, FileFailed: if the mount of `to` does not answer, or a folder cannot be read.
@@ -417,7 +417,7 @@ class CheckpointFolder:
                 raise self._last_error
 
     def close(self) -> None:
-        """Stop the threads and discard unsealed checkpoints; raise `TimedOut` for a hung write not in `failures`."""
+        """Stop the threads, drop unsealed checkpoints, and raise `TimedOut` for a hung write not reported before."""
         with self._changed:
             self._is_over = True
             is_reported = False

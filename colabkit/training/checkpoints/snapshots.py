@@ -128,7 +128,7 @@ class ContentCopier:
             return ContentCopy(_ContentBuilder(act, of_tensors).mapping(content), size, is_apart=True)
 
     def _has_buffers(self, extents: Mapping[_Key, _StorageRange]) -> bool:
-        """Assign a new or reused buffer to every range; if memory is insufficient, free all buffers, return False."""
+        """Assign a new or reused buffer to every range; without enough memory, free all buffers and return False."""
         kept, self._kept = self._kept, {}
         wanting = []
         for extent in extents.values():
@@ -153,7 +153,7 @@ class ContentCopier:
             try:
                 return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError:
-                # Without pinned memory, copies are only slower.
+                # Copies to pageable memory also work, but are slower.
                 self._pins = False
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
