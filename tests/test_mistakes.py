@@ -1,4 +1,4 @@
-"""Messages about mistakes of users name the cause and the next step in the notation of the caller."""
+"""Messages about user mistakes name the cause and the next step, in the caller's notation."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ QUOTED = re.compile(r"'[^']*'")
 
 
 def shape(output: str) -> str:
-    """Return an output without numbers and paths, which differ between runs."""
+    """Return an output with placeholders for numbers and quoted text, which differ between runs."""
     return AMOUNT.sub("#", QUOTED.sub("'...'", output.strip()))
 
 

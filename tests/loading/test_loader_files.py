@@ -1,4 +1,4 @@
-"""`Loader` reads files of a remote source ahead and once, raises errors in order, and limits hanging reads."""
+"""`Loader` reads remote files ahead and only once, raises errors in order, and limits hanging reads."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_a_deleted_loader_releases_its_memory(makes):
 
 @pytest.mark.parametrize("way", ["raw", "arrays", "lambda"])
 def test_a_deleted_loader_is_freed_without_a_garbage_collection(makes, way):
-    """If only the garbage collector freed loaders, its timing would decide about the latest loader and free memory."""
+    """The latest loader and the free memory must not depend on the timing of the garbage collector."""
     gc.collect()
     gc.disable()
     try:

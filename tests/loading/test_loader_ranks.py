@@ -1,4 +1,4 @@
-"""On several ranks, `Loader` yields each sample once, equal numbers of batches, and one stream for any rank count."""
+"""On any number of ranks, `Loader` yields each sample once, equal numbers of batches, and the same stream."""
 
 from __future__ import annotations
 

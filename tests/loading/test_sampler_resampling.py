@@ -86,7 +86,7 @@ def test_all_orders_of_four_samples_are_equally_likely():
 
 
 def test_classes_are_shuffled_independently():
-    """At a position of a pass, two classes of one size have samples of equal index only as often as by chance."""
+    """At any position of a pass, two classes of equal size have samples with the same index only by chance."""
     drawn = draws_of(np.arange(80) % 2, range(1), num_samples=80 * 300)
     places = [drawn[drawn % 2 == number] // 2 for number in (0, 1)]
     counts = np.bincount((places[0] - places[1]) % 40, minlength=40)

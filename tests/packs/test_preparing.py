@@ -1,4 +1,4 @@
-"""`prepare()` takes the fastest route to a local pack, reports it, and recovers from damaged packs."""
+"""`prepare()` takes the fastest route to a local pack, reports the route, and recovers from damaged packs."""
 
 from __future__ import annotations
 

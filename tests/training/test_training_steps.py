@@ -1,4 +1,4 @@
-"""`supervised_step()` trains like a hand-written loop; accumulation, clipping, state, evaluation and accuracy."""
+"""`supervised_step()` trains like a hand-written loop, with accumulation, clipping, saved state and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train()` equals a hand-written loop bit for bit, even if resumed; arguments, errors, events and reports."""
+"""`train()` trains bit for bit like a hand-written loop, even if resumed, and reports errors, events and results."""
 
 from __future__ import annotations
 
