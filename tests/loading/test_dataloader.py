@@ -52,7 +52,7 @@ def accelerate() -> Iterator[Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_it_is_a_data_loader_with_the_batches_and_position_of_the_loader(epochs):
+def test_a_dataloader_view_has_the_batches_and_position_of_its_loader(epochs):
     loader = make_loader(transform=lambda rows: rows + 1)
     view = loader.as_dataloader()
     assert isinstance(view, DataLoader)

@@ -68,7 +68,7 @@ def test_batches_are_the_rows_of_the_data_set_for_any_shape_and_dtype(tmp_path, 
     [(1, False), (4, False), (22, False), (23, False), (1000, False), (4, True), (22, True)],
 )
 @pytest.mark.parametrize("channels_last", [None, True])
-def test_batches_have_the_promised_count_shape_and_memory_format(data, batch_size, drop_last, channels_last):
+def test_batches_have_the_documented_count_shape_and_memory_format(data, batch_size, drop_last, channels_last):
     loader = Loader(data, batch_size, drop_last=drop_last, channels_last=channels_last)
     batches = list(loader)
     sizes = [batch_size] * (22 // batch_size) + [22 % batch_size] * bool(22 % batch_size and not drop_last)

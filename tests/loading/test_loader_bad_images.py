@@ -99,7 +99,7 @@ def test_skipped_images_are_removed_with_their_labels_and_change_nothing_else(go
 
 
 @pytest.mark.parametrize("transform", sampled(TRANSFORMS, 2), ids=repr)
-def test_blank_images_are_black_and_keep_their_place(good, bad, transform):
+def test_blank_images_are_black_and_keep_their_position(good, bad, transform):
     options: dict[str, Any] = {"transform": transform, "num_workers": 2}
     whole, labels = next(iter(Loader(good, 12, **options)))
     images, same_labels = next(iter(Loader(bad, 12, on_bad="blank", **options)))

@@ -92,7 +92,7 @@ def take(loader: Loader, most: int | None = None) -> Samples:
 
 
 # Each state is taken after this number of full epochs and this number of batches of the next epoch.
-PLACES = {
+POSITIONS = {
     "fresh": (0, 0),
     "mid": (0, 2),
     "end, not exhausted": (0, 6),
@@ -104,10 +104,10 @@ PLACES = {
 @pytest.mark.parametrize("again", sampled([0, 1, 3], 2), ids=["first resume", "second resume", "second resume, later"])
 @pytest.mark.parametrize("batch_size", sampled([BATCH, OTHER_BATCH], 2), ids=["same batch", "other batch"])
 @pytest.mark.parametrize("threads", sampled([1, 2, 4], 2))
-@pytest.mark.parametrize("place", sampled(PLACES, 3))
-def test_a_resumed_stream_equals_the_uninterrupted_one_bit_for_bit(data, place, threads, batch_size, again):
+@pytest.mark.parametrize("position", sampled(POSITIONS, 3))
+def test_a_resumed_stream_equals_the_uninterrupted_one_bit_for_bit(data, position, threads, batch_size, again):
     """With `again`, the stream is resumed twice, with different numbers of threads."""
-    epochs, batches = PLACES[place]
+    epochs, batches = POSITIONS[position]
     reference = make(data)
     expected = [sample for _ in range(3) for sample in take(reference)]
     loader = make(data, threads)

@@ -19,7 +19,9 @@ Arrays = dict[str, dict[str, np.ndarray]]
 
 @pytest.mark.parametrize("shape", [(8, 8, 3), (1, 1, 1), (28, 28, 1), (64, 48, 3), (224, 224, 3)])
 @pytest.mark.parametrize("classes", [1, 10])
-def test_it_returns_a_score_for_each_class_for_images_of_any_shape(shape: tuple[int, int, int], classes: int) -> None:
+def test_small_network_returns_a_score_for_each_class_for_images_of_any_shape(
+    shape: tuple[int, int, int], classes: int
+) -> None:
     model = colabkit.small_network(classes, shape)
     images = torch.rand(2, shape[2], *shape[:2])
     assert model.eval()(images).shape == (2, classes)
@@ -66,10 +68,10 @@ def learned(
     """Pack, load and train; return loss and accuracy on `dev` before training, and the report."""
     data = colabkit.open_pack(colabkit.pack(arrays, out, progress=False).path)
     loader = colabkit.Loader(data["train"], batch_size, shuffle=True, transform=colabkit.augment.Normalize())
-    judged = colabkit.Loader(data["dev"], batch_size, transform=colabkit.augment.Normalize())
+    dev_loader = colabkit.Loader(data["dev"], batch_size, transform=colabkit.augment.Normalize())
     step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=rate))
-    before = step.evaluate(judged)
-    return before["loss"], before["accuracy"], colabkit.train(step, loader, epochs=epochs, validate=judged)
+    before = step.evaluate(dev_loader)
+    return before["loss"], before["accuracy"], colabkit.train(step, loader, epochs=epochs, validate=dev_loader)
 
 
 @pytest.mark.full

@@ -33,7 +33,7 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("checkpoint-*.pt"))
 
 
-def judged(data: PackedDataset, folder: Path, losses: list[float], **options: object) -> TrainReport:
+def train_with_losses(data: PackedDataset, folder: Path, losses: list[float], **options: object) -> TrainReport:
     """Train one epoch per loss; each validation returns the next loss."""
     left = iter(losses)
     options = {"validate": lambda: {"loss": next(left)}, "epochs": len(losses), **options}
@@ -41,20 +41,20 @@ def judged(data: PackedDataset, folder: Path, losses: list[float], **options: ob
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, data):
-    report = judged(data, tmp_path, [3.0, 1.0, 2.0, 2.5, 4.0])
+    report = train_with_losses(data, tmp_path, [3.0, 1.0, 2.0, 2.5, 4.0])
     assert steps_in(tmp_path) == [12, 24, 30]
     assert (report.best, report.best_value) == (tmp_path / "checkpoint-00000012.pt", 1.0)
     assert report.checkpoint == tmp_path / "checkpoint-00000030.pt"
     assert "best" in report._repr_html_()
-    report = judged(data, tmp_path, [0.5, 6.0], epochs=7, keep_last=1)
+    report = train_with_losses(data, tmp_path, [0.5, 6.0], epochs=7, keep_last=1)
     assert (report.best_value, report.best) == (0.5, tmp_path / "checkpoint-00000036.pt")
     assert steps_in(tmp_path) == [36, 42]
 
 
 def test_the_highest_value_may_be_best_and_nan_never_is(tmp_path, data):
-    report = judged(data, tmp_path, [0.2, 0.9, float("nan"), 0.5], mode="max", monitor="loss")
+    report = train_with_losses(data, tmp_path, [0.2, 0.9, float("nan"), 0.5], mode="max", monitor="loss")
     assert (report.best_value, report.best) == (0.9, tmp_path / "checkpoint-00000012.pt")
-    report = judged(data, tmp_path / "nan", [float("nan")] * 2)
+    report = train_with_losses(data, tmp_path / "nan", [float("nan")] * 2)
     assert (report.best_value, report.best) == (None, None)
 
 
@@ -76,8 +76,8 @@ def test_without_validation_the_training_loss_selects_the_best(tmp_path, data):
 
 def test_an_unknown_monitor_is_refused_after_a_checkpoint(tmp_path, data):
     with pytest.raises(InvalidOption, match=r"monitor='accuracy' is not among .*; expected one of 'loss'"):
-        judged(data, tmp_path, [1.0, 2.0], monitor="accuracy")
-    report = judged(data, tmp_path, [1.0, 2.0], epochs=2)
+        train_with_losses(data, tmp_path, [1.0, 2.0], monitor="accuracy")
+    report = train_with_losses(data, tmp_path, [1.0, 2.0], epochs=2)
     assert (report.steps, len(report.epochs)) == (12, 2)
 
 
@@ -311,7 +311,7 @@ def test_an_error_in_a_validation_loses_no_training(tmp_path, data):
 
 
 def test_another_monitor_resets_the_best_value(tmp_path, data):
-    judged(data, tmp_path, [2.0, 3.0])
+    train_with_losses(data, tmp_path, [2.0, 3.0])
     found = iter([0.5, 0.4])
     report = train(
         nothing,

@@ -245,7 +245,7 @@ def test_stop_iteration_at_the_last_step_of_an_epoch_completes_the_epoch(data):
     assert (report.stopped, report.steps, len(report.epochs), len(report.validations)) == ("on_step", 6, 1, 1)
 
 
-def judged(data, losses: list[float], **options: object) -> TrainReport:
+def train_with_losses(data, losses: list[float], **options: object) -> TrainReport:
     """Train with a validation that returns these losses."""
     left = iter(losses)
     options = {"epochs": len(losses), "validate": lambda: {"loss": next(left)}, **options}
@@ -264,7 +264,7 @@ def judged(data, losses: list[float], **options: object) -> TrainReport:
     ],
 )
 def test_training_stops_after_validations_without_improvement(data, losses, options, epochs):
-    report = judged(data, losses, **options)
+    report = train_with_losses(data, losses, **options)
     assert len(report.epochs) == epochs
     assert (report.stopped, report.is_good) == ("patience" if epochs < 5 else None, True)
 

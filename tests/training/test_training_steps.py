@@ -16,7 +16,7 @@ from colabkit.training import small_network, steps
 from colabkit.training.steps import SupervisedStep, supervised_step
 
 
-def test_it_equals_a_hand_written_loop_bit_for_bit():
+def test_supervised_step_equals_a_hand_written_loop_bit_for_bit():
     model, step = make_step(nn.Sequential(small_cnn(width=8), nn.Dropout(0.5)))
     hand = nn.Sequential(small_cnn(width=8), nn.Dropout(0.5))
     optimizer = sgd(hand)
