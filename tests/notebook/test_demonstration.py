@@ -87,7 +87,7 @@ def _no_image(folder: Path) -> Path:
 
 def _one_bad_file(folder: Path) -> Path:
     tree = make_tree(folder / "tree", 40)
-    # The demo reads other files' sizes first, so it finds this broken file late.
+    # The demo reads the sizes of only some files in advance, and this broken file is not among them.
     broken = tree / "bees" / "021.png"
     broken.write_bytes(broken.read_bytes()[:60])
     return tree
