@@ -40,7 +40,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
         found += f" of {', '.join(type(one).__name__ for one in batch)}" if batch else " without elements"
     elif isinstance(batch, Mapping):
         found += f" of {', '.join(map(repr, batch))}" if batch else " without elements"
-    next_step = "Train with a custom step that calls this one with (images, labels)"
+    next_step = "Train with a custom step that passes (images, labels) to the supervised step"
     raise InvalidOption(cannot(TRAIN_ON, found, "two tensors, images and labels", next_step))
 
 

@@ -257,7 +257,7 @@ def compiled(module: nn.Module, mode: str | None) -> Forward:
         except Exception as error:
             if _NO_COMPILER.search(str(error)):
                 missing = "torch.compile found no C++ compiler"
-                next_step = ("Install one (apt-get install g++), or use ", option("compile", False))
+                next_step = ("Install a compiler (apt-get install g++), or use ", option("compile", False))
                 raise MissingPackage(cannot(act, missing, "", next_step)) from error
             raise
 

@@ -266,7 +266,7 @@ def _architectures_differ(part: Any, saved: Any) -> str:
         {name: list(getattr(value, "shape", ())) for name, value in one.items()} for one in (saved, part.state_dict())
     )
     found = [
-        f"{name!r} has the shape {shape}, here {now[name]}"
+        f"{name!r} has the shape {shape}, but {now[name]} in this model"
         for name, shape in shapes.items()
         if now.get(name, shape) != shape
     ]

@@ -48,7 +48,7 @@ def moment(act: str, name: str, value: Moment) -> float:
     """Return the `time.monotonic()` value at a `datetime`, or after a duration that has a unit.
 
     Raises:
-        InvalidOption: if `value` is neither, is in the past, or is outside the range of the clock.
+        InvalidOption: if `value` is neither of these, lies in the past, or is outside the range of the clock.
     """
     if not isinstance(value, datetime):
         return time.monotonic() + check_duration(act, name, value, needs_unit=True)

@@ -155,8 +155,8 @@ class SupervisedStep:
         """Train on a batch and return its loss, and its accuracy if defined, as tensors on the device.
 
         Raises:
-            InvalidOption: if the batch does not consist of images and labels, is on another device than the model, or
-                the loss is not a single number.
+            InvalidOption: if the batch does not consist of images and labels or is on another device than the model, or
+                if the loss is not a single number.
             MissingPackage: if `torch.compile` finds no C++ compiler.
         """
         return step_values(*self._train_on(batch), self.accuracies.takes_shares)

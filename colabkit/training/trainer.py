@@ -98,7 +98,7 @@ def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], 
         same = "validate is the training Loader"
         raise InvalidOption(cannot(_ACT, same, "a separate Loader", "Create a Loader of held-out samples"))
     if not isinstance(step, SupervisedStep):
-        found = "validate is a Loader, which only a supervised_step can evaluate, and step is custom"
+        found = "validate is a Loader, but step is custom: only a supervised_step can evaluate a Loader"
         expected, next_step = "a function that returns a dict of numbers", "Pass a function that evaluates the model"
         raise InvalidOption(cannot(_ACT, found, expected, next_step))
 

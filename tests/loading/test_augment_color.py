@@ -91,11 +91,11 @@ def test_without_arguments_nothing_changes():
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"brightness": -0.1}, "brightness=-0.1; expected a number of 0 or more, or two ascending ones"),
+        ({"brightness": -0.1}, "brightness=-0.1; expected a number of 0 or more, or two ascending numbers"),
         ({"contrast": (1.2, 0.8)}, "contrast=(1.2, 0.8)"),
         ({"saturation": float("nan")}, "saturation=nan"),
         ({"saturation": "0.4"}, "saturation='0.4'"),
-        ({"hue": 0.6}, "hue=0.6; expected a number from 0 to 0.5, or two ascending ones from -0.5 to 0.5"),
+        ({"hue": 0.6}, "hue=0.6; expected a number from 0 to 0.5, or two ascending numbers from -0.5 to 0.5"),
         ({"hue": (-0.6, 0)}, "hue=(-0.6, 0)"),
     ],
 )

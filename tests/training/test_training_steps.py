@@ -198,7 +198,7 @@ def test_a_batch_is_a_pair_or_a_dict(kind):
 )
 def test_an_invalid_batch_is_refused(batch, found):
     _, step = make_step()
-    with pytest.raises(InvalidOption, match="a custom step that calls this one") as caught:
+    with pytest.raises(InvalidOption, match="a custom step that passes") as caught:
         step(batch)
     assert str(caught.value).startswith(f"Cannot train on a batch: the batch is {found}; expected two tensors,")
 

@@ -180,9 +180,9 @@ def _checked_factors(number: int, value: Any) -> tuple[float, float]:
         found = (max(least, neutral - value), neutral + value) if number != HUE else (-value, value)
     is_pair = isinstance(found, (tuple, list)) and len(found) == 2 and all(map(is_finite_number, found))
     if not is_pair or not least <= found[0] <= found[1] <= most:
-        expected = "a number of 0 or more, or two ascending ones"
+        expected = "a number of 0 or more, or two ascending numbers"
         if number == HUE:
-            expected = "a number from 0 to 0.5, or two ascending ones from -0.5 to 0.5"
+            expected = "a number from 0 to 0.5, or two ascending numbers from -0.5 to 0.5"
         next_step = ("For example, use ", option(name, 0.1))
         raise InvalidOption(cannot("jitter colors", option(name, value), expected, next_step))
     return float(found[0]), float(found[1])

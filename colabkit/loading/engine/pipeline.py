@@ -206,7 +206,7 @@ def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
     """Raise `InvalidOption` for options that do not apply to samples that need no decoding."""
     act, rows = options.act, columns.rows
     shape = tuple(rows.shape[:2]) if rows is not None and rows.are_images else None
-    # `size=` is allowed if it matches.
+    # `size=` is allowed if it equals the size of the stored images.
     if options.size is not None and options.size != shape:
         if shape is None:
             not_files = f"size={options.size} is for image files, but these samples need no decoding"

@@ -208,7 +208,7 @@ class BlockShuffled(PureOrder):
 
     def _samples(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         # Positions are numbered as if the short block were full, so all blocks and windows start at multiples of their
-        # size; the missing samples are skipped. Only the full blocks are permuted, and the short one is inserted.
+        # size; the missing samples are skipped. The full blocks are permuted, and the short one is inserted among them.
         block = min(self.block_samples, self.n)
         full_blocks, rest = divmod(self.n, block)
         lack = block - rest if rest else 0

@@ -63,7 +63,7 @@ class SaveJob:
         is_awaited: whether the caller waits until the checkpoint is written.
         is_raised: whether the caller receives the error if the write fails.
         limit_s: seconds that the file system may take for one operation.
-        is_given_up: whether an operation exceeded this limit and the failure is already recorded.
+        is_given_up: whether an operation exceeded `limit_s` and the failure is already recorded.
     """
 
     step: int

@@ -234,7 +234,7 @@ class CheckpointFolder:
             with self._changed:
                 self._await_writer(act)
         except BaseException as error:
-            # After this, the caller may change the tensors, which would corrupt a file that is written without a copy.
+            # Once this call has raised, the caller may change the tensors, so stop a write that has no copy of them.
             if not copied.is_apart:
                 job.stop.set()
             if wait or not isinstance(error, TimedOut):

@@ -165,7 +165,7 @@ def put(
 ) -> SealedCheckpoint:
     """Add a sealed checkpoint to a folder and return it; an earlier checkpoint of the same step is replaced atomically.
 
-    Also removes unsealed files of killed runs from the folder.
+    Unsealed files of killed runs are removed from the folder.
 
     Args:
         folder: folder; created if missing.
