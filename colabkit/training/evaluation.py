@@ -184,8 +184,8 @@ def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
     parameters = list(model.parameters())
     if not parameters:
         found = f"{kind_of(model)} has no parameters"
-        next_step = "Call the model in a loop over the Loader instead"
-        raise InvalidOption(cannot(act, found, "a model with parameters", next_step))
+        advice = "Call the model in a loop over the Loader instead"
+        raise InvalidOption(cannot(act, found, "a model with parameters", advice))
     options = StepOptions(None, "auto", False, 1, None, False)
     # The optimizer is never called.
     optimizer = torch.optim.SGD(parameters, lr=0.0)

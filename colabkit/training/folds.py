@@ -89,7 +89,7 @@ def k_fold(
             of `train()`, or a dict of numbers.
         dataset: a split of a pack.
         folds: number of folds, at least 2.
-        stratify: whether to keep the proportions of the labels equal in all folds, as far as possible.
+        stratify: whether to keep the proportions of the labels about equal in all folds.
         groups: groups of samples that must not be split across folds, as in `PackedDataset.fold`.
         seed: seed of the assignment of samples to folds.
 

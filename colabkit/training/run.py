@@ -254,7 +254,7 @@ class TrainingRun:
                         validate()
                         if self.judge.is_out_of_patience and not self._is_last(begun):
                             return False
-                    # Most steps need no decision. Skip it then, because it takes several microseconds.
+                    # Deciding whether to continue takes several microseconds, and most steps need no decision.
                     is_open = self._always_decides or stops.strength or self._steps >= self.schedule.next_step
                     if is_open and is_whole and not self._goes_on(begun, count):
                         return False
