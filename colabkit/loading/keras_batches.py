@@ -107,7 +107,8 @@ def _dataset(base: Any, loader: Any, left: Callable[[], int], converted: Callabl
                 self._begin()
             batch = next(self._coming, None)
             if batch is None:
-                # The epoch had fewer batches, because bad samples were skipped. Keras needs the announced number.
+                # The epoch had fewer batches, because bad samples were skipped. Keras needs the announced number of
+                # batches, so begin the next epoch.
                 self._start = {}
                 self._begin()
                 batch = next(self._coming)

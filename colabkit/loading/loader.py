@@ -71,7 +71,7 @@ class Loader(DataLoaderSource):
       samples keep their shape and dtype. Class labels are `int64 [B]`. Text and bytes are returned as lists.
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
-    - The loader checks the CRCs of image files in a pack, but not those of rows; `verify()` checks them all.
+    - The loader checks the CRCs of image files in a pack, but not the CRCs of rows; `verify()` checks both.
     - Under `torch.distributed` every process gets its share of each global batch. Each sample occurs once per epoch,
       and all processes get the same number of batches. A custom sampler must shard samples across ranks itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
@@ -88,9 +88,9 @@ class Loader(DataLoaderSource):
         seed: seed of the order and of the transforms.
         drop_last: whether to drop a last batch that is not full; invalid with a sampler that yields batches.
         device: device of the batches; None means the CPU.
-        transform: transform of the images of each batch: one of `colabkit.augment` or of torchvision, or any callable.
-            Combine several with `Compose([...])` of the same package.
-        sampler: order of the samples, instead of `shuffle`: one of `colabkit.sampler`, such as `Balanced(labels)`, or
+        transform: transform of the images of each batch, from `colabkit.augment` or torchvision, or any callable.
+            Combine several transforms with `Compose([...])` of the same package.
+        sampler: order of the samples, instead of `shuffle`: from `colabkit.sampler`, such as `Balanced(labels)`, or
             any iterable with a length that yields sample indices, or lists of them (batches). For torch's samplers the
             order depends on their generator's seed, on `seed` and on the epoch. The same holds for other samplers that
             draw from the global generators only before they yield their first index. A sampler that draws later can be
@@ -101,9 +101,9 @@ class Loader(DataLoaderSource):
             `X` and their labels `Y`; the arrays of a tuple are `0`, `1` and so on. The transform applies to the first
             field of the dataset.
         as_dict: whether batches are dicts keyed by field name, as in `batch["X"]`.
-        size: size in pixels of decoded image files: one side, or height and width. They are resized and cropped as in
+        size: size in pixels of decoded image files: one side, or height and width. Images are resized and cropped as in
             `pack()`. Images decoded to one size are cached if there is room, so later epochs skip decoding. For samples
-            that are stored decoded, only their own size is allowed.
+            that are stored decoded, only the stored size is allowed.
         keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"`, which chooses by the free space; `tier`
             reports the choice.
         on_bad: how to handle image files that cannot be decoded: `"raise"`, `"skip"` (only in a single process), or
@@ -127,8 +127,8 @@ class Loader(DataLoaderSource):
     Attributes:
         meters: counts and seconds of each stage, and the time that you waited for batches.
         tier: where samples live, and why. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (the kernel or the loader reads
-            them ahead) or `"source"` (each epoch decodes them or calls the dataset again). `tier.reason` names the
-            sizes that led to this choice, and `tier.rows` is the number of cached decoded samples.
+            samples ahead) or `"source"` (each epoch decodes samples or calls the dataset again). `tier.reason` names
+            the sizes that led to this choice, and `tier.rows` is the number of cached decoded samples.
         bad_samples: names of image files that could not be decoded, with the reasons.
 
     Example:
@@ -276,8 +276,8 @@ class Loader(DataLoaderSource):
         """Return the current position, from which `load_state_dict` resumes after the last batch that you received.
 
         A position counts the samples that all processes together have received, so the state of one process is valid
-        for all. With a custom sampler it counts the samples of one process, so it is valid for all only if each has
-        received the same number.
+        for all. With a custom sampler, a position counts the samples of one process, so the state is valid for all
+        processes only if each has received the same number.
         """
         return self._position.state_dict(self.batch_size, self._share().world_size)
 
@@ -301,7 +301,7 @@ class Loader(DataLoaderSource):
     def peek(self, batches: int = 1) -> list[Any]:
         """Return copies of the next batches without moving the position.
 
-        You may call it during an iteration.
+        You may call this during an iteration.
 
         Args:
             batches: number of batches; near the end of the epoch fewer are returned.

@@ -46,7 +46,7 @@ class HeadspaceReport(Report):
         steps: number of timed steps.
         batch_size: number of samples in the largest cached batch.
         batches: number of cached batches.
-        loading_samples_per_s: samples per second of the loader alone, measured while it loaded these batches.
+        loading_samples_per_s: samples per second of the loader alone, measured while it loaded the cached batches.
     """
 
     samples_per_s: float

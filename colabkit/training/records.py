@@ -101,7 +101,7 @@ _POINTS = 1_000
 
 
 def values_of(result: object, is_copied: bool = True) -> Values:
-    """Return the values that a step returned, by name: as numbers, or as tensors if they are on another device.
+    """Return the values that a step returned, by name: as numbers, or as tensors if they are not on the CPU.
 
     Args:
         result: result of the step.
@@ -158,7 +158,7 @@ def _described(value: object) -> str:
 
 
 def _read(value: Any, is_copied: bool) -> object:
-    """Return a value as a number, or as a tensor if it is on another device, where reading would wait."""
+    """Return a value as a number, or as a tensor if it is not on the CPU, where reading would wait for the device."""
     if isinstance(value, Tensor):
         return value.item() if value.is_cpu else value.detach().clone() if is_copied else value
     return float(value)
@@ -254,8 +254,8 @@ class ValueRecorder:
     Args:
         curve: curve of the run.
         means: means of the epoch so far.
-        must_be_finite: whether a NaN or infinity is an error. Numbers on the CPU are checked at once; those on another
-            device when they are read, since each check would wait for the device.
+        must_be_finite: whether a NaN or infinity is an error. Numbers on the CPU are checked at once; numbers on other
+            devices are checked when they are read, since each check would wait for the device.
         complete: function that adds pending values to the mappings of earlier steps; called before values are stacked.
     """
 

@@ -68,10 +68,10 @@ class TrainReport(Report):
         parts: seconds in this call that each part of the loader was busy.
         curve: for each value that the step returned, up to 1,000 pairs: a step, and the mean since the previous pair.
         validations: values of each validation, with its step.
-        stopped: why training stopped early: `"patience"`, `"on_step"` (it raised `StopIteration`), `"deadline"`,
+        stopped: why training stopped early: `"patience"`, `"on_step"` (which raised `StopIteration`), `"deadline"`,
             `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if training did not stop early.
         checkpoint: the newest checkpoint, or None without `to`.
-        best: the checkpoint with the best value of `monitor`, or None if `monitor` was never measured.
+        best: the checkpoint with the best value of `monitor`, or None without `to` or without values of `monitor`.
         best_value: the best value of `monitor`, or None if `monitor` was never measured.
         resumed_from: the checkpoint that this call resumed from, or None.
         skipped_checkpoints: names of newer checkpoints that were damaged or had NaN or infinite weights, each with the

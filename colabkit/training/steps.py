@@ -70,7 +70,7 @@ def supervised_step(
     or class probabilities with a cross-entropy loss.
 
     Under `torch.distributed`, gradients are averaged over all processes. The step wraps the model in
-    `DistributedDataParallel` if it is not wrapped yet.
+    `DistributedDataParallel` unless the model is already wrapped.
 
     Args:
         model: model that takes images. It must be on its training device before the first step.
@@ -442,7 +442,7 @@ class SupervisedStep:
         return bool(made)
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters that the optimizer updates now; it may have received new groups since the start."""
+        """Return the parameters that the optimizer updates now; groups may have been added since the start."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 

@@ -178,12 +178,12 @@ def train(
             the step. None uses the loss, if there is one.
         mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best.
         patience: number of consecutive validations (epochs if `monitor` is a number of the step) without improvement
-            of `monitor` after which training stops; None never stops it early.
+            of `monitor` after which training stops; None means that training never stops early.
         min_delta: `monitor` must improve by more than this value to count as an improvement for `patience`.
         deadline: when the runtime ends: a duration from now with its unit, such as `"11h 30min"` or a `timedelta`, or
             a `datetime`. Training stops early enough to save a final checkpoint by then.
         on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
-            (`"continue"`). Numbers on a GPU are checked when they are read, not after each step.
+            (`"continue"`). Numbers on a GPU are checked when the run reads them, not after each step.
         timeout: how long one checkpoint operation may wait for the file system of `to`, in seconds or as text
             such as `"5min"`, plus one second for each 10 MB. After that, the checkpoint counts as failed. None means
             two minutes.

@@ -45,7 +45,7 @@ class Compose(_Steps):
     """Apply several transforms in sequence, each with its own random stream.
 
     A nested `Compose` is flattened. A callable that is not a `Transform` receives only the images of the batch and
-    returns the new images. If it draws random numbers, it has to seed them itself.
+    returns the new images. If the callable draws random numbers, it has to seed them itself.
 
     Args:
         transforms: list of transforms, in the order in which they apply.

@@ -74,7 +74,7 @@ class Geometry(Transform):
         return self.size or (height, width)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the cropped images, in the memory format of the input, and the unchanged labels."""
+        """Return the transformed images, in the memory format of the input, and the unchanged labels."""
         check_images("transform a batch", images, self.fill)
         height, width = images.shape[2:]
         sizes = np.broadcast_to(np.array([height, width], np.int64), (len(images), 2))

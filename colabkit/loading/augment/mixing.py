@@ -83,7 +83,7 @@ class Normalize(Transform):
             scaled = images.to(self._computed, copy=True)
             return (scaled.div_(255) if images.dtype == torch.uint8 else scaled).to(self.dtype), labels
         key = images.device, images.dtype == torch.uint8
-        # Moving constants makes the host wait for the device, so they are cached for each device.
+        # Moving constants to a device makes the host wait for the device, so cache the moved constants.
         if key not in self._constants:
             scale = self._scale_of_bytes if key[1] else self._scale
             self._constants[key] = (
@@ -224,7 +224,7 @@ class _LabelMixing(Transform):
 
 
 class MixUp(_LabelMixing):
-    """Mix each image and its label with those of the previous sample in the batch; the first one with the last.
+    """Mix each image and its label with those of the previous sample in the batch (the first with the last).
 
     Labels `int64 [B]` become class probabilities `float32 [B, num_classes]`, which `cross_entropy` accepts directly.
     Each sample draws its own weight from Beta(alpha, alpha). Images keep their dtype; `uint8` images are mixed in
@@ -265,7 +265,7 @@ class MixUp(_LabelMixing):
 class CutMix(_LabelMixing):
     """Replace a box in each image with the same box from the previous sample in the batch, and mix their labels.
 
-    The first sample takes its box from the last one. Labels `int64 [B]` become class probabilities `float32 [B,
+    The first sample takes its box from the last sample. Labels `int64 [B]` become class probabilities `float32 [B,
     num_classes]`, which `cross_entropy` accepts directly: the share of each label is the share of its pixels. Each
     sample draws its own box: the area is `1 - w` of the image with `w` from Beta(alpha, alpha), the center is uniform,
     and the box is clipped at the border. Source: Yun et al., "CutMix: Regularization Strategy to Train Strong
@@ -295,7 +295,7 @@ class CutMix(_LabelMixing):
     def _mixed(self, images: Tensor, draws: Draws) -> tuple[Tensor, npt.NDArray[np.float64]]:
         uniforms = draws.uniforms(4)
         sizes = np.array(images.shape[2:])
-        # As in torchvision, the sides of the box have an even number of pixels before it is clipped.
+        # As in torchvision, the sides of the box have an even number of pixels before the box is clipped.
         half = (0.5 * np.sqrt(1 - _symmetric_beta(self.alpha, uniforms[:, :2]))[:, None] * sizes).astype(np.int64)
         center = (uniforms[:, 2:] * sizes).astype(np.int64)
         first, last = (center - half).clip(0), np.minimum(center + half, sizes)

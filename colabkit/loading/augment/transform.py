@@ -19,15 +19,15 @@ from colabkit.foundation import GAMMA, MASK, InvalidOption, cannot, check_callab
 class Draws:
     """The random numbers of some samples, a pure function of seed, epoch and position.
 
-    There is no generator state to save, so a resumed run draws the same numbers. They come from SplitMix64 (Steele, Lea
-    and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), started at a hash of seed, epoch, stream
-    and position.
+    There is no generator state to save, so a resumed run draws the same numbers. The numbers come from SplitMix64
+    (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), started at a hash of seed,
+    epoch, stream and position.
 
     Attributes:
         seed: any integer; only the lowest 64 bits are used.
         epoch: number of the epoch.
         positions: positions of the samples in the epoch's global order, `int64 [B]`.
-        stream: number of the sample's random stream; each transform of a `Compose` has its own.
+        stream: number of the random stream; each transform of a `Compose` has its own stream.
 
     Example:
         >>> import numpy as np
@@ -125,11 +125,11 @@ class Transform:
 class PerBatch(Transform):
     """Wrap a function of a batch's images that draws no random numbers, as in `PerBatch(lambda x: x.float() / 255)`.
 
-    On the CPU, the loader applies it in a worker thread while the model computes. A bare function instead runs in your
-    thread when you request the batch, because it might draw from the global random generators.
+    On the CPU, the loader calls the function in a worker thread while the model computes. A bare function instead runs
+    in your thread when you request the batch, because it might draw from the global random generators.
 
     Args:
-        function: takes the images of a batch, `[B, C, H, W]`, and returns the transformed batch.
+        function: function that takes the images of a batch, `[B, C, H, W]`, and returns the transformed images.
 
     Raises:
         InvalidOption: if `function` is not callable.
@@ -159,13 +159,13 @@ class PerBatch(Transform):
 class PerSample:
     """Wrap a function of one sample, as in `Loader(data, 64, transform=PerSample(to_spectrogram))`.
 
-    The loader applies it to the first field of each sample, in worker processes. Before each call, the loader seeds the
+    The loader calls it with the first field of each sample, in worker processes. Before each call, the loader seeds the
     global generators of Python, NumPy and torch from its seed, the epoch and the sample's position. Torchvision
     transforms need no wrapper.
 
     Args:
-        function: takes one sample, for example an image `uint8 [C, H, W]`. All results need the same shape, so that
-            they can be stacked.
+        function: function that takes one sample, for example an image `uint8 [C, H, W]`. All results need the same
+            shape, so that they can be stacked.
 
     Raises:
         InvalidOption: if `function` is not callable.

@@ -52,8 +52,8 @@ class BatchPlan:
         indices: sample indices, `int64 [S]`.
         positions: positions of the samples in the epoch's global order, `int64 [S]`.
         sizes: number of samples in each batch.
-        ends: for each batch, the number of samples of the epoch that all ranks have received after it; with a custom
-            sampler, the number that this rank has received.
+        ends: for each batch, the number of samples of the epoch that all ranks have received after the batch; with a
+            custom sampler, the number that this rank has received.
     """
 
     indices: Indices
@@ -150,7 +150,7 @@ class EpochRange:
 
     @classmethod
     def of(cls, n: int, start: int, batch_size: int, share: Share, drop_last: bool) -> EpochRange:
-        """Return the range from `start` to `n`; with `drop_last` it ends with the last full batch."""
+        """Return the range from `start` to `n`, or with `drop_last` to the end of the last full batch."""
         rest = (n - start) % (batch_size * share.world_size) if drop_last else 0
         return cls(start, max(start, n - rest), batch_size, share)
 
@@ -198,7 +198,7 @@ class EpochRange:
             begins[-1] = self.stop - self.indivisible
         last = self.start + step * (batches - 1)
         if batches > 1 and self.stop - last < self.share.world_size and first < batches <= first + count + 1:
-            # The last batch would have fewer samples than ranks, so it takes half of the samples of the last two.
+            # The last batch would have fewer samples than ranks, so the last two batches divide their samples equally.
             begins[batches - 1 - first] = (last - step + self.stop) // 2
         return begins
 

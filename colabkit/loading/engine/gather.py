@@ -89,7 +89,7 @@ class PageableSlots:
 
 
 class PinnedSlots:
-    """A pool of page-locked buffers, from which a GPU copies asynchronously; pageable ones if locking fails.
+    """A pool of page-locked buffers, from which a GPU copies asynchronously; if locking fails, buffers are pageable.
 
     Args:
         slot_bytes: size of a buffer in bytes; a larger buffer is allocated when requested, but not kept.
@@ -103,7 +103,7 @@ class PinnedSlots:
         self._can_pin = True
 
     def lend(self, size: int) -> Tensor:
-        """Lend at least `size` bytes as a `uint8` tensor, after waiting for the last copy out of them."""
+        """Lend at least `size` bytes as a `uint8` tensor, after waiting for the last copy from that buffer."""
         if size > self._slot_bytes:
             return self._new_buffer(size)
         try:

@@ -22,11 +22,11 @@ class LoaderPosition:
     """The next position in a stream of epochs.
 
     Samples are counted when the user receives them, not when they are built. The end of an epoch is represented as the
-    start of the next one.
+    start of the next epoch.
 
     Attributes:
         order: order or custom sampler of the epochs.
-        pure_order: the order, if it is one of `colabkit.sampler`; None for a custom sampler.
+        pure_order: the order, if it implements `colabkit.sampler.Order`; None for a custom sampler.
         seed: seed of the loader.
         next: epoch, and number of samples in the epoch, at which the next iteration starts.
         received: epoch, and number of its samples that the user has received.
@@ -126,7 +126,7 @@ class LoaderPosition:
 
         Raises:
             InvalidOption: if the state belongs to other data, to another order or (with a custom sampler) to another
-                number of processes, or if it is incomplete or of an unknown version.
+                number of processes, or if the state is incomplete or of another version.
         """
         act = "resume the Loader"
         version = state.get("version") if isinstance(state, Mapping) else None

@@ -32,7 +32,7 @@ _TICK_S = 0.25
 
 
 class Cancellation(BaseException):
-    """The caller has abandoned the work of this thread; it is not an error of the work."""
+    """The caller has abandoned the work of this thread, so the thread ends without an error."""
 
 
 @dataclass(frozen=True)

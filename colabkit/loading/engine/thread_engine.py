@@ -123,8 +123,8 @@ class ThreadPool:
     def close(self) -> None:
         """Stop the threads and wait for them, up to a deadline; may be called twice.
 
-        A call from one of the threads does not wait. This happens when the garbage collector closes an abandoned
-        iteration, because it runs in any thread.
+        A call from one of the threads does not wait. The garbage collector, which runs in any thread, makes such calls
+        when it closes an abandoned iteration.
         """
         with self._changed:
             self._is_over = True
@@ -316,7 +316,7 @@ class ThreadEngine:
         images: options for decoding, if samples are image files.
         depth: number of batches that are built ahead, and of threads.
         populator: background reader of the pages of mapped rows, if any.
-        row_files: files whose rows are read from disk just ahead of their use; None if the kernel caches them.
+        row_files: files whose rows are read from disk just ahead of their use; None if the kernel caches the rows.
     """
 
     options: LoaderOptions

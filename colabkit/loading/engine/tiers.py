@@ -175,7 +175,7 @@ def _too_much(act: str, keep: Keep, shown: str, room: str) -> InvalidOption:
 
 
 def promised_bytes() -> int:
-    """Return the bytes of RAM that this process's caches will still fill; until then, they look free."""
+    """Return the bytes of RAM that this process's caches will still fill, and that therefore still look free."""
     with _ram_caches_lock:
         return sum((cache.capacity - len(cache)) * prod(cache.shape) for cache in _ram_caches)
 

@@ -40,7 +40,7 @@ _orphans: list[Generator[Any, None, None]] = []
 def check_process(owner: int, batches: Generator[Any, None, None]) -> None:
     """Raise `LoaderFailed` unless this is still the process that started the iteration.
 
-    A forked child process has none of the threads that build its batches, and would wait for them forever.
+    A forked child process has none of the threads that build batches, and would wait for these threads forever.
 
     Args:
         owner: id of the process that started the iteration.
@@ -173,9 +173,9 @@ class SamplerPlanner:
 
     Attributes:
         sampler: iterable with a length; yields sample indices, or a list of them per batch, as a batch sampler does.
-        yields_batches: whether it yields lists.
-        seed: seed of the loader. If the sampler draws from its own generator, as torch's do, or from the global ones
-            before its first item, its order depends on this seed and the epoch.
+        yields_batches: whether the sampler yields lists.
+        seed: seed of the loader. If the sampler draws from its own generator, as torch samplers do, or from the global
+            generators before its first item, its order depends on this seed and the epoch.
         n: number of samples in the dataset.
         batch_size: samples per batch, if the sampler yields single samples.
         drop_last: whether to drop a last batch that is not full.
@@ -263,7 +263,7 @@ class SamplerPlanner:
 
 def yields_batches(sampler: Iterable[Any]) -> bool:
     """Return whether a custom sampler yields batches (lists of indices), according to its first item."""
-    # Avoid requesting an item: these samplers compute the complete order before they yield the first one.
+    # Avoid requesting an item: these samplers compute the complete order before they yield the first item.
     if type(sampler) in _OF_SINGLE_SAMPLES:
         return False
     with restored_generators():
@@ -285,8 +285,8 @@ def seed_of(sampler: Any) -> int:
 def _start_sampler(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
     """Start iterating over a sampler, and make the order of each epoch reproducible where possible.
 
-    `set_epoch` is called if the sampler has it. Torch samplers read their generator before they yield the first sample,
-    so until then it is replaced by one that depends on the epoch; otherwise a resumed epoch would have a different
+    `set_epoch` is called if the sampler has it. Torch samplers read their generator before they yield the first sample.
+    Until then, a generator that depends on the epoch replaces it; otherwise a resumed epoch would have a different
     order. The global generators are seeded in the same way, for samplers that use them, and restored afterwards.
     """
     generators = []

@@ -283,7 +283,7 @@ def load_first(
 ) -> tuple[LoadedCheckpoint | None, dict[Path, str]]:
     """Return the first undamaged checkpoint without a flaw, and the reason for each skipped candidate.
 
-    If all undamaged checkpoints have a flaw, return the first of them; without undamaged ones, return None.
+    If all undamaged checkpoints have a flaw, return the first of them; if all are damaged, return None.
 
     Args:
         candidates: checkpoints, newest first.

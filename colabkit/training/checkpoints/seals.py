@@ -235,7 +235,7 @@ def prune(
 
 
 def best_of(found: Iterable[SealedCheckpoint], metric: str) -> SealedCheckpoint | None:
-    """Return the checkpoint with the best score by a metric (the earliest of equal ones), or None without scores."""
+    """Return the checkpoint with the best score by a metric (in a tie, the earliest), or None without scores."""
     sign = -1 if metric.startswith("max") else 1
     scored = [(sign * one.score, one.step, one) for one in found if one.score is not None and one.metric == metric]
     return min(scored, key=lambda entry: entry[:2])[2] if scored else None
