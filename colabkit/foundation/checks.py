@@ -26,6 +26,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _FLAG_TYPES = ("bool", "bool_", "int")
+# Names of arguments in Keras, and of the argument of another verb, with the names of the same arguments here.
+_SYNONYMS = {
+    "class_mode": "task",
+    "color_mode": "channels",
+    "directory": "root",
+    "image_size": "size",
+    "target_size": "size",
+    "validation_split": "splits",
+    "x_col": "path_column",
+    "y_col": "labels",
+    "overwrite": "refresh",
+    "refresh": "overwrite",
+}
 
 
 def check_one_of(act: Text, name: str, value: object, choices: Iterable[object], next_step: Text = "") -> None:
@@ -232,8 +245,9 @@ def _wrong_call(
     required = [name for name, one in parameters.items() if one.default is one.empty]
     usage = ("Use ", _call_of(function, ", ".join(required)))
     act = f"call {_call_of(function)}"
-    for name in kwargs.keys() - parameters.keys():
-        closest = difflib.get_close_matches(name, parameters, n=1)
+    for name in [name for name in kwargs if name not in parameters]:
+        synonym = _SYNONYMS.get(name, "")
+        closest = [synonym] if synonym in parameters else difflib.get_close_matches(name, parameters, n=1)
         advice: Text = f"See help({_call_of(function).removesuffix('()')})"
         advice = instead.get(name) or (("Use ", option(closest[0])) if closest else advice)
         return cannot(act, f"it has no argument {name}=", "", advice)

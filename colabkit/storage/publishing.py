@@ -116,8 +116,9 @@ def publish(
 
     Args:
         path: a file, for example a pack, or a folder.
-        to: an existing folder, or a path that ends with a slash, to keep the name; otherwise the final path. An
-            existing folder with the name of the published folder counts as its earlier version and is replaced.
+        to: an existing folder, or a path that ends with a slash, to keep the name; otherwise the final path. Any
+            existing file at the final path is replaced, and so is a folder with the name of the published folder. The
+            report shows this.
         verify: `"full"` reads the copy back and compares all bytes; `"size"` compares only the sizes.
         progress: show a progress bar.
 

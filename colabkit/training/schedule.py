@@ -194,7 +194,7 @@ class Validator:
         name = monitor if monitor in values else monitor.removeprefix("val_")
         if self._is_required and name not in values:
             found = (option("monitor", monitor), " is not among the returned numbers")
-            expected = f"one of {', '.join(map(repr, values))}" if values else "at least one number"
+            expected = " or ".join(map(repr, values)) or "at least one number"
             next_step = ("Correct ", option("monitor"), " and start the training again")
             raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
         value = values.get(name, math.nan)

@@ -170,9 +170,10 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         Mistake(
             "images of several sizes in raw encoding",
             'colabkit.pack("mixed", "x.h5", encoding="raw")',
-            "UnequalSample",
+            "BadImage",
             "size=",
         ),
+        Mistake("Keras' directory", 'colabkit.pack("gone.csv", "x.h5", directory="x")', "InvalidOption", "Use root="),
         Mistake("a damaged archive", 'colabkit.stage("cut.zip")', "BadArchive", "it is damaged or truncated"),
         Mistake(
             "a table with a missing file", 'colabkit.pack("gone.csv", "x.h5")', "SourceMissing", "1 of 9 rows", "2 of"

@@ -218,10 +218,9 @@ def test_the_batched_crop_for_other_devices_gives_the_same_boxes():
 
 
 def test_an_image_that_is_too_small_raises_an_error():
-    with pytest.raises(
-        InvalidOption, match=r"has 23x31 pixels before padding=\(0, 8, 0, 8\); expected at least 40x20 pixels"
-    ):
-        RandomCrop((40, 20), padding=(0, 8))(images(6))
+    for padding, found in ((0, "23x31 pixels"), ((0, 8), "39x31 pixels with its padding")):
+        with pytest.raises(InvalidOption, match=f"has {found}; expected at least 40x20 pixels"):
+            RandomCrop((40, 20), padding=padding)(images(6))
 
 
 def test_a_fill_value_that_is_not_a_byte_raises_an_error_for_uint8_images():

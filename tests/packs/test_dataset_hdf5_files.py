@@ -120,6 +120,16 @@ def test_without_common_names_the_error_lists_the_datasets(tmp_path):
             open_pack(tmp_path / "p.h5", **options)
 
 
+def test_two_datasets_for_one_split_are_never_chosen_from_silently(tmp_path):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        for split, count in (("val", 30), ("dev", 20)):
+            file[f"X_{split}"], file[f"Y_{split}"] = IMAGES[:count], LABELS[:count]
+    with pytest.raises(BadSource, match=r"'X_val' and 'X_dev' are the same split.*with x="):
+        open_pack(tmp_path / "p.h5")
+    pack = open_pack(tmp_path / "p.h5", x={"val": "X_dev"}, y={"dev": "Y_dev"})
+    assert {split: len(data) for split, data in pack.items()} == {"val": 20}
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import colabkit
-from colabkit.errors import BadSource, InvalidOption
+from colabkit.errors import BadSource, ColabkitError, InvalidOption
 
 COUNT = 6
 AGES = [20, 23, 24, 30, 41, 50]
@@ -83,13 +83,37 @@ def test_the_task_decides_how_labels_in_arrays_are_stored(packed, labels, task, 
 
 
 @pytest.mark.parametrize(
-    ("labels", "task"), [(["a"] * COUNT, "regression"), (AGES, "multilabel"), ([0.5] * COUNT, "classes")]
+    ("labels", "task"),
+    [
+        (["a"] * COUNT, "regression"),
+        (AGES, "multilabel"),
+        ([0.5] * COUNT, "classes"),
+    ],
 )
 def test_labels_that_do_not_fit_the_task_raise(table, packed, labels, task):
     with pytest.raises(BadSource, match=r"expected .* for this task.*change task="):
         packed(table.assign(value=labels), labels="value", task=task)
     with pytest.raises(InvalidOption, match="Change task="):
         packed((ROWS, np.array(labels)), task=task)
+
+
+@pytest.mark.parametrize(
+    ("label", "found"), [(np.nan, r"a label is NaN|is empty for 1 of"), (np.inf, "inf|Change task=")]
+)
+def test_class_labels_that_are_nan_or_infinite_raise_an_error_that_names_the_cause(table, packed, label, found):
+    labels = np.array([1.0, 2, 3, 3, 2, label])
+    for source, options in ((table.assign(value=labels), {"labels": "value"}), ((ROWS, labels), {})):
+        with pytest.raises(ColabkitError, match=found):
+            packed(source, task="classes", **options)
+
+
+def test_renumbered_bools_keep_their_names(table, packed):
+    for source, options in ((table.assign(old=True), {"labels": "old"}), ((ROWS, np.ones(COUNT, bool)), {})):
+        assert packed(source, renumber=True, **options)[1].classes == ("False", "True")
+
+
+def test_labels_of_arrays_may_be_a_tuple(packed):
+    assert packed((ROWS, tuple(AGES)))[1]["train"].labels.tolist() == AGES
 
 
 def test_images_are_recognized_with_their_channels_first_or_last(packed):

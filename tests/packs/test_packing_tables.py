@@ -62,6 +62,19 @@ def test_rows_of_missing_files_are_left_out_and_listed_on_request(table, tmp_pat
         colabkit.pack(source, "q.h5", on_bad="skip", progress=False, path_column="photo", root="tables")
 
 
+def test_errors_count_the_rows_of_missing_files(table, tmp_path):
+    (tmp_path / "photos" / "folder").mkdir()
+    source = table("gone.png", "folder")
+    with pytest.raises(BadSource, match=r"row 6 contains '.*folder', a folder"):
+        colabkit.pack(source, "p.h5", labels="age", path_column="photo", root="photos", on_bad="skip", progress=False)
+
+
+def test_a_list_of_paths_has_no_column_of_paths(table):
+    table()
+    with pytest.raises(InvalidOption, match=r"a list of paths has no columns. Omit path_column="):
+        colabkit.pack(["photos/0.png"], "p.h5", path_column="photo", labels=None, progress=False)
+
+
 def test_errors_name_the_options_for_tables(table):
     source = table()
     with pytest.raises(BadSource, match="with path_column="):

@@ -75,7 +75,7 @@ def test_without_validation_the_training_loss_selects_the_best(tmp_path, data):
 
 
 def test_an_unknown_monitor_is_refused_after_a_checkpoint(tmp_path, data):
-    with pytest.raises(InvalidOption, match=r"monitor='accuracy' is not among .*; expected one of 'loss'"):
+    with pytest.raises(InvalidOption, match=r"monitor='accuracy' is not among .*; expected 'loss'"):
         train_with_losses(data, tmp_path, [1.0, 2.0], monitor="accuracy")
     report = train_with_losses(data, tmp_path, [1.0, 2.0], epochs=2)
     assert (report.steps, len(report.epochs)) == (12, 2)

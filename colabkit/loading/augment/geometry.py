@@ -234,9 +234,9 @@ class RandomCrop(Geometry):
         left, top, right, bottom = self.padding
         room = sizes + np.array([top + bottom - height, left + right - width])
         if room.min(initial=0) < 0:
-            rows, columns = sizes[np.flatnonzero(room.min(1) < 0)[0]]
-            found = f"an image has {rows}x{columns} pixels before padding={self.padding}"
-            expected = f"at least {height}x{width} pixels with the padding"
+            rows, columns = room[np.flatnonzero(room.min(1) < 0)[0]] + (height, width)
+            found = f"an image has {rows}x{columns} pixels{' with its padding' if any(self.padding) else ''}"
+            expected = f"at least {height}x{width} pixels"
             raise InvalidOption(cannot("crop images", found, expected, "Use a smaller size or more padding"))
         uniforms = draws.uniforms(2)
         place_top, place_left = _place(uniforms[:, 0], room[:, 0]) - top, _place(uniforms[:, 1], room[:, 1]) - left

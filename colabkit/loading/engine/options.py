@@ -35,6 +35,7 @@ _MOST_BLOCK = 1024
 LOADER_CALL = checked_call(
     batch_sampler=("Use ", option("sampler"), ", which also takes a sampler that yields lists of indices"),
     dataloader="Pass its dataset",
+    directory=("Use ", option("root"), " of colabkit.pack() or colabkit.FileDataset()"),
     generator=("Use ", option("seed")),
     in_order="Omit it: the batches always come in order",
     multiprocessing_context="Omit it: the Loader chooses how to start its workers",

@@ -52,6 +52,7 @@ from colabkit.packs.format.layout import (
     DataSet,
     Indices,
     PackInfo,
+    find_split,
     split_named,
     stored_splits,
 )
@@ -137,6 +138,8 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
                 add_x = ("Name the samples with ", option("x"))
                 raise InvalidOption(cannot(act, alone, "the names of samples and labels", add_x))
             xs, ys = _guess_names(act, file)
+        # `val` and `dev` name the same split.
+        ys = {find_split(xs, split) or split: name for split, name in ys.items()}
         if ys and set(ys) != set(xs):
             both = (option("x"), f" has the splits {', '.join(xs)}, and ", option("y"), f" has {', '.join(ys)}")
             raise InvalidOption(cannot(act, both, "the same splits in both", "Name the labels of each split"))
@@ -256,9 +259,13 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
                     only = (option("x", {"train": "X_train"}), " and ", option("y", {"train": "y_train"}))
                     choose = ("Name the datasets to open, for example ", only)
                     raise BadSource(cannot(act, unlabelled, "labels for all splits", choose))
-                # A later word for the same split replaces an earlier one.
                 of_split = {split_named(word): pair for word, pair in fits.items()}
-                pairs = {name: of_split[split] for split, name in stored_splits(reversed(fits)).items()}
+                for word, pair in fits.items():
+                    if pair != (other := of_split[split_named(word)]):
+                        found = f"{pair[0]!r} and {other[0]!r} are the same split"
+                        by_name = ("Name the datasets to open with ", option("x"))
+                        raise BadSource(cannot(act, found, "one dataset of samples for each split", by_name))
+                pairs = {name: of_split[split] for split, name in stored_splits(fits).items()}
                 xs = {split: pair[0] for split, pair in pairs.items()}
                 return xs, {split: pair[1] for split, pair in pairs.items()} if has_labels else {}
         for whole, of_labels in _WHOLE:

@@ -95,7 +95,7 @@ def infer_array(values: npt.NDArray[Any], task: Task = "auto", *, renumber: bool
     kind = kind_of_stored(stored.dtype, stored.ndim)
     names = tuple(map(str, range(stored.shape[1]))) if kind == "multilabel" else ()
     basis = {"b": "bools", "f": "floats"}.get(values.dtype.kind, "0 and 1" if names else "whole numbers")
-    if kind == "class" and renumber:
+    if kind == "class" and renumber and values.dtype.kind != "b":
         used, stored = np.unique(stored, return_inverse=True)
         return LabelValues(kind, tuple(map(str, used.tolist())), stored.reshape(-1).astype("<i8"), basis)
     whole = stored if values.dtype.kind == "f" else values
@@ -109,10 +109,12 @@ def convert_labels(values: npt.NDArray[Any], task: Task = "auto") -> npt.NDArray
         ValueError: if a label is NaN or cannot be stored; the message is only the reason.
     """
     kind = values.dtype.kind
+    if kind == "f" and np.isnan(values).any():
+        raise ValueError("a label is NaN")
     if task == "regression" and kind in "biu":
         values, kind = values.astype(np.float64), "f"
     elif task not in ("auto", "regression") and kind == "f" and (values == np.trunc(values)).all():
-        # The comparison is false for NaN, and the largest floats do not fit into an integer.
+        # The largest floats do not fit into an integer.
         values, kind = (values.astype("<i8"), "i") if (np.abs(values) < _LARGEST_CLASS).all() else (values, kind)
     if (task == "multilabel" and values.ndim != 2) or (task in ("classes", "multilabel") and kind == "f"):
         return None
@@ -159,7 +161,7 @@ def number_classes(cells: Sequence[Any]) -> LabelValues:
 def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dtype: np.dtype[Any]) -> None:
     if not is_stored.all():
         label = values[np.unravel_index(int(is_stored.argmin()), values.shape)]
-        raise ValueError("a label is NaN" if np.isnan(label) else f"the label {label} is out of range for {dtype}")
+        raise ValueError(f"the label {label} is out of range for {dtype}")
 
 
 def infer_cells(
@@ -198,7 +200,7 @@ def infer_cells(
 
 def _infer_column(column: _LabelCells, task: Task, *, renumber: bool) -> LabelValues:
     act, what, cells, kinds = column.act, column.what, column.cells, column.kinds
-    if task == "classes" and kinds <= {float, int} and all(cell == math.trunc(cell) for cell in cells):
+    if task == "classes" and kinds <= {float, int} and all(cell % 1 == 0 for cell in cells):
         cells, kinds = list(map(int, cells)), {int}
     if task == "regression" and kinds <= {bool, int, float}:
         return LabelValues("regression", (), column.targets())
@@ -236,8 +238,8 @@ def infer_columns(
             do not fit the task.
     """
     if task == "classes":
-        several = f"there are {len(names)} columns of labels, {', '.join(names)}"
-        raise BadSource(cannot(act, several, "a single column of classes", _TASK))
+        one = ("For example, use ", option("labels", names[0]), ", or change ", option("task"))
+        raise BadSource(cannot(act, (option("labels", list(names)), " is a list"), "one column of classes", one))
     has_floats, is_binary = task == "regression", task != "regression"
     found: list[npt.NDArray[Any]] = []
     for name, given in zip(names, columns, strict=True):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colabkit.foundation import (
+    BadImage,
     Code,
     ColabkitError,
     InvalidOption,
@@ -286,30 +287,30 @@ def pack(
     elif executor is not None:
         shard_bytes = SHARD_BYTES
     final = user_path(to, f"pack to {to!r}")
-    with file_changes.translated(act):
-        if final.is_dir():
-            path = str(final / "birds.h5")
-            raise TargetExists(
-                cannot(act, f"{str(final)!r} is a folder", "", f"Pack to a file in it, such as {path!r}")
-            )
     write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite)
     pack_call = _PackCall(options, write_options, started, progress)
     with file_changes.translated(act):
-        if is_arrays(source):
-            return pack_call.run(plan_arrays(source, options))
-        if opened is None:
-            return pack_call.run(plan_dataset(source, options))
-        check_outside(act, opened, final)
-        with closing(opened):
-            files = FileCollection(opened, opened.list(), options)
-            if (reused := pack_call.reused(files.key)) is not None:
-                return reused
-            try:
-                return pack_call.run(files.plan(final))
-            except UnequalSample:
-                if options.encoding != "auto" or options.size is not None:
-                    raise
-            return pack_call.run(files.plan(final, is_unequal=True))
+        if final.is_dir():
+            inside = f"Pack to a file in it, such as {str(final / 'birds.h5')!r}"
+            raise TargetExists(cannot(act, f"{str(final)!r} is a folder", "", inside))
+        try:
+            if opened is None:
+                plan = plan_arrays if in_memory == "arrays" else plan_dataset
+                return pack_call.run(plan(source, options))
+            check_outside(act, opened, final)
+            with closing(opened):
+                files = FileCollection(opened, opened.list(), options)
+                if (reused := pack_call.reused(files.key)) is not None:
+                    return reused
+                try:
+                    return pack_call.run(files.plan(final))
+                except UnequalSample:
+                    if options.encoding != "auto" or options.size is not None:
+                        raise
+                return pack_call.run(files.plan(final, is_unequal=True))
+        except UnequalSample as error:
+            # The class matters only above; users handle `BadImage`.
+            raise BadImage(*error.args) from error.__cause__
 
 
 def _exchanged(source: object, to: object) -> SourceMissing | None:
@@ -327,9 +328,8 @@ def _opened(source: AnySource, to: object, as_table: Mapping[str, Any], *, overw
     address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
     if address is not None and address.kind != FSSPEC:
         source = stage(source, extract=False, refresh=overwrite, progress=progress).path
-    elif address is not None and (name := str(source).rstrip("/").rpartition("/")[2]).lower().endswith(
-        _CONTAINER_SUFFIXES
-    ):
+    elif address is not None and str(source).rstrip("/").lower().endswith(_CONTAINER_SUFFIXES):
+        name = str(source).rstrip("/").rpartition("/")[2]
         folder = stage(source, extract=False, refresh=overwrite, progress=progress).path
         source = folder / name if (folder / name).is_file() else folder
     is_table = as_table["path_column"] is not None or as_table["root"] is not None

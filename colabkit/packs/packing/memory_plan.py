@@ -57,7 +57,8 @@ def is_arrays(source: object) -> bool:
     if isinstance(source, tuple) and source and isinstance(source[0], str | os.PathLike):
         return False
     if isinstance(source, tuple):
-        return bool(source) and is_array(source[0]) and all(is_array(one) or isinstance(one, list) for one in source)
+        first, *others = source or (None,)
+        return is_array(first) and all(is_array(one) or isinstance(one, list | tuple) for one in others)
     # A Series is not an array here but a table of paths.
     return is_array(source) and not is_frame(source)
 

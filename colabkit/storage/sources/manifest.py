@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -27,6 +27,7 @@ from colabkit.foundation import (
     import_optional,
     kind_of,
     mounts,
+    omit,
     option,
     translated,
     user_path,
@@ -178,14 +179,25 @@ class ManifestSource:
         with translated(self._act):
             unique = dict.fromkeys(table.paths)
             found = dict(concurrently(look, unique, "auto", stalled_s=stalled_s))
-        missing = tuple((path, "the file is missing") for path in table.paths if found[path] is None)
-        if self._skips_missing and 0 < len(missing) < len(table.paths):
-            rows = [row for row, path in enumerate(table.paths) if found[path] is not None]
-            columns = {name: tuple(cells[row] for row in rows) for name, cells in table.columns.items()}
-            table = _Table(table.root, tuple(table.paths[row] for row in rows), columns)
-            return Listing(self._items(table, found), missing, retries.count, columns, self._extras(table))
-        items = self._items(table, found)
-        return Listing(items, (), retries.count, table.columns, self._extras(table))
+        missing = [path for path in table.paths if found[path] is None]
+        if missing and not (self._skips_missing and len(missing) < len(table.paths)):
+            rows = format_things(len(table.paths), "row")
+            lost = f"files are missing for {len(missing)} of {rows}, first {missing[0]!r}"
+            folder = ("set the folder of relative paths with ", option("root"))
+            next_step = ("Check the paths, ", folder, ", or run ", call("mount"), " if the files are on Drive")
+            raise SourceMissing(cannot(self._act, lost, "", next_step))
+        items, columns = [], table.columns
+        for row, path in enumerate(table.paths, 1):
+            if (stats := found[path]) is not None:
+                if not stat.S_ISREG(stats.st_mode):
+                    kind = "a folder" if stat.S_ISDIR(stats.st_mode) else "a special file"
+                    raise self._bad_row(row, f"{path!r}, {kind}", "a file")
+                items.append(Item(_inner(path, table.root), stats.st_size, stats.st_mtime_ns))
+        if missing:
+            is_found = [found[path] is not None for path in table.paths]
+            columns = {name: tuple(compress(cells, is_found)) for name, cells in columns.items()}
+        skipped = tuple((path, "the file is missing") for path in missing)
+        return Listing(tuple(items), skipped, retries.count, columns, self._extras(table))
 
     def open(self, item: Item) -> BinaryIO:
         """Open the file of a row."""
@@ -197,24 +209,6 @@ class ManifestSource:
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
-
-    def _items(self, table: _Table, found: Mapping[str, os.stat_result | None]) -> tuple[Item, ...]:
-        if missing := [path for path in dict.fromkeys(table.paths) if found[path] is None]:
-            count = sum(found[path] is None for path in table.paths)
-            rows = format_things(len(table.paths), "row")
-            lost = f"files are missing for {count} of {rows}, first {missing[0]!r}"
-            folder = ("set the folder of relative paths with ", option("root"))
-            next_step = ("Check the paths, ", folder, ", or run ", call("mount"), " if the files are on Drive")
-            raise SourceMissing(cannot(self._act, lost, "", next_step))
-        items = []
-        for row, path in enumerate(table.paths, 1):
-            stats = found[path]
-            assert stats is not None
-            if not stat.S_ISREG(stats.st_mode):
-                kind = "a folder" if stat.S_ISDIR(stats.st_mode) else "a special file"
-                raise self._bad_row(row, f"{path!r}, {kind}", "a file")
-            items.append(Item(_inner(path, table.root), stats.st_size, stats.st_mtime_ns))
-        return tuple(items)
 
     def _extras(self, table: _Table) -> tuple[Item, ...]:
         if self._file is None or not _is_below(path := os.path.abspath(self._file), table.root):
@@ -228,6 +222,9 @@ class ManifestSource:
             # The table is a pandas Series.
             given = given.tolist()
         if isinstance(given, list | tuple):
+            if self._path_column is not None:
+                no_columns = (option("path_column", self._path_column), " is given, but a list of paths has no columns")
+                raise InvalidOption(cannot(self._act, no_columns, "", omit("path_column")))
             cells: Sequence[Any] = given
             columns: Mapping[str, tuple[Any, ...]] = {}
         else:
