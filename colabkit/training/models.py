@@ -179,9 +179,9 @@ _NO_COMPILER = re.compile(r"No working C\+\+ compiler|Failed to find C compiler"
 
 
 def convolutions(model: nn.Module) -> Iterable[Tensor]:
-    """Yield the weights of all two-dimensional convolutions."""
+    """Yield the weights of all two-dimensional convolutions, except those that a lazy module has yet to create."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d) and not nn.parameter.is_lazy(module.weight):
             yield module.weight
 
 

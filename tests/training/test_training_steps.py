@@ -348,6 +348,14 @@ def test_models_with_channels_last_weights_get_channels_last_images():
         assert seen == [is_last]
 
 
+@pytest.mark.parametrize("channels_last", [None, True])
+def test_lazy_modules_are_trained(channels_last):
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(10))
+    step = supervised_step(model, sgd(model), channels_last=channels_last)
+    losses = [step(batches()[0])["loss"].item() for _ in range(3)]
+    assert losses[2] < losses[0]
+
+
 def test_channels_last_converts_weights_images_and_optimizer_state():
     model, step = make_step()
     step(batches()[0])
