@@ -45,8 +45,9 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def unscaled_images(error: RuntimeError, batch: Any) -> InvalidOption | None:
-    """Return a clear error if a step failed because its model got `uint8` images; None for other errors."""
-    is_of_bytes = any(name in str(error) for name in ("unsigned char", "Byte"))
+    """Return a clear error if a custom step failed because its model got `uint8` images; None for other errors."""
+    # A loss or an embedding that got the wrong dtype asks for "Long".
+    is_of_bytes = any(name in str(error) for name in ("unsigned char", "Byte")) and "Long" not in str(error)
     images = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(batch, Mapping):
         images = batch.get("X", next(iter(batch.values()), None))
@@ -120,9 +121,12 @@ class AccuracyGroup:
         """
         # A leaf or a view may share the memory of a tensor that the next step modifies.
         is_own = type(scores) is Tensor and not scores.is_leaf and not scores._is_view()  # noqa: SLF001 - no other name
-        if is_own and loss.is_cpu and 0 < scores.numel() <= _SMALL:
+        is_small = is_own and loss.is_cpu and 0 < scores.numel() <= _SMALL
+        if is_small and has_accuracy(scores, labels, self.takes_shares):
             values: dict[str, object] = {"loss": loss.item()}
-            self._pending.append((values, scores.detach(), labels))
+            # Class probabilities may share a buffer of the Loader, which is reused only after they are released.
+            numbers = labels.argmax(1) if labels.is_floating_point() else labels
+            self._pending.append((values, scores.detach(), numbers))
             if len(self._pending) == _GROUPED:
                 self.compute()
             return values
@@ -134,10 +138,9 @@ class AccuracyGroup:
         pending, self._pending = self._pending, []
         for _, alike in itertools.groupby(pending, lambda one: (one[1].shape, one[2].shape, one[2].dtype)):
             values, scores, labels = zip(*alike, strict=True)
-            if has_accuracy(scores[0], labels[0], self.takes_shares):
-                right = is_right(torch.cat(scores), torch.cat(labels)).view(len(scores), -1)
-                for named, accuracy in zip(values, right.mean(1, dtype=torch.float32).tolist(), strict=True):
-                    named["accuracy"] = accuracy
+            right = is_right(torch.cat(scores), torch.cat(labels)).view(len(scores), -1)
+            for named, accuracy in zip(values, right.mean(1, dtype=torch.float32).tolist(), strict=True):
+                named["accuracy"] = accuracy
 
 
 def inputs_of(batch: Any) -> Tensor:

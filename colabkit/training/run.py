@@ -273,7 +273,9 @@ class TrainingRun:
         try:
             found = self.step(batch) if grouped is None else grouped(batch)
         except RuntimeError as error:
-            if (clear := unscaled_images(error, batch)) is not None:
+            # A supervised step scales the images itself.
+            is_custom = not isinstance(self.step, SupervisedStep)
+            if is_custom and (clear := unscaled_images(error, batch)) is not None:
                 raise clear from error
             raise
         self._step_s = step_s = perf_counter() - began

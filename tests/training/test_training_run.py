@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,24 @@ def test_values_do_not_depend_on_listeners(scores_of: Callable[[Tensor], Tensor]
     assert history(quiet) == history(heard)
     assert quiet.curve == heard.curve
     assert len(quiet.curve["accuracy"]) == 106
+
+
+@pytest.mark.parametrize("kind", [nn.MSELoss, nn.CrossEntropyLoss])
+def test_targets_are_released_after_their_step(kind: type[nn.Module]) -> None:
+    # Otherwise the Loader could not reuse their memory, which may be as large as that of images.
+    earlier: list[weakref.ref[Tensor]] = []
+    alive = []
+
+    class NotedLoss(kind):  # type: ignore[misc, valid-type]
+        def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+            alive.append(sum(target() is not None for target in earlier))
+            earlier.append(weakref.ref(targets))
+            return super().forward(scores, targets)
+
+    model = nn.Linear(5, 100)
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.1), NotedLoss())
+    train(step, Loader((torch.randn(90, 5), torch.rand(90, 100)), 3))
+    assert max(alive) == 0
 
 
 def test_a_step_costs_few_calls_of_functions() -> None:
