@@ -77,7 +77,8 @@ class PageableSlots:
             try:
                 buffer = self._idle.pop()
             except IndexError:
-                buffer = empty_bytes(self._slot_bytes)
+                # Another thread that lends fewer bytes may set the size between these lines.
+                buffer = empty_bytes(max(size, self._slot_bytes))
         view = buffer[:size]
         # `weakref.finalize` is ten times as slow.
         ended = weakref.ref(view, self._take_back)
