@@ -14,13 +14,13 @@ from colabkit.foundation import BadSource, Text, cannot, format_bytes, format_th
 from colabkit.storage import Item
 
 LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
-"""A class number; 0 or 1 for each of several labels; one or more regression targets; or no labels."""
+"""Kind of a sample's labels: a class number, 0 or 1 for each of several labels, regression targets, or none."""
 
 Task: TypeAlias = Literal["auto", "classes", "multilabel", "regression"]
-"""What labels are for; `auto` infers it from their type."""
+"""Task of the labels; `auto` infers it from their type."""
 
 TASKS: Mapping[Task, LabelKind] = {"classes": "class", "multilabel": "multilabel", "regression": "regression"}
-"""The kind of labels for each task except `auto`."""
+"""Kind of the labels for each task except `auto`."""
 
 _PLAIN = frozenset({bool, int, float, str, list, tuple, set, frozenset, type(None)})
 _LISTS = frozenset({list, tuple, set, frozenset})
@@ -51,7 +51,7 @@ class LabelValues:
     basis: str = ""
 
     def inferred(self, labels: str, task: Task) -> dict[str, str]:
-        """Return what was inferred about the labels, by the option that sets it.
+        """Return descriptions of the values inferred from the labels, by the option that overrides each.
 
         Args:
             labels: the inferred origin of the labels; empty if the user named it.
@@ -87,7 +87,7 @@ def infer_array(values: npt.NDArray[Any], task: Task = "auto", *, renumber: bool
     targets.
 
     Raises:
-        ValueError: if a label is NaN or cannot be stored; the message is only the reason.
+        ValueError: if a label is NaN or cannot be stored; the message contains only the reason.
     """
     stored = convert_labels(values, task)
     if stored is None:
@@ -106,7 +106,7 @@ def convert_labels(values: npt.NDArray[Any], task: Task = "auto") -> npt.NDArray
     """Convert labels `[n]` or `[n, K]` to the stored dtype, `int64`, `uint8` or `float32`; None if they are not labels.
 
     Raises:
-        ValueError: if a label is NaN or cannot be stored; the message is only the reason.
+        ValueError: if a label is NaN or cannot be stored; the message contains only the reason.
     """
     kind = values.dtype.kind
     if kind == "f" and np.isnan(values).any():
@@ -283,7 +283,7 @@ class _LabelCells:
         return f"{names.get(type(cell)) or kind_of(cell)} for {self.items[row].path!r}"
 
     def targets(self) -> npt.NDArray[Any]:
-        """Return floats, or lists of floats of one length, as `float32`; raise an error for values out of its range."""
+        """Convert numbers, or lists of numbers of one length, to `float32`; raise `BadSource` if one is too large."""
         with np.errstate(over="ignore"):
             try:
                 values = np.array(self.cells, np.float64).astype(np.float32)

@@ -35,11 +35,11 @@ from colabkit.packs.labels.splits import checked_splits, shares_of, split_shares
 from colabkit.storage import Item, Listing
 
 Labels: TypeAlias = str | Sequence[str] | Callable[[str], Any] | None
-"""Source of the labels: `"auto"`, a column, several columns, a function of a sample's path, or None for no labels."""
+"""Origin of the labels: `"auto"`, a column, several columns, a function of a sample's path, or None for no labels."""
 
 Splits: TypeAlias = str | Mapping[str, float] | Callable[[str], str] | None
-"""Source of the splits: a column, shares as text or as a mapping, a function of a sample's path, or None for the
-source's own splits."""
+"""Origin of the splits: a column, shares as text or as a mapping, a function of a sample's path, or None to use the
+splits that the source defines."""
 
 LABEL_COLUMNS = (
     *("label", "labels", "class", "class_name", "target", "category", "y", "cls"),
@@ -70,7 +70,7 @@ class Labelling:
             labels.
         splits: `int64` sample numbers of each non-empty split, in the order of the pack.
         left_out: files that are not samples, with the reason.
-        inferred: what was inferred, by the option that sets it.
+        inferred: inferred values, described as text, by the option that overrides each.
     """
 
     items: tuple[Item, ...]
@@ -175,7 +175,7 @@ def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
 
 
 def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, order: Indices) -> LabelValues:
-    """Return classes from folders; raises `BadSource` if there are none, or only one for a table."""
+    """Return classes from folders; raise `BadSource` if there are none, or only one for a table."""
     try:
         meaning = tree.classes(act, order)
     except BadSource:
@@ -202,7 +202,7 @@ def _infer_labels(
     *,
     renumber: bool,
 ) -> LabelValues:
-    """Return the labels held by columns or returned by a function."""
+    """Return the labels from one or more columns or from a function."""
     if labels is None:
         return LabelValues("none", (), None)
     if isinstance(labels, str):
@@ -268,7 +268,7 @@ def _split_samples(
 
 
 def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> _Places:
-    """Return the split of each cell."""
+    """Return the split that each cell names; raise `BadSource` for unknown names."""
     splits = [split_named(cell) for cell in cells]
     if None in splits:
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
@@ -312,7 +312,7 @@ class _FolderTree:
 
     @property
     def split_names(self) -> dict[str, str]:
-        """The folders' names of the splits; empty if the folders are not splits."""
+        """Name under which a pack stores each split that folders define; empty if folders do not define splits."""
         return stored_splits(sorted(parts[0] for parts in self._inside.values())) if self._has_splits else {}
 
     def splits(self) -> Indices:

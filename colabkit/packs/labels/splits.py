@@ -29,7 +29,7 @@ _EXAMPLE = "train=0.8,test=0.2"
 
 
 def parse_splits(text: str) -> dict[str, float] | str:
-    """Convert shares such as `"train=0.8,val=0.2"` to a mapping; return other text, which is a column, unchanged.
+    """Convert shares such as `"train=0.8,val=0.2"` to a mapping; return the name of a column unchanged.
 
     Raises:
         ValueError: if a share is not a number, or a split is named twice.
@@ -222,7 +222,7 @@ def _folds_of_groups(act: str, k: int, stratum_of: Indices, group_of: Indices, s
 
 
 def _check_shares(act: str, parameter: str, shares: Mapping[Any, Any]) -> float:
-    """Return the sum of shares; raises `InvalidOption` unless all are above 0 and add up to 1."""
+    """Return the sum of shares; raise `InvalidOption` unless all are above 0 and add up to 1."""
     checked = [
         check_number(act, f"{parameter}[{name!r}]", share, above=0, example=0.2) for name, share in shares.items()
     ]

@@ -69,7 +69,7 @@ from colabkit.storage import (
 )
 
 _CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
-"""Suffixes of bucket objects that hold many samples; such an object is staged as a whole."""
+"""Suffixes of bucket objects that contain many samples; these objects are staged completely."""
 
 _LISTED = 5
 _REPLACE: Text = ("Use ", option("overwrite", True), " to replace it, or choose another path")
@@ -80,7 +80,7 @@ class PackReport(Report):
     """Result of `pack()`.
 
     Attributes:
-        path: path of the pack; for several shards, of their index.
+        path: path of the pack, or of the index if there are several shards.
         source: name of the source.
         splits: number of samples in each split.
         classes: class names; a label is an index into them.
@@ -89,13 +89,13 @@ class PackReport(Report):
         pack_bytes: size of the pack in bytes, including all shards.
         shards: number of files that hold the samples.
         seconds: duration of the call in seconds.
-        made_by: workers that made the samples: processes, threads or executor tasks.
+        made_by: workers that made the samples: processes, threads or executor tasks; empty if the pack was reused.
         retries: number of reads that failed and were retried.
         left_out: files that are not samples, with the reason.
         bad: samples that could not be decoded, with the reason.
         note: reason for the chosen encoding.
-        inferred: what was inferred, such as the task, the splits and the layout, by the option that sets it.
-        reused: whether the same pack already existed.
+        inferred: inferred values, such as the task, the splits and the layout, by the option that overrides each.
+        reused: whether the same pack already existed and was reused.
     """
 
     path: Path
@@ -127,7 +127,7 @@ class PackReport(Report):
         size += f" in {self.shards} shards" if self.shards > 1 else ""
         if self.reused:
             found = f"Already packed at {str(self.path)!r}: {size}"
-            again = (found, "; use ", option("overwrite", True), " to pack it again")
+            again = (found, "; use ", option("overwrite", True), " to pack the source again")
             return "\n".join([self._words.render(again), *self._inferred_lines()])
         rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
         notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
@@ -230,9 +230,9 @@ def pack(
         seed: seed for assigning samples to splits.
         layout: order of the dimensions of images in an array, `"nhwc"` or `"nchw"`, or `"array"` for samples that are
             not images. `"auto"` treats `uint8` arrays with 1 or 3 channels, last or first, as images.
-        on_bad: what to do with a file that cannot be decoded: `"raise"` an error, `"skip"` it, or store a `"blank"`
-            (black) image in its place. The pack and the report list all bad files. `"skip"` also leaves out the rows of
-            a table whose files are missing.
+        on_bad: action for a file that cannot be decoded: `"raise"` raises an error, `"skip"` leaves out the file, and
+            `"blank"` stores a black image instead. The pack and the report list all bad files. `"skip"` also leaves out
+            the rows of a table whose files are missing.
         max_bad: maximum number of bad files, as a share such as 0.1 or a whole number; more bad files are an error. A
             share above 0 allows at least one bad file.
         shard_bytes: write several files of about this size, for example `"256MiB"`, and `to` as their index. An
@@ -251,7 +251,7 @@ def pack(
         InvalidOption: if an option is invalid, or does not apply to this source.
         SourceMissing, BadSource, BadArchive: if the source does not exist, has no classes, or is damaged.
         BadImage: if a file is not an image or differs in size from the others, or if too many files are bad.
-        TargetExists: if something else exists at `to` and `overwrite` is false.
+        TargetExists: if `to` exists and is not a pack, or is a different pack and `overwrite` is false.
         NotEnoughSpace: if the pack does not fit; raised before anything is written.
         PackingFailed: if worker processes die.
 
@@ -349,7 +349,7 @@ def _opened(source: AnySource, to: object, as_table: Mapping[str, Any], *, overw
 
 
 def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> Source:
-    """Stage complete record files, which is faster than reading single samples, and open the local copy."""
+    """Stage record files and open the local copy, because reading single samples from a mount is slow."""
     files = [os.path.abspath(file) for file in remote.files]
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     folder = stage(files, extract=False, refresh=overwrite, progress=progress).path

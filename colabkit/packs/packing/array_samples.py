@@ -26,12 +26,12 @@ IMAGE_CHANNELS = (1, 3)
 _STEP_BYTES = 8 << 20
 
 Rows: TypeAlias = Any
-"""An array whose rows are samples: from NumPy, or anything whose slices are NumPy arrays, such as `h5py.Dataset`."""
+"""An array whose rows are samples: a NumPy array, or an object with NumPy slices, such as `h5py.Dataset`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextColumn:
-    """Text as UTF-8, or bytes; one value for each sample."""
+    """A column of text, as UTF-8, or of bytes; one value for each sample."""
 
     values: tuple[bytes, ...]
     content: Literal["text", "bytes"]
@@ -41,12 +41,12 @@ class TextColumn:
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is an array, for example of NumPy, PyTorch or HDF5."""
+    """Return whether a value is an array, for example from NumPy, PyTorch or HDF5."""
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
 def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
-    """Return numbers as an array, or text or bytes as a column; raises `InvalidOption` for anything else.
+    """Convert a field to an array of numbers or a column of text or bytes; raise `InvalidOption` for other values.
 
     NumPy arrays, including memory maps, and CPU tensors are not copied; arrays that load slices on demand are not read
     yet.
@@ -133,7 +133,7 @@ class ArraySampleMaker(MemorySampleMaker):
         return tuple(self._column(made, numbers) for made in self.fields)
 
     def subset(self, numbers: Indices) -> ArraySampleMaker:
-        """Return a maker of only these samples; copies nothing until they are written or pickled."""
+        """Return a maker of only these samples; no rows are copied until samples are written or pickled."""
         chosen = numbers if self._chosen is None else self._chosen[numbers]
         return ArraySampleMaker(self._columns, chosen, layout=self._layout)
 
@@ -149,7 +149,7 @@ class ArraySampleMaker(MemorySampleMaker):
         rows = numbers if self._chosen is None else self._chosen[numbers]
         owners = np.searchsorted(self._ends, rows, "right")
         pieces: list[Any] = []
-        # Handle one array at a time, because each split has a separate one.
+        # Handle one array at a time, because each split has a separate array.
         for owner in dict.fromkeys(owners.tolist()):
             array = self._columns[made.name][owner]
             mine = rows[owners == owner] - (int(self._ends[owner - 1]) if owner else 0)
@@ -166,7 +166,7 @@ class ArraySampleMaker(MemorySampleMaker):
 
 
 def check_alike(act: str, name: str, first: Rows | TextColumn | None, other: Rows | TextColumn | None) -> None:
-    """Raise `InvalidOption` if a field differs in type between two splits."""
+    """Raise `InvalidOption` if a field differs in content, shape or dtype between two splits, or one split lacks it."""
     if first is None or other is None:
         some = f"the field {name!r} exists only in some of the splits"
         raise InvalidOption(cannot(act, some, "the same fields in all splits", "Add it to all splits, or remove it"))
@@ -180,7 +180,7 @@ def check_alike(act: str, name: str, first: Rows | TextColumn | None, other: Row
 
 
 def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn]) -> None:
-    """Raise an error if arrays differ in length (`InvalidOption`) or are empty (`BadSource`)."""
+    """Raise `InvalidOption` if an array is a single value or differs in length, `BadSource` if arrays are empty."""
     is_single = {name: not isinstance(one, TextColumn) and not one.shape for name, one in arrays.items()}
     counts = {name: None if is_single[name] else len(one) for name, one in arrays.items()}
     for name, count in counts.items():
@@ -209,13 +209,13 @@ def digest_of_column(column: Rows | TextColumn) -> list[Any]:
 
 
 def _rows_at_once(rows: Rows) -> int:
-    """Return the number of rows to read in one step, which limits memory use."""
+    """Return the number of rows to read at once: as many as fit in 8 MiB, but at least one."""
     row_bytes = int(np.prod(rows.shape[1:], dtype=np.int64)) * int(rows.dtype.itemsize)
     return max(1, _STEP_BYTES // max(1, row_bytes))
 
 
 def _take(array: Rows, rows: Indices) -> npt.NDArray[Any]:
-    """Return rows of an array; from arrays in files, read contiguous blocks, including unneeded rows in between."""
+    """Return rows of an array; from an array in a file, read blocks that may include unneeded rows."""
     if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return np.asarray(array[int(rows[0]) : int(rows[-1]) + 1])
     if isinstance(array, np.ndarray):

@@ -40,13 +40,13 @@ KeyPath: TypeAlias = tuple[Any, ...]
 
 
 class UnlikeFirst(UnequalSample):
-    """A value whose shape or type differs from the first sample's."""
+    """Error for a value whose shape or type differs from that in the first sample."""
 
     next_step = "Return the same fields, with the same shapes and dtypes, for all samples"
 
 
 class UnequalPicture(UnequalSample):
-    """An image whose size differs from the first one's."""
+    """Error for an image whose size differs from that of the first image."""
 
     next_step = (
         "Use ",
@@ -58,7 +58,7 @@ class UnequalPicture(UnequalSample):
 
 
 class UnstorableValue(BadImage):
-    """A value of a type that a pack cannot store."""
+    """Error for a value of a type that a pack cannot store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class ImageFormat:
 
 
 class DatasetSampleMaker(MemorySampleMaker):
-    """Takes samples from map-style datasets, in order.
+    """Takes samples from map-style datasets, one dataset for each split.
 
-    Only one thread at a time reads a dataset because it may support neither threads nor forks. A sample is `x`, `(x, y,
-    ...)` or a mapping, whose keys determine which value is `X` and which is `Y`. Pillow images, `uint8 [C, H, W]`
+    Only one thread at a time reads a dataset, because datasets may support neither threads nor forks. A sample is `x`,
+    `(x, y, ...)` or a mapping whose keys determine `X` and `Y`. Pillow images, `uint8 [C, H, W]`
     tensors and `uint8 [H, W, C]` arrays, with C = 1 or 3, are stored as `uint8 [H, W, C]`. If the value after `x` is a
     number or a row of numbers, it is the label `Y`; other values become fields `Z`, `Z2` and so on, or are named after
     their keys. The first sample determines the type of all fields.
@@ -100,7 +100,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         label: key of the labels in mappings; "auto" tries common keys, None ignores labels.
         classes: class names; text labels are converted to their index.
         skips_bad: whether the first samples may be bad.
-        task: what the labels are for; "auto" infers it from the first one.
+        task: task of the labels; "auto" infers it from the first label.
 
     Raises:
         BadSource: if a split is empty, or samples contain unsupported values.
@@ -168,7 +168,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return self._join(numbers.tolist(), self._made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:
-        """Return the fields of a sample; raises `BadImage` with only the reason if the sample is bad."""
+        """Return the fields of a sample; raise `BadImage` with only the reason if the sample is bad."""
         sample = self._sample(number)
         values = []
         for made, place in zip(self.fields, self._places.values(), strict=True):
@@ -181,7 +181,7 @@ class DatasetSampleMaker(MemorySampleMaker):
                 raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first sample")
             stored = self._value(name, value)
             if isinstance(stored, np.ndarray) is made.is_ragged:
-                raise UnlikeFirst(f"{name!r} is {_named(value)}, which is not the type in the first sample")
+                raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first sample")
             if isinstance(stored, np.ndarray):
                 stored = made.converted(stored, UnequalPicture if made.content == "image" else UnlikeFirst)
             values.append(stored)
@@ -211,7 +211,7 @@ class DatasetSampleMaker(MemorySampleMaker):
     def _sample(self, number: int) -> Any:
         split, row = self._where(number)
         try:
-            # If the executor is a thread pool, it may pack several shards at once.
+            # An executor that is a thread pool may pack several shards at once.
             with self._lock:
                 return self._datasets[split][row]
         except (ColabkitError, MemoryError):
@@ -222,7 +222,7 @@ class DatasetSampleMaker(MemorySampleMaker):
             raise BadImage(f"the dataset raised {reason}") from error
 
     def _find_fields(self, sample: Any) -> dict[str, KeyPath]:
-        """Return the location of each field in a sample, based on the first one."""
+        """Return the location of each field, based on the first sample."""
         if isinstance(sample, Mapping):
             return self._by_key(sample, ())
         if self._label not in ("auto", None):
@@ -237,7 +237,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         if not sample:
             next_step = "Return (x, y) from the dataset"
             raise BadSource(cannot(self._act, "the first sample is an empty tuple", "x or (x, y)", next_step))
-        # Datasets of a pack have field names.
+        # colabkit's own datasets have field names.
         names = getattr(next(iter(self._datasets.values())), "fields", None)
         if isinstance(names, tuple) and len(names) == len(sample) and names[0] == SAMPLES:
             return {name: (number,) for number, name in enumerate(names) if name != LABELS or self._label}
@@ -255,7 +255,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return places
 
     def _by_key(self, sample: Mapping[Any, Any], within: KeyPath) -> dict[str, KeyPath]:
-        """Return the fields of a mapping: the image key becomes `X`, and the label key becomes `Y`."""
+        """Return the locations of the fields in a mapping; common keys determine `X` and `Y`."""
         label = next((key for key in LABEL_KEYS if key in sample and _may_be_label(sample[key])), None)
         if self._label not in ("auto", None):
             label = self._label
@@ -279,7 +279,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return places | {key: (*within, key) for key in others}
 
     def _value(self, name: str, value: Any) -> Any:
-        """Return a value in its stored form; raises `BadImage` with only the reason."""
+        """Convert a value to its stored form; raise `BadImage` with only the reason if that is impossible."""
         if name == SAMPLES and _is_image(value):
             pixels = self._images.pixels(value)
             return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels

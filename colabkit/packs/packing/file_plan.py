@@ -55,7 +55,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 
 class FileCollection:
-    """A source of files, listed and labelled.
+    """The files of a source, with their labels and splits.
 
     Raises:
         BadSource: if classes or splits cannot be found.
@@ -178,9 +178,9 @@ class FileCollection:
         return "source", (), "|u1", note
 
     def _probe(self, most: int) -> tuple[list[tuple[tuple[int, ...], np.dtype[Any]]], float]:
-        """Decode samples spread over the source; return the shape and dtype of each and the mean decoding time.
+        """Decode samples spread over the source; return their shapes and dtypes, and the mean decoding time in seconds.
 
-        If all of them are bad and bad samples are allowed, further samples are decoded until one is good.
+        If all of them are bad and bad samples are allowed, decode more until one is good or too many are bad.
         """
         options = self._options
         is_sequential = getattr(self._source, "is_sequential", False)
@@ -217,7 +217,7 @@ class FileCollection:
         return kinds, decode_s / len(kinds)
 
     def _further_fields(self) -> tuple[list[tuple[SampleField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
-        """Return the fields made by functions, and the fields from columns, with the labels first."""
+        """Return the fields that functions make, and the tables of the labels and of the fields from columns."""
         labelled, made, tables = self._labelled, [], []
         if labelled.values is not None:
             tables.append(FieldTable(Field(LABELS, "labels"), labelled.values))
@@ -240,7 +240,7 @@ class FileCollection:
 
 
 def _column_table(act: str, field: str, column: str, values: list[Any]) -> FieldTable:
-    """Return a column as a field: numbers, lists of numbers of one length, or text."""
+    """Convert a column of numbers, of lists of numbers of one length, or of text to a field."""
     missing = sum(value is None for value in values)
     if missing:
         empty = f"{missing} of {format_things(len(values), 'cell')} in the column {column!r} are empty"
@@ -267,7 +267,7 @@ def _made_by(act: str, name: str, first: Any) -> SampleField:
     try:
         array = np.asarray(first)
     except ValueError:
-        # Nested lists have different lengths.
+        # NumPy rejects nested lists of different lengths.
         array = np.asarray(None)
     if array.dtype.kind not in "biuf" or not is_storable(array.dtype):
         found = f"the function for the field {name!r} returned {kind_of(first)}"
@@ -301,7 +301,7 @@ def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
 
 
 def _listing_digest(labelled: Labelling, contents: str) -> str:
-    """Return the SHA-256 of the samples in order: paths, sizes, splits, and times or contents."""
+    """Return the SHA-256 of the samples' paths, sizes, splits and class names, and of the files' times or contents."""
     digest = hashlib.sha256("\0".join([item.path for item in labelled.items]).encode("utf-8", "surrogateescape"))
     times = (0 if contents else item.mtime_ns for item in labelled.items)
     for values in ((item.size for item in labelled.items), times):

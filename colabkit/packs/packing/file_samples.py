@@ -28,19 +28,19 @@ from colabkit.storage import Block, Item, Reading, Retries, Source, Threads, Wan
 
 
 class BrokenMember(BadImage):
-    """A damaged member of an otherwise readable archive; the message is only the reason."""
+    """Error for a damaged member of an otherwise readable archive; the message contains only the reason."""
 
 
 class UnequalArray(UnequalSample):
-    """An `.npy` array whose shape or dtype differs from the first one's."""
+    """Error for an `.npy` array whose shape or dtype differs from that of the first array."""
 
     next_step = "Convert all arrays to one shape and dtype, or remove this file"
 
 
 class SampleReading(Reading):
-    """Reads whole items like `Reading`, but can skip damaged members of an archive.
+    """Reads complete items like `Reading`, but can skip damaged members of an archive.
 
-    Damage in an archive without random access is always an error, since nothing after it can be read.
+    Damage in an archive without random access is always an error, because nothing after the damage can be read.
 
     Args:
         source: source of the items.
@@ -82,7 +82,7 @@ class SampleReading(Reading):
 
 
 def read_sample(source: Source, item: Item, retries: Retries, *, is_strict: bool) -> bytes | BrokenMember:
-    """Return all bytes of an item, or, unless damage is an error, the reason why the item is damaged."""
+    """Return an item's bytes; if the item is damaged, raise an error if `is_strict`, otherwise return the reason."""
     try:
         return read_item(source, item, retries)
     except BadArchive as error:
@@ -92,7 +92,7 @@ def read_sample(source: Source, item: Item, retries: Retries, *, is_strict: bool
 
 
 def read_samples(source: Source, items: Sequence[Item], *, is_strict: bool) -> list[tuple[Item, bytes | BrokenMember]]:
-    """Return items with their bytes, read concurrently from slow sources; errors as in `read_sample`."""
+    """Return items with the results of `read_sample`; slow sources are read concurrently, so in any order."""
     retries = Retries()
     if len(items) == 1 or not source.can_hang:
         return [(item, read_sample(source, item, retries, is_strict=is_strict)) for item in items]
@@ -112,11 +112,11 @@ class FileSampleMaker(SampleMaker):
         source: the open source, which reopens in other processes.
         items: the file of each sample.
         encoding: encoding of the images.
-        channels: 3 or 1.
+        channels: number of channels of decoded images, 3 or 1.
         size: height and width of all images; None keeps each image's size.
         is_strict: whether a damaged member of an archive is an error.
-        shape: shape of a row for `raw`.
-        dtype: dtype of the row; always uint8 except for `.npy` files.
+        shape: shape of a row if `encoding` is `raw`.
+        dtype: dtype of a row; always uint8 except for `.npy` files.
         is_image: whether samples are images rather than arrays.
         quality: JPEG quality for `jpeg`.
         extra: additional fields, each with the function that computes it from a sample's path.
@@ -136,7 +136,7 @@ class FileSampleMaker(SampleMaker):
 
     @cached_property
     def fields(self) -> tuple[SampleField, ...]:  # type: ignore[override]
-        """The images or arrays, and the additional fields."""
+        """Fields of a sample: the image or array, then the additional fields."""
         is_raw = self.encoding == "raw"
         shape, dtype = (self.shape, self.dtype) if is_raw else ((), "|u1")
         x = SampleField(SAMPLES, "image" if self.is_image else "array", not is_raw, shape, dtype)
@@ -151,7 +151,7 @@ class FileSampleMaker(SampleMaker):
         return replace(self, items=[self.items[number] for number in numbers.tolist()])
 
     def lengths(self, numbers: Indices) -> Indices | None:
-        """Return the file sizes if files are stored unchanged."""
+        """Return the file sizes in bytes if files are stored unchanged, otherwise None."""
         return self.sizes(numbers) if self.encoding == "source" else None
 
     def sizes(self, numbers: Indices) -> Indices:
@@ -231,7 +231,7 @@ class FileSampleMaker(SampleMaker):
 
 
 def _stored_value(path: str, made: SampleField, value: Any) -> Value:
-    """Convert the result of a user's function to the field's type; raises `BadSource` if a value would change."""
+    """Convert the result of a user's function to the field's type; raise `BadSource` if that would change values."""
     act, next_step = f"pack the field {made.name!r} of {path!r}", "Return values of one type and shape"
     if made.is_ragged:
         kind = str if made.content == "text" else bytes

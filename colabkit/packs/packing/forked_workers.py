@@ -34,13 +34,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def can_fork() -> bool:
-    """Return whether processes can safely be forked here; daemonic pool workers must not have children."""
+    """Return whether this process may fork others; daemonic processes may not have children."""
     return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
 @dataclass(eq=False)
 class _Worker(Generic[T]):
-    """A process, its pipe, and its tasks with the number of the current attempt, oldest first."""
+    """A worker process, its pipe, and its tasks in order, each with the number of the current attempt."""
 
     process: Any
     pipe: connection.Connection
@@ -50,7 +50,7 @@ class _Worker(Generic[T]):
 
 @dataclass
 class ForkedWorkers(Generic[T, R]):
-    """Calls a function in forked processes that share this process's memory; a context manager that ends them.
+    """Calls a function in forked processes that share this process's memory, and ends the processes on exit.
 
     A worker that dies or takes longer than `stalled_s` is replaced, and its task is retried once.
 
@@ -77,7 +77,7 @@ class ForkedWorkers(Generic[T, R]):
         Raises:
             PackingFailed: if a worker died twice on the same task.
             TimedOut: if the same task took too long twice.
-            Exception: any error that the function raised; as a RuntimeError with its text if it cannot be pickled.
+            Exception: any error that the function raised, or a RuntimeError with its text if it cannot be pickled.
         """
         remaining = ((task, 1) for task in tasks)
         again: deque[tuple[T, int]] = deque()
@@ -115,7 +115,10 @@ class ForkedWorkers(Generic[T, R]):
             worker.pipe.send(one[0])
 
     def _replaced(self, worker: _Worker[T], how: str) -> list[tuple[T, int]]:
-        """Replace a worker and return its tasks, counting another attempt for the first one."""
+        """Replace a worker and return its tasks, counting another attempt for the first task.
+
+        Raise an error instead if the first task has already been retried.
+        """
         worker.process.kill()
         worker.process.join()
         worker.pipe.close()
@@ -185,7 +188,7 @@ class ForkedWorkers(Generic[T, R]):
 def _work(
     parent: int, function: Callable[[Any], Any], pipe: connection.Connection, others: list[connection.Connection]
 ) -> None:
-    """Process tasks until the pipe is closed, which also happens if the parent is killed."""
+    """Process tasks until the parent closes the pipe or ends."""
     with contextlib.suppress(OSError, AttributeError):
         # Let the kernel kill this process if the parent dies, even during a task that never ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -197,7 +200,7 @@ def _work(
     # The parent handles Ctrl-C and ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Close inherited pipe ends, otherwise the pipes would stay open after the parent ends.
+    # Close inherited pipe ends; otherwise the pipes would stay open after the parent ends.
     for other in others:
         other.close()
     with contextlib.suppress(EOFError, OSError):

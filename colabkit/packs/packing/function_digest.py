@@ -37,7 +37,7 @@ class _Digests:
     """Digests of values, each built from the digests of the values it contains."""
 
     def __init__(self) -> None:
-        # Keep the values alive, so no other value can reuse the id of one.
+        # Keep the values alive, so that no other value can reuse one of their ids.
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: list[int] = []
 
@@ -113,7 +113,7 @@ class _Digests:
             reduce = copyreg.dispatch_table.get(type(value))
             reduced = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception:
-            # User classes can raise any error. The value is unknown, so it must not equal any other.
+            # User classes can raise any error. The state is unknown, so the digest must not equal any other.
             return os.urandom(32)
         if isinstance(reduced, str):
             module = getattr(value, "__module__", "")
@@ -131,7 +131,7 @@ def _hashed(kind: str, *parts: bytes) -> bytes:
 
 
 def _marshalled(value: Any) -> bytes:
-    # Version 2 writes no references, which would depend on more than the values.
+    # Version 2 writes no object references, because these depend on more than the values.
     return marshal.dumps(value, 2)
 
 

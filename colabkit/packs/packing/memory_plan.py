@@ -112,7 +112,7 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     counts = {split: len(arrays[SAMPLES]) for split, arrays in splits.items()}
     x = maker.fields[0]
     encoding = "raw" if x.content == "image" else "array"
-    # Other layouts keep the digest that packs had before layouts were told apart.
+    # Add only nchw, so that existing packs, made before layouts were distinguished, are still reused.
     digests += [[layout]] if layout == "nchw" else []
     about = _about("arrays", encoding, labels.kind, labels.classes, x.shape, digest_of(options.plain(), digests))
     about["inferred"] = labels.inferred("", options.task)
@@ -194,13 +194,13 @@ def _about(
 
 
 def _note_splits(about: dict[str, Any], counts: Mapping[str, int], options: PackOptions) -> None:
-    """Note that the source has no splits, unless the user set them."""
+    """Record that all samples are in one split, unless the user chose the splits."""
     if options.splits is None and list(counts) == [SPLITS[0]]:
         about["inferred"]["splits"] = "all samples are 'train'"
 
 
 def _refuse(options: PackOptions, refused: Mapping[str, bool], kind: str) -> None:
-    """Raise `InvalidOption` for the first option marked as refused, which does not apply to this kind of source."""
+    """Raise `InvalidOption` if an option is set that does not apply to this kind of source."""
     for name, is_refused in refused.items():
         if is_refused:
             found = (option(name, getattr(options, name)), f" does not apply to {kind}")
@@ -208,7 +208,7 @@ def _refuse(options: PackOptions, refused: Mapping[str, bool], kind: str) -> Non
 
 
 def _checked_arrays(act: str, split: str, arrays: Mapping[str, Any]) -> dict[str, Rows | TextColumn]:
-    """Return a split's arrays, `X` first."""
+    """Return a split's fields, `X` first, after checking their names and lengths."""
     if SAMPLES not in arrays:
         given = (
             f"the split {split!r} has the arrays {', '.join(map(repr, arrays))}" if arrays else "there are no arrays"
@@ -244,7 +244,7 @@ def _labels(options: PackOptions, columns: Sequence[Rows | TextColumn]) -> Label
 
 
 def _class_names(maker: DatasetSampleMaker, names: Sequence[str], known: npt.NDArray[Any] | None) -> tuple[str, ...]:
-    """Return the names of the classes, labels or targets of a dataset."""
+    """Return the names of a dataset's classes, or of its labels if there are several; () if there are no names."""
     if maker.label_kind == "class":
         if maker.has_bools:
             return "False", "True"
@@ -290,7 +290,7 @@ def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
 
 
 def _targets(dataset: Any, key: str | None, count: int) -> Indices | None:
-    """Return the classes of all samples if the dataset lists them, like torchvision's, without loading samples."""
+    """Return the class numbers of all samples if the dataset lists them, as in torchvision; otherwise None."""
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         whole = _targets(dataset.dataset, key, len(dataset.dataset))
         return None if whole is None else whole[np.asarray(dataset.indices)]
@@ -320,7 +320,7 @@ def _by_split(act: str, source: Any) -> dict[str, Any]:
     `X_train`, `Y_train`, `X_test`.
     """
     if isinstance(source, tuple):
-        # The same names as those of the values in a dataset's samples.
+        # Use the same names as for the values in a dataset's samples.
         names = (SAMPLES, LABELS, "Z", *(f"Z{number}" for number in range(2, len(source))))
         return {"train": dict(zip(names, source, strict=False))}
     if not isinstance(source, Mapping):

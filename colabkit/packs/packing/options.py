@@ -91,7 +91,7 @@ class PackOptions:
 
     @cached_property
     def sources_of_fields(self) -> Mapping[str, str | Callable[[str], Any]]:
-        """Each additional field's column, or its function of a sample's path."""
+        """Column or function of a sample's path for each additional field, by the field's name."""
         fields = [self.fields] if isinstance(self.fields, str) else self.fields
         named = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields or ()}
         check_field_names(self.act, named)
@@ -127,7 +127,7 @@ class PackOptions:
 
 
 def height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
-    """Return the size as a pair, or None to keep each image's size; raises `InvalidOption` for anything else."""
+    """Return the size as a pair, or None to keep each image's size; raise `InvalidOption` for an invalid size."""
     if size is None:
         return None
     height, width = check_size(act, "size", size)

@@ -1,4 +1,4 @@
-"""The plan of a pack: its samples, their maker and the layout, all fixed before anything is written."""
+"""The plan of a pack: samples, metadata and layout, all determined before anything is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ _LISTED_BAD = 5
 
 
 class UnequalSample(BadImage):
-    """A sample whose shape or dtype differs from that of the first sample; the message is only the reason.
+    """Error for a sample whose shape or dtype differs from that of the first sample.
+
+    The message contains only the reason.
 
     Attributes:
         next_step: advice that completes a message with this reason.
@@ -45,7 +47,7 @@ class UnequalSample(BadImage):
 
 @dataclass(frozen=True, slots=True)
 class SampleField(Field):
-    """A field that is made together with the samples.
+    """A field whose values are made together with the samples.
 
     Attributes:
         shape: shape of each sample; () if the field is ragged.
@@ -85,7 +87,7 @@ class SampleField(Field):
 
 
 class SampleMaker(ABC):
-    """Makes the samples of a pack, which are requested by number; can be pickled for other processes.
+    """Makes the samples of a pack by number; can be pickled for other processes.
 
     Attributes:
         fields: fields of each sample, `X` first.
@@ -95,7 +97,7 @@ class SampleMaker(ABC):
 
     @abstractmethod
     def path(self, number: int) -> str:
-        """Return the name of a sample for messages and lists."""
+        """Return the name of a sample for messages and reports."""
 
     @abstractmethod
     def subset(self, numbers: Indices) -> Self:
@@ -106,7 +108,7 @@ class SampleMaker(ABC):
         """Yield the fields of some samples, omitting bad ones."""
 
     def lengths(self, numbers: Indices) -> Indices | None:
-        """Return the size of each sample's `X` in bytes if `X` is ragged and the sizes are known in advance."""
+        """Return the size of each sample's `X` in bytes; None if `X` is not ragged or the sizes are still unknown."""
         return None
 
     def blank(self, number: int) -> tuple[Value, ...]:
@@ -145,7 +147,7 @@ class MemorySampleMaker(SampleMaker):
 
 @dataclass(frozen=True)
 class FieldTable:
-    """A field whose values are known before samples are made: one for each sample, as bytes if the field is ragged."""
+    """A field whose values are known before samples are made; values of a ragged field are bytes."""
 
     field: Field
     values: npt.NDArray[Any] | tuple[bytes, ...]
@@ -173,11 +175,11 @@ class PackPlan:
 
     Attributes:
         name: name of the source.
-        maker: makes the samples.
+        maker: maker of the samples.
         splits: the maker's sample numbers in each split, in the order of the pack.
-        tables: fields that are known in advance.
+        tables: fields whose values are known in advance.
         about: metadata of the pack: source, encoding, classes, options.
-        on_bad: what to do with samples that cannot be decoded.
+        on_bad: action for samples that cannot be decoded.
         most_bad: maximum number of bad samples.
     """
 
@@ -221,7 +223,7 @@ class PackPlan:
 
     @cached_property
     def fields(self) -> Mapping[str, Field]:
-        """All fields: `X`, labels, then the others."""
+        """All fields by name: `X`, the labels, then the others."""
         fields = [*self.maker.fields, *(table.field for table in self.tables)]
         found = {field.name: field for field in fields}
         return {name: found[name] for name in sorted(found, key=lambda name: (name != SAMPLES, name != LABELS))}
@@ -304,7 +306,7 @@ class PackPlan:
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:
-    """Return whether a pack can store a numeric dtype; PyTorch does not support wider ones."""
+    """Return whether a pack can store a dtype: numbers of at most 8 bytes, or 16 if complex, as in PyTorch."""
     return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
 

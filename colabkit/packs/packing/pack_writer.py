@@ -62,7 +62,8 @@ def write_pack(
     samples are first written to temporary files and copied at the end. A shard without good samples is not written.
 
     Raises:
-        BadSource: if no sample is good.
+        BadImage: if more samples are bad than allowed.
+        BadSource: if all samples are bad.
         TargetExists: if something exists at `final` and `replace` is false.
         NotEnoughSpace: if the pack cannot fit; raised before anything is read.
     """
@@ -103,7 +104,7 @@ def check_free(plan: PackPlan, final: Path) -> None:
     """Raise `TargetExists` if another process has created something at the final path."""
     if os.path.lexists(final):
         found = f"another process created {str(final)!r} in the meantime"
-        raise TargetExists(cannot(plan.act, found, "", "Run it again, or choose another path"))
+        raise TargetExists(cannot(plan.act, found, "", "Pack again, or choose another path"))
 
 
 def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
@@ -119,7 +120,7 @@ def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
 
 
 class Compaction:
-    """Collects CRCs, lengths and bad samples, and copies the good samples to a new file without gaps.
+    """Collects CRCs, lengths and bad samples, and copies all samples to keep to a new file without gaps.
 
     Args:
         plan: plan of the file.
@@ -171,7 +172,7 @@ class Compaction:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the filled file is not the final pack, so samples must be copied."""
+        """Whether samples must be copied to a new file."""
         return bool(self.bad or self._spooled)
 
     @cached_property
@@ -197,7 +198,7 @@ class Compaction:
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Size of each kept sample of ragged fields, in bytes."""
+        """Size in bytes of each kept sample of the ragged fields, by dataset."""
         found = {}
         bad = {split: [one.index for one in self.bad if one.split == split] for split in self.kept}
         for name, lengths in [*self._known.items(), *((name, rows[:, 1]) for name, rows in self._spooled.items())]:

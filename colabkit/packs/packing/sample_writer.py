@@ -28,7 +28,8 @@ from colabkit.packs.packing.pack_plan import (
 )
 from colabkit.storage import Block, Item, Retries, Threads, concurrently
 
-# Target duration of a chunk: long compared to its handover, short enough that all workers end at about the same time.
+# Target duration of a chunk: long compared to the overhead of a task, but short enough that all workers end at about
+# the same time.
 _CHUNK_S = 0.015
 _CHUNK_SAMPLES = 1024
 _CHUNK_BYTES = 8 << 20
@@ -77,8 +78,8 @@ class SampleWriter:
 
     Args:
         plan: plan of the pack.
-        path: the pack, with its space reserved.
-        placed: its datasets by name.
+        path: path of the unsealed pack, in which space is reserved.
+        placed: datasets of the pack, with their offsets, by name.
         retries: counts reads that were retried.
     """
 
@@ -115,7 +116,7 @@ class SampleWriter:
         return self._written(samples, lambda on_bad: maker.columns(numbers, on_bad))
 
     def _written(self, samples: SampleRange, make: Callable[[BadHandler], Sequence[Column]]) -> WrittenRange:
-        """Write samples given as one column per field."""
+        """Make samples as one column per field and write them."""
         bad: list[BadSample] = []
         columns = make(lambda place, number, error: bad.append(self._bad(samples, place, number, error)))
         crcs = [0] * samples.count
@@ -218,7 +219,7 @@ class FileSampleWriter(SampleWriter):
             few = next(self._ranges(made, max(1, made)))
             started = time.perf_counter()
             written = self.write_range(few)
-            # Leave out the first sample, which also pays for lazy imports.
+            # Do not count the first sample, because its time includes lazy imports.
             if made:
                 spent_s += time.perf_counter() - started
             made += few.count
@@ -248,7 +249,7 @@ class FileSampleWriter(SampleWriter):
         there are CPUs.
         """
         maker = self._maker
-        # A file may hold several samples.
+        # One file may be the source of several samples.
         places: dict[Item, list[tuple[str, int, int]]] = {}
         for split, numbers in self._numbers.items():
             for index, number in enumerate(numbers):

@@ -1,4 +1,4 @@
-"""Shards as tasks of any `concurrent.futures` executor, in any process on any machine."""
+"""Writes shards in the tasks of a `concurrent.futures` executor, whose workers may be on other machines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Outcome: TypeAlias = tuple[WrittenPack | None, str]
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Writes one shard to an absolute path; the marker file `sign` exists as long as the caller waits for it."""
+    """Writes one shard to an absolute path; the marker file `sign` exists as long as the caller waits for the shard."""
 
     plan: PackPlan
     path: Path
@@ -41,7 +41,7 @@ class ShardTask:
     def run(self) -> Outcome:
         """Write the shard unless it exists; return the result, or the traceback if user code raised an error.
 
-        This forks no processes, because the executor already runs several shards in parallel.
+        No processes are forked, because the executor already runs several tasks in parallel.
         """
         try:
             with _WatchingBar(self) as bar, file_changes.translated(self.plan.act):
@@ -93,7 +93,7 @@ def run_tasks(
 
     Args:
         act: verb and object for messages.
-        tasks: tasks by number.
+        tasks: tasks by shard number.
         executor: runs the tasks.
         sign: marker file of all tasks; it must not exist yet.
         on_wait: called several times a second.
@@ -154,7 +154,7 @@ def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
                 define = "Define functions and classes at the top level of a module that workers can import"
                 raise InvalidOption(cannot(act, unsent, "", define)) from error
         found = f"the executor failed ({_in_one_line(error)})"
-        next_step = "Run it again with a new executor; complete shards are reused"
+        next_step = "Pack again with a new executor; complete shards are reused"
         raise PackingFailed(cannot(act, found, "", next_step)) from error
 
 

@@ -1,8 +1,9 @@
-"""Packs of several files: shards, written one by one here or by tasks of an executor, and finally their index.
+"""Writes packs of several files: first the shards, in this process or in tasks of an executor, then their index.
 
 Shards are written into a hidden folder next to the index. Only one process at a time uses that folder, and it is kept
 if the process is interrupted. Once all shards exist, they are moved to their final names and the index is written.
-Meanwhile, a list in the hidden folder names the files that are moved or replaced, so the next call recognizes them.
+A list in the hidden folder names the files that are moved or replaced, so that the next call recognizes them if this
+one is interrupted.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _LIFE_S = 1.0
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Where and how a pack is written; see `pack()`, where `final` is called `to`."""
+    """Options for writing a pack; see `pack()`, where `final` is called `to`."""
 
     final: Path
     threads: Threads
@@ -62,9 +63,10 @@ def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Writt
     """Write a plan to one file, or to shards and their index.
 
     Raises:
-        TargetExists: if something exists at the path and must not be replaced, or something else at a shard's path.
+        TargetExists: if a file at the pack's path must not be replaced, or a shard's path holds an unrelated file.
         NotEnoughSpace: if the pack cannot fit; raised before anything is read.
-        BadImage, BadSource: if too many samples are bad, or all of them.
+        BadImage: if more samples are bad than allowed.
+        BadSource: if all samples are bad.
         PackingFailed: if the executor fails.
     """
     if options.shard_bytes is None:
@@ -291,7 +293,7 @@ def divide_samples(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
 
 
 def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
-    """Return a digest of the contents, the columns and the file times; shards with the same digest can be reused."""
+    """Return a digest of a plan's metadata, fields, columns and file times; equal digests allow reusing shards."""
     # Omit the options, because their note contains timings, which differ between calls.
     about = {name: value for name, value in plan.about.items() if name != "options"}
     made = [[one.name, list(one.shape), one.dtype, one.is_ragged] for one in plan.maker.fields]
@@ -307,7 +309,10 @@ def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _publish(plan: PackPlan, kept: ShardFolder, names: Sequence[str], *, replace: bool) -> list[PackInfo]:
-    """Move all shards to their final names and return them; moves nothing if another file has one of the names."""
+    """Move all shards to their final names and return their descriptions.
+
+    If an unrelated file has one of the names, move nothing and raise `TargetExists`.
+    """
     final = kept.index
     old = _names_in(final) if replace else []
     own = {*kept.own, *old}

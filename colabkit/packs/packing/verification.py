@@ -36,7 +36,7 @@ class VerifyReport(Report):
     """Result of `verify()`.
 
     Attributes:
-        path: path of the pack; for several shards, of the index.
+        path: path of the pack, or of the index if there are several shards.
         samples: number of checked samples.
         damaged: split and index of each sample that does not match its CRC.
         damaged_files: names of the files with damaged samples.
