@@ -335,7 +335,7 @@ class TrainingRun:
 
     @property
     def _reserve_s(self) -> float:
-        """Seconds to reserve before a deadline for the last checkpoint, and for a step and a validation before it."""
+        """Seconds to reserve before a deadline for a last step, a last validation and the last checkpoint."""
         return RESERVE_S + _RESERVE * (self.saving.save_s + self._step_s) + self._validate_s
 
     def _validate(self, begun: EpochProgress) -> None:

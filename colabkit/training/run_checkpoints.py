@@ -283,7 +283,7 @@ def _kind_of(part: Any) -> str:
 def _rates_of(state: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return the initial learning rates of each optimizer, before any scheduler changed them.
 
-    Parameter groups without a learning rate are omitted; some optimizers set it themselves.
+    Parameter groups without a learning rate are omitted; some optimizers set the rate themselves.
     """
     return {
         name: [

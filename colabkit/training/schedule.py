@@ -292,9 +292,10 @@ class StopRequests:
             self.may_end = False
 
     def begin_wait(self, may_end: bool) -> None:
-        """Let a signal or the deadline raise `WaitInterrupt` until `may_end` is reset; a past one raises it at once.
+        """Let a signal or the deadline raise `WaitInterrupt` until the attribute `may_end` is reset.
 
-        If `may_end` is False, or other processes also train, do nothing.
+        A recorded signal or a deadline in the past raises it at once. If the argument `may_end` is False, or other
+        processes also train, this does nothing.
         """
         if not may_end or self._waits_for_others:
             return

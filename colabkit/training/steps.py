@@ -358,7 +358,7 @@ class SupervisedStep:
     def _wants_channels_last(self) -> bool:
         if self._options.channels_last is not None:
             return self._options.channels_last
-        # If the model is in a DDP, the weights must keep their strides, which DDP's gradient buckets share.
+        # If the model is in a DDP, the weights must keep their strides: DDP's gradient buckets have the same strides.
         if self._parameter.device.type != "cuda" or ddp_in(self._given) is not None:
             return False
         return any(True for _ in convolutions(self._model))

@@ -178,7 +178,7 @@ def train(
             the step. None uses the loss, if there is one.
         mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best.
         patience: number of consecutive validations (epochs if `monitor` is a number of the step) without improvement
-            of `monitor` after which training stops; None means that training never stops early.
+            of `monitor` after which training stops; None means that training does not stop for this reason.
         min_delta: `monitor` must improve by more than this value to count as an improvement for `patience`.
         deadline: when the runtime ends: a duration from now with its unit, such as `"11h 30min"` or a `timedelta`, or
             a `datetime`. Training stops early enough to save a final checkpoint by then.

@@ -203,7 +203,7 @@ def _image_stages(
 
 
 def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
-    """Raise `InvalidOption` for options that do not apply to samples that need no decoding."""
+    """Raise `InvalidOption` for options that the stored rows do not support."""
     act, rows = options.act, columns.rows
     shape = tuple(rows.shape[:2]) if rows is not None and rows.are_images else None
     # `size=` is allowed if it equals the size of the stored images.

@@ -1,7 +1,7 @@
 """Load samples one at a time in worker processes, with torch's `DataLoader`.
 
-The generators of Python, NumPy and torch are seeded by each sample's position, so a sample is the same with any number
-of workers, and after a resume.
+The generators of Python, NumPy and torch are seeded from the loader's seed, the epoch and each sample's position, so a
+sample is the same with any number of workers, and after a resume.
 """
 
 from __future__ import annotations
