@@ -90,9 +90,9 @@ TRAINING = (
     Option("monitor", "name of the number that selects the best checkpoint; by default the loss", None),
     Option(
         "mode",
-        "whether the lowest (min) or the highest (max) value is best",
-        "min",
-        words=("min", "max"),
+        "whether the lowest (min) or the highest (max) value is best, or auto (max for accuracy, otherwise min)",
+        "auto",
+        words=("auto", "min", "max"),
         is_closed=True,
     ),
     Option("patience", "stop after this many validations or epochs without improvement of monitor", None, "number"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,11 @@ from colabkit.foundation import InvalidOption, cannot, kind_of
 TRAIN_ON = "train on a batch"
 # The number of batches whose accuracies are computed together, and the maximum number of scores in such a batch.
 _GROUPED, _SMALL = 32, 1 << 14
+_ELEMENTWISE = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
+    *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss),
+    *(nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits),
+)
 
 
 def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
@@ -63,6 +68,45 @@ def is_cross_entropy(loss: Any) -> bool:
     while isinstance(loss, partial):
         loss = loss.func
     return loss is nn.functional.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
+
+
+def checked_loss(loss: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """Return a loss function that raises clear errors, and compares labels `[B]` with outputs `[B, 1]` one by one.
+
+    With these shapes, torch's elementwise losses, such as `nn.MSELoss`, would compare each output with all labels.
+    """
+    if loss in _ELEMENTWISE or type(loss) in _ELEMENTWISE:
+        return partial(_elementwise, loss)
+    return partial(_cross_entropy if is_cross_entropy(loss) else _custom, loss)
+
+
+def _custom(loss: Callable[[Any, Tensor], Any], outputs: Any, labels: Tensor) -> Tensor:
+    return single_number(loss(outputs, labels))
+
+
+def _elementwise(loss: Callable[[Any, Tensor], Any], outputs: Any, labels: Tensor) -> Tensor:
+    is_column = isinstance(outputs, Tensor) and outputs.shape == (*labels.shape, 1)
+    return single_number(loss(outputs, labels.unsqueeze(-1) if is_column else labels))
+
+
+def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tensor) -> Tensor:
+    try:
+        return single_number(loss(scores, labels))
+    except (RuntimeError, IndexError, ValueError) as error:
+        if not isinstance(scores, Tensor) or scores.dim() != 2:
+            raise
+        outputs = f"the model's output has the shape {list(scores.shape)}"
+        if labels.is_floating_point() and labels.shape != scores.shape:
+            found = f"the labels are {str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}, and {outputs}"
+            expected = "class indices, or a probability for each class, for cross entropy"
+            next_step = "For regression, use supervised_step(model, optimizer, loss=nn.MSELoss())"
+            raise InvalidOption(cannot(TRAIN_ON, found, expected, next_step)) from error
+        if isinstance(error, IndexError) and labels.numel() and int(labels.max()) >= scores.shape[1]:
+            found = f"the label {int(labels.max())} is in the batch, but {outputs}"
+            expected = f"labels from 0 to {scores.shape[1] - 1}"
+            next_step = "Use a model with one output for each class, len(dataset.classes)"
+            raise InvalidOption(cannot(TRAIN_ON, found, expected, next_step)) from error
+        raise
 
 
 def single_number(value: Any) -> Tensor:

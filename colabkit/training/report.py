@@ -71,7 +71,8 @@ class TrainReport(Report):
         stopped: why training stopped early: `"patience"`, `"on_step"` (which raised `StopIteration`), `"deadline"`,
             `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if training did not stop early.
         checkpoint: the newest checkpoint, or None without `to`.
-        best: the checkpoint with the best value of `monitor`, or None without `to` or without values of `monitor`.
+        best: the checkpoint with the best value of `monitor`, or None without `to` or without values of `monitor`. To
+            load its weights, use `model.load_state_dict(torch.load(report.best)["content"]["state"]["model"])`.
         best_value: the best value of `monitor`, or None if `monitor` was never measured.
         resumed_from: the checkpoint that this call resumed from, or None.
         skipped_checkpoints: names of newer checkpoints that were damaged or had NaN or infinite weights, each with the

@@ -114,7 +114,7 @@ class Validator:
             states by the values of the step.
         every: steps between two validations, or None for one at the end of each epoch.
         monitor: name of the number that rates states; None for the loss.
-        mode: whether the lowest or the highest value is best.
+        mode: whether the lowest or the highest value is best; `"auto"` means the highest for `"accuracy"` only.
         patience: number of consecutive ratings without improvement after which training stops, or None.
         min_delta: how much better a value must be to count as an improvement for `patience`.
         ranks: the ranks of the run; the values of rank 0 are used.
@@ -135,11 +135,13 @@ class Validator:
         function: Callable[[int], Values] | None,
         every: int | None,
         monitor: str | None,
-        mode: Literal["min", "max"],
+        mode: Literal["auto", "min", "max"],
         patience: int | None,
         min_delta: float,
         ranks: Ranks,
     ) -> None:
+        if mode == "auto":
+            mode = "max" if monitor == "accuracy" else "min"
         self.rule: tuple[Literal["min", "max"], str] = mode, monitor or "loss"
         self.can_validate = function is not None
         self.is_by_epoch = function is None or every is None

@@ -17,12 +17,12 @@ from colabkit.loading import map_tensors
 from colabkit.training.batch_values import (
     TRAIN_ON,
     AccuracyGroup,
+    checked_loss,
     has_accuracy,
     inputs_of,
     is_cross_entropy,
     is_right,
     pair_of,
-    single_number,
     step_values,
 )
 from colabkit.training.models import (
@@ -65,9 +65,9 @@ def supervised_step(
     """Return a supervised training step for `train()`: forward, loss, backward and update.
 
     A batch is `(images, labels)`, or a dict of both. `uint8` images are first scaled to [0, 1]. Labels are class
-    indices `[B]`, class probabilities `[B, C]`, or anything else that `loss` takes. The step returns the loss. It also
-    returns the accuracy if the model outputs scores `[B, C]` for two or more classes and the labels are class indices,
-    or class probabilities with a cross-entropy loss.
+    indices `[B]`, class probabilities `[B, C]`, regression targets `[B]` for outputs `[B]` or `[B, 1]`, or anything
+    else that `loss` takes. The step returns the loss. It also returns the accuracy if the model outputs scores `[B, C]`
+    for two or more classes and the labels are class indices, or class probabilities with a cross-entropy loss.
 
     Under `torch.distributed`, gradients are averaged over all processes. The step wraps the model in
     `DistributedDataParallel` unless the model is already wrapped.
@@ -132,7 +132,7 @@ class SupervisedStep:
         self._model: nn.Module = plain(model)
         self._parameter = next(model.parameters())
         self._optimizer = optimizer
-        self._loss = loss
+        self._loss = checked_loss(loss)
         self._scheduler = options.scheduler
         self._accumulate = options.accumulate
         self._clip = options.clip
@@ -404,10 +404,10 @@ class SupervisedStep:
                 scores = forward(images)
                 # Outputs that are not a tensor cannot be cast here, so autocast chooses the precision of the loss.
                 if not isinstance(scores, Tensor):
-                    return scores, single_number(self._loss(scores, labels))
+                    return scores, self._loss(scores, labels)
         if isinstance(scores, Tensor) and scores.dtype in _HALVES:
             scores = scores.float()
-        return scores, single_number(self._loss(scores, labels))
+        return scores, self._loss(scores, labels)
 
     def _update(self) -> None:
         """Apply the gradients and step the scheduler; skip both if scaled gradients are not finite."""

@@ -136,7 +136,7 @@ def train(
     validate: Callable[[], Mapping[str, object]] | Loader | None = None,
     validate_every: int | Literal["epoch"] = "epoch",
     monitor: str | None = None,
-    mode: Literal["min", "max"] = "min",
+    mode: Literal["auto", "min", "max"] = "auto",
     patience: int | None = None,
     min_delta: float = 0.0,
     deadline: str | timedelta | datetime | None = None,
@@ -176,7 +176,8 @@ def train(
         validate_every: steps between two validations, or `"epoch"`.
         monitor: name of the number that selects the best checkpoint, taken from `validate` if given, otherwise from
             the step. None uses the loss, if there is one.
-        mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best.
+        mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best. `"auto"` is `"max"` for
+            `"accuracy"`, otherwise `"min"`.
         patience: number of consecutive validations (epochs if `monitor` is a number of the step) without improvement
             of `monitor` after which training stops; None means that training does not stop for this reason.
         min_delta: `monitor` must improve by more than this value to count as an improvement for `patience`.
@@ -217,7 +218,7 @@ def train(
     check_step(_ACT, "train", step, loader)
     check_whole_number(_ACT, "epochs", epochs, 0)
     check_whole_number(_ACT, "keep_last", keep_last, 1)
-    check_one_of(_ACT, "mode", mode, ("min", "max"))
+    check_one_of(_ACT, "mode", mode, ("auto", "min", "max"))
     check_one_of(_ACT, "on_nonfinite", on_nonfinite, ("raise", "continue"))
     if patience is not None:
         check_whole_number(_ACT, "patience", patience, 1)

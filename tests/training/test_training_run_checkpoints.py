@@ -58,6 +58,33 @@ def test_the_highest_value_may_be_best_and_nan_never_is(tmp_path, data):
     assert (report.best_value, report.best) == (None, None)
 
 
+def test_the_highest_accuracy_is_best_unless_mode_says_otherwise(tmp_path, data):
+    validations = [0.2, 0.9, 0.5]
+    for mode, best in ((None, 0.9), ("min", 0.2)):
+        values = iter([{"accuracy": value} for value in validations])
+        options = {} if mode is None else {"mode": mode}
+        found = train(
+            nothing,
+            Loader(data, 4),
+            epochs=3,
+            to=tmp_path / str(mode),
+            validate=lambda values=values: next(values),
+            monitor="accuracy",
+            **options,
+        )
+        assert found.best_value == best
+
+
+def test_the_weights_of_the_best_checkpoint_load_into_a_model(tmp_path, data):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(data[0][0].numel(), 10))
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), 0.1))
+    report = train(step, Loader(data, 4), to=tmp_path)
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    model[1].reset_parameters()
+    model.load_state_dict(torch.load(report.best)["content"]["state"]["model"])
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
 def test_without_validation_the_training_loss_selects_the_best(tmp_path, data):
     losses = iter([3.0, 1.0, 2.0])
     now = [0.0]

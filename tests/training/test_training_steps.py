@@ -12,7 +12,8 @@ from models import batches, close, make_step, same, sgd, small_cnn, weights
 from torch import Tensor, nn
 
 from colabkit.errors import ColabkitError, InvalidOption
-from colabkit.training import small_network, steps
+from colabkit.loading import Loader
+from colabkit.training import small_network, steps, train
 from colabkit.training.steps import SupervisedStep, supervised_step
 
 
@@ -422,6 +423,45 @@ class Constant(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.scores + self.offset
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.functional.l1_loss, nn.BCEWithLogitsLoss()])
+def test_targets_of_shape_b_are_compared_one_by_one_with_outputs_of_shape_b_1(loss):
+    model = nn.Linear(6, 1)
+    step = supervised_step(model, sgd(model), loss)
+    images, targets = torch.randn(8, 6), torch.rand(8)
+    with torch.no_grad():
+        expected = loss(model(images).flatten(), targets).item()
+    assert step.evaluate([(images, targets)])["loss"] == pytest.approx(expected)
+    assert step((images, targets))["loss"].item() == pytest.approx(expected)
+
+
+def test_a_custom_loss_gets_outputs_and_targets_unchanged():
+    model, shapes = nn.Linear(6, 1), []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        shapes.append((outputs.shape, targets.shape))
+        return (outputs.squeeze(1) - targets).abs().mean()
+
+    supervised_step(model, sgd(model), loss)((torch.randn(8, 6), torch.rand(8)))
+    assert shapes == [((8, 1), (8,))]
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [
+        (
+            torch.rand(8),
+            r"labels are float32 \[8\], and the model.s output has the shape \[8, 3\].*loss=nn\.MSELoss",
+        ),
+        (torch.arange(8), r"the label 7 is in the batch, but .* \[8, 3\]; expected labels from 0 to 2\..*one output"),
+    ],
+)
+def test_labels_that_do_not_fit_cross_entropy_raise_an_error_that_names_both(labels, found):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    loader = Loader((torch.zeros(8, 3, 2, 2, dtype=torch.uint8), labels), 8)
+    with pytest.raises(InvalidOption, match=found):
+        train(supervised_step(model, sgd(model)), loader)
 
 
 def test_errors_of_the_model_are_raised_unchanged():

@@ -452,7 +452,7 @@ def test_invalid_arguments_are_refused(data):
         ({"epochs": "2"}, "epochs='2'; expected a whole number"),
         ({"epochs": -1}, "epochs=-1; expected a whole number"),
         ({"keep_last": 0}, "keep_last=0; expected a whole number"),
-        ({"mode": "lowest"}, "mode='lowest'; expected 'min' or 'max'"),
+        ({"mode": "lowest"}, "mode='lowest'; expected 'auto', 'min' or 'max'"),
         ({"timeout": "soon"}, "timeout='soon'; expected a duration"),
         ({"on_step": 3}, "on_step=3; expected a callable or None"),
         ({"validate": "often"}, "validate='often'; expected a callable or None"),
