@@ -33,14 +33,13 @@ class KFoldReport(Report):
     """Results of a cross-validation.
 
     Attributes:
-        folds: return value of `run` for each fold: the report of `train()`, or a dict of numbers.
-        values: final numbers of each fold. A validation number whose name training also uses gets a prefix, as in
-            `val_loss`.
+        folds: return value of `run` for each complete fold: the report of `train()`, or a dict of numbers.
+        values: final numbers of each complete fold. A validation number whose name training also uses gets a prefix, as
+            in `val_loss`.
         mean: mean of each number over the folds that have it.
         spread: sample standard deviation of each number over these folds; 0 for a single fold, NaN if a value is not
             finite.
-        stopped: why training of the fold after these stopped early, such as `"deadline"`; None if all folds are
-            complete.
+        stopped: why training of the next fold stopped early, such as `"deadline"`; None if all folds are complete.
     """
 
     folds: tuple[TrainReport | Mapping[str, float], ...]

@@ -162,7 +162,7 @@ class SupervisedStep:
         return step_values(*self._train_on(batch), self.accuracies.takes_shares)
 
     def grouped(self, batch: Any) -> Mapping[str, object]:
-        """Train on a batch as a call does, and return the values as `AccuracyGroup.add` does."""
+        """Train on a batch as `__call__` does, but return the result of `AccuracyGroup.add`."""
         return self.accuracies.add(*self._train_on(batch))
 
     def _train_on(self, batch: Any) -> tuple[Any, Tensor, Tensor]:

@@ -47,8 +47,8 @@ def seal_fields(
 ) -> Path:
     """Seal a pack of the given fields, by name and split, and return its path.
 
-    A list of `bytes` becomes a ragged field. `contents` maps each field except the labels `Y` to its kind. Fields in
-    `tables` have separate CRCs; the CRC of each sample covers the others.
+    A list of `bytes` becomes a ragged field. `contents` maps each field except the labels `Y` to its content, such as
+    `"image"`. The labels and the fields in `tables` have separate CRCs; the CRC of each sample covers the other fields.
     """
     arrays: dict[str, np.ndarray] = {}
     counts = {split: len(values) for split, values in fields["X"].items()}

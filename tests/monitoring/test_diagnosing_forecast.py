@@ -1,4 +1,4 @@
-"""Predicted speeds: within possible limits, and the speed of the slowest remaining part."""
+"""A predicted speed is that of the slowest remaining part, and never exceeds that of the step alone."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_workers_and_a_step_on_the_cpu_take_turns(are_threads: bool) -> None:
     on_four = replace(computing, cpus=4.0).samples_per_s()
     # Threads wait for the GIL; processes do not.
     assert on_four == pytest.approx(64 / (0.1 + (0.64 if are_threads else 0.32)))
-    # A step on a GPU does not hold the GIL, so threads do not wait for it.
+    # A step on a GPU holds neither the GIL nor a CPU, so no worker waits for it.
     assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)
 
 

@@ -64,7 +64,8 @@ def place_of(
 
     Kaggle is checked first, since its image is built from Colab's and otherwise looks the same. Colab Enterprise is
     recognized by the variable that Google's client libraries check. Colab is checked before anything that a user can
-    install or mount on it. Other platforms are recognized by files or variables that only they have.
+    install or mount on it. Other hosted platforms are recognized by files or variables that only they have; elsewhere,
+    the result depends only on the shell.
 
     Args:
         environ: the process's environment.

@@ -172,7 +172,7 @@ def gpu_reports(nvml: ModuleType | None = None, paths: Sequence[str] | None = No
 
 
 def _open_driver(nvml: ModuleType | None, paths: Sequence[str] | None = None) -> ModuleType | None:
-    """Return the initialized NVML module; None if the module or the driver is missing, or it is another package."""
+    """Return the initialized NVML module; None without a driver, or if `pynvml` is missing or an unrelated package."""
     if nvml is None:
         try:
             if paths is not None and "pynvml" not in sys.modules and PathFinder.find_spec("pynvml", paths) is None:

@@ -191,7 +191,7 @@ def as_samples(act: str, dataset: Any) -> Any:
 
 
 def _gives_samples_of(dataset: Any, *kinds: type[Any]) -> bool:
-    """Return whether a dataset is an instance of one of these classes that does not override indexing."""
+    """Return whether a dataset is an instance of one of these classes and its own class does not override indexing."""
     methods = ("__getitem__", "__getitems__")
     return any(
         isinstance(dataset, kind)

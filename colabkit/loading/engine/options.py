@@ -163,7 +163,7 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
     if left.indivisible and (start or len(left)):
         samples = f"{format_things(left.stop - start, 'remaining sample' if start else 'sample')}"
         found = f"{samples} cannot be shared by {share.world_size} processes in equally many batches of {batch_size}"
-        # Larger batches can be shared: the last two global batches then divide their samples.
+        # Larger batches can be shared, because the last two global batches then have equally many samples.
         fewer = ("to leave out the last ", format_things(left.indivisible, "sample"))
         next_step: Text = ("Use ", option("batch_size", 2), " or more, or ", option("drop_last", True), " ", *fewer)
         if not len(left):

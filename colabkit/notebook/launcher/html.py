@@ -1,6 +1,6 @@
 """The launcher's texts as HTML: all variable text is escaped, and colors follow the front end's theme.
 
-One style sheet, which applies to this panel only, styles the widgets; the form also works without it.
+One style sheet, which applies only to launchers, styles the widgets; the form also works without it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NARROW_PX = 460
 
 
 def sheet(kept: str) -> str:
-    """Return the style sheet, which applies to this panel only and hides elements of the class `kept`."""
+    """Return the style sheet, which applies only to launchers, and also hides elements of the class named by `kept`."""
     rules = {
         "&": f"container-type:inline-size;box-sizing:border-box;border-radius:8px;color:{_TEXT};accent-color:{ACCENT}",
         "& .widget-html,& .widget-html-content": "overflow:visible;height:auto;margin:0;line-height:20px;min-width:0",
@@ -136,7 +136,7 @@ def report(found: Report, *, is_open: bool) -> str:
 
 
 def keep(html: str, kept: str) -> str:
-    """Return HTML for the saved notebook, in the class `kept`, which the style sheet of the live panel hides."""
+    """Return HTML for the saved notebook, in an element of the class named by `kept`, which the live panel hides."""
     return f"<div class='{kept}'>{html}</div>"
 
 

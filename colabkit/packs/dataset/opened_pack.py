@@ -46,8 +46,8 @@ def open_pack(
     """Open the pack at `path`; `open_pack(path)["train"]` is a dataset.
 
     For a pack made by `pack()`, this checks the seal, the length and the layout, which takes milliseconds regardless of
-    size. Each sample is checked when it is read; `verify()` checks all of them. Shards are opened and checked on first
-    use.
+    size. Samples are checked when they are read, except in batches of plain rows; `verify()` checks all samples. Shards
+    are opened and checked on first use.
 
     Other HDF5 files can be opened too. Contiguous datasets are memory-mapped, compressed ones are read through HDF5.
     These files have no seal, so damage may result in wrong samples without an error, or crash the HDF5 library.

@@ -129,7 +129,7 @@ class ArraySampleMaker(MemorySampleMaker):
         return np.fromiter(map(len, texts), np.int64, len(texts))
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of many samples, without a copy if the rows are contiguous."""
+        """Return each field of many samples; consecutive rows that need no conversion are not copied."""
         return tuple(self._column(made, numbers) for made in self.fields)
 
     def subset(self, numbers: Indices) -> ArraySampleMaker:

@@ -60,7 +60,8 @@ def stage(
     """Copy a source to local storage and return the local path.
 
     The size of every file is checked against the listing, and no file may change during the copy. The copy appears at
-    its path only when it is complete. An existing copy of the same source is reused without accessing the source. A run
+    its path only when it is complete. An existing copy of the same source is reused without accessing the source. Only
+    if the source is a local file are its size and modification time compared: a changed file is copied again. A run
     that was stopped by an error, Ctrl-C or a kill resumes: files already copied are not read again. If another process
     is staging the same source, the call waits for it.
 
@@ -212,7 +213,7 @@ def _local_file(
 
 
 def _local_origin(name: str) -> tuple[int, int] | None:
-    """Return size and time of a source that is a local file; None for other sources, without accessing remote files."""
+    """Return size and modification time if a source is a local file, else None; remote files are not accessed."""
     if not os.path.isabs(name) or can_hang(name, mounts()) or not os.path.isfile(name):
         return None
     return origin_of(Path(name))

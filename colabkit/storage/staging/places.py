@@ -97,7 +97,7 @@ def identity_of(
 
 
 def short_name(name: str) -> str:
-    """Return the base name of local copies and packs: the last part of the source's name, without suffixes."""
+    """Return the base name of local copies and packs: the source's last path part, shortened and without extension."""
     if name == _TABLE:
         return "paths"
     stem = Path(name).stem.removesuffix(".tar").rpartition(":")[2]
@@ -171,7 +171,11 @@ class Target:
         return discard_kept(self.path, identity) if identity else 0
 
     def clear(self, act: str) -> int | None:
-        """Remove the local copy, data of interrupted runs and an empty tmpfs; return the bytes freed, or None."""
+        """Remove the local copy, data of interrupted runs and an empty tmpfs.
+
+        Returns:
+            The bytes freed; None if there was neither a local copy nor data of interrupted runs.
+        """
         freed: int | None = None
         if (copy := LocalCopy.at(self.path)) is not None and copy.seal.key == self.key:
             freed = copy.seal.staged_bytes
@@ -229,7 +233,7 @@ class Target:
 
 
 def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
-    """Return all possible targets for the local copy; the last one is on disk, or the path in `to`."""
+    """Return the possible targets for the local copy that `to` allows, the preferred one first."""
     name = f"{short_name(source)}-{key[:8]}"
     disk = local_root(os.environ)
     shared, own = TMPFS / f"colabkit-{os.getuid()}", disk / f"{name}.tmpfs"

@@ -402,7 +402,7 @@ class StagingRun:
 
 
 def origin_of(path: Path) -> tuple[int, int]:
-    """Return size and time of a file, which reveal whether it was modified."""
+    """Return size and modification time of a file, which reveal whether it was modified."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns
 
