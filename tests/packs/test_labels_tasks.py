@@ -112,8 +112,10 @@ def test_renumbered_bools_keep_their_names(table, packed):
         assert packed(source, renumber=True, **options)[1].classes == ("False", "True")
 
 
-def test_labels_of_arrays_may_be_a_tuple(packed):
+def test_labels_of_arrays_may_be_a_tuple_and_splits_may_be_tuples(packed):
     assert packed((ROWS, tuple(AGES)))[1]["train"].labels.tolist() == AGES
+    pack = packed({"train": (ROWS, AGES), "dev": (ROWS[:2], AGES[:2])})[1]
+    assert {split: data.labels.tolist() for split, data in pack.items()} == {"train": AGES, "dev": AGES[:2]}
 
 
 def test_images_are_recognized_with_their_channels_first_or_last(packed):

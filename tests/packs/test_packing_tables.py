@@ -56,6 +56,9 @@ def test_rows_of_missing_files_are_left_out_and_listed_on_request(table, tmp_pat
     assert report.left_out == ((gone, "the file is missing"),)
     assert "gone.png" in repr(report)
     assert colabkit.open_pack(report)["train"].labels.tolist() == AGES
+    prepared = colabkit.prepare(source, on_bad="skip", to=None, progress=False, **options).report
+    assert prepared.left_out == report.left_out
+    assert "gone.png" in repr(prepared)
     data = colabkit.FileDataset(source, on_bad="skip", **options)
     assert (data.labels.tolist(), data.left_out) == (AGES, report.left_out)
     with pytest.raises(SourceMissing, match="missing for 5 of 5 rows"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import Corrupt, FileFailed, Text, call, cannot, option
+from colabkit.foundation import Corrupt, FileFailed, Text, call, cannot, format_things, option
 
 CRC = "crc"
 """Name of the field that holds the CRC32 of each sample."""
@@ -145,6 +145,16 @@ class PackInfo:
         """Values that `pack()` inferred, described as text, by the option that overrides each."""
         return dict(self.meta.get("inferred", {}))
 
+    @property
+    def left_out(self) -> tuple[tuple[str, str], ...]:
+        """Files of the source that are not samples or are missing, with the reason."""
+        return tuple((name, why) for name, why in self.meta["left_out"])
+
+    @property
+    def bad(self) -> tuple[tuple[str, str], ...]:
+        """Files that could not be decoded, with the reason."""
+        return tuple((name, why) for _, _, name, why in self.meta["bad"])
+
     @cached_property
     def fields(self) -> Mapping[str, Field]:
         """Fields of a sample by name; `X` is first."""
@@ -195,6 +205,16 @@ def name_inferred(inferred: Mapping[str, str]) -> Text:
     """Describe inferred values in one line, each with the option that overrides it."""
     texts = [(text, " (", option(name), ")") for name, text in inferred.items()]
     return tuple((text, "; ") for text in texts[:-1]) + tuple(texts[-1:])
+
+
+def count_omitted(left_out: Sequence[tuple[str, str]], bad: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a line for the files left out of a pack, and one for the bad files, if there are any."""
+    counts = {"other file": (left_out, " left out"), "bad file": (bad, "")}
+    return [
+        f"{format_things(len(files), kind)}{verb}, first {files[0][0]!r} ({files[0][1]})"
+        for kind, (files, verb) in counts.items()
+        if files
+    ]
 
 
 def unreadable(path: Path, error: OSError) -> FileFailed:

@@ -41,7 +41,7 @@ from colabkit.foundation import (
     parse_bytes,
     user_path,
 )
-from colabkit.packs.format.layout import PackInfo, name_inferred
+from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
 from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.packs.packing.file_plan import FileCollection
 from colabkit.packs.packing.memory_plan import MapDataset, is_arrays, is_dataset, plan_arrays, plan_dataset
@@ -132,14 +132,9 @@ class PackReport(Report):
         rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
         notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
         text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
-        if self.left_out:
-            path, why = self.left_out[0]
-            text += f"\n{format_things(len(self.left_out), 'other file')} left out, first {path!r} ({why})"
-        if self.bad:
-            path, why = self.bad[0]
-            text += f"\n{format_things(len(self.bad), 'bad file')}, first {path!r} ({why})"
-        text += f"\nEncoding {self.encoding}: {self.note}" if self.note else ""
-        return "\n".join([text, *self._inferred_lines()])
+        lines = [text, *count_omitted(self.left_out, self.bad)]
+        lines += [f"Encoding {self.encoding}: {self.note}"] if self.note else []
+        return "\n".join([*lines, *self._inferred_lines()])
 
     def _inferred_lines(self) -> list[str]:
         return [f"Inferred: {self._words.render(name_inferred(self.inferred))}"] if self.inferred else []
@@ -437,8 +432,8 @@ def _report(info: PackInfo, seconds: float, written: WrittenPack | None) -> Pack
         seconds=seconds,
         made_by=written.made_by if written else "",
         retries=written.retries if written else 0,
-        left_out=tuple((name, why) for name, why in meta["left_out"]),
-        bad=tuple((name, why) for _, _, name, why in meta["bad"]),
+        left_out=info.left_out,
+        bad=info.bad,
         note=meta["options"].get("note") or "",
         inferred=info.inferred,
         reused=written is None,

@@ -320,12 +320,13 @@ def _by_split(act: str, source: Any) -> dict[str, Any]:
     `X_train`, `Y_train`, `X_test`.
     """
     if isinstance(source, tuple):
-        # Use the same names as for the values in a dataset's samples.
-        names = (SAMPLES, LABELS, "Z", *(f"Z{number}" for number in range(2, len(source))))
-        return {"train": dict(zip(names, source, strict=False))}
+        return {"train": _by_field(source)}
     if not isinstance(source, Mapping):
         return {"train": {SAMPLES: source} if is_array(source) else source}
-    named = {str(name): value for name, value in source.items()}
+    named = {
+        str(name): _by_field(value) if isinstance(value, tuple) and is_arrays(value) and split_named(name) else value
+        for name, value in source.items()
+    }
     are_splits = [isinstance(value, Mapping) or is_dataset(value) for value in named.values()]
     if named and all(are_splits):
         return _ordered_splits(act, named)
@@ -346,6 +347,12 @@ def _by_split(act: str, source: Any) -> dict[str, Any]:
     for name, (field, _, split) in ends.items():
         fields.setdefault(split, {})[field] = named[name]
     return _ordered_splits(act, fields)
+
+
+def _by_field(arrays: tuple[Any, ...]) -> dict[str, Any]:
+    """Return arrays by the same names as for the values in a dataset's samples."""
+    names = (SAMPLES, LABELS, "Z", *(f"Z{number}" for number in range(2, len(arrays))))
+    return dict(zip(names, arrays, strict=False))
 
 
 def _ordered_splits(act: str, named: Mapping[str, Any]) -> dict[str, Any]:

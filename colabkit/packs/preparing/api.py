@@ -356,6 +356,8 @@ class _Preparation:
             **{name: float(one) if isinstance(one, int | float) else None for name, one in seconds.items()},
             saved_path=self.saved_path(info.path) if is_saved else None,
             pack_bytes=info.path.stat().st_size,
+            left_out=info.left_out,
+            bad=info.bad,
             inferred=info.inferred,
         )
         return PreparedPack(info, with_reasons(report, "" if is_saved else self.unsaved, self.unused))

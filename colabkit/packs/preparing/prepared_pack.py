@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from colabkit.foundation import PYTHON, Report, Text, format_bytes, format_seconds
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.dataset.samples import open_sealed
-from colabkit.packs.format.layout import PackInfo, name_inferred
+from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,6 +27,8 @@ class PrepareReport(Report):
         packed_s: seconds to pack the source, in this call or an earlier one on this machine; None if unknown.
         saved_path: path of the saved pack; None if there is none.
         pack_bytes: size of the pack in bytes.
+        left_out: files that are not samples or are missing, with the reason.
+        bad: files that could not be decoded, with the reason.
         inferred: inferred values, such as the task and the splits, by the option that overrides each.
     """
 
@@ -37,6 +39,8 @@ class PrepareReport(Report):
     packed_s: float | None
     saved_path: Path | None
     pack_bytes: int
+    left_out: tuple[tuple[str, str], ...]
+    bad: tuple[tuple[str, str], ...]
     inferred: Mapping[str, str]
     _unsaved: ClassVar[Text] = ""
     _unused: ClassVar[Text] = ""
@@ -64,6 +68,7 @@ class PrepareReport(Report):
             lines = [f"{'Used the local pack' if self.way == 'local' else 'Packed the source to'} {local}"]
             lines += [f"Saved at {saved}" if self.saved_path else f"Not saved: {self.unsaved}"]
         lines += [f"Saved pack not used: {self.unused}"] if self.unused else []
+        lines += count_omitted(self.left_out, self.bad)
         lines += [f"Inferred: {self._words.render(name_inferred(self.inferred))}"] if self.inferred else []
         known = [f"{name} {format_seconds(taken)}" for name, taken in self._seconds.items() if taken is not None]
         return "\n".join([*lines, f"Times: {', '.join(known)}"])

@@ -184,7 +184,8 @@ class BucketSource:
         if seconds > 4 * self._quick_s:
             self._request_bytes = max(_FIRST_BYTES, size // 2)
         elif seconds < self._quick_s and len(data) >= size:
-            self._request_bytes = min(_WHOLE_BYTES, 2 * size)
+            # Another thread may have increased the size meanwhile.
+            self._request_bytes = max(self._request_bytes, min(_WHOLE_BYTES, 2 * size))
         return data
 
     def stream(self, path: str, block_bytes: int) -> Iterator[bytes]:
