@@ -51,7 +51,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
 
 def unscaled_images(error: RuntimeError, batch: Any) -> InvalidOption | None:
     """Return a clear error if a custom step failed because its model got `uint8` images; None for other errors."""
-    # A loss or an embedding that got the wrong dtype asks for "Long".
+    # torch's error for labels or embedding indices of the wrong dtype contains "Long".
     is_of_bytes = any(name in str(error) for name in ("unsigned char", "Byte")) and "Long" not in str(error)
     images = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(batch, Mapping):
