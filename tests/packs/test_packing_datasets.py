@@ -248,7 +248,7 @@ WRONG = {
         BadImage,
         "dtype of 'Y' is float32, but int64 in the first sample",
     ),
-    "changes its kind": (Samples([*GOOD, ("word", 1)]), BadImage, "'X' is a str, which is not the type"),
+    "changes its kind": (Samples([*GOOD, ("word", 1)]), BadImage, "'X' is a str, unlike in the first sample"),
     "loses a field": (Samples([*GOOD, (torch.zeros(2),)]), BadImage, "the field 'Y' is missing"),
     "has an image among arrays": (Samples([*GOOD, (TENSORS[0], 1)]), BadImage, "'X' is a Tensor of torch.uint8"),
     "has text labels": (
