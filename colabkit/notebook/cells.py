@@ -1,4 +1,4 @@
-"""The cell magics: `%%train` uses the cell as the training step; `%%dashboard` runs it with the live panel.
+"""The cell magics: `%%train` uses the cell as the training step; `%%dashboard` runs the cell with the live panel.
 
 The code of the cell is compiled once, keeps its line numbers, and runs in the user's namespace.
 """
@@ -54,7 +54,7 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
     """Run a cell's body once for each batch, in one call to `colabkit.train()`, and return its report.
 
     In the body, `batch` is the loader's batch, `x` its first field and `y` its second, or None. If the batch is a dict
-    with fields X and Y, `x` and `y` are these. `step` and `epoch` count from 0 over the whole run, including the part
+    with fields X and Y, `x` and `y` are these fields. `step` and `epoch` count from 0 over the whole run, including the part
     before a resume. If the body sets `loss` to a number or a dict of numbers, the step returns it. Between two steps,
     for example during validation, all these variables except `loss` have the values from before the training.
     """
@@ -162,7 +162,7 @@ def _given(namespace: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Non
 
 
 def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, Any], given: set[str]) -> colabkit.Loader:
-    """Return the `Loader` that the word names, or a new one for the pack or dataset that it names."""
+    """Return the `Loader` with this name, or a new `Loader` for the pack or dataset with this name or path."""
     found = _named(namespace, name)
     flags = [one.flag for one in LOADING if one.name in given]
     if isinstance(found, colabkit.Loader):

@@ -109,7 +109,7 @@ def _printed(text: str) -> int:
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
-        # Python flushes standard output again at exit, and would print an error.
+        # Without this, Python would flush standard output again at exit and print an error.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -192,7 +192,7 @@ def _module(file: str) -> ModuleType:
     sys.modules[spec.name] = module
     _loaded.add(file)
     if (folder := str(path.parent)) not in sys.path:
-        # Like `python FILE.py`, so that the file can import modules next to it.
+        # Let the file import modules next to it, as `python FILE.py` does.
         sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module

@@ -1,6 +1,6 @@
-"""`demo()`: compare training straight from a slow drive with staging, packing and training, on real images.
+"""`demo()` compares training straight from a slow drive with staging, packing and training, on real images.
 
-Every figure in its table is measured in that run. The slow drive is simulated by a delay for each opened file, so the
+All reported figures are measured during the call. The slow drive is simulated by a delay for each opened file, so the
 demo needs neither FUSE nor root. The baseline is a `DataLoader` with two workers that open and decode the files one by
 one.
 """
@@ -67,22 +67,22 @@ _FRACTIONS = {"train": 0.8, "test": 0.2}
 
 @dataclass(frozen=True, repr=False)
 class DemoReport(Report):
-    """The measurements of `demo()`.
+    """Result of `demo()`.
 
     Attributes:
         source: source of the images.
         samples: number of images in all splits.
         classes: number of classes.
         sample_shape: height, width and channels of the images in the pack.
-        latency_s: simulated seconds for opening a file on the slow drive.
+        latency_s: simulated time to open a file on the slow drive, in seconds.
         naive_images_per_s: images per second when training straight from the files.
-        naive_wait_share: fraction of the time spent waiting for data in that training, in [0, 1].
+        naive_wait_share: fraction of time spent waiting for data when training from the files, in [0, 1].
         packed_images_per_s: images per second when training from the pack.
-        packed_wait_share: fraction of the time spent waiting for data in that training, in [0, 1].
-        part_s: seconds of staging, packing and training, and of the loader's parts, which work in the background.
+        packed_wait_share: fraction of time spent waiting for data when training from the pack, in [0, 1].
+        part_s: seconds spent on staging, packing and training, and on the loader's background work, by name.
         epochs: number of epochs trained from the pack.
-        accuracy: fraction of correctly classified images in a held-out split, in [0, 1].
-        accuracy_on: name of that split: `"test"` if it exists, otherwise `"val"`.
+        accuracy: fraction of correctly classified images in the held-out split, in [0, 1].
+        accuracy_on: name of the held-out split: `"test"` if it exists, otherwise `"val"`.
         path: folder of the local copy, pack and checkpoints, or None if they were removed.
     """
 
@@ -175,7 +175,7 @@ def demo(
         progress: print each stage of the demo, and show the live panel.
 
     Returns:
-        The throughput, the time spent waiting for data, and the accuracy.
+        A report of the throughput, the fraction of time spent waiting for data, and the accuracy.
 
     Raises:
         SourceMissing, BadSource, BadArchive, BadImage: if the data does not exist, has no classes, or is damaged.
@@ -296,7 +296,7 @@ def _image_shape(source: Source, item: Item) -> tuple[int, int]:
 
 
 class _NaiveDataset(Dataset[tuple[Tensor, int]]):
-    """A typical dataset: open a file, decode it with Pillow, resize it.
+    """A typical dataset, which opens a file, decodes it with Pillow and resizes the image.
 
     A file that is not an image gets the label `-1 - index`, so that the main process can report its name.
     """
@@ -324,7 +324,7 @@ class _NaiveDataset(Dataset[tuple[Tensor, int]]):
 def _train_naively(
     drive: Source, labelled: Labelling, shape: tuple[int, int], batch_size: int, device: str
 ) -> tuple[float, float]:
-    """Train on a few batches; return images per second and the fraction of time spent waiting, without the first."""
+    """Train on a few batches; return images per second and the waiting share of time, excluding the first batch."""
     assert labelled.values is not None
     samples = tuple((labelled.items[number], int(labelled.values[number])) for number in labelled.splits["train"])
     dataset = _NaiveDataset(drive, samples, shape)

@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"\{([\w.]+)\}|\$(\w+)")
 _SPECIAL = re.compile(r"""([\s"'\\])""")
 
 _LIST_S = 2.0
-# No front end shows more completions.
+# Neither notebooks nor terminals show more completions.
 _MOST = "200"
 _SHORT_NAME = "drive:"
 _PATHS = ("path", "folder", "data", "subject")
@@ -54,9 +54,10 @@ class DataWord(str):
 def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
     """Split a magic's line into words as a shell does, and replace `{name}` and `$name` by the variable's value.
 
+    If `namespace` is empty, words that name variables are kept.
+
     Raises:
-        InvalidOption: if a quote is not closed, or a variable or its named attribute does not exist. Without any
-            variables in `namespace`, words that name variables are kept.
+        InvalidOption: if a quote is not closed, or a variable or its named attribute does not exist.
     """
     return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
 
@@ -180,7 +181,7 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
     offered = _fitting(found, typed, symbol)
     if option.kind in _PATHS:
         offered += _fitting(_listed(_plain(typed)), typed, symbol)
-        # Without completions, IPython would list files in this process, which a dead mount would block.
+        # Without completions, IPython would list files in this process, and a dead mount would block it.
         return offered or [symbol]
     return offered
 

@@ -258,7 +258,7 @@ class CellPanels:
     def _enter(self, info: Any) -> None:
         panel = colabkit.dashboard(**self._options)
         panel.__enter__()
-        # A list, since a cell may run other cells.
+        # Keep a stack of panels, because a cell may run other cells.
         self._open.append(panel)
 
     def _leave(self, result: Any) -> None:

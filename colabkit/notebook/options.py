@@ -26,7 +26,7 @@ GROUPS = {
     "train": "Training",
     "demo": "Start",
 }
-"""The headings of the help, each by the first verb below it."""
+"""Headings of the help, by the first verb below each heading."""
 
 _MOST_NAMED = 3
 """Maximum number of loaders that a message suggests."""
@@ -191,7 +191,7 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
 
 def missing_variable(namespace: Mapping[str, Any], name: str, kind: str = "object") -> InvalidOption:
     """Return the error for a variable that does not exist; it suggests similar names, or loaders."""
-    could_be = _could_be_judged if kind == "subject" else _is_no_module
+    could_be = _can_be_diagnosed if kind == "subject" else _is_no_module
     known = [key for key, value in namespace.items() if not key.startswith("_") and could_be(value)]
     similar = difflib.get_close_matches(name, known, n=2)
     next_step = f"Check its name, or use {' or '.join(similar)}" if similar else "Define it first"
@@ -204,7 +204,7 @@ def _is_no_module(value: Any) -> bool:
     return not isinstance(value, ModuleType)
 
 
-def _could_be_judged(value: Any) -> bool:
+def _can_be_diagnosed(value: Any) -> bool:
     from colabkit.loading import may_be_loader
     from colabkit.training import TrainReport
 
@@ -262,7 +262,7 @@ _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "amount": (lambda text: int(text) if text.isdecimal() else float(text), "a number"),
     "bytes": (parse_bytes, "a number of bytes, such as 256MiB"),
 }
-"""The parser of each kind of option, and a description of valid text."""
+"""Parser for each kind of option, and a description of the text that the parser accepts."""
 
 
 class LineWords(Words):

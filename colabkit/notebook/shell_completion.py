@@ -28,7 +28,7 @@ def completion_script(shell: str, verbs: Iterable[Verb]) -> str:
 
 
 def _options(verb: Verb) -> Iterator[tuple[str, Option]]:
-    """Yield each option with its flag, and flags to negate an option with its negation."""
+    """Yield each flag of a verb, including negations such as `--no-resume`, with its option."""
     for option in (*verb.options, _JSON):
         if option.flag:
             yield option.flag, option
