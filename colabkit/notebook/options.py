@@ -281,7 +281,7 @@ class LineWords(Words):
         self._prefix = prefix
 
     def option(self, name: str, value: Any) -> str:
-        """Return the option with a value, or only the option."""
+        """Return an option in the syntax of a line, with its value if one is given."""
         option = self._options.get(name)
         return (_option_text(option, value) if option else "") or super().option(name, value)
 

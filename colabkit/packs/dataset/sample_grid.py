@@ -187,7 +187,7 @@ def _size_of(value: npt.NDArray[Any] | str) -> tuple[int, int]:
 
 
 def _levels(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Scale values linearly so that the finite ones span 0 to 255; other values become 0."""
+    """Scale finite values linearly to the range 0 to 255; NaN and infinite values become 0."""
     values = np.abs(array) if array.dtype.kind == "c" else array
     values = values.astype(np.float64)
     finite = np.isfinite(values)

@@ -211,7 +211,9 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
 def decode_region(
     data: Data, channels: int, region: Region, wanted: Size, whole: Size
 ) -> tuple[Pixels, DecodedRegion] | None:
-    """Decode a box of a JPEG; return pixels that contain it and the box within them; None if a full decode is required.
+    """Decode a part of a JPEG that contains a box; return its pixels and the box within them, or None.
+
+    None means that the image must be decoded in full.
 
     Rows below the box are skipped by presenting a shorter image to the decoder; the decoded rows are identical to those
     of a full decode. If the box is at least twice the requested size, the image is reduced by a factor of 2, 4 or 8

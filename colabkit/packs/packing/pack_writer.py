@@ -1,4 +1,4 @@
-"""Writes one pack file: reserve space, fill in rows, close gaps, write tables, seal and rename."""
+"""Writes one pack file: reserves space, fills in rows, closes gaps, writes tables, then seals and renames the file."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class PrepareReport(Report):
 
 
 def with_reasons(report: PrepareReport, unsaved: Text, unused: Text) -> PrepareReport:
-    """Set the reasons that `report.unsaved` and `report.unused` return, and return the report."""
+    """Set the values of `report.unsaved` and `report.unused`, and return the report."""
     object.__setattr__(report, "_unsaved", unsaved)
     object.__setattr__(report, "_unused", unused)
     return report
