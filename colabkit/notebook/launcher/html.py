@@ -136,7 +136,7 @@ def report(found: Report, *, is_open: bool) -> str:
 
 
 def keep(html: str, kept: str) -> str:
-    """Return HTML for the saved notebook, in an element of the class named by `kept`, which the live panel hides."""
+    """Wrap HTML for the saved notebook in an element of the class `kept`; the live panel hides this class."""
     return f"<div class='{kept}'>{html}</div>"
 
 

@@ -1,9 +1,9 @@
-"""`launch()`: a panel with buttons that goes from remote files to a trained network without code.
+"""`launch()` opens a panel whose buttons lead from remote files to a trained network without code.
 
 The form's settings become a pipeline of public calls. The panel shows their progress, errors and reports, and a cell
 that makes the same calls.
 
-A click is handled immediately in the kernel's main thread, since Drive's consent dialog needs that thread, and some
+A click is handled immediately in the kernel's main thread, because Drive's consent dialog needs that thread and some
 front ends repaint only while the kernel is busy. If a kernel handles clicks in another thread, the work is passed to
 the main thread.
 """
@@ -164,7 +164,7 @@ class Launcher:
         return {"text/html": html.keep(shown, self._id), "text/plain": text or _FALLBACK}
 
     def _start(self, action: Action) -> None:
-        """Start the action of a button, unless one is running."""
+        """Start the action of a button, unless an action is already running."""
         if not self._busy.acquire(blocking=False):
             return
         try:
@@ -191,7 +191,7 @@ class Launcher:
                     run_pipeline(pipeline, self.view, self._begin, self._done)
                 self.view.say(f"Done in {format_seconds(time.monotonic() - started)}.")
             except KeyboardInterrupt as stop:
-                # A TrainingInterrupted has a report. Its class is not imported here, since that would load torch.
+                # A TrainingInterrupted has a report. Its class is not imported here, because that would load torch.
                 if report := getattr(stop, "report", None):
                     self._done("report", report)
                 # Remove the note that training is being stopped.
@@ -221,7 +221,7 @@ def _pipeline(settings: Settings, action: Action) -> Pipeline:
 
 
 def _code(settings: Settings) -> str:
-    """Return a cell that does the same as the last button, or a comment that states the error in the settings."""
+    """Return code that does the same as the last button, or a comment that states the error in the settings."""
     try:
         return code_of(_pipeline(settings, "train"))
     except ColabkitError as error:

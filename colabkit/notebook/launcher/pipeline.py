@@ -94,7 +94,7 @@ class Pipeline:
     Attributes:
         source: the source that the user entered, without secrets.
         calls: the calls, in order.
-        training: settings of the training that follows, or None.
+        training: settings of the training after the calls; None for no training.
         secret: the complete source if it is an address that may contain a secret, otherwise empty.
     """
 
@@ -278,7 +278,7 @@ def _naming(source: str, results: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
-    """Raise an error if file names show, before any copying, that the labels cannot be packed or trained on."""
+    """Before any copying, raise an error if file names show that the labels cannot be packed or trained on."""
     packing = next((call.arguments for call in pipeline.calls if call.name == "packed"), None)
     if packing is None:
         return

@@ -55,10 +55,10 @@ class Settings:
         to: destination of the local copy.
         size: height and width to resize images to; empty to keep their size.
         encoding: encoding of the pack.
-        labels: source of the labels.
+        labels: origin of the labels, as in `pack()`.
         splits: shares of the splits, or a column; empty to use the source's folders.
         channels: channels of the images, `"3"` or `"1"`.
-        on_bad: how to handle files that cannot be decoded.
+        on_bad: action for files that cannot be decoded.
         batch_size: samples per batch.
         epochs: total number of epochs.
         work: folder for packs and checkpoints.
@@ -93,7 +93,7 @@ def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
 
 
 def _disk_of(disks: tuple[DiskReport, ...], folder: str) -> DiskReport | None:
-    """Return the disk that holds a folder, or else the last one, which is the working folder's."""
+    """Return the disk that holds a folder, or the last disk, which holds the working folder."""
     holding = [one for one in disks if PurePath(folder).is_relative_to(one.folder)]
     return max(holding, key=lambda one: len(one.folder)) if holding else disks[-1] if disks else None
 
@@ -103,7 +103,7 @@ def _free(place: DiskReport | None) -> str:
 
 
 class FieldWords(LineWords):
-    """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for all else.
+    """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for everything else.
 
     Args:
         action: action of the clicked button.

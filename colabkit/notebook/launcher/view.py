@@ -129,12 +129,12 @@ class View:
             choice.value = chosen
 
     def say(self, text: str, *, is_error: bool = False) -> None:
-        """Replace the message; the note stays."""
+        """Replace the message, but keep the note."""
         self._said, self._is_error = text, is_error
         _put(self._message, html.message(self.said, is_error=is_error))
 
     def point_to(self, names: Iterable[str]) -> None:
-        """Mark these fields only, and unfold the pack options if they include a marked one."""
+        """Mark only these fields, and unfold the pack options if they include a marked field."""
         names = set(names)
         for name, field in self.fields.items():
             (field.add_class if name in names else field.remove_class)(html.POINTED)
@@ -161,7 +161,7 @@ class View:
         self._show_reports([*self.reports, report], is_over=False)
 
     def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
-        """Show a line for each report; once the run is over, unfold the table of the last one."""
+        """Show a line for each report; once the run is over, unfold the table of the last report."""
         _put(self._table, "".join(html.report(one, is_open=is_over and one is reports[-1]) for one in reports))
         self.reports = reports
 
