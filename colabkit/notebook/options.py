@@ -53,7 +53,8 @@ class VerbParser(argparse.ArgumentParser):
         """Raise `InvalidOption`."""
         # argparse names the argument first: "argument --size: 'big' is not a number".
         found = message.removeprefix("argument ").replace(": ", " ", 1) if message.startswith("argument ") else message
-        raise InvalidOption(cannot(f"run {self.prog}", found, "", f"See {self.prog} --help"))
+        # IPython refuses a cell magic without a cell, so the line magic shows the help.
+        raise InvalidOption(cannot(f"run {self.prog}", found, "", f"See {self.prog.replace('%%', '%')} --help"))
 
 
 def verb_named(name: str, verbs: Iterable[Verb], prog: str) -> Verb:

@@ -20,6 +20,7 @@ _ELEMENTWISE = (
     *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss),
     *(nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits),
 )
+_SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
@@ -46,6 +47,11 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     elif isinstance(batch, Mapping):
         found += f" of {', '.join(map(repr, batch))}" if batch else " without elements"
     next_step = "Train with a custom step that passes (images, labels) to the supervised step"
+    if isinstance(batch, Tensor):
+        next_step += (
+            ". If the data has labels, load them too: pass (images, labels) to the Loader, or name the datasets of an "
+            "HDF5 file with open_pack(path, x=..., y=...)"
+        )
     raise InvalidOption(cannot(TRAIN_ON, found, "two tensors, images and labels", next_step))
 
 
@@ -90,6 +96,9 @@ def _elementwise(loss: Callable[[Any, Tensor], Any], outputs: Any, labels: Tenso
 
 
 def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tensor) -> Tensor:
+    if labels.dtype in _SMALL_INTEGERS:
+        # Labels and masks are often stored as small integers, but torch takes class indices as int64.
+        labels = labels.long()
     try:
         return single_number(loss(scores, labels))
     except (RuntimeError, IndexError, ValueError) as error:

@@ -171,7 +171,14 @@ class RunCheckpoints:
             whole = f"resume from {str(found.path)!r}"
             names_differ = f"the checkpoint contains {names}, but this run has {given}"
             raise InvalidOption(cannot(whole, names_differ, "", ("Pass the same names in ", option("state"))))
-        self._loader.load_state_dict(dict(found.content["loader"]))
+        try:
+            self._loader.load_state_dict(dict(found.content["loader"]))
+        except InvalidOption as error:
+            if error.message is not None:
+                advice = (error.message.next_step, ", or save to another folder with ", option("to"))
+                act = f"resume from {str(found.path)!r}"
+                raise InvalidOption(replace(error.message, action=act, next_step=advice)) from error
+            raise
         for name, part in self._state.items():
             if (kind := found.content["kinds"].get(name)) != _kind_of(part):
                 act = f"resume {name!r} from {str(found.path)!r}"

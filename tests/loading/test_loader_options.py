@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from contract import make_pack
@@ -50,6 +51,10 @@ def test_a_whole_pack_raises_an_error_that_names_a_split(pack, collate_fn):
 @pytest.mark.parametrize("collate_fn", [None, default_collate])
 def test_a_list_of_arrays_raises_an_error_even_with_collate_fn(collate_fn):
     assert "Pass a tuple such as (images, labels)" in refused([IMAGES, torch.arange(20)], collate_fn=collate_fn)
+
+
+def test_a_table_raises_an_error_that_names_its_arrays():
+    assert "the dataset is a DataFrame; expected arrays" in refused(pd.DataFrame({"a": [1.0, 2.0], "b": [0, 1]}))
 
 
 def test_a_list_of_samples_is_a_data_set():

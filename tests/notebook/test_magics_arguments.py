@@ -177,3 +177,10 @@ def test_no_magic_passes_its_line_to_a_shell(shell: InteractiveShell, tmp_path: 
         shell.run_cell(f"%%train {text}\npass")
         shell.run_cell(f"%colabkit stage {text}")
     assert not canary.exists()
+
+
+def test_a_cell_magic_without_arguments_names_the_line_that_shows_its_help(
+    shell: InteractiveShell, capsys: Any
+) -> None:
+    shell.run_cell("%%train\npass")
+    assert "See %train --help." in capsys.readouterr().out

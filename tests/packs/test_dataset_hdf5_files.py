@@ -85,6 +85,7 @@ def test_the_loader_reads_mapped_and_compressed_datasets(tmp_path, options):
         {"train_set_x": "train", "train_set_y": "train", "test_set_x": "test", "test_set_y": "test"},
         {"X": "train", "y": "train"},
         {"images": "train", "labels": "train"},
+        {"images": "train", "targets": "train"},
         {"train/images": "train", "train/labels": "train", "valid/images": "valid", "valid/labels": "valid"},
         {"X_train": "train", "other": None},
     ],
@@ -96,6 +97,7 @@ def test_datasets_with_common_names_are_found(tmp_path, names):
             file[name] = IMAGES if "x" in name.lower() or "images" in name else LABELS
     pack = open_pack(tmp_path / "p.h5")
     assert list(pack) == list(dict.fromkeys(split for split in names.values() if split))
+    assert all((data.labels is None) == ("other" in names) for data in pack.values())
     for data in pack.values():
         assert torch.equal(
             data[3][0] if data.labels is not None else data[3], torch.from_numpy(IMAGES[3]).permute(2, 0, 1)

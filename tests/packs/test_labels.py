@@ -104,6 +104,10 @@ def test_an_image_outside_of_class_folders_raises_with_its_name():
 def test_sources_without_images_or_without_files_raise():
     with pytest.raises(BadSource, match="there is no image among 2 files"):
         labelled_paths("a/1.txt", "b/2.csv")
+    with pytest.raises(BadSource, match=r"Open an HDF5 file directly with open_pack\(path\)"):
+        labelled_paths("data.h5")
+    with pytest.raises(BadSource, match=r"Load the arrays with numpy\.load\(path\)"):
+        labelled_paths("data.npz")
     with pytest.raises(BadSource, match=r"Cannot label 'source': the source has no files"):
         labelled_paths()
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 from far_mounts import FuseMount, has_fuse, wait_for
 from http_servers import served
 from local_copies import zipped
@@ -424,3 +426,12 @@ def test_concurrent_processes_all_succeed(image_tree, drive, near_storage, is_sa
     report = ready(image_tree).report
     assert report.way == "local"
     assert [report.saved_path] == list(drive.glob("colabkit/*.h5"))
+
+
+@pytest.mark.parametrize("source", ["arrays", "dict", "dataset"])
+def test_arrays_and_datasets_are_refused_because_they_have_no_path_to_identify_them(source):
+    images, labels = np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)
+    dataset = torch.utils.data.TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
+    sources = {"arrays": (images, labels), "dict": {"X": images, "Y": labels}, "dataset": dataset}
+    with pytest.raises(InvalidOption, match=r"the source is a \w+; expected a path.* Pack arrays and datasets with"):
+        prepare(sources[source], to=None)

@@ -259,6 +259,14 @@ def test_a_cell_that_is_not_a_path_is_named(tree, cell):
             ManifestSource(bad)
 
 
+def test_arrays_in_place_of_paths_are_named():
+    table = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    with pytest.raises(BadSource, match=r"item 1 of the source is a DataFrame.* pass a tuple of NumPy arrays"):
+        ManifestSource((table, table["a"]))
+    with pytest.raises(BadSource, match=r"it has the columns a, b.* holds the samples themselves"):
+        ManifestSource(table)
+
+
 def test_missing_files_are_counted_and_the_first_is_named(tree):
     source = ManifestSource([tree / "a/1.png", tree / "gone", tree / "a/1.png/below", tree / "gone"])
     with pytest.raises(SourceMissing, match=r"files are missing for 3 of 4 rows, first '.*/gone'"):

@@ -50,6 +50,21 @@ def test_a_step_reads_no_value_from_the_device(monkeypatch):
         assert set(step(batch)) == {"loss", "accuracy"}
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_class_indices_of_any_integer_dtype_train_like_int64(dtype):
+    images = torch.rand(8, 3, 8, 8)
+    for shape, model in (((8,), small_network(10, (8, 8, 3))), ((8, 8, 8), nn.Conv2d(3, 10, 1))):
+        labels = torch.randint(0, 10, shape)
+        step = supervised_step(model, torch.optim.SGD(model.parameters(), 0.0))
+        assert torch.equal(step((images, labels.to(dtype)))["loss"], step((images, labels))["loss"])
+        assert step.evaluate([(images, labels.to(dtype))]) == step.evaluate([(images, labels)])
+
+
+def test_a_batch_without_labels_raises_an_error_that_names_ways_to_load_them():
+    with pytest.raises(InvalidOption, match=r"the batch is a Tensor.* name the datasets of an HDF5 file"):
+        make_step()[1](torch.rand(8, 3, 8, 8))
+
+
 def test_uint8_images_are_scaled_to_one_and_floats_are_unchanged():
     images = torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8)
     labels = torch.arange(8)

@@ -12,6 +12,7 @@ from sampling import sampled
 from torch import nn
 from trainings import EPOCHS, NotedTraining, history, make_packs, nothing, stop_after, train
 
+from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset
@@ -87,6 +88,13 @@ def test_a_run_resumes_with_another_batch_size_and_reports_the_change(tmp_path, 
     assert sum(seen) == len(data) - 180
     assert report.changed_settings == ("batches had 20 samples, now 30",)
     assert "Changed: batches had 20 samples, now 30" in repr(report)
+
+
+def test_a_folder_with_checkpoints_of_other_data_is_named_with_the_ways_out(tmp_path):
+    train(nothing, Loader((torch.zeros(8, 3),), 4), to=tmp_path)
+    found = r"Cannot resume from '.*\.pt': the state belongs to another dataset"
+    with pytest.raises(InvalidOption, match=rf"{found}.*, or save to another folder with to="):
+        train(nothing, Loader((torch.ones(9, 3),), 4), to=tmp_path)
 
 
 def test_shuffled_validations_after_a_resume_equal_uninterrupted_ones(tmp_path, packs):

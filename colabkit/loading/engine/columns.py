@@ -175,6 +175,10 @@ def as_samples(act: str, dataset: Any) -> Any:
     found = _arrays(act, dataset) if isinstance(dataset, tuple | list | Mapping) else None
     if found is None:
         kind, is_path = type(dataset), isinstance(dataset, str | os.PathLike)
+        if hasattr(dataset, "iloc"):
+            # A DataFrame has __getitem__ and __len__, but returns columns.
+            next_step = "Pass arrays, for example (table[columns].to_numpy(), table[label].to_numpy())"
+            raise InvalidOption(cannot(act, f"the dataset is {kind_of(dataset)}", "arrays or a dataset", next_step))
         if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not is_path:
             return dataset
         next_step = "Pass colabkit.open_pack(path)['train'], colabkit.FileDataset(folder) or arrays"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -77,14 +78,8 @@ _WITH_SPLIT = (
     ("{}_images", "{}_labels"),
     ("{}/images", "{}/labels"),
 )
-_WHOLE = (
-    ("X", "Y"),
-    ("X", "y"),
-    ("x", "y"),
-    ("images", "labels"),
-    ("image", "label"),
-    ("data", "labels"),
-    ("data", "label"),
+_WHOLE = tuple(
+    itertools.product(("X", "x", "images", "image", "data"), ("Y", "y", "labels", "label", "targets", "target"))
 )
 
 

@@ -56,7 +56,7 @@ def open_pack(
         path: a pack made by `pack()`, or any HDF5 file.
         x: for an HDF5 file, the dataset with the samples, for example `"images"` or `"group/images"`; with several
             splits, one dataset for each, as in `{"train": "X_train", "test": "X_test"}`. None searches for common names
-            such as `X_train`.
+            such as `X_train` and `Y_train`, or `images` with `labels` or `targets`.
         y: the datasets with the labels, in the same form; None means no labels if `x` is given.
         trusted: for an HDF5 file, also allow links, external storage, virtual datasets, filter plugins and samples of
             varying length. Some of these read other files or run third-party code.

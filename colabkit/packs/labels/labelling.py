@@ -421,6 +421,10 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSo
     if {*endings} <= {"csv", "tsv", "parquet"}:
         files: Text = (", and the folder of the files with ", option("root"))
         next_step = ("Name the column of paths in the table with ", option("path_column"), files)
+    if {*endings} & {"h5", "hdf5"}:
+        next_step = "Open an HDF5 file directly with open_pack(path), and name its datasets with x= and y="
+    elif {*endings} & {"npz"}:
+        next_step = "Load the arrays with numpy.load(path), and pack them as a tuple (images, labels)"
     return BadSource(cannot(act, found, f"files of the types {', '.join(sorted(_IMAGES))} or npy", next_step))
 
 

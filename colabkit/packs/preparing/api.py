@@ -21,14 +21,17 @@ from typing import Any, Literal
 from colabkit.foundation import (
     ColabkitError,
     Corrupt,
+    InvalidOption,
     NotMounted,
     ProgressBar,
     Text,
     TimedOut,
+    call,
     can_hang,
     cannot,
     checked_call,
     file_changes,
+    kind_of,
     local_root,
     mounts,
     option,
@@ -40,6 +43,7 @@ from colabkit.foundation import (
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.memory_plan import is_arrays, is_dataset
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, with_reasons
@@ -141,6 +145,11 @@ def prepare(
         >>> pack.report.saved_path.exists()
         True
     """
+    if not isinstance(source, Source) and (is_arrays(source) or is_dataset(source)):
+        # A source is identified by its paths, so the pack of other arrays would be returned.
+        expected = "a path, an address or a table of paths"
+        next_step = ("Pack arrays and datasets with ", call("pack"), ", and open the result with open_pack()")
+        raise InvalidOption(cannot("prepare the source", f"the source is {kind_of(source)}", expected, next_step))
     name, key, _ = identity_of(source, extract=True, path_column=path_column, root=root)
     act = f"prepare {name!r}"
     given: dict[str, Any] = {

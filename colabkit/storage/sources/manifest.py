@@ -25,6 +25,7 @@ from colabkit.foundation import (
     cannot,
     format_things,
     import_optional,
+    in_python,
     kind_of,
     mounts,
     omit,
@@ -244,6 +245,10 @@ class ManifestSource:
     def _user_path(self, row: int, cell: Any, table: Sequence[Mount]) -> str:
         """Return the path in a cell, with `drive:` and `~` expanded; raises `BadSource` if there is no path."""
         text = os.fspath(cell) if isinstance(cell, str | os.PathLike) else ""
+        if getattr(cell, "shape", ()):
+            found, expected = f"item {row} of the source is {kind_of(cell)}", "a path"
+            next_step = "To pack arrays, pass a tuple of NumPy arrays, such as (x.to_numpy(), y.to_numpy()) from pandas"
+            raise BadSource(cannot(self._act, found, expected, next_step))
         if not isinstance(text, str) or not text.strip() or "\0" in text:
             raise self._bad_row(row, "no path" if text in ("", b"") else f"{cell!r:.60}", "a path")
         if "://" in text:
@@ -263,7 +268,8 @@ class ManifestSource:
             at = 0
         if at is None:
             found, expected = f"it has the columns {', '.join(names)}", f"one of the columns {', '.join(_PATH_COLUMNS)}"
-            next_step = ("Name the column that holds the paths with ", option("path_column"))
+            values = in_python(". If the table holds the samples themselves, pass their arrays, from table.to_numpy()")
+            next_step = ("Name the column that holds the paths with ", option("path_column"), values)
             raise BadSource(cannot(self._act, found, expected, next_step))
         others = [number for number in range(len(names)) if number != at]
         if twice := next((one for one, other in pairwise(sorted(names[n] for n in others)) if one == other), None):
