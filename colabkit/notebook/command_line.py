@@ -1,9 +1,10 @@
 """The command `colabkit`, which runs the verbs of the magics in a terminal.
 
 The exit status is 0 on success. It is 1 after an error of colabkit or in the user's file, if the report is not good (a
-damaged pack, an interrupted training run, a loader that `doctor` finds too slow), or if standard output is closed. It
-is 2 for invalid arguments, and 130 after Ctrl-C. An error is one line on standard error, after the traceback if the
-user's file failed. With `--json`, standard output is one JSON object: the report, or `{"error": {...}}`.
+damaged pack, an interrupted training run, a loader that `doctor` finds too slow), or if standard output is closed or
+its disk is full. It is 2 for invalid arguments, and 130 after Ctrl-C. An error is one line on standard error, after the
+traceback if the user's file failed. With `--json`, standard output is one JSON object: the report, or
+`{"error": {...}}`; what the user's file prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import colabkit
 from colabkit.foundation import (
@@ -73,9 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _printed(_HELP.format(verbs=list_verbs(_VERBS)))
     if name == "--version":
         return _printed(f"colabkit {colabkit.__version__}")
-    is_json = "--json" in (words[: words.index("--")] if "--" in words else words)
+    is_json = "--json" in (name, *(words[: words.index("--")] if "--" in words else words))
     verb: Verb | None = None
     try:
+        if name.startswith("-"):
+            next_step = f"Write {name} after the verb, or see colabkit --help"
+            raise InvalidOption(cannot("run colabkit", f"{name!r} comes before the verb", "", next_step))
         verb = verb_named(name.replace("-", "_"), _VERBS, "colabkit")
         parser = parser_of(verb, f"colabkit {verb.name}")
         parser.add_argument("--json", action="store_true", help="print the report, or the error, as JSON")
@@ -84,19 +88,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _printed(completion_script(parsed.shell, _VERBS))
         if is_json and hasattr(parsed, "progress"):
             parsed.progress = False
-        with _epochs_shown(verb, is_json):
+        with redirect_stdout(sys.stderr) if is_json else nullcontext(), _epochs_shown(verb, is_json):
             report = getattr(colabkit, verb.name)(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
         is_of_line = isinstance(error, InvalidOption) and _of_the_user(error.__traceback__) is None
         return _failed(error, verb, is_json, status=2 if is_of_line else 1)
     except KeyboardInterrupt as error:
         return _failed(error, verb, is_json, status=130)
+    except SystemExit as error:
+        if not is_json or _of_the_user(error.__traceback__) is None:
+            raise
+        _failed(error, verb, is_json, status=1)
+        raise
     except Exception as error:
         trace = _of_the_user(error.__traceback__)
         is_unread = isinstance(error, SyntaxError) and error.filename in _loaded
         if trace is None and not is_unread:
             raise
-        print("".join(traceback.format_exception(type(error), error, trace)), end="", file=sys.stderr)
+        _print("".join(traceback.format_exception(type(error), error, trace)).rstrip(), sys.stderr)
         return _failed(error, verb, is_json, status=1)
     speak(report, verb, LineWords(verb, _PREFIX))
     is_read = not _printed(json.dumps(report.to_dict(), indent=2) if is_json else str(report))
@@ -104,17 +113,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _printed(text: str) -> int:
-    """Print in the terminal's encoding; return 0, or 1 if the reading program, such as `head`, has ended."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    """Print; return 0, or 1 if standard output is closed, its reader has ended, or its disk is full."""
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:
+        _print(text, sys.stdout)
+    except OSError as error:
         # Without this, Python would flush standard output again at exit and print an error.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+        if not isinstance(error, BrokenPipeError):
+            _print(f"colabkit: Cannot write the output: {error.strerror}.", sys.stderr)
         return 1
-    return 0
+    return int(sys.stdout is None)
+
+
+def _print(text: str, stream: TextIO | None) -> None:
+    """Print in the encoding of a stream, or nothing if the stream is closed."""
+    if stream is not None:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def _failed(error: BaseException, verb: Verb | None, is_json: bool, status: int) -> int:
@@ -129,7 +146,7 @@ def _failed(error: BaseException, verb: Verb | None, is_json: bool, status: int)
         is_interrupt = isinstance(error, KeyboardInterrupt)
         text = "interrupted" if is_interrupt else f"your file failed: {type(error).__name__}: {error}"
         fields = {"type": type(error).__name__, "message": text}
-    print(f"colabkit: {printable(fields['message'])}", file=sys.stderr)
+    _print(f"colabkit: {printable(fields['message'])}", sys.stderr)
     if is_json:
         _printed(json.dumps({"error": fields}, indent=2))
     return status
@@ -141,7 +158,7 @@ def _epochs_shown(verb: Verb, is_json: bool) -> Iterator[None]:
     if verb.name not in ("train", "k_fold") or os.environ.get("RANK", "0") != "0":
         yield
         return
-    if sys.stdout.isatty() and not is_json:
+    if sys.stdout is not None and sys.stdout.isatty() and not is_json:
         from colabkit.monitoring import show_beside_training
 
         end = show_beside_training()
@@ -150,7 +167,9 @@ def _epochs_shown(verb: Verb, is_json: bool) -> Iterator[None]:
 
         def show(event: meters.Event) -> None:
             if isinstance(event, meters.EpochDone):
-                print(_epoch_line(event), file=stream, flush=True)
+                # If the reader, such as `head`, has ended, training continues, and the exit status is 1.
+                with suppress(OSError):
+                    _print(_epoch_line(event), stream)
 
         end = meters.subscribe(show)
     try:
@@ -161,7 +180,7 @@ def _epochs_shown(verb: Verb, is_json: bool) -> Iterator[None]:
 
 def _epoch_line(done: meters.EpochDone) -> str:
     seconds = max(done.seconds, 1e-9)
-    values = (f"{name} {value:.4g}" for name, value in done.values.items())
+    values = (f"{printable(name)} {value:.4g}" for name, value in done.values.items())
     speed = f"{format_rate(done.samples / seconds, 'images')}, {format_share(done.wait_s / seconds)} waiting for data"
     return ", ".join([f"epoch {done.epoch + 1}: {format_seconds(done.seconds)}", speed, *values])
 

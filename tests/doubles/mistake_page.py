@@ -46,7 +46,7 @@ def shown() -> dict[Mistake, str]:
     before = os.getcwd()
     try:
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.dict(os.environ, {"COLABKIT_NEAR": str(home / "near"), "COLUMNS": "100"}))
+            stack.enter_context(mock.patch.dict(os.environ, {"COLABKIT_LOCAL": str(home / "local"), "COLUMNS": "100"}))
             stack.enter_context(mock.patch("colabkit.foundation.mount_table.mounts", list))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.C
         (["stage", "a", "--verify", "ful"], "--verify 'ful' is not one of size, full (did you mean full?)."),
         (["stage", "a", "--threads", "0"], "--threads 0; expected 'auto' or a whole number of 1 or more"),
         (["trian"], "Run colabkit train, or see colabkit --help."),
+        (["--threads", "stage"], "'--threads' comes before the verb. Write --threads after the verb"),
     ],
 )
 @pytest.mark.every_case
@@ -83,6 +85,7 @@ def test_invalid_arguments_are_one_line_with_a_hint_and_exit_status_2(
         (["pack", "samples:digits", "out.h5", "--size", "0"], 2, "InvalidOption", ["size"]),
         (["pack", "samples:digits", "out.h5", "--size", "big"], 2, "InvalidOption", []),
         (["trian"], 2, "InvalidOption", []),
+        (["--json", "runtime"], 2, "InvalidOption", []),
     ],
 )
 @pytest.mark.every_case
@@ -105,6 +108,19 @@ def test_json_output_also_contains_errors(
     assert error["message"].startswith(f"Cannot {error['action']}: {error['found']}")
     assert error["message"].endswith(f"{error['next_step']}.")
     assert error["expected"] in error["message"]
+
+
+@pytest.mark.parametrize(("ending", "status"), [("", 0), ("import sys; sys.exit('bye')\n", 1)])
+def test_json_output_does_not_contain_what_a_users_file_prints(
+    experiment: Path, capsys: pytest.CaptureFixture[str], ending: str, status: int
+) -> None:
+    file = experiment / "experiment.py"
+    file.write_text(f"print('printed')\n{EXPERIMENT}{ending}")
+    with suppress(SystemExit):
+        assert main(["train", f"{file}:step", f"{file}:loader", "--json"]) == status
+    shown = capsys.readouterr()
+    assert ("error" in json.loads(shown.out)) == bool(status)
+    assert shown.err.startswith("printed\n")
 
 
 def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,15 +316,35 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_as_escapes(tmp_path: Path
     assert rb"v\xf6gel" in done.stdout
 
 
-def test_a_closed_standard_output_gives_exit_status_1_and_no_error() -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "colabkit", "runtime"]
-    try:
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, env=_environment())
-    finally:
-        os.close(writing)
-    assert (done.returncode, done.stderr) == (1, b"")
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [("| true", ""), (">&-", ""), ("> /dev/full", "Cannot write the output: No space left on device.")],
+)
+def test_output_that_nobody_can_read_gives_exit_status_1_and_no_traceback(
+    experiment: Path, output: str, said: str
+) -> None:
+    command = f"{sys.executable} -m colabkit train experiment.py:step experiment.py:loader {output}"
+    script = f"{command}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=experiment, capture_output=True, text=True, check=False, env=_environment()
+    )
+    assert (done.returncode, done.stderr) == (1, f"colabkit: {said}\n" if said else "")
+
+
+def test_errors_do_not_go_to_standard_output_if_standard_error_is_closed() -> None:
+    command = ["bash", "-c", f"{sys.executable} -m colabkit nothing 2>&-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_the_line_of_an_epoch_shows_any_name_in_the_encoding_of_the_terminal(experiment: Path) -> None:
+    code = "def step(batch):\n    return {'loss': 1.0, 'précision\\x1b': 0.5}\n"
+    (experiment / "experiment.py").write_text(EXPERIMENT + code)
+    command = [sys.executable, "-m", "colabkit", "train", "experiment.py:step", "experiment.py:loader"]
+    environment = {**_environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=experiment, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"loss 1, pr\xe9cision\x1b 0.5" in done.stdout.splitlines()[0]
 
 
 def test_the_command_is_installed() -> None:
