@@ -47,7 +47,7 @@ class FileDataset(LabelledDataset):
         path_column: as in `pack()`: the column of a table that holds the paths.
         root: as in `pack()`: the folder of the relative paths in a table.
         seed: seed for assigning samples to splits by shares.
-        on_bad: `"skip"` leaves out the rows of a table whose files are missing; `"raise"` raises an error.
+        on_bad: `"skip"` leaves out the rows of a table whose files are missing; `"raise"` raises an error for them.
         channels: 3 for RGB, 1 for luminance.
 
     Raises:

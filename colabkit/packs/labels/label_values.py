@@ -151,7 +151,7 @@ def name_classes(values: npt.NDArray[Any]) -> tuple[str, ...]:
 
 
 def number_classes(cells: Sequence[Any]) -> LabelValues:
-    """Return class labels that number the distinct values of the cells in sorted order."""
+    """Number the distinct values of the cells in sorted order, and return the numbers as class labels."""
     number = {value: index for index, value in enumerate(sorted(set(cells)))}
     values = np.fromiter(map(number.__getitem__, cells), np.int64, len(cells))
     basis = "whole numbers" if all(type(cell) is int for cell in number) else "text"

@@ -337,7 +337,7 @@ def _opened(source: AnySource, to: object, as_table: Mapping[str, Any], *, overw
     if opened.can_hang and isinstance(opened, RangeSource):
         return _staged_records(opened, overwrite=overwrite, progress=progress)
     if opened.can_hang and isinstance(opened, ArchiveSource) and opened.is_sequential:
-        # Listing and reading the samples each need a full pass over the archive.
+        # Stage the archive, because listing and reading the samples each need a full pass over it.
         opened.close()
         return type(opened)(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
     return opened

@@ -60,6 +60,7 @@ class FileCollection:
     Raises:
         BadSource: if classes or splits cannot be found.
         InvalidOption: if an option does not apply to the source.
+        SourceMissing: if more files of a table are missing than `max_bad` allows.
     """
 
     def __init__(self, source: Source, listing: Listing, options: PackOptions) -> None:

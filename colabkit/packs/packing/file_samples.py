@@ -92,7 +92,7 @@ def read_sample(source: Source, item: Item, retries: Retries, *, is_strict: bool
 
 
 def read_samples(source: Source, items: Sequence[Item], *, is_strict: bool) -> list[tuple[Item, bytes | BrokenMember]]:
-    """Return items with the results of `read_sample`; slow sources are read concurrently, so in any order."""
+    """Return items with the results of `read_sample`; slow sources are read concurrently, in any order."""
     retries = Retries()
     if len(items) == 1 or not source.can_hang:
         return [(item, read_sample(source, item, retries, is_strict=is_strict)) for item in items]

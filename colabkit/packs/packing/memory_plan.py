@@ -316,8 +316,8 @@ def _joined(targets: Sequence[Indices | None]) -> Indices | None:
 def _by_split(act: str, source: Any) -> dict[str, Any]:
     """Return the arrays or the dataset of each split, in the order of `SPLITS`.
 
-    Arrays are given as a mapping of fields to arrays, as a mapping of splits to such mappings, or under combined names:
-    `X_train`, `Y_train`, `X_test`.
+    Arrays are given as one array, as a tuple, as a mapping of fields to arrays, as a mapping of splits to such
+    mappings, or under combined names: `X_train`, `Y_train`, `X_test`.
     """
     if isinstance(source, tuple):
         return {"train": _by_field(source)}
