@@ -42,8 +42,11 @@ def _takes_value(option: Option) -> bool:
 
 def _bash(verbs: list[Verb]) -> Iterator[str]:
     yield "_colabkit() {"
-    yield "    local word=${COMP_WORDS[COMP_CWORD]} words="
-    yield "    case $COMP_CWORD:${COMP_WORDS[1]}:${COMP_WORDS[COMP_CWORD-1]} in"
+    yield "    local word=${COMP_WORDS[COMP_CWORD]} last=${COMP_WORDS[COMP_CWORD-1]} words="
+    # For bash, the = of --encoding=raw is a separate word.
+    yield "    [[ $last == = ]] && last=${COMP_WORDS[COMP_CWORD-2]}"
+    yield "    [[ $word == = ]] && word="
+    yield "    case $COMP_CWORD:${COMP_WORDS[1]}:$last in"
     yield f"        1:*) words={shlex.quote(' '.join(['--help', '--version', *(verb.name for verb in verbs)]))} ;;"
     for verb in verbs:
         for flag, option in _options(verb):
@@ -70,7 +73,10 @@ def _zsh(verbs: list[Verb]) -> Iterator[str]:
     yield "    shift words; ((CURRENT--))"
     yield "    case $words[1] in"
     for verb in verbs:
-        specs = [f"{flag}[{_plain(option.help)}]{_zsh_value(option)}" for flag, option in _options(verb)]
+        specs = [
+            f"{flag}{'=' * _takes_value(option)}[{_plain(option.help)}]{_zsh_value(option)}"
+            for flag, option in _options(verb)
+        ]
         places = [option for option in verb.options if not option.flag]
         specs += [f"{number}{_zsh_value(option)}" for number, option in enumerate(places, 1)]
         quoted = " ".join(map(shlex.quote, ["--help[show the options]", *specs]))
@@ -95,7 +101,7 @@ def _fish(verbs: list[Verb]) -> Iterator[str]:
     for verb in verbs:
         yield f"complete -c colabkit -n __fish_use_subcommand -f -a {verb.name} -d {_fish_word(verb.help)}"
     for verb in verbs:
-        head = f"complete -c colabkit -n '__fish_seen_subcommand_from {verb.name}'"
+        head = f"complete -c colabkit -n 'contains -- {verb.name} (commandline -opc)[2]'"
         for flag, option in _options(verb):
             value = (" -r" if option.kind in _FILES else " -x") if _takes_value(option) else ""
             value += f" -a {_fish_word(' '.join(option.words))}" if option.words else ""

@@ -34,6 +34,8 @@ def test_bash_completes_verbs_options_and_choices(script: Path) -> None:
     assert completed_by_bash(script, "colabkit", "stage", "--t") == {"--to", "--threads"}
     assert completed_by_bash(script, "colabkit", "pack", "--no-res") == {"--no-resume"}
     assert completed_by_bash(script, "colabkit", "pack", "a", "--encoding", "") == {"raw", "source", "jpeg", "auto"}
+    assert completed_by_bash(script, "colabkit", "pack", "a", "--encoding", "=", "j") == {"jpeg"}
+    assert completed_by_bash(script, "colabkit", "pack", "a", "--encoding", "=") == {"raw", "source", "jpeg", "auto"}
     assert completed_by_bash(script, "colabkit", "completion", "") == {"bash", "zsh", "fish"}
     assert completed_by_bash(script, "colabkit", "stage", "fol") == set(), (
         "the script completes file names, which bash completes itself"
@@ -49,6 +51,15 @@ def test_the_scripts_are_valid_and_complete_every_option(script: Path) -> None:
     assert all(f"{prefix}{flag[2:]}" in text for flag in flags)
     if shell := shutil.which(script.suffix[1:]):
         subprocess.run([shell, "-n", str(script)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize("script", ["fish"], indirect=True)
+def test_fish_completes_only_the_options_of_the_first_word(script: Path) -> None:
+    for words, expected in (("stage verify --th", "--threads"), ("verify stage --th", "")):
+        code = f"source {script}; complete -C 'colabkit {words}'"
+        done = subprocess.run(["fish", "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.partition("\t")[0] == expected
 
 
 def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
