@@ -14,6 +14,6 @@ from .records import is_number as is_number
 from .report import TrainingInterrupted as TrainingInterrupted
 from .report import TrainReport as TrainReport
 from .report import read_run as read_run
+from .step_factory import supervised_step as supervised_step
 from .steps import SupervisedStep as SupervisedStep
-from .steps import supervised_step as supervised_step
 from .trainer import train as train

@@ -1,18 +1,17 @@
-"""`supervised_step()`: a training step with forward, loss, backward and update, adapted to the device."""
+"""`SupervisedStep`: a training step with forward, loss, backward and update, adapted to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from colabkit.foundation import InvalidOption, cannot, checked_call
+from colabkit.foundation import InvalidOption, cannot
 from colabkit.loading import map_tensors
 from colabkit.training.batch_values import (
     TRAIN_ON,
@@ -32,7 +31,6 @@ from colabkit.training.models import (
     StepOptions,
     average,
     check_precision,
-    check_training,
     compiled,
     convolutions,
     ddp_in,
@@ -49,63 +47,6 @@ _NO_CONTEXT = nullcontext()
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-@checked_call()
-def supervised_step(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss: Callable[[Any, Tensor], Tensor] = nn.functional.cross_entropy,
-    *,
-    scheduler: LRScheduler | None = None,
-    amp: Literal["auto", "bf16", "fp16", False] = "auto",
-    channels_last: bool | None = None,
-    accumulate: int = 1,
-    clip: float | None = None,
-    compile: bool | str = False,  # noqa: A002 - the same name as torch.compile
-) -> SupervisedStep:
-    """Return a supervised training step for `train()`: forward, loss, backward and update.
-
-    A batch is `(images, labels)`, or a dict of both. `uint8` images are first scaled to [0, 1]. Labels are class
-    indices `[B]`, class probabilities `[B, C]`, regression targets `[B]` for outputs `[B]` or `[B, 1]`, or anything
-    else that `loss` takes. The step returns the loss. It also returns the accuracy if the model outputs scores `[B, C]`
-    for two or more classes and the labels are class indices, or class probabilities with a cross-entropy loss.
-
-    Under `torch.distributed`, gradients are averaged over all processes. The step wraps the model in
-    `DistributedDataParallel` unless the model is already wrapped.
-
-    Args:
-        model: model that takes images. It must be on its training device before the first step.
-        optimizer: optimizer of the model's parameters.
-        loss: function of the model's output (in float32) and the labels that returns a tensor with one number.
-        scheduler: learning rate scheduler, stepped after each optimizer update, or None.
-        amp: mixed precision: `"bf16"`, `"fp16"` with gradient scaling, or False. `"auto"` uses bf16 on CUDA GPUs of
-            compute capability 8.0 or higher, fp16 on those of 7.0 or higher, and no mixed precision elsewhere.
-        channels_last: whether to keep images and convolution weights in channels-last memory format. None does so on a
-            CUDA GPU. On a CPU, it leaves the weights unchanged; images become channels-last for a model whose
-            convolution weights are, and contiguous for models that fail with channels-last images.
-        accumulate: number of batches whose gradients are averaged for one update.
-        clip: maximum norm of all gradients together, or None for no clipping.
-        compile: whether to compile the model with `torch.compile`; a string is its mode, such as `"reduce-overhead"`.
-
-    Returns:
-        A callable that trains on one batch and returns a dict of tensors on the device.
-
-    Raises:
-        InvalidOption: if an argument is invalid, or contradicts another one.
-
-    Example:
-        >>> import colabkit, torch
-        >>> model = colabkit.small_network(10, (8, 8, 3))
-        >>> step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
-        >>> images, labels = torch.rand(4, 3, 8, 8), torch.tensor([3, 1, 4, 1])
-        >>> sorted(step((images, labels)))
-        ['accuracy', 'loss']
-    """
-    options = StepOptions(scheduler, amp, channels_last, accumulate, clip, compile)
-    check_training(model, optimizer, loss, scheduler)
-    options.check()
-    return SupervisedStep(model, optimizer, loss, options)
-
-
 class SupervisedStep:
     """The training step that `supervised_step()` returns; see that function for the arguments.
 
@@ -118,6 +59,14 @@ class SupervisedStep:
         parts: the model and the optimizer, by these names; checkpoints hold them by default.
         updates: number of optimizer updates so far.
         accuracies: the batches whose accuracies `grouped()` computes together.
+
+    Example:
+        >>> import colabkit, torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loss = step((torch.rand(8, 4), torch.zeros(8, dtype=torch.int64)))["loss"]
+        >>> step.updates
+        1
     """
 
     def __init__(

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colabkit.training.steps import SupervisedStep, supervised_step
+from colabkit.training.step_factory import supervised_step
+from colabkit.training.steps import SupervisedStep
 
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -21,7 +21,7 @@ from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 from colabkit.training.report import TrainReport
-from colabkit.training.steps import supervised_step
+from colabkit.training.step_factory import supervised_step
 
 EPOCHS = 4
 """Number of epochs of a `NotedTraining`."""

@@ -16,7 +16,7 @@ from trainings import history, train
 from colabkit.loading import Loader
 from colabkit.training import run
 from colabkit.training.report import TrainReport
-from colabkit.training.steps import supervised_step
+from colabkit.training.step_factory import supervised_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,7 +22,7 @@ from colabkit.packs import PackedDataset
 from colabkit.training.checkpoints import folder as checkpoint_folder
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.schedule import SaveSchedule
-from colabkit.training.steps import supervised_step
+from colabkit.training.step_factory import supervised_step
 
 
 def nothing(batch: object) -> None:

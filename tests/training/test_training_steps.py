@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from colabkit.errors import ColabkitError, InvalidOption
 from colabkit.loading import Loader
 from colabkit.training import small_network, steps, train
-from colabkit.training.steps import SupervisedStep, supervised_step
+from colabkit.training.step_factory import supervised_step
+from colabkit.training.steps import SupervisedStep
 
 
 def test_supervised_step_equals_a_hand_written_loop_bit_for_bit():

@@ -14,7 +14,7 @@ from torch import nn
 from colabkit.errors import InvalidOption, MissingPackage
 from colabkit.training import steps
 from colabkit.training.models import Precision, precision_on
-from colabkit.training.steps import supervised_step
+from colabkit.training.step_factory import supervised_step
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import open_pack
 from colabkit.training.report import EpochRecord, TrainReport
-from colabkit.training.steps import supervised_step
+from colabkit.training.step_factory import supervised_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset
 from colabkit.training.report import TrainingInterrupted, TrainReport
-from colabkit.training.steps import supervised_step
+from colabkit.training.step_factory import supervised_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
