@@ -42,9 +42,9 @@ class Address:
 
     Attributes:
         kind: `WEB`, `DRIVE_FILE`, `DRIVE_FOLDER` or `FSSPEC`.
-        text: the complete address, which can hold secrets and is never shown; for a Drive link, its ID.
-        shown: the address as messages and reports show it, without userinfo, query and fragment.
-        name: the file name at the end of a web address's path; empty if there is none.
+        text: the complete address, which can hold secrets; for a Drive file or folder, its ID.
+        shown: a short form for messages, without userinfo, query and fragment; for Drive, the kind and the ID.
+        name: the file name at the end of a web address's path, made safe; otherwise empty.
         resource_key: the key that some older Drive links need besides the ID; empty if there is none.
     """
 
@@ -91,7 +91,9 @@ def address_of(source: str) -> Address:
     # The text may be an address without its scheme, so it can hold secrets too.
     bare = re.split(r"[?#]", text, maxsplit=1)[0].rpartition("@")[2]
     act = f"fetch {_shown(text) if scheme else _limited(printable(bare))!r}"
-    raise InvalidOption(cannot(act, "it is a local path", _EXPECTED, ("Copy local files with ", call("stage"))))
+    raise InvalidOption(
+        cannot(act, "it is a local path or has no scheme", _EXPECTED, ("Copy local files with ", call("stage")))
+    )
 
 
 def _web(text: str) -> Address:
@@ -102,7 +104,11 @@ def _web(text: str) -> Address:
     except ValueError:
         parts = SplitResult("", "", "", "", "")
     if not parts.hostname:
-        raise InvalidOption(cannot(act, "it has no host", "a complete address", "Copy it again from the browser"))
+        raise InvalidOption(
+            cannot(
+                act, "its host or port is missing or invalid", "a complete address", "Copy it again from the browser"
+            )
+        )
     query = dict(parse_qsl(parts.query))
     if parts.hostname not in _DRIVE_HOSTS or _EXPORT.search(parts.path):
         return Address(WEB, text, _shown(text), safe_name(unquote(parts.path.rpartition("/")[2])))
@@ -121,8 +127,8 @@ def _web(text: str) -> Address:
 def safe_name(name: str) -> str:
     """Return an untrusted name as one safe path component, or an empty string if nothing usable is left.
 
-    Only the text after the last slash or backslash counts. A leading dot becomes an underscore, so that a server cannot
-    create hidden files that programs read as configuration.
+    Only the text after the last slash or backslash counts, shortened to 200 bytes. A leading dot becomes an underscore,
+    so that a server cannot create hidden files that programs read as configuration.
     """
     name = "".join(char for char in re.split(r"[/\\]", name)[-1] if char.isprintable()).strip()
     if not name.strip("."):
@@ -137,14 +143,14 @@ def safe_name(name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return an address, or a chain of them (`zip://a::https://...`), without userinfo, queries and fragments."""
+    """Return a short form of an address or chain (`zip://a::https://...`), without userinfo, queries and fragments."""
     links = []
     for link in text.split("::"):
         scheme, separator, rest = re.split(r"[?#]", link, maxsplit=1)[0].partition("://")
         host, slash, path = rest.partition("/")
         host = host.rpartition("@")[2]
         if not re.fullmatch(r"(\[.*\]|[^:]*)(:\d*)?", host):
-            # An unescaped slash in the password ends the host early, so both parts may hold some of the password.
+            # An unescaped slash in the password ends the host early, so host and path may each hold a part of it.
             host, path = "...", path.rpartition("@")[2]
         links.append(f"{scheme}{separator}{host}{slash}{path}")
     return _limited(printable("::".join(links)))
@@ -158,7 +164,7 @@ def _secrets(text: str) -> set[str]:
     """Return the parts of an address, or of each link in a chain, that no message may show."""
     found: set[str] = set()
     for link in text.split("::"):
-        # `urlsplit` raises ValueError if brackets in the address do not hold an IP address.
+        # `urlsplit` raises ValueError for an invalid host, for example with an unclosed bracket.
         with contextlib.suppress(ValueError):
             parts = urlsplit(link)
             userinfo = parts.netloc.rpartition("@")[0]

@@ -59,7 +59,7 @@ _MOST_ABANDONED = 3
 
 
 STALLED_S = 600.0
-"""Seconds within which a mount must answer each operation."""
+"""Seconds to wait for each operation of a mount; `SlowMount.call()` adds time for large and for many files."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +71,7 @@ class PublishReport(Report):
         published_bytes: total size of the published files.
         seconds: duration of the call.
         replaced: whether an earlier version was replaced.
-        is_sent: whether the bytes have reached their destination; False on a mount that uploads later.
+        is_sent: False on a remote mount, which may upload the bytes later; otherwise True.
         checked: the check after writing: `"all bytes read back"` or `"sizes compared"`.
     """
 
@@ -85,7 +85,7 @@ class PublishReport(Report):
     def _summary(self) -> str:
         rate = format_bytes(self.published_bytes / max(self.seconds, 1e-9))
         action = f"{'Replaced' if self.replaced else 'Published'} {str(self.path)!r}"
-        later = "" if self.is_sent else f"; not uploaded yet, {self._words.render(call('flush'))} waits for the upload"
+        later = "" if self.is_sent else f"; on Drive, {self._words.render(call('flush'))} waits for the upload"
         size = format_bytes(self.published_bytes)
         return f"{action}: {size} in {format_seconds(self.seconds)} ({rate}/s, {self.checked}{later})"
 
@@ -94,7 +94,10 @@ class PublishReport(Report):
             ("path", str(self.path)),
             ("bytes", format_bytes(self.published_bytes)),
             ("checked", self.checked),
-            ("uploaded", "yes" if self.is_sent else f"later; {self._words.render(call('flush'))} waits for the upload"),
+            (
+                "uploaded",
+                "yes" if self.is_sent else f"perhaps later; on Drive, {self._words.render(call('flush'))} waits",
+            ),
         ]
 
 
@@ -111,8 +114,8 @@ def publish(
     The copy is written under a hidden name in the destination folder, synced, compared and renamed. If the process is
     killed at any time, the final path of a file holds the complete old or the complete new file. Replacing a folder
     takes two renames: a kill between them leaves the old folder under a hidden name in the same directory, and the next
-    call first restores it. Links, special files and empty folders inside a folder are skipped. Drive mounts upload
-    files later: call `flush()` to wait for the upload.
+    call first restores it. Empty folders, special files and links (except Drive shortcuts) inside a folder are skipped.
+    Drive mounts upload files later: call `flush()` to wait for the upload.
 
     Args:
         path: a file, for example a pack, or a folder.
@@ -132,10 +135,11 @@ def publish(
         TargetExists: if the target is a folder and the source is a file or vice versa, or if source and target are
             the same or one contains the other.
         NotEnoughSpace: if the free space is known and too small; raised before any file is written.
-        FileFailed: if the target cannot be written.
-        Corrupt: if the bytes read back differ from those written.
-        TimedOut: if the mount does not respond for ten minutes, plus one second for each 10 MB of the largest file and
-            for each 10 files; until it responds again, the unfinished copy stays on it under a hidden name.
+        FileFailed: if the source cannot be read or the target cannot be written.
+        Corrupt: if the size of a copied file, or the bytes read back, are wrong.
+        TimedOut: if the source does not respond, or the target does not respond for ten minutes, plus one second for
+            each 10 MB of the largest file and for each 10 files. The unfinished copy then stays under a hidden name
+            until the target responds again.
 
     Example:
         >>> import colabkit
@@ -278,7 +282,7 @@ class SlowMount:
 
     Args:
         name: the folder's name in messages.
-        stalled_s: seconds within which the mount must answer each operation.
+        stalled_s: seconds to wait for each operation; `call()` adds time for large and for many files.
     """
 
     def __init__(self, name: str, stalled_s: float) -> None:
@@ -311,7 +315,7 @@ class SlowMount:
         """
         stop, ended = threading.Event(), threading.Event()
 
-        def moved(size: int = 0) -> None:  # noqa: ARG001 - for callers that count
+        def moved(size: int = 0) -> None:  # noqa: ARG001 - required by MoveCallback
             still_moving()
             if stop.is_set():
                 raise AbandonedError
@@ -343,7 +347,7 @@ class SlowMount:
 
 
 def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCallback) -> int:
-    """Write blocks to a new file, sync it to storage if the mount supports that, and return the blocks' CRC32."""
+    """Write blocks to a new file, sync it to storage, and return the CRC32 of all bytes."""
     crc = offset = 0
     fd = file_changes.create(path)
     try:
@@ -384,7 +388,7 @@ def check_written(act: str, name: str, path: Path, size: int, crc: int | None, m
 
 
 def _blocks_of_medium(path: Path, size: int) -> Iterator[bytes]:
-    """Yield a file's blocks, bypassing the page cache where possible; stop at most one block after `size`."""
+    """Yield a file's blocks, dropped from the page cache first where possible; stop at most one block after `size`."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -327,7 +327,7 @@ def test_invalid_addresses_and_timeouts_are_refused_without_showing_secrets(tmp_
         return str(caught.value)
 
     for path in ("/content/file.zip", "file.zip", "~/x", "drive:x.zip", "file:///etc/passwd", "local://x", "a/b"):
-        refused(path, r"it is a local path; .* colabkit\.stage\(\)")
+        refused(path, r"it is a local path or has no scheme; .* colabkit\.stage\(\)")
     for source in ("", "  ", None, 7, "https://", "http://:80/x", "https://host:port/x"):
         refused(source)
     for secret in ("me:hunter22@host/x?sig=hunter22", b"https://me:hunter22@host/x"):

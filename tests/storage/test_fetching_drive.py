@@ -247,7 +247,7 @@ def test_pages_without_an_id_other_addresses_and_folders_named_like_an_id_are_no
             address_of(f"https://drive.google.com/{path}")
     monkeypatch.chdir(tmp_path)
     Path(ID).mkdir()
-    with pytest.raises(InvalidOption, match="it is a local path"):
+    with pytest.raises(InvalidOption, match="it is a local path or has no scheme"):
         address_of(ID)
 
 

@@ -144,7 +144,7 @@ def test_links_and_special_files_are_skipped_and_reported(image_tree):
     os.mkfifo(image_tree / "pipe")
     report = copy(image_tree)
     assert report.skipped == (("link", "link"), ("pipe", "special file"))
-    assert "2 links or special files skipped" in repr(report)
+    assert "2 paths skipped" in repr(report)
     assert copy(image_tree).skipped == report.skipped
 
 

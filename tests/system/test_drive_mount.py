@@ -156,7 +156,7 @@ FAILURES: list[tuple[dict[str, Any], str, str]] = [
     ({"mount": "fails", "log": "E QueryManager timed out\n"}, "root folder", "timeout=600"),
     ({"mount": "fails", "log": "E QUOTA_EXCEEDED\n"}, "quota", "one archive"),
     ({"mount": "fails"}, "unknown", "Disconnect and delete runtime"),
-    ({"mount": "pexpect"}, "timeout", "neither the consent dialog nor DriveFS answered"),
+    ({"mount": "pexpect"}, "timeout", "the consent dialog or DriveFS did not answer"),
     ({"mount": "nothing"}, "unknown", "mounted nothing"),
 ]
 

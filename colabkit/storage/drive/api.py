@@ -59,22 +59,25 @@ def mount(
 ) -> MountReport:
     """Mount Google Drive, or find its existing mount, and report its path.
 
-    A working mount is reused without asking for consent again; a mount whose program died is repaired. Outside Colab,
-    an existing google-drive-ocamlfuse or rclone mount is used; without such a mount, the error lists alternatives.
+    A working mount is reused without asking for consent again; a DriveFS mount whose program died is repaired. Outside
+    Colab, an existing google-drive-ocamlfuse or rclone mount is used; without such a mount, the error names
+    alternatives.
 
     Args:
         path: where to mount Drive; defaults to its current mount point, or `/content/drive` if it is not mounted.
-        readonly: refuse writes, to protect training data from accidental changes.
+        readonly: refuse writes, to protect training data from accidental changes; an existing mount keeps its mode
+            unless it is remounted.
         timeout: seconds, or text such as `"5min"`, to wait for consent, for Drive to start, and later for each folder
             listing; large folders need more time.
-        force: also remount a mount that works, returns errors or hangs. Its writes are sent first, but the unsent
-            writes of a hanging mount are lost.
+        force: also remount a DriveFS mount that works, returns errors or hangs. Its writes are sent first, but the
+            unsent writes of a hanging mount are lost.
 
     Returns:
         The path of My Drive, and the state of the mount.
 
     Raises:
         MountFailed: if Drive cannot be mounted; the attribute `cause` holds the reason.
+        NotMounted: if there are several Drive mounts, and `path` is none of their mount points.
         TimedOut, UnsentWrites: if writes could not be sent before remounting.
 
     Example:
@@ -134,7 +137,7 @@ def _note_of_mode(found: Mount, mode: bool | None) -> Text:
 
 
 def _forced_only(found: Mount, state: str, reason: str) -> MountFailed:
-    """Return the error for a DriveFS mount that hangs or returns errors. `mount()` replaces it only with `force`."""
+    """Return the error for a DriveFS mount that hangs or returns errors; `mount(force=True)` replaces such a mount."""
     is_quota = "quota" in log_causes()
     problem = "does not respond" if state == "hung" else "returns errors"
     log = "; its log reports QUOTA_EXCEEDED" if is_quota else ""
@@ -221,9 +224,9 @@ def unmount(
         The mount point, and the known state of the writes.
 
     Raises:
-        NotMounted: if Drive is not mounted.
+        NotMounted: if Drive is not mounted, `path` is not on a mount, or there are several Drive mounts and no `path`.
         TimedOut, UnsentWrites: if the writes are not sent in time, or cannot be sent.
-        MountFailed: if files on the mount are open.
+        MountFailed: if files on the mount are open, or, without `force`, if the mount is dead or hangs.
 
     Example:
         >>> import colabkit
@@ -263,9 +266,9 @@ def flush(
         The known state of the writes, and whether Drive was remounted.
 
     Raises:
-        NotMounted: if Drive is not mounted.
+        NotMounted: if Drive is not mounted, `path` is not on a mount, or there are several Drive mounts and no `path`.
         TimedOut, UnsentWrites: if the writes are not sent in time, or cannot be sent.
-        MountFailed: if Drive cannot be mounted again.
+        MountFailed: if the mount is dead, hangs or is in use, or Drive cannot be mounted again.
 
     Example:
         >>> import colabkit
@@ -314,10 +317,10 @@ def clear_cache(
         The disk space freed, and the writes lost.
 
     Raises:
-        NotMounted: if Drive is not mounted.
+        NotMounted: if Drive is not mounted, `path` is not on a mount, or there are several Drive mounts and no `path`.
         TimedOut: if the writes are not sent in time; the cache stays unchanged.
         UnsentWrites: if clearing would lose writes, unless `force`.
-        MountFailed: if files on the mount are open, or Drive cannot be mounted again.
+        MountFailed: if the mount is dead, hangs or is in use, or Drive cannot be mounted again.
 
     Example:
         >>> import colabkit

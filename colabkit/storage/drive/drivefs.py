@@ -1,9 +1,9 @@
 """Mount, flush and unmount DriveFS, Colab's built-in Drive mount, through `google.colab.drive`.
 
 Four properties of `google.colab.drive.mount` shape this module: it asks for consent in the browser before it checks
-whether Drive is mounted; it waits for the answer and cannot be cancelled; it must run in the kernel's main thread; and
-with `force_remount` it kills DriveFS, so all unsent writes are lost. `flush_and_unmount` blocks without any output, so
-it runs in a child process.
+whether Drive is mounted; only a signal can interrupt its wait for the answer; it must run in the kernel's main thread;
+and with `force_remount` it kills DriveFS, so all unsent writes are lost. `flush_and_unmount` blocks without any output,
+so it runs in a child process.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _EXPECTED = ("Mounted at", "Drive already mounted at")
 
 
 def check_can_mount(place: Place, act: str = "mount Drive") -> None:
-    """Raise `MountFailed` if `google.colab` cannot mount Drive here; the message names an alternative."""
+    """Raise `MountFailed` if `google.colab` cannot mount Drive here; the message says what to do instead."""
     if not place.can_mount_drive:
         raise with_cause("place", _not_here(place, act))
     if threading.current_thread() is not threading.main_thread():
@@ -89,7 +89,7 @@ def check_can_mount(place: Place, act: str = "mount Drive") -> None:
 
 
 def _not_here(place: Place, act: str) -> MountFailed:
-    """Return an error that names an alternative to `google.colab` for this environment."""
+    """Return the error for a process in which `google.colab` cannot mount Drive, with advice for its environment."""
     if place.name == "Kaggle":
         return MountFailed(
             cannot(
@@ -257,7 +257,7 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tupl
         return "timeout", MountFailed(
             cannot(
                 "mount Drive",
-                f"neither the consent dialog nor DriveFS answered within {format_seconds(timeout)}",
+                f"the consent dialog or DriveFS did not answer within {format_seconds(timeout)}",
                 "",
                 ("Look for a dialog in the browser and run ", call("mount", timeout=max(300, round(2 * timeout)))),
             )
@@ -320,7 +320,7 @@ class DriveFs(DriveMount):
         return sent
 
     def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
-        """Mount with the former options; try twice, since DriveFS sometimes fails to start right after it ended."""
+        """Mount with the former options; retry an unexplained failure, since DriveFS may fail to restart at once."""
         readonly, timeout = before
         for again in (True, False):
             try:

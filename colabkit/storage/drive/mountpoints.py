@@ -73,8 +73,8 @@ def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Livene
     """Return a mount's state and, unless it is alive, the reason.
 
     A mount is `"dead"` if its program has ended, `"hung"` if it does not answer in time, and `"failing"` if it returns
-    other errors. A child process accesses the mount, since a process that touches a hanging mount blocks and cannot be
-    interrupted, even by signals. The first of `folders` is the mount point; all must exist and be readable.
+    other errors. A child process accesses the mount, since a process that touches a hanging mount blocks, and Ctrl-C
+    does not interrupt it. The first of `folders` is the mount point; all of them must exist.
     """
     command = processes.python(_PROBE, *folders)
     try:
@@ -144,7 +144,7 @@ class Daemon:
 
 
 def daemons(name: str) -> Iterator[Daemon]:
-    """Yield this user's running programs with this name, including Python scripts."""
+    """Yield the running programs with this name that this user may inspect, including Python scripts."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -215,7 +215,7 @@ class DriveMount(ABC):
         Raises:
             TimedOut: if the writes are not sent in time; sending continues.
             UnsentWrites: if the writes cannot be sent, or their state is unknown.
-            MountFailed: if the mount had to be unmounted and cannot be mounted again.
+            MountFailed: if Drive cannot be mounted again, or rclone's remote control fails.
         """
 
     @abstractmethod
@@ -230,7 +230,7 @@ class DriveMount(ABC):
         """Wait until no file is left to upload.
 
         Raises:
-            TimedOut: if files are left at the deadline; the message gives their number.
+            TimedOut: if files are or may be left at the deadline; the message gives their number, if known.
         """
         with heartbeat("upload", timeout, progress) as tick:
             if wait_until(lambda: self.unsent() == 0, timeout, tick):
@@ -240,7 +240,7 @@ class DriveMount(ABC):
 
 
 def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
-    """Return the mount that `mount()` can reuse, or None; where `google.colab` works, only DriveFS mounts count."""
+    """Return the existing mount for `mount()`, or None; where `google.colab` works, only DriveFS mounts count."""
     table = mounts()
     table = [mount for mount in table if mount.point == point and mount.fstype in DRIVE_TYPES] or table
     if place.can_mount_drive:
@@ -249,7 +249,7 @@ def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
 
 
 def find_mount(path: str | os.PathLike[str] | None, act: str) -> Mount:
-    """Return the Drive mount that holds a path; without a path, return the only Drive mount.
+    """Return the Drive mount that holds a path; without a path, that of `COLABKIT_DRIVE`, or else the only one.
 
     Raises:
         NotMounted: if Drive is not mounted, if there are several Drive mounts and no path, or if the path is not on a

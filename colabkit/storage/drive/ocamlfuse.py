@@ -1,4 +1,4 @@
-"""Count the unsent files of a google-drive-ocamlfuse mount, and clear its cache without losing these files.
+"""Flush and unmount google-drive-ocamlfuse mounts, and clear their cache without losing unsent files by accident.
 
 `google-drive-ocamlfuse -cc` removes every file in the cache folder, including `cache.db` with the upload queue, and
 does not coordinate with a running mount. So the order is: wait for the uploads, unmount, check the queue again, run
@@ -72,7 +72,7 @@ class Ocamlfuse(DriveMount):
         return cls(mount, daemon, config, cache)
 
     def unsent(self) -> int | None:
-        """Return the number of files waiting to be uploaded; None if the database is missing or damaged."""
+        """Return the number of files waiting to be uploaded; None if the database cannot be read."""
         database = self.cache / "cache.db"
         try:
             with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=1)) as connection:
@@ -165,7 +165,7 @@ class Ocamlfuse(DriveMount):
         return "" if unsent == 0 else f"{counted_files(unsent)} not uploaded"
 
     def _identity(self) -> list[str]:
-        """Return the arguments that select the cache: all except the mount point and mount-only options."""
+        """Return the arguments that select the cache, and `-headless`."""
         selected: list[str] = []
         words = iter(self.daemon.arguments)
         for word in words:
@@ -217,7 +217,7 @@ def folders(daemon: Daemon) -> tuple[Path, Path]:
 
 
 def _last_line(finished: processes.ProcessResult) -> str:
-    """Return a clause with the last line of a program's output, without addresses, which can hold tokens."""
+    """Return a clause with a program's last line without addresses, which can hold tokens, or its exit status."""
     lines = finished.output.strip().splitlines()
     if not lines:
         return f"it ended with status {finished.status}"

@@ -1,4 +1,4 @@
-"""Count the unsent files of rclone mounts of Drive, and make rclone forget cached directory listings.
+"""Flush and unmount rclone mounts of Drive, and make rclone forget cached directory listings.
 
 The remote control (`--rc`) is called over HTTP with a deadline; without a remote control, SIGHUP still makes rclone
 forget its listings. rclone itself evicts file contents that `--vfs-cache-mode` caches, according to its options
@@ -56,7 +56,7 @@ class Rclone(DriveMount):
         return cls(mount, daemon, control if control and control.answers(mount) else None)
 
     def _stats(self) -> dict[str, Any]:
-        """Return the disk cache's statistics; empty if no remote control answers."""
+        """Return the disk cache's statistics; empty without a remote control or a disk cache."""
         if self.control is None:
             return {}
         answer = self.control.ask("vfs/stats", self.control.named(self.mount)).get("diskCache")
@@ -75,7 +75,7 @@ class Rclone(DriveMount):
             raise UnsentWrites(
                 cannot(
                     act,
-                    "rclone runs without --rc, so its pending uploads are unknown",
+                    "no remote control of rclone answers, so its pending uploads are unknown",
                     "",
                     ("Start rclone with --rc, or discard unsent writes with ", call("unmount", force=True)),
                 )
@@ -108,7 +108,7 @@ class Rclone(DriveMount):
         return Path(path) if isinstance(path, str) else None
 
     def cache_bytes(self) -> int:
-        """Return the size in bytes of the file contents that rclone caches on disk."""
+        """Return the size in bytes of the file contents that rclone caches on disk; 0 if unknown."""
         return int(self._stats().get("bytesUsed", 0))
 
 
@@ -156,7 +156,7 @@ class Control:
         return True
 
     def named(self, mount: Mount) -> dict[str, str]:
-        """Return the parameter that selects a mount's file system; empty unless the program serves several."""
+        """Return the parameter that selects a mount's file system; empty unless the program serves several mounts."""
         names = [str(name) for name in self.ask("vfs/list", {}).get("vfses", [])]
         mine = [name for name in names if name.rstrip(":/") == mount.source.rstrip(":/")]
         return {"fs": mine[0]} if len(names) > 1 and mine else {}

@@ -18,7 +18,7 @@ class MountReport(Report):
         mountpoint: folder where Drive is mounted.
         kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
         state: `"mounted"`, `"was mounted already"`, or `"repaired"` if a dead or hanging mount was replaced.
-        readonly: whether writes are refused; None if unknown, for example for a DriveFS mount made by another process.
+        readonly: whether writes are refused; None if unknown, for example if DriveFS's command line is unreadable.
         seconds: duration of the call.
     """
 

@@ -1,9 +1,9 @@
-"""`stage()` copies a remote source to local storage with concurrent reads, and verifies the copy.
+"""`stage()` copies a source to local storage with concurrent reads, and verifies the copy.
 
-A local copy holds exactly the source's files and a seal, `.colabkit-stage.json`, which is written last. The copy
-appears at its path atomically. Many files are read at once, since a mount answers each request with a delay; large
-files are read in several concurrent ranges; an archive is copied as one file and extracted locally. After an
-interruption, the next run reuses the data already copied.
+A local copy holds the source's files and a seal, `.colabkit-stage.json`, which is written last. The copy appears at
+its path atomically. Many files are read at once, since a mount answers each request with a delay; large files are read
+in several concurrent ranges; a remote archive is copied as one file and extracted locally. After an interruption, the
+next run reuses the data already copied.
 """
 
 from __future__ import annotations
@@ -61,26 +61,28 @@ def stage(
 
     The size of every file is checked against the listing, and no file may change during the copy. The copy appears at
     its path only when it is complete. An existing copy of the same source is reused without accessing the source. Only
-    if the source is a local file are its size and modification time compared: a changed file is copied again. A run
-    that was stopped by an error, Ctrl-C or a kill resumes: files already copied are not read again. If another process
-    is staging the same source, the call waits for it.
+    if the source is a local file are its size and modification time compared: a changed file is copied again. If a
+    run was stopped by Ctrl-C, a kill or most errors, the next call resumes it and does not read copied files again. If
+    another process is staging the same source, the call waits for it.
 
     Args:
         source: a folder; a zip or tar archive; any other file; a table of paths (DataFrame, `.csv`, `.parquet`
             or a list of paths); an https address or Drive link, through `fetch()`; a bucket's folder (`gs://`,
             `s3://`); `samples:digits`; or a `Source`.
         to: `"auto"` uses tmpfs if enough RAM remains for training, otherwise disk; `"tmpfs"` and `"disk"` select one of
-            them; any other value is the path of the copy. As root, if the copy fits in RAM but not in the existing
-            tmpfs, a separate tmpfs is mounted for it until `unstage()`.
+            them; any other value is the path of the copy. If the copy fits in RAM but not in the existing tmpfs, and
+            the process may mount file systems, a separate tmpfs is mounted for it until `unstage()`.
         path_column: the column of a table that holds the paths; None searches for a common name, such as `path`, `file`
             or `image`.
         root: the folder of the relative paths in a table; None uses the folder of the table file, or the working folder
             for a DataFrame or list.
         threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
-        verify: `"size"` compares file sizes; `"full"` reads the source a second time and compares all bytes.
+        verify: `"size"` compares file sizes; `"full"` reads the source a second time and compares all bytes, unless an
+            existing copy was verified this way.
         extract: False keeps an archive as one file.
         refresh: check the source again even if a local copy exists, and copy changed files.
-        dry_run: copy nothing; the report's `plan` gives the target and the expected sizes.
+        dry_run: copy nothing; the report's `plan` gives the target and the expected sizes, or is None if an existing
+            copy would be reused.
         progress: show a progress bar.
 
     Returns:
@@ -126,7 +128,7 @@ def stage(
                 with closing(_open(local, extract=extract, path_column=path_column, root=root)) as opened:
                     path = getattr(opened, "path", "")
                     if run.origin is None and not opened.can_hang and os.path.isfile(path):
-                        # The source is a download or an included archive.
+                        # The source is a download or data included in colabkit.
                         run.origin = origin_of(Path(path))
                     found = run.run(opened, dry_run)
     return _report(run, found or run.plan, started)
@@ -139,13 +141,14 @@ def unstage(
     """Remove a local copy made by `stage()`, or the data of an interrupted run, to free the space.
 
     Args:
-        path: the copy's path, the report of `stage()`, or the source that was staged with `to="auto"`.
+        path: the copy's path, the report of `stage()`, or the source if it was staged without a custom path,
+            `path_column` and `root`.
 
     Returns:
         The removed path, and the bytes freed.
 
     Raises:
-        SourceMissing: if there is no local copy.
+        SourceMissing: if there is neither a local copy nor data of an interrupted run.
         NotSealed: if `stage()` did not create the data at this path; the data is left unchanged.
 
     Example:
@@ -173,7 +176,7 @@ def unstage(
 
 
 def _targets_of(source: AnySource, name: str, act: str, *, is_local: bool) -> Iterator[Target]:
-    """Yield the targets at which a source may have a local copy."""
+    """Yield the targets to remove: the local copy at a path, or all places where a source may have one."""
     if is_local:
         folder = Path(os.path.realpath(name))
         if copy := LocalCopy.of(folder):
@@ -194,10 +197,10 @@ def _download(address: Address) -> Target:
 def _local_file(
     source: AnySource, address: Address | None, run: StagingRun, *, dry_run: bool
 ) -> Iterator[AnySource | None]:
-    """Yield the source, or the file fetched from its address; None for a dry run.
+    """Yield the source; for an address that `fetch()` downloads, the downloaded path, or None for a dry run.
 
-    A download is kept until it is staged, so that an interrupted run can resume it. If another process is fetching it,
-    wait for that process.
+    A download is kept until it is staged, so that an interrupted run can resume it. If another process is fetching the
+    same address, wait for that process.
     """
     if address is None or address.kind == FSSPEC:
         yield source

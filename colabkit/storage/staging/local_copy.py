@@ -38,13 +38,14 @@ class Seal:
         source: name of the source.
         target: `"tmpfs"`, `"disk"` or `"path"`.
         why: the reason for the target.
-        file: name of the file if the copy is a single file, otherwise empty.
+        file: name of the file if the source is a single file that is not extracted, otherwise empty.
         files: number of files.
         staged_bytes: total size of the files.
-        retries: number of reads and listings that were retried.
+        retries: number of retries of reads and listings.
         skipped: pairs of a skipped path and the reason.
         verify: `"size"` or `"full"`.
-        origin: size and time of the source if it is a single file, such as an archive; otherwise None.
+        origin: size in bytes and modification time in ns of the source if it is a local file or an archive; otherwise
+            None.
         tmpfs: folder of the tmpfs that was mounted for the copy, otherwise empty.
     """
 
@@ -121,7 +122,7 @@ class LocalCopy:
             raise Corrupt(cannot(act, "the manifest is damaged", "", next_step)) from error
 
     def contents_digest(self) -> tuple[str, int]:
-        """Return a SHA-256 of the files' names, sizes, times and CRC32s, and the seal's modification time in ns.
+        """Return a SHA-256 of the files' paths, sizes, times and CRC32s; and the seal's modification time in ns.
 
         The digest does not depend on the location of the copy.
         """
@@ -162,7 +163,8 @@ class LocalCopy:
         """Hard-link or copy files that users added to this copy into the folder that replaces it.
 
         Raises:
-            TargetExists: if the source now has another file at the same path, so that the user's file would be lost.
+            TargetExists: if the path of such a file is not free in the new folder: it has a different file or folder
+                there, or a file in place of a parent folder.
         """
         sizes = self._sizes()
         try:
@@ -215,7 +217,7 @@ def block_crcs(item: Item, crcs: list[int]) -> dict[int, int]:
 
 
 def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
-    """Return the recorded CRC32s that match the file's blocks, by offset; empty if the file's size differs."""
+    """Return the recorded CRC32s that match a file's blocks, by offset; empty if the file is unreadable or resized."""
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != item.size:

@@ -32,7 +32,7 @@ class PartialCopy:
     """A folder that is being filled with a source's items, and a context manager that closes its files.
 
     A block counts as written once the journal records it. The next process checks the recorded blocks by their CRC32
-    and writes only the others. `source` is the source's name in messages.
+    and writes only missing and invalid blocks. `source` is the source's name in messages.
     """
 
     def __init__(self, source: str, folder: Path, journal: Path) -> None:
@@ -62,7 +62,7 @@ class PartialCopy:
         """Keep the valid blocks of these items that an earlier process recorded; remove all other files.
 
         Returns:
-            The complete items; the valid blocks of unfinished items are in `crcs`.
+            The complete items; `crcs` holds the CRC32s of all valid blocks.
         """
         wanted = {item.path: item for item in items}
         for path in list(_files_below(self.folder)):
@@ -81,7 +81,7 @@ class PartialCopy:
         return [wanted[path] for path in self.crcs if self._is_complete(wanted[path])]
 
     def link_from(self, old: LocalCopy, items: Iterable[Item]) -> list[Item]:
-        """Hard-link unchanged, valid files of an earlier local copy into this one; return these files."""
+        """Hard-link unchanged, valid files of an earlier local copy into this one; return the linked items."""
         # A file without a modification time may have changed.
         unchanged = {item for item in items if item.mtime_ns}
         linked = []
@@ -101,12 +101,12 @@ class PartialCopy:
         return linked
 
     def place(self, block: Block) -> None:
-        """Write the bytes of a large item's block, from any thread, without recording it."""
+        """Write a block of a large item, from any thread, without recording the block."""
         assert block.data is not None
         file_changes.write_at(self._fd(block.item), block.data, block.offset, self.folder / block.item.path)
 
     def write(self, block: Block) -> bool:
-        """Write a block, unless `place()` has written it, and record it; return whether its file is now complete."""
+        """Write a block, unless `place()` has written it, and record it; return whether it completes its file."""
         item = block.item
         if block.offset in self.crcs.get(item.path, {}):
             return False
@@ -218,9 +218,9 @@ class PriorCopy:
 
     Attributes:
         place: the location of the files; None if there are no files.
-        sealed: the finished copy, which needs a refresh or has lost files; None for an interrupted run.
+        sealed: the finished copy, which `StagingRun.find()` did not accept; None for an interrupted run.
         known: the CRC32s of the existing blocks, for each file.
-        archive_bytes: number of bytes of an archive that were already copied.
+        archive_bytes: number of bytes of an archive that were already copied, rounded up to full blocks.
     """
 
     place: Target | None = None
@@ -234,13 +234,13 @@ class PriorCopy:
 
     @classmethod
     def find(cls, places: Sequence[Target]) -> Self:
-        """Return the sealed copy at one of the targets, or else the data of an interrupted run."""
+        """Return the sealed copy at one of the targets, or else the data of an interrupted run, if any."""
         for place in places:
             copy = LocalCopy.at(place.path)
             if copy is not None and copy.seal.key == place.key:
                 with suppress(Corrupt):
                     known: KnownBlocks = {
-                        (item.path, item.size, item.mtime_ns): dict(enumerate(crcs))
+                        (item.path, item.size, item.mtime_ns): block_crcs(item, crcs)
                         for item, crcs in copy.manifest()
                         if item.mtime_ns
                     }

@@ -68,7 +68,7 @@ def identity_of(
     path_column: str | None = None,
     root: str | os.PathLike[str] | None = None,
 ) -> tuple[str, str, Address | None]:
-    """Return a source's name for messages, the key that identifies it, and its address if it has one.
+    """Return a source's name for messages, the key of the source and its options, and its address or None.
 
     The source is not accessed, since a remote source may be slow, hang or no longer exist.
     """
@@ -138,7 +138,7 @@ class Target:
     Attributes:
         name: `"tmpfs"`, `"disk"` or `"path"`.
         path: path of the local copy.
-        key: key of the source; empty if unknown.
+        key: key of the source and its options; empty if unknown.
         why: the reason for choosing this target.
         mounted_at: folder of a tmpfs that is mounted only for this copy, otherwise None.
     """
@@ -166,7 +166,7 @@ class Target:
                 wait_while_busy(kept.kept_folder, kept.is_busy, bar.wait)
 
     def discard_kept(self) -> int:
-        """Remove the data of an interrupted run; return the bytes freed."""
+        """Remove the data of an interrupted run unless a process is using it; return the bytes freed."""
         identity = self.identity if self.key else partials.kept_for(self.path)
         return discard_kept(self.path, identity) if identity else 0
 
@@ -174,7 +174,7 @@ class Target:
         """Remove the local copy, data of interrupted runs and an empty tmpfs.
 
         Returns:
-            The bytes freed; None if there was neither a local copy nor data of interrupted runs.
+            The bytes freed; None if neither a local copy nor data of interrupted runs was removed.
         """
         freed: int | None = None
         if (copy := LocalCopy.at(self.path)) is not None and copy.seal.key == self.key:
@@ -186,7 +186,7 @@ class Target:
         return freed
 
     def fits(self, needed: int) -> bool:
-        """Return whether this many bytes fit here and leave enough RAM for training."""
+        """Return whether this many bytes fit here and, on tmpfs, leave enough RAM for training."""
         if self.name != "tmpfs":
             return needed <= file_changes.free_bytes(self.path)
         if self.mounted_at is None:
@@ -194,7 +194,11 @@ class Target:
         return needed + _SLACK_BYTES <= _spare_ram() and can_mount()
 
     def prepare(self, act: str, needed: int) -> None:
-        """Create a private folder in the shared tmpfs or mount a separate tmpfs; raises `NotEnoughSpace` on failure."""
+        """Create a private folder in the shared tmpfs, or mount or enlarge a separate tmpfs; do nothing on disk.
+
+        Raises:
+            NotEnoughSpace: if the separate tmpfs cannot be mounted or enlarged.
+        """
         if self.name == "tmpfs" and self.mounted_at is None:
             file_changes.make_private_folder(self.path.parent)
         if (point := self.mounted_at) is None:
@@ -220,7 +224,10 @@ class Target:
             file_changes.remove_empty_folder(point)
 
     def check_room(self, act: str, needed: int, cached: int) -> None:
-        """Raise `NotEnoughSpace` if `needed` bytes do not fit here, or DriveFS's disk cannot cache `cached` bytes."""
+        """Raise `NotEnoughSpace` if `needed` bytes do not fit here, or DriveFS's disk cannot cache `cached` bytes.
+
+        `needed` is ignored for a separate tmpfs, which is mounted with the necessary size.
+        """
         cache = Path.home() / DRIVEFS_FOLDER
         if self.mounted_at is None:
             shared = cached if cached and _device(self.path) == _device(cache) else 0
@@ -233,7 +240,7 @@ class Target:
 
 
 def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
-    """Return the possible targets for the local copy that `to` allows, the preferred one first."""
+    """Return the targets that `to` allows for a local copy, the preferred one first."""
     name = f"{short_name(source)}-{key[:8]}"
     disk = local_root(os.environ)
     shared, own = TMPFS / f"colabkit-{os.getuid()}", disk / f"{name}.tmpfs"
@@ -246,7 +253,7 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
 
 
 def choose(places: list[Target], needed: int, is_requested: bool) -> Target:
-    """Choose a target with room for `needed` bytes, or else the last candidate, and set the reason."""
+    """Choose a tmpfs with room for `needed` bytes, otherwise disk or the requested target; set the reason."""
     size, room, spare = format_bytes(needed), format_bytes(tmpfs_room()), format_bytes(_spare_ram())
     shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
     own = next((place for place in places if place.mounted_at is not None), None)
@@ -261,7 +268,7 @@ def choose(places: list[Target], needed: int, is_requested: bool) -> Target:
 
 
 def room_of(items: Iterable[Item]) -> int:
-    """Return the disk space, in bytes, that files take up: full pages, plus an entry for each file."""
+    """Estimate the space, in bytes, that files take up: full pages, plus an entry for each file."""
     return sum(-(-item.size // _PAGE_BYTES) * _PAGE_BYTES + _ENTRY_BYTES for item in items)
 
 
@@ -277,7 +284,7 @@ def _spare_ram() -> int:
 
 
 def cache_bytes(path: str, read_bytes: int) -> int:
-    """Return how many of these bytes a path's mount caches on the local disk; DriveFS caches everything."""
+    """Return how many of `read_bytes` the mount of a path caches on the local disk: all for DriveFS, otherwise 0."""
     table = mounts()
     holding = mount_holding(resolved(path, table), table) if os.path.isabs(path) else None
     return read_bytes if holding is not None and holding.fstype == DRIVEFS else 0

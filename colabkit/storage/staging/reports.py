@@ -19,17 +19,19 @@ from colabkit.foundation import (
 
 @dataclass(frozen=True, repr=False)
 class StagePlan(Report):
-    """The plan of `stage()`, made before anything is written.
+    """The plan of `stage()`, made before the local copy is written.
 
     Attributes:
         source: name of the source.
-        kind: `"folder"`, `"archive"`, `"file"`, `"table"`, `"bucket"`, or `"address"` for a source not fetched yet.
-        files: number of files in the local copy; None for an archive that is not local yet.
-        read_bytes: bytes to read from the source.
+        kind: `"folder"`, `"archive"`, `"file"`, `"table"`, `"bucket"`, or `"address"` for a source not fetched yet,
+            with all sizes 0.
+        files: number of files in the local copy; None if it is unknown until the source is local, as for a remote tar
+            archive.
+        read_bytes: bytes to read from the source, excluding files that already exist locally.
         staged_bytes: size of the local copy; an estimate for an archive whose members are unknown.
-        peak_bytes: maximum space needed at the target during staging, including an archive that is being extracted.
+        peak_bytes: maximum additional space needed at the target, including the temporary copy of a remote archive.
         cache_bytes: local disk space for the mount's cache; DriveFS caches everything that is read.
-        present_bytes: bytes that already exist locally; they are not read again if they are valid.
+        present_bytes: size of the files that already exist locally, even in part; valid blocks are not read again.
         target: `"tmpfs"`, `"disk"` or `"path"`.
         why: the reason for the target.
         path: path of the local copy.
@@ -61,7 +63,7 @@ class StagePlan(Report):
         """Return the rows of the table."""
         return [
             ("source", f"{self.kind} {self.source}"),
-            ("files", "known when the archive is local" if self.files is None else format_count(self.files)),
+            ("files", "known when the source is local" if self.files is None else format_count(self.files)),
             ("to read", format_bytes(self.read_bytes)),
             ("already local", format_bytes(self.present_bytes)),
             ("local copy", format_bytes(self.staged_bytes)),
@@ -81,20 +83,20 @@ class StageReport(Report):
     """The report of `stage()`.
 
     Attributes:
-        path: the local copy: a folder, or a file if the source is a file.
+        path: the local copy: a file if the source is a single file that is not extracted, otherwise a folder.
         source: name of the source.
         target: `"tmpfs"`, `"disk"` or `"path"`, with the reason in `why`.
         files: number of files in the local copy.
         staged_bytes: total size of these files.
         seconds: duration of the call.
-        retries: number of reads and listings that were retried.
+        retries: number of retries of reads and listings.
         skipped: pairs of a skipped path and the reason.
         reused: whether an existing local copy was used.
-        resumed_bytes: bytes reused from an interrupted run or from the copy that was refreshed.
+        resumed_bytes: size of the complete files reused from an interrupted run or from the copy that was refreshed.
         verify: `"size"` if file sizes were compared; `"full"` if the source was read twice and all bytes compared.
         plan: the plan of the run; None if an existing copy was used.
-        is_dry: whether this was a dry run.
-        is_refreshed: whether the source was checked for changes.
+        is_dry: whether nothing was copied because of `dry_run`; False if an existing copy was used.
+        is_refreshed: whether `refresh` was set; False if `is_dry`.
     """
 
     path: Path
@@ -126,7 +128,7 @@ class StageReport(Report):
         notes = f", {format_bytes(self.resumed_bytes)} reused" if self.resumed_bytes else ""
         notes += f", {format_things(self.retries, 'retry')}" if self.retries else ""
         if self.skipped:
-            notes += f", {format_things(len(self.skipped), 'link or special file', 'links or special files')} skipped"
+            notes += f", {format_things(len(self.skipped), 'path')} skipped"
         return f"Staged {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -147,7 +149,7 @@ class UnstageReport(Report):
     """The report of `unstage()`.
 
     Attributes:
-        path: the removed path.
+        path: the removed path; the first one if several were removed.
         freed_bytes: disk space or RAM that was freed, in bytes.
     """
 

@@ -54,7 +54,7 @@ def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
     """Call `look` with the listing that `stage()` makes in this block; if `look` raises, nothing is copied.
 
     Callers can thus inspect a remote source without listing it twice. `look` is not called if an existing local copy is
-    reused, nor for a remote archive without a directory, which cannot be listed before it is local.
+    reused without a listing, nor for a remote archive without a directory, which cannot be listed before it is local.
     """
     token = _look.set(look)
     try:
@@ -77,7 +77,7 @@ class StagingRun:
         refresh: whether to look for changes even if a local copy exists.
         progress: whether to show a progress bar.
         origin: size and time of a source that is a single local file.
-        resumed_bytes: bytes that were already local.
+        resumed_bytes: size of the complete files that were already local.
         plan: the plan, once it is made.
         is_reused: whether the result is an existing local copy.
     """
@@ -106,7 +106,7 @@ class StagingRun:
         return self.places[0].key
 
     def find(self) -> LocalCopy | None:
-        """Return the complete local copy of the source, if there is one that needs no refresh."""
+        """Return a complete local copy that can be reused unchanged, or None; always None with `refresh`."""
         for place in () if self.refresh else self.places:
             copy = LocalCopy.at(place.path)
             if copy is None or copy.seal.key != self.key:
@@ -118,7 +118,7 @@ class StagingRun:
         return None
 
     def run(self, source: Source, dry_run: bool) -> LocalCopy | None:
-        """Stage the source and return its local copy; with `dry_run`, only make the plan, and return None."""
+        """Stage the source and return its local copy; with `dry_run`, None unless an existing copy is unchanged."""
         # Check the target before the listing, which may take minutes.
         if len(self.places) == 1:
             self._check_target(source, self.places[0])
@@ -149,7 +149,7 @@ class StagingRun:
                 target.give_back_tmpfs(self.act)
 
     def _check_target(self, source: Source, target: Target) -> None:
-        """Refuse a target that is inside the source, or contains anything but this local copy."""
+        """Refuse a target that is inside the source, or holds anything but a local copy that this run may replace."""
         final = target.path
         check_outside(self.act, source, final)
         if not os.path.lexists(final):
@@ -195,7 +195,7 @@ class StagingRun:
         return listing, reading
 
     def _check_listing(self, source: Source, listing: Listing) -> None:
-        """Refuse a source without files, unless it is listed later, and file names that lead outside the source."""
+        """Refuse a source without files, unless it is listed later, and paths with an empty, `.` or `..` part."""
         if not listing.items and not _is_listed_later(source):
             raise BadSource(cannot(self.act, "it contains no files", "at least one", "Check the path"))
         for item in listing.items:
@@ -205,7 +205,7 @@ class StagingRun:
                 raise BadSource(cannot(self.act, outside, "paths inside the source", next_step))
 
     def _find_unchanged(self, source: Source, prior: PriorCopy, listing: Listing) -> LocalCopy | None:
-        """Return the local copy to refresh, if the source has not changed and the copy is valid."""
+        """Return the existing copy if it is valid and the source unchanged; otherwise, or to verify in full, None."""
         copy = prior.sealed
         if copy is None or self.verify == "full" or not copy.is_complete():
             return None
@@ -295,7 +295,7 @@ class StagingRun:
         except (OSError, BadArchive, BadSource) as error:
             number = error.errno if isinstance(error, OSError) else None
             if isinstance(error, NotEnoughSpace | BadArchive | BadSource) or number in (errno.ENOSPC, errno.EDQUOT):
-                # The data cannot be resumed, so free the space.
+                # Resuming would fail again, so free the space.
                 kept.start_over()
             raise
         for place in self.places:
@@ -314,7 +314,7 @@ class StagingRun:
         ahead: Collection[str] = (),
         old: LocalCopy | None = None,
     ) -> list[tuple[Item, Crcs]]:
-        """Copy items that neither an interrupted run nor the old copy holds; return all items with their CRC32s."""
+        """Copy the items that no earlier run copied, verify all if requested, and return all with their CRC32s."""
         self._copy = copy
         there = copy.resume(items)
         there += copy.link_from(old, items) if old else []
@@ -338,7 +338,7 @@ class StagingRun:
     def _extract(
         self, kept: KeptPartial, target: Target, source: ArchiveSource
     ) -> tuple[Listing, list[tuple[Item, Crcs]], tuple[int, int] | None]:
-        """Extract an archive into the local copy; copy it as one file first if its source can hang."""
+        """Extract an archive into the local copy; copy it as one file first if the source can hang."""
         path, origin = source.path, self.origin
         if source.can_hang:
             file = FileSource(source.path)
@@ -402,13 +402,13 @@ class StagingRun:
 
 
 def origin_of(path: Path) -> tuple[int, int]:
-    """Return size and modification time of a file, which reveal whether it was modified."""
+    """Return a file's size in bytes and modification time in ns, which reveal whether it was modified."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns
 
 
 def _files_of(listing: Listing) -> list[Item]:
-    """Return the files to copy without duplicates, since table rows may repeat a file."""
+    """Return the files to copy: without a seal, and without duplicates, since table rows may repeat a file."""
     files = {item.path: item for item in (*listing.items, *listing.extras)}
     files.pop(STAGE_SEAL, None)
     return list(files.values())
