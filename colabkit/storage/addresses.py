@@ -59,7 +59,7 @@ class Address:
         return hashlib.sha256(os.fsencode("\0".join([self.kind, self.text, *more]))).hexdigest()
 
     def scrubbed(self, text: object) -> str:
-        """Return another program's message as one short line, without this address's secrets and without any query."""
+        """Return another program's message as one short line, without userinfo, queries and fragments of addresses."""
         found = " ".join(str(text).split())
         for secret in sorted(_secrets(self.text), key=len, reverse=True):
             found = found.replace(secret, "...")
@@ -72,7 +72,7 @@ def address_of(source: str) -> Address:
     """Parse a source string into an `Address`.
 
     Raises:
-        InvalidOption: if the text is not an address that can be fetched.
+        InvalidOption: if `source` is not an address that can be fetched.
     """
     if not isinstance(source, str) or not source.strip():
         found = "the address is empty" if isinstance(source, str) else f"the address is {kind_of(source)}"

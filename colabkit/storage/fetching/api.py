@@ -1,7 +1,7 @@
 """`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL, and can resume.
 
 Received data stays in a hidden folder beside the target, `.colabkit-...-kept.partial`, until all data has arrived. So
-an interrupted or killed fetch resumes when it is run again, even in a new process. At every instant, the final path
+an interrupted or killed fetch can resume when it is run again, even in a new process. At every instant, the final path
 holds nothing, the complete old data or the complete new data.
 """
 
@@ -47,7 +47,8 @@ class FetchReport(Report):
 
     Attributes:
         path: the fetched file or folder.
-        source: the source's address, without userinfo, query and fragment.
+        source: the source's address, without userinfo, query and fragment; for Drive, for example
+            `"Drive folder ID"`.
         via: `"https"` or `"http"`; the program and its version, for example `"gdown 5.2.2"` or
             `"fsspec 2026.1 (memory)"`; or `"existing file"` if a file with the requested digest existed.
         files: number of files.
@@ -105,13 +106,14 @@ def fetch(
 ) -> FetchReport:
     """Download a file or folder to `to`.
 
-    A fetch that was stopped by an error, Ctrl-C or a kill resumes when you call it again.
+    A fetch that was stopped by an error, Ctrl-C or a kill resumes when you repeat the call, if the server supports
+    resuming and reports the same version.
 
     A repeated call fetches nothing if the final path already holds the data. With `digest`, the file must have that
     digest. Without `digest`, an earlier call must have fetched the same source to the same path, the fetched data must
     be unmodified, and the server must report the same version. Data counts as unmodified if a file's size and
-    modification time, or a folder's number and total size of files, are the same. Drive reports no versions, so they
-    are not compared. Any other file or folder at the final path is left unchanged unless `overwrite` is set.
+    modification time, or a folder's number and total size of files, are the same. Versions of
+    Drive files are not compared. Any other file or folder at the final path stays unchanged unless you set `overwrite`.
 
     For fsspec URLs, threads read many files and parts of files at once, with small requests on a slow line. If a
     request takes longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped and
@@ -131,7 +133,7 @@ def fetch(
         progress: show a progress bar.
 
     Returns:
-        The path, the number of bytes fetched, and the file's SHA-256.
+        A report with the path, the number of bytes fetched and, for a file, the SHA-256.
 
     Raises:
         FetchFailed: if the source cannot be fetched; the message gives the cause and a remedy.
@@ -198,7 +200,7 @@ def _look_first(job: FetchJob) -> None:
 
 
 def _fetch(job: FetchJob) -> tuple[Path, FetchRecord]:
-    """Fetch into a partial and publish it; return the final path and its record."""
+    """Fetch into a partial and publish it; return the final path and the record of the fetch."""
     with partials.KeptPartial(job.folder, job.address.digest(job.name)) as kept:
         job.is_kept = kept.folder == kept.kept_folder
         result = _DOWNLOADERS[job.address.kind](job, kept)

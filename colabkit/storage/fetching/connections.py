@@ -2,7 +2,7 @@
 
 A socket's own timeout applies to each read separately, so a server that sends a byte now and then could hold a request
 forever. Here, name lookup, connecting, TLS, redirects and headers share one deadline, and each socket operation gets
-the time that is left. The code that reads the body restarts the deadline whenever enough bytes arrive.
+at most the time that is left. The code that reads the body restarts the deadline whenever enough bytes arrive.
 
 This module uses `urllib.request`. The `requests` package has no deadline over several reads, reads the bodies of
 redirects and takes credentials from ~/.netrc; avoiding this behavior would take more code than `requests` saves.
@@ -30,7 +30,7 @@ from colabkit.storage.addresses import safe_name
 from colabkit.storage.sources.concurrency import answer_of
 
 HEAD_BYTES = 512
-"""Bytes examined to recognize a web page; browsers examine a similar number (WHATWG, MIME Sniffing)."""
+"""Number of first bytes that are examined to recognize a web page."""
 
 _HTML = re.compile(
     rb"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>]|head[\s>]|script[\s>]|title>)", re.IGNORECASE | re.DOTALL
@@ -38,7 +38,7 @@ _HTML = re.compile(
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _HTML_NAMES = (".html", ".htm", ".xhtml")
 _TITLE_CHARS = 80
-# A longer number cannot be a byte count, and Python refuses to convert thousands of digits.
+# A longer number is not a plausible byte count, and Python refuses to convert thousands of digits.
 _COUNT = "[0-9]{1,18}"
 
 
@@ -143,7 +143,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def open_address(url: str, headers: dict[str, str], authorization: str | None, deadline: Deadline) -> HTTPResponse:
-    """Send a GET request, follow redirects through the environment's proxies, and return the response.
+    """Send a GET request, through the environment's proxies, follow redirects, and return the response.
 
     Args:
         url: the address, without userinfo.
@@ -188,14 +188,14 @@ def validator(headers: Message) -> str:
 
 
 def total_bytes(headers: Message) -> int | None:
-    """Return the announced length of the body in bytes; None if the server announced none."""
+    """Return the announced length of the body in bytes; None if there is no valid length, or the body is chunked."""
     text = headers.get("Content-Length", "").strip()
     is_chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
     return int(text) if re.fullmatch(_COUNT, text) and not is_chunked else None
 
 
 def content_range(headers: Message) -> tuple[int | None, int | None, int | None] | None:
-    """Return the first byte, last byte and total of a `Content-Range`; None for unknown values or an invalid header."""
+    """Return first byte, last byte and total of a `Content-Range`, each None if unknown; None for an invalid header."""
     text = headers.get("Content-Range", "").strip()
     if not (found := re.fullmatch(rf"bytes\s+(?:({_COUNT})-({_COUNT})|\*)/({_COUNT}|\*)", text, re.IGNORECASE)):
         return None

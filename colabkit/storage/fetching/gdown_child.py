@@ -29,7 +29,7 @@ class RangeRefused(Exception):
 
 
 class Changed(Exception):
-    """The file in Drive has another version than the part file."""
+    """The file in Drive has another version than the part file, or the part file's version is unknown."""
 
 
 class _Tail:
@@ -121,7 +121,7 @@ def _end_with(parent: int) -> None:
 
 
 def _lock(path: str) -> None:
-    """Wait until no child of an earlier, killed parent is writing to this folder."""
+    """Lock the folder, after waiting up to 10 s until no child of an earlier, killed parent is writing to it."""
     fd = os.open(path, os.O_RDONLY)
     until = time.monotonic() + _LOCK_S
     while True:

@@ -60,13 +60,13 @@ _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder infor
 
 
 def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch a Drive file into the partial; gdown exports Google documents. Raises the errors of `fetch`."""
+    """Fetch a Drive file into the partial; gdown exports Google documents. Raises the errors of `fetch()`."""
     child = _Child(job, kept, is_folder=False)
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.can_resume)
 
 
 def fetch_drive_folder(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch a Drive folder into the partial; raises the errors of `fetch_drive_file()`."""
+    """Fetch a Drive folder into the partial; raises the errors of `fetch()`."""
     child = _Child(job, kept, is_folder=True)
     return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.can_resume)
 
@@ -168,7 +168,7 @@ class _Child:
             self._last = message
 
     def _found(self, file: dict[str, Any]) -> None:
-        """Record the version of the arriving bytes; for a single file, also check whether its target is free."""
+        """Record the version of the arriving bytes; for a single file, also check the target and the free space."""
         known = {**self.kept.record["known"], file["id"]: file}
         if self.is_folder:
             # Every new file counts as progress, since it may be smaller than `MIN_BYTES`.

@@ -300,7 +300,7 @@ class FetchJob:
 
         Args:
             name: the source's name.
-            validator: the source's current version; None if it has not been requested.
+            validator: the source's current version; empty if unknown, None if it has not been requested.
             is_folder: whether the source is a folder.
 
         Raises:

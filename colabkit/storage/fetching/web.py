@@ -85,7 +85,7 @@ class _WebDownload:
         self.authorization = f"Basic {base64.b64encode(plain).decode()}" if userinfo else None
 
     def can_resume(self) -> bool:
-        """Return whether the rest can be requested: the server supports ranges and the version of the data is known."""
+        """Return whether the rest can be requested: the server supports ranges, and stored bytes have a version."""
         return bool(self.sink.size and self.kept.record.get("validator") and self.has_ranges)
 
     def attempt(self) -> FetchResult:
@@ -139,7 +139,7 @@ class _WebDownload:
         return have, expected
 
     def _admit(self, response: HTTPResponse, total: int | None) -> None:
-        """Choose the final path from the server's name for the file, and record the values that must not change."""
+        """Choose the final path from the server's name for the file, and record the file's name, size and version."""
         name = disposition_name(response.headers.get("Content-Disposition")) or self._name_of_path(response)
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity") and not name.lower().endswith((".gz", ".tgz", ".br", ".zst")):
@@ -335,7 +335,7 @@ class _Sink:
         return self._written + len(self._held)
 
     def open(self) -> int:
-        """Open the file for appending and return the number of existing bytes."""
+        """Open the file for appending, unless it is open, and return the number of bytes received so far."""
         if self._fd is None:
             is_there = self.path.exists()
             self._digests = new_digests(self._expected)

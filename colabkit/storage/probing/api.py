@@ -49,7 +49,7 @@ def probe(path: str | os.PathLike[str], *, seconds: float | str = 8.0, progress:
 
     The probe measures the latency of opening a file and the rate of listing. It reads small files with 1, 4, 16 and 32
     threads, and the largest file, if it has at least 16 MiB, with 1, 2, 4 and 8 concurrent ranges. Files of up to 1 MiB
-    count as small; if there are fewer than five such files, all files under 16 MiB count as small. A value is None if
+    count as small; if there are fewer than five such files, all files under 16 MiB count as small. A rate is None if
     there were too few files or too little time. Each file is read at most once, in random order, with a limit of about
     5,300 small files and 600 MiB of the large file. Symbolic links below the path are not followed.
 
@@ -65,7 +65,7 @@ def probe(path: str | os.PathLike[str], *, seconds: float | str = 8.0, progress:
     Raises:
         SourceMissing: if the path does not exist.
         NotMounted: if the path begins with `drive:` and Drive is not mounted.
-        FileFailed: if the mount is dead, or the path cannot be listed or opened.
+        FileFailed: if the mount is dead, or the path cannot be accessed or listed.
         BadSource: if the path is neither a folder nor a file.
 
     Example:

@@ -1,8 +1,8 @@
 """The part of a probe that accesses the path, run as a script in a separate process with only the standard library.
 
 The script prints each result immediately, as one line of JSON, since a later operation may hang. In records of the kind
-`facts`, the keys are fields of the report. Only threads access the path, so that the main thread can report an
-operation that hangs.
+`facts`, the keys are fields of the report. Only other threads access the path, so that the main thread can
+report an operation that hangs.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ def main() -> None:
         operation, path, seconds = probe.stalled
         probe.write_record("stalled", operation=operation, path=path, seconds=seconds)
     probe.write_record("end")
-    # Hanging threads would keep the interpreter from exiting.
+    # Skip the interpreter's finalization, since threads may still be hanging.
     os._exit(0)
 
 

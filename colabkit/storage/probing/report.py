@@ -34,7 +34,7 @@ _QUICK_S = 2.0
 _LONG_S = 600.0
 _CACHED_SHARE = 0.2
 _CACHED_BYTES_PER_S = float(2 << 30)
-"""Rate in bytes/s above that of networks and disks of hosted machines, so faster data must come from memory."""
+"""Rate in bytes/s above that of networks and disks of hosted machines, so faster data probably comes from memory."""
 _BEST = f"the fewest threads or ranges that reach {format_share(_NEAR_BEST)} of the highest rate"
 
 
@@ -67,7 +67,7 @@ def best_rate(rates: Sequence[ReadRate], *, of_bytes: bool) -> ReadRate | None:
 
 
 class RateBar(NamedTuple):
-    """A bar: concurrency, `"threads"` or `"ranges"`, height, value as text, and whether this bar is the best."""
+    """A bar: concurrency, its unit (such as `"threads"`), height, value as text, and whether to mark it as the best."""
 
     concurrency: int
     axis: str
@@ -110,8 +110,7 @@ class ProbeReport(Report):
         files: number of files found.
         sized_files: number of files whose size was read.
         sized_bytes: total size of these files.
-        small_files: number of small files among them: up to 1 MiB, or under 16 MiB if fewer than five files have up
-            to 1 MiB.
+        small_files: number of sized files of up to 1 MiB, or of under 16 MiB if fewer than five have up to 1 MiB.
         small_bytes: total size of the small files.
         largest_bytes: size of the largest file whose size was read.
         small: rates for small files with 1, 4, 16 and 32 threads.
@@ -273,13 +272,13 @@ def text_bars(panels: Sequence[RatePanel]) -> str:
 
 
 def advise(report: ProbeReport) -> Text:
-    """Return the recommendation, one or two sentences with references to options and calls.
+    """Return the recommendation, a few sentences with references to options and calls.
 
     The rules apply in this order. For a stall, name the operation and the remedy. If nothing could be read, give the
     reason. Otherwise, state the time for 1,000 small files and for the whole tree, with one thread and with the best
-    number of threads, or the time for a large file. Then recommend packing directly (a local folder that delivers 1,000
-    files in under 2 s), or staging first with the best number of threads. If staging takes over ten minutes, also
-    recommend saving the pack.
+    number of threads, or the time for a large file. After the times for small files, recommend packing directly (a
+    local folder that delivers 1,000 files in under 2 s), or staging first with the best number of threads. If staging
+    takes over ten minutes, also recommend saving the pack. For a remote zip archive, recommend staging.
     """
     if report.stalled:
         return (f"The path did not respond in time: {report.stall}. ", _remedy(report))
@@ -293,7 +292,7 @@ def doubt(report: ProbeReport) -> str:
     """Return a warning if part of the measured data probably came from a cache, otherwise an empty string.
 
     A small file that a FUSE mount delivers to a single thread in under a millisecond did not come over a network, and
-    rates over 2 GiB/s are those of memory.
+    rates over 2 GiB/s are usually those of memory.
     """
     alone = report.small[0]
     if report.is_remote and report.fstype.startswith("fuse") and alone.quick_reads > _CACHED_SHARE * alone.reads:
@@ -301,7 +300,7 @@ def doubt(report: ProbeReport) -> str:
         return f"{share} took less than 1 ms, as if read from a cache: files that were never read may be slower."
     is_in_memory = report.fstype in ("tmpfs", "ramfs")
     if not is_in_memory and any((rate.bytes_per_s or 0.0) > _CACHED_BYTES_PER_S for rate in report.large):
-        return "Over 2 GiB/s is the speed of memory, so parts of the large file came from a cache."
+        return "Over 2 GiB/s is usually the speed of memory, so parts of the large file probably came from a cache."
     return ""
 
 

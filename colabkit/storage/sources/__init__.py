@@ -8,5 +8,5 @@
 - `ranges`: samples that are byte ranges of a few large files, as in `webdataset`, `tfrecord` and `lmdb_records`.
 - `lmdb_child`: the child process that locates the values in an LMDB.
 - `engine`: `Reading`, which reads many items and blocks concurrently. `reads`: reads one item, with retries.
-- `concurrency`: runs calls in threads, since calls may hang; the number of threads adapts to the throughput.
+- `concurrency`: runs calls in as many threads as increase the throughput, and repeats calls that hang.
 """

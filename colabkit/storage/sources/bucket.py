@@ -1,4 +1,4 @@
-"""A folder of an fsspec file system as a source: Google Cloud Storage, S3, Hugging Face and many more."""
+"""Objects of an fsspec file system as a source, for example on Google Cloud Storage, S3 or Hugging Face."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from colabkit.storage.sources.items import ByteSpan, Item, Listing, SourceKind
 
 T = TypeVar("T")
 
-# The first small read from an object of up to this size fetches the rest of the object with one request.
+# The first small read from an object of up to this size fetches the rest of the object. Also the largest request.
 _WHOLE_BYTES = 8 << 20
-# Minimum request size for larger objects, since each request costs a round trip.
+# Minimum number of bytes to fetch at once from larger objects, since each request costs a round trip.
 _RANGE_BYTES = 4 << 20
-# Size of the first request. It grows while requests are answered quickly, so that on a slow line each of up to 64
-# concurrent requests is answered before it counts as stalled.
+# Size of the first request, and minimum. The size grows only while requests are answered quickly, so that on a slow
+# line, concurrent requests are answered before they count as stalled.
 _FIRST_BYTES = 16 << 10
-# Requests grow if they take less than this share of the timeout, and shrink if they take four times as long.
+# Requests grow if they take less than this share of the timeout, and shrink if they take more than four times that.
 _QUICK_SHARE = 1 / 30
 _CLOSE_S = 1.0
 # A listing shows no progress until it is complete, and five million objects can take this long.
@@ -75,7 +75,7 @@ class BucketSource:
     Args:
         address: an address of a file system that fsspec supports.
         act: verb and object for messages.
-        stalled_s: seconds to wait for an answer, such as a listing, in each of two attempts; None for ten minutes.
+        stalled_s: seconds without an answer after which a call, such as a listing, is abandoned; None for ten minutes.
 
     Attributes:
         protocol: the protocol, such as `"gs"`; for a chain, that of its first link.
@@ -119,7 +119,7 @@ class BucketSource:
 
     @property
     def has_ranges(self) -> bool:
-        """Whether parts of objects can be read directly; members of an archive must be unpacked from their start."""
+        """Whether parts of objects can be read directly; False for chains, such as `zip://a::gs://b/c.zip`."""
         return "::" not in self._address.text
 
     @property
@@ -128,7 +128,7 @@ class BucketSource:
         return self._root.rpartition("/")[2]
 
     def list(self) -> Listing:
-        """Return every object below the address, using a single listing request."""
+        """Return every object below the address; objects of unknown size are listed in `skipped`."""
         try:
             facts = self.find()
         except ColabkitError:
@@ -139,7 +139,7 @@ class BucketSource:
         return Listing(tuple(items_of(facts)), tuple(skipped))
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return the metadata of every object, by path, in order; raises `OSError` for transient errors."""
+        """Return the metadata of every object by path, sorted; raises `OSError` for errors that may be transient."""
         found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your permissions"
@@ -159,7 +159,7 @@ class BucketSource:
         return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open an object; small objects are read with one request, larger objects in ranges."""
+        """Open an object; objects of up to 4 MiB are read at once, larger objects in ranges."""
         if item.size > _RANGE_BYTES:
             return cast(BinaryIO, _Object(self, item))
         return io.BytesIO(self.read(item))
@@ -171,12 +171,12 @@ class BucketSource:
             while self.has_ranges and (upto := (at or 0) + self._request_bytes) < stop:
                 pieces.append(self._requested(item, at or 0, upto))
                 at = upto
-            # Without `end`, the rest reveals an object that has grown since it was listed.
+            # Without `end`, the last request reads to the object's end, which reveals that it has grown since listing.
             pieces.append(self._requested(item, at, end))
         return b"".join(pieces)
 
     def _requested(self, item: Item, start: int | None, end: int | None) -> bytes:
-        """Return the result of one request, and adapt the size of the next ones to its duration."""
+        """Return the result of one request, and adapt the size of later requests to its duration."""
         began, size = time.monotonic(), self._request_bytes
         data = bytes(self._fs.cat_file(self._key(item.path), start=start, end=end))
         seconds = time.monotonic() - began
@@ -248,7 +248,7 @@ class BucketSource:
 
     @contextmanager
     def _translated_errors(self, act: str) -> Iterator[None]:
-        """Translate file system errors, whose texts may contain secrets; transient errors become `OSError`."""
+        """Translate file system errors, whose texts may contain secrets; unknown errors become `OSError`."""
         try:
             yield
         except ColabkitError:
@@ -286,7 +286,7 @@ class _Object(ByteSpan):
 
     def _bytes(self, size: int) -> bytes:
         if not self._held_at <= self._at < self._at + size <= self._held_at + len(self._held):
-            # Small reads are usually consecutive, so read ahead; block reads get each block with one request.
+            # Small reads are usually consecutive, so read ahead, but not after reads of entire blocks.
             is_whole = size < _RANGE_BYTES and self._size <= _WHOLE_BYTES
             end = self._size if is_whole else min(self._size, self._at + max(size, _RANGE_BYTES))
             self._held = self._bucket.read(self._item, self._at, end)

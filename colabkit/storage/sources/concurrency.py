@@ -1,4 +1,4 @@
-"""Run calls in concurrent threads, with adaptive concurrency and a deadline for each call."""
+"""Run calls in concurrent threads, with adaptive concurrency and a timeout for stalled calls."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _WINDOW_S = 0.01
 class Level:
     """Adaptive number of concurrent requests: it grows while throughput grows, and halves on errors.
 
-    Calls are measured in windows of about one round of calls. Starting at 64, the number doubles while the rate rises
-    by at least 8%; then it returns to the best value for 24 windows. If the first calls keep over 0.85 cores busy, it
-    decreases instead while the rate stays above 95% of the best. An error halves it, but only once per window, since
-    concurrent calls often fail together. `note()` and `refused()` are thread-safe.
+    Calls are measured in windows of about one round of calls. From 64 by default, the number doubles, up to 128, while
+    the rate rises by over 8%; then it keeps the best value for 24 windows. If the first calls keep over 0.85 cores
+    busy, it is divided by 4 instead while the rate stays above 95% of the best. An error halves it, but only once per
+    window, since concurrent calls often fail together. `note()` and `refused()` are thread-safe.
 
     Attributes:
         now: the current number of requests.
@@ -74,7 +74,7 @@ class Level:
             self._step(rate, busy)
 
     def refused(self) -> None:
-        """Record a failed call: halve the number of requests, at most once per window."""
+        """Record a failed call: unless the number of requests is fixed, halve it, at most once per window."""
         with self._lock:
             if self.is_fixed or self._was_refused:
                 return
@@ -120,10 +120,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 STALLED_S = 60.0
-"""Seconds without data after which a read is abandoned and repeated."""
+"""Default number of seconds without data after which a read that can hang is abandoned and repeated."""
 
 REQUEST_BYTES = 512 << 10
-"""A call counts as one request, plus one for each multiple of this size, so that fewer large calls run at once."""
+"""A call counts as one request, plus its result's size divided by this, so that fewer large calls run at once."""
 
 _TRIES = 2
 _HELD_BYTES = 64 << 20
@@ -196,7 +196,7 @@ class Calls(Generic[T, R]):
         self._tasks: queue.SimpleQueue[_Call[T, R] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Call[T, R]] = queue.SimpleQueue()
         self._under_way: set[_Call[T, R]] = set()
-        # Bytes of results that have not been taken yet, including those of running calls.
+        # Bytes of results that have not been taken yet, including those of queued and running calls.
         self._held_bytes = 0
         self._looked = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -280,7 +280,7 @@ class Calls(Generic[T, R]):
         _current.call = None
         with self._lock:
             if call.is_given_up:
-                # Another thread has replaced this one.
+                # The caller has abandoned this call and no longer counts its thread.
                 return False
             call.moved = None
             del call.task
@@ -383,8 +383,8 @@ def concurrently(
     Otherwise a few calls are measured: if they mostly wait, as on a hard disk, the rest run as above; long
     computations run in as many threads as CPUs, and tiny calls in the caller's thread.
 
-    At most two tasks per thread are queued, and at most 4096 results or 64 MiB wait to be taken. The first error stops
-    the other calls and is raised here. Closing the generator waits for running calls; with `stalled_s`, at most 1.5 s.
+    At most two tasks per thread are queued or running, and at most 4096 results or 64 MiB wait to be taken. The first
+    error drops queued calls and is raised here. Closing waits for running calls, with `stalled_s` for at most 1.5 s.
 
     Args:
         function: called with each task; with `stalled_s` it must have no side effects.
@@ -393,7 +393,7 @@ def concurrently(
         stalled_s: seconds without data after which a call is repeated in another thread; None for never.
         size_of: returns the size of a task's result in bytes; fewer calls run at once if their results are large.
         level: a level for `"auto"`, if the caller reports errors to it.
-        on_wait: called several times a second while no call ends.
+        on_wait: called several times a second while the caller waits for other threads.
 
     Raises:
         TimedOut: if a call stalled twice.

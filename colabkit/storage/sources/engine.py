@@ -56,17 +56,18 @@ def block_offsets(size: int) -> range:
 class Reading:
     """A reader of a source's items with many concurrent requests, and a context manager that stops its threads.
 
-    If the source can hang, the number of requests grows while throughput grows (`Level`). Errors that mounts recover
-    from are retried as in `read_item`, and halve the number; a stalled read is abandoned and repeated once. For other
-    sources, the number depends on how the first reads perform; local files are usually read one at a time.
+    With `threads="auto"`, the number of requests to a source that can hang grows while throughput grows, and halves on
+    errors (`Level`). For other sources, it depends on how the first reads perform; local files are usually read one at
+    a time. Transient errors are retried as in `read_item`. If the source can hang, a stalled read is abandoned and
+    repeated once.
 
     Args:
         source: the source of the items.
         threads: number of concurrent reads, or `"auto"`.
         retries: counts the retries.
-        on_wait: called several times a second while no data arrives.
-        place: writes a block of a large item to its destination; ignored if the source can hang. The reading threads
-            call it, and each reuses one buffer, so `blocks()` yields such blocks without data.
+        on_wait: called several times a second while `blocks()` waits for reads in other threads.
+        place: writes a block of a large item to its destination; not called if the source can hang or is sequential.
+            The reading threads call it, and each reuses one buffer, so `blocks()` yields such blocks without data.
         stalled_s: seconds without data after which a read of a source that can hang is abandoned; None for 60 seconds.
     """
 
@@ -95,7 +96,7 @@ class Reading:
     def begin(self, item: Item) -> bool:
         """Start reading a small item before all requests are known; return whether it was started.
 
-        `blocks()` yields these items first. Only sources that can hang are read ahead, up to 64 MiB.
+        `blocks()` also yields these items. Only sources that can hang are read ahead, up to 64 MiB or 4,096 items.
         """
         if self._calls is None or item.size > BLOCK_BYTES or not self._calls.may_begin:
             return False
@@ -103,7 +104,12 @@ class Reading:
         return True
 
     def blocks(self, wanted: Iterable[Wanted]) -> Generator[Block, None, None]:
-        """Yield all started and requested blocks, in order of completion; raises the errors of `read_item`."""
+        """Yield all started and requested blocks in order of completion, or in stored order for a sequential source.
+
+        Raises:
+            TimedOut: if a read stalled twice.
+            ColabkitError: the errors of `read_item`.
+        """
         if isinstance(self._source, SequentialSource) and self._source.is_sequential:
             yield from self._passed_through(self._source, wanted)
         elif self._calls is None:

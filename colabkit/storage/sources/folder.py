@@ -24,14 +24,14 @@ _LISTED_AT_ONCE = 16
 
 
 class _Folder(NamedTuple):
-    """A folder to list: its path inside the source, and the shortcuts on the way to it."""
+    """A folder to list: its path inside the source, and its chain, which is empty for the root."""
 
     inside: str
     chain: _Chain
 
 
 class _Files(NamedTuple):
-    """Files in a folder whose sizes are not known yet: paths inside the source, and directory entries."""
+    """Files of one folder, before their sizes are read: paths inside the source, and directory entries."""
 
     paths: list[str]
     entries: list[os.DirEntry[str]]
@@ -63,7 +63,7 @@ class FolderSource(PathSource):
 
         Args:
             on_found: called with each batch of files as soon as they are found.
-            on_wait: called several times a second while nothing is found.
+            on_wait: called several times a second while a source that can hang does not answer.
         """
         items: list[Item] = []
         skipped: list[tuple[str, str]] = []
@@ -113,7 +113,7 @@ class FolderSource(PathSource):
                 path = f"{inside}/{entry.name}" if inside else entry.name
                 if path == STAGE_SEAL:
                     continue
-                # Nearly all entries are files, and need no further calls.
+                # Nearly all entries are files, so test for these first.
                 if entry.is_file(follow_symlinks=False):
                     names.append(path)
                     files.append(entry)

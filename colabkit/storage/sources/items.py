@@ -81,7 +81,7 @@ class Listing:
         items: the files, sorted by path; for a table, one per row, in the table's order.
         skipped: pairs of a skipped path and the reason.
         retries: number of retries while the source was listed.
-        columns: further columns of a table by name, with one value per item.
+        columns: the other columns of a table, or the fields of records, by name, with one value per item.
         extras: files that belong to the source but are not samples, such as the table itself.
     """
 
@@ -101,8 +101,9 @@ class Listing:
 class Source(Protocol):
     """A collection of files: call `list()` once, then `open()` for any item from any thread.
 
-    All methods raise `TimedOut` if there is no answer in two attempts, `FileFailed` for file system errors,
-    `FetchFailed` for errors of remote file systems, and `MissingPackage` if a required package is not installed.
+    `list()` raises `TimedOut` if there is no answer in two attempts, `FileFailed` for errors of files and mounts,
+    `FetchFailed` for errors of fsspec file systems, and `MissingPackage` if a required package is not installed.
+    `open()` and its files can also raise `OSError`, which readers retry if it is transient.
 
     Attributes:
         name: name for messages.
@@ -118,12 +119,13 @@ class Source(Protocol):
         Raises:
             SourceMissing: if the source, or a file that it names explicitly, does not exist.
             BadSource: if its contents are invalid or unsuitable.
-            BadArchive: if an archive or record file is truncated, damaged or malicious: it names a file outside itself,
-                uses a path for both a file and a folder, or would inflate to more than 200 times its size plus 1 GiB.
+            BadArchive: if an archive or record file is truncated, damaged, encrypted, compressed in an unsupported way,
+                or malicious: it names a file outside itself, uses a path for both a file and a folder, or would inflate
+                to more than 200 times its size plus 1 GiB.
         """
 
     def open(self, item: Item) -> BinaryIO:
-        """Return an unbuffered binary file with the item's bytes; reading it to the end fails if a byte is invalid.
+        """Return an unbuffered binary file with the item's bytes.
 
         If Python's `open()` created the file, it must hold exactly the item's bytes: blocks are read through its
         descriptor, whose size and time are compared with the listing. The `fileno()` of other files is not used, since
@@ -131,7 +133,7 @@ class Source(Protocol):
 
         Raises:
             SourceChanged: if the item no longer exists, or its size or time differs from the listing.
-            BadArchive: if its bytes are damaged or truncated.
+            BadArchive: if its bytes are found to be damaged or truncated.
         """
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class SequentialSource(Source, Protocol):
-    """A source that may only be readable sequentially: `walk()` reads it in one pass.
+    """A source that `walk()` can read in one pass; some of these sources can only be read sequentially.
 
     Attributes:
         is_sequential: whether the source can only be read from its start.
@@ -151,11 +153,11 @@ class SequentialSource(Source, Protocol):
         """Whether `open()` has to read all data that precedes an item."""
 
     def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
-        """Yield the wanted items, by default all, in stored order; each file is valid until the next step."""
+        """Yield the items whose paths are in `wanted`, by default all; each file is valid until the next step."""
 
 
 class PathSource:
-    """Base class of sources at one path; after `close()`, the next use opens the files again."""
+    """Base class of sources at one path; a pickled copy contains only the path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -235,7 +237,7 @@ class ByteSpan(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return up to `size` bytes, fewer only at the end."""
+        """Return up to `size` bytes, by default the rest; fewer do not imply the end, but an empty result does."""
         if self.closed:
             raise ValueError("read of a closed file")
         left = max(0, self._size - self._at)

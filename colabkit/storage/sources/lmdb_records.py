@@ -160,7 +160,7 @@ class _Values:
         return rows
 
     def labels(self, found: Indexing) -> dict[bytes, str | None]:
-        """Return each image key's label in the layout of scene text datasets; empty for other layouts."""
+        """Return the labels by image key, in the layout of scene text datasets; empty for other layouts."""
         labels: dict[bytes, str | None] = {}
         count = None
         images = {self.keys[row] for row in self.images}

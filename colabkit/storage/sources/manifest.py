@@ -95,26 +95,25 @@ def as_pandas(act: str, table: Any) -> Any:
 
 
 class ManifestSource:
-    """The files that a table lists, one per row, with the other columns as plain values; empty cells are None.
+    """The files that a table lists, one per row, with the other columns as Python values; empty cells are None.
 
     The table is read once, in the constructor. The path column is the first of `path, file, filename, file_name,
     filepath, file_path, image, image_path, img_path` that exists, ignoring case, or the only column. Paths may begin
     with `drive:` or `~`; other relative paths are resolved against the folder of the table file, or the working folder
-    for a DataFrame or list. Item paths are relative to that folder if all files are below it; for a DataFrame or list,
-    all given paths must also be relative. Otherwise, item paths are relative to the common folder of all files. A
-    pickled copy can open the items that were listed before, but does not contain the table.
+    for a DataFrame or list. Item paths are relative to that folder if all files are below it; for a DataFrame or list
+    without `root`, all given paths must also be relative. Otherwise, item paths are relative to the common folder of
+    all files. A pickled copy can open the items that were listed before, but does not contain the table.
 
     Args:
         table: a pandas or polars DataFrame, an Arrow table, a Ray or Hugging Face dataset, the path of a `.csv`,
             `.tsv` or `.parquet` file, or a list or Series of paths.
-
         path_column: name of the column that holds the paths; None searches for the names above.
         root: folder of relative paths, instead of those above.
         skips_missing: leave out rows whose files are missing, unless all are missing.
 
     Raises:
         InvalidOption: if `table` is none of these, or there is no column `path_column`.
-        BadSource: if the table has no rows or no path column, or if a cell of that column holds no path.
+        BadSource: if the table is invalid, has no rows or no path column, or if a cell of that column holds no path.
     """
 
     kind: ClassVar[SourceKind] = "table"
@@ -279,7 +278,7 @@ class ManifestSource:
         return frame.iloc[:, at].tolist(), columns
 
     def _find_paths(self, names: Sequence[str]) -> int | None:
-        """Return the index of the path column; None if it is not named, and no column has a common name."""
+        """Return the index of the path column; None if neither `path_column` nor a known name identifies it."""
         if self._path_column is None:
             return _path_column(names)
         if self._path_column not in names:
@@ -391,7 +390,7 @@ def _plain(value: Any) -> Any:
 
 
 def _undecodable(cell: Any) -> Any:
-    """Decode text that was read as Latin-1 from UTF-8; keep undecodable bytes as `os.fsdecode` does."""
+    """Decode, as UTF-8, text that was read as Latin-1; keep undecodable bytes as `os.fsdecode` does."""
     return cell.encode("latin-1").decode("utf-8", "surrogateescape") if isinstance(cell, str) else cell
 
 

@@ -44,7 +44,7 @@ _SHARD_SUFFIX = re.compile(r"\.(tar|tfrecords?|tfrec)(?=$|-\d+-of-\d+$)", re.IGN
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file with samples: its absolute path, and its state when it was indexed."""
+    """A file with samples: its absolute path, and its size and time when it was indexed."""
 
     path: Path
     listed: Item
@@ -116,7 +116,7 @@ class RangeSource:
 
 
 class Indexing:
-    """A listing under construction: samples arrive in any order, file by file."""
+    """A listing under construction; samples are added file by file, in any order."""
 
     def __init__(self, name: str) -> None:
         self.act = f"read {name!r}"
@@ -140,7 +140,7 @@ class Indexing:
         return open_listed(path, str(path), listed), found.st_size
 
     def add(self, path: str, offset: int, size: int, fields: Mapping[str, Any]) -> None:
-        """Add a sample with its values; columns without a value for this sample get None."""
+        """Add a sample with its fields by column; columns that `fields` does not contain get None."""
         still_moving()
         row = len(self._paths)
         self._paths.append(path)

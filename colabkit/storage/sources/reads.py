@@ -69,7 +69,7 @@ def read_item(source: Source, item: Item, retries: Retries) -> bytes:
     reached, with growing, jittered pauses, until four attempts in a row have failed. Each retry is counted. A file that
     ends early although it has the listed size counts as a transient error.
 
-    A small item of a local source is read with the source's `read_at_once()`, if it has one.
+    If the source has `read_at_once()`, a local item of up to 1 MiB is first read with that.
 
     Raises:
         SourceChanged: if the number of bytes differs from the listing, or the file has changed.
@@ -257,7 +257,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
     """Check after the last read that an open file still matches the listing; `done` is the number of bytes read.
 
     Raises:
-        SourceChanged: if its size or time has changed, or a file without a descriptor ended early.
+        SourceChanged: if its size or time has changed, or, without a descriptor, if `done` is not the listed size.
         OSError: EIO, if it ended early although it has the listed size, as happens on mounts that lost their server.
     """
     fd = _fd(file)
@@ -273,7 +273,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
 
 
 def _fd(file: BinaryIO) -> int | None:
-    """Return the descriptor of a file made by `open()`; None for other files, whose descriptors may not be theirs."""
+    """Return the descriptor of a file made by `open()`; None for others, whose `fileno()` may refer to other data."""
     raw = file.raw if isinstance(file, io.BufferedReader) else file
     return raw.fileno() if isinstance(raw, io.FileIO) else None
 

@@ -1,4 +1,4 @@
-"""Open a source of any type: a folder, archive, table, bucket or records, given by a path, an address or a pattern.
+"""Open a source of any type, such as a folder, archive, table, bucket or records, by path, address or pattern.
 
 To add a source type, write a class in a new module that implements the protocol in `items.py`, and add it here:
 in `_ARCHIVES` for an archive, in `_kind_of` for any other path, in `_open_address` for an address, and in `_open_path`
@@ -92,18 +92,19 @@ def open_source(
 
     A path can be a folder, a zip or tar archive, a table of paths, or a single file of any other type. Archives are
     recognized by their suffix or, without a known suffix, by their first and last bytes. A `.csv`, `.tsv` or `.parquet`
-    file is a table if it has a path column and the first path in it exists.
+    file is a table if it has a path column and the first path in it exists, or if one of the options below is set.
 
     Args:
         source: a path; a list of paths, or a pandas DataFrame with a path column; the address of a bucket's folder,
             such as `"gs://bucket/birds"`; `samples:NAME` for data included in the package; or a `Source`.
         path_column: the column of a table that holds the paths.
         root: the folder of the relative paths in a table.
-        skips_missing: leave out the rows of a table whose files are missing, unless all are missing.
+        skips_missing: leave out a table's rows whose files are missing, unless all files are missing.
 
     Raises:
-        SourceMissing: if the path does not exist.
-        BadSource: if the path is a special file or a broken link, or if an address must be fetched first.
+        SourceMissing: if the path does not exist, or `samples:NAME` is unknown.
+        BadSource: if the path is a special file or a broken link, a table is invalid, or an address is local or must be
+            fetched first.
         InvalidOption: if `source` is invalid.
         TimedOut: if there is no answer in two attempts.
     """
@@ -202,8 +203,8 @@ def open_records(source: Any) -> Source | None:
     The name of a TFRecord file ends in `.tfrecord`, `.tfrecords`, `.tfrec` or a number such as `-00000-of-00010`.
     Shards and TFRecord files are given as one file, a list of files, a pattern such as `shards/*.tar` or
     `train-{000000..000012}.tar`, or a folder that contains only such files, directly or in subfolders such as `train/`;
-    `.json`, `.txt`, `.md` and `.idx` files beside them are ignored. A single tar counts as a shard only if adjacent
-    members share a stem.
+    `.json`, `.txt`, `.md` and `.idx` files beside them are ignored. A tar given by its own path is a shard only
+    if adjacent members share a stem and one of them has a known extension.
 
     Args:
         source: a path, a list of paths, a pattern or any other source.
@@ -271,7 +272,7 @@ def _shard_kind(names: Sequence[str]) -> Callable[[str, Sequence[Path]], RangeSo
 
 
 def _shards_in(folder: Path) -> list[Path]:
-    """Return the shards of a folder and its subfolders, sorted; empty if there are files of any other type."""
+    """Return the shards of a folder and its subfolders, sorted; empty if there are other files that are not ignored."""
     files: list[Path] = []
     for inner in _visible(folder):
         for entry in _visible(Path(inner.path)) if inner.is_dir() else [inner]:

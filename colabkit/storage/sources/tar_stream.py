@@ -1,8 +1,8 @@
 """Read a tar sequentially: decompress its bytes and parse its headers.
 
 `tarfile.TarInfo.frombuf` parses the header blocks. Everything else is parsed here, with limits, since `tarfile` itself
-stops silently at a damaged header, loops on negative sizes (CVE-2025-8194), takes quadratic time for extended headers
-(CVE-2024-6232) and allocates any amount of memory that a header requests.
+stops silently at a damaged header and allocates any amount of memory that a header requests. Its older versions also
+loop on negative sizes (CVE-2025-8194) and take quadratic time for extended headers (CVE-2024-6232).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TarStream:
             size -= skipped
 
     def drain(self) -> None:
-        """Read to the end, where most compression formats store a checksum; raises the errors of `read`."""
+        """Read a compressed archive to its end, where most formats store a checksum; raises the errors of `read`."""
         while self.is_inflated and self._step(_STEP_BYTES):
             self._check_room(0)
 
@@ -160,7 +160,7 @@ _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _NUMBER = re.compile(rb"([0-9]{1,20})")
 _TIME = re.compile(rb"(-?[0-9]{1,18})(?:\.([0-9]*))?")
 _MOST_NS = 1 << 63
-# Offsets of the flag that another block of a sparse map follows, in GNU's old format: in the header, and in each block.
+# In GNU's old format, a flag states that another block of a sparse map follows: its offset in the header and in blocks.
 _SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 

@@ -25,10 +25,10 @@ from colabkit.storage.sources.ranges import (
 )
 
 PAYLOAD_FEATURES = ("image/encoded", "image", "image_raw", "jpeg", "encoded")
-"""Features that can hold a record's image, in order of preference."""
+"""Features that usually hold a record's payload, in order of preference."""
 
 _NAME = re.compile(r"\.tfrec(ords?)?(\.gz)?(-\d{5}-of-\d{5})?$|-\d{5}-of-\d{5}$", re.IGNORECASE)
-# Length of the data, followed by its masked CRC.
+# Length of the data, followed by the masked CRC of this length.
 _LENGTH = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 # The constant is from tensorflow/core/lib/hash/crc32c.h.
@@ -75,8 +75,9 @@ class TfRecordSource(RangeSource):
     holds one bytes value other than text, or else the only feature that starts like an image. The first record
     determines the feature for all records. A record's path is its file's name and its number in that file. Every other
     feature becomes a column of the same name: text if all its bytes are UTF-8, integers, or floats; single values if no
-    record has more than one, otherwise lists. Bytes that are not text, and lists of more than 1,024 values, are omitted
-    and listed in `skipped`. The column `split` is added if file names contain split names and no feature has this name.
+    record has more than one, otherwise lists. A feature is omitted and listed in `skipped` if a record has more than
+    1,024 values, or bytes that are not text of up to 1 MiB. The column `split` is added if file names contain split
+    names and no feature has this name.
     Indexing reads all bytes once and checks every CRC.
 
     Args:
@@ -169,7 +170,7 @@ class _Examples:
         return fields
 
     def even_out(self) -> None:
-        """Convert a column to lists if any row has a list; otherwise replace empty lists by None."""
+        """Convert each column to lists if any row has several values; otherwise replace empty lists by None."""
         for name, column in self._found.columns.items():
             if name in self._lists:
                 column[:] = [one if one is None or isinstance(one, list) else [one] for one in column]

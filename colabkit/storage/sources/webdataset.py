@@ -32,9 +32,9 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "gif", "tif", "t
 _NUMBERS, _TEXTS, _JSON = frozenset({"cls"}), frozenset({"txt", "text"}), frozenset({"json"})
 _COLUMNS = _NUMBERS | _TEXTS | _JSON
 _KNOWN = _COLUMNS | {*IMAGE_EXTENSIONS, "npy"}
-# Equivalent to `base_plus_ext` in the webdataset package.
+# Like `base_plus_ext` in the webdataset package, but rejects empty stems and extensions.
 _MEMBER = re.compile(r"((?:.*/|)[^./][^./]*)[.]([^/]+)", re.DOTALL)
-# Names of members that the webdataset package ignores.
+# Names of metadata members, which belong to no sample; the webdataset package ignores them too.
 _META = re.compile(r"(^|/)__[^/]*__($|/)")
 _LOOKED_AT = 64
 _MOST_JSON_BYTES = 16 << 20
@@ -54,8 +54,8 @@ class WebDatasetSource(RangeSource):
 
     Adjacent members whose paths are equal up to the first dot of the name form a sample; its path is the shard's name
     without `.tar`, followed by that common path. One member is the payload: the first image by extension (`jpg`,
-    `jpeg`, `png`, `webp`, `ppm`, `bmp`, `gif`, `tif`, `tiff`; also compound, such as `input.png`), in shards without
-    images the `npy`, and otherwise the only member that is not a label. Columns are `cls` as an integer, `txt` and
+    `jpeg`, `png`, `webp`, `ppm`, `bmp`, `gif`, `tif`, `tiff`; also compound, such as `input.png`), or the `npy` if the
+    first shard has no images, or else the only member that is not a label. Columns are `cls` as an integer, `txt` and
     `text` as text, each key of a `json` as `json.KEY` if its value is a number, a string or a list of these, and
     `split` if shard names contain split names. Other members are never read; `skipped` lists their number by extension.
 
@@ -98,7 +98,10 @@ class WebDatasetSource(RangeSource):
 
 
 def is_webdataset(path: Path) -> bool:
-    """Return whether a plain tar is a shard: two adjacent files share a stem, and one has a known extension."""
+    """Return whether a plain tar is a shard: two adjacent files share a stem, and one has a known extension.
+
+    Only the first 64 files are examined.
+    """
     try:
         with path.open("rb", buffering=0) as file, closing(_plain_stream(path, file, os.stat(path).st_size)) as stream:
             files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)

@@ -31,7 +31,7 @@ from colabkit.storage.sources.items import (
     unknown_item,
 )
 
-# Members larger than this are streamed.
+# Larger members are streamed, and so are all members that are compressed with bzip2 or LZMA.
 _INFLATE_BYTES = 64 << 20
 # Signature, then the lengths of name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
