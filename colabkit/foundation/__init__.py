@@ -3,9 +3,9 @@
 - `errors`, `messages`, `checks`: exceptions, the form of their messages, and validation of arguments.
 - `units`, `reports`: formatted numbers, and the frozen reports that public functions return.
 - `file_changes`, `partials`, `locks`: all changes to files, atomic creation of files, and locks between processes.
-- `processes`, `mount_table`, `environment`: child programs, mounts, and the resource limits of this machine.
+- `processes`, `mount_table`, `environment`: child programs, mounts, the platform and its resource limits.
 - `progress`, `plotting`: the progress bar, and the common style of all figures.
-- `meters`, `telemetry`: meters and events of loaders and training, and samples of CPU, RAM, storage and GPUs.
+- `meters`, `telemetry`: meters and events of loaders and training, and snapshots of CPU, RAM, storage and GPUs.
 - `random_numbers`, `permutation`: random numbers and shuffles as pure functions of seed and position.
 """
 

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _FLAG_TYPES = ("bool", "bool_", "int")
-# Names of arguments in Keras, and of the argument of another verb, with the names of the same arguments here.
+# Names of arguments in Keras or in another function of colabkit, with the names that the user may mean.
 _SYNONYMS = {
     "class_mode": "task",
     "color_mode": "channels",
@@ -58,7 +58,8 @@ def check_callable(
 ) -> None:
     """Raise `InvalidOption` unless a value is a callable other than a class, or None if `optional`.
 
-    With `takes`, the callable must accept one argument of this description; with an empty one, no argument.
+    If `takes` is given, it describes the argument that the callable must accept; if it is empty, the callable must
+    accept a call without arguments. A callable whose parameters are unknown is accepted.
     """
     expected = "a callable or None" if optional else "a callable"
     if isinstance(value, type):
@@ -94,7 +95,7 @@ def check_type(
 def check_whole_number(
     act: Text, name: str, value: object, least: int, most: int | None = None, *, or_text: str = ""
 ) -> int:
-    """Return an integer between two inclusive bounds as an `int`.
+    """Return a value as an `int` if it is an integer of at least `least` and, if `most` is given, at most `most`.
 
     NumPy integers are converted, since they overflow and are not JSON serializable.
 
@@ -142,11 +143,11 @@ def check_number(
 def check_duration(
     act: Text, name: str, value: object, *, needs_unit: bool = False, example: float | str = "30min"
 ) -> float:
-    """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds above 0.
+    """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds.
 
     Raises:
-        InvalidOption: if the value is none of these or not above 0, or if it is a number and `needs_unit` is true; the
-            message suggests `example`.
+        InvalidOption: if the value is none of these, is not above 0 or not finite, or if it is a number and
+            `needs_unit` is true; the message suggests `example`.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else None if needs_unit else value
     if isinstance(value, str):
@@ -164,7 +165,7 @@ def check_duration(
 
 
 def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
-    """Convert an integer or a pair of integers to (height, width); raise `InvalidOption` for other values."""
+    """Convert a positive integer, or a pair of them, to (height, width); raise `InvalidOption` for other values."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2 or not all(_is_whole(side) and side >= 1 for side in sides):
         meant = _whole(value) if isinstance(value, float | str) else None
@@ -176,7 +177,7 @@ def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number; booleans do not count."""
+    """Return whether a value is a real number that is finite as a float; booleans do not count."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -199,11 +200,11 @@ def kind_of(value: object) -> str:
 def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator of a public function that turns a call with wrong arguments into an `InvalidOption`.
 
-    Python itself compares the arguments with the parameters; the decorator explains its `TypeError`. It also refuses
-    text for flags, since `overwrite="no"` would count as true.
+    Python itself compares the arguments with the parameters; the decorator replaces the resulting `TypeError`. For
+    flags passed by name, it accepts only booleans and integers, since `overwrite="no"` would count as true.
 
     Args:
-        instead: advice for arguments that other libraries have, by their names.
+        instead: advice for unknown arguments, such as those of other libraries, by argument name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -220,7 +221,7 @@ def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return function(*args, **kwargs)
             except TypeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    # The function itself raised it, or code that it called.
+                    # The function itself, or code that it called, raised the error.
                     raise
             raise InvalidOption(_wrong_call(function, args, kwargs, instead))
 
@@ -230,7 +231,7 @@ def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _call_of(function: Callable[..., Any], arguments: str = "") -> str:
-    """Return the call of a public function, or of the class whose `__init__` is given."""
+    """Return a call of a public function as text; for an `__init__`, a call of its class."""
     name = function.__qualname__.removesuffix(".__init__")
     return f"colabkit.{name}({arguments})"
 
@@ -276,7 +277,7 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
         next_step: advice for the message; by default, to install the package.
 
     Raises:
-        MissingPackage: if the package is not installed.
+        MissingPackage: if the module cannot be imported.
     """
     try:
         return importlib.import_module(name)

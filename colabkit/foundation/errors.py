@@ -15,7 +15,7 @@ _PARTS = ("action", "found", "expected", "next_step")
 class _MessageOfError:
     """Descriptor of the attribute `message` of an error.
 
-    On the class, the attribute is None: if it were true, torch's DataLoader would re-raise an error from a worker
+    On the class, the attribute is None: if it were truthy, torch's DataLoader would re-raise an error from a worker
     process with the keyword argument `message=`.
     """
 
@@ -43,7 +43,7 @@ class OneLineError(BaseException):
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the type, the text, and the parts of the message as values for `json.dumps`."""
+        """Return the type and text for `json.dumps`; for a `Message`, also its parts and the options it refers to."""
         values = {"type": type(self).__name__, "message": str(self)}
         if (message := self.message) is None:
             return values
@@ -66,15 +66,15 @@ class InvalidOption(ColabkitError, ValueError):
 
 
 class SourceMissing(ColabkitError, FileNotFoundError):
-    """The path of the source does not exist."""
+    """The source, or another file to be read, does not exist."""
 
 
 class BadSource(ColabkitError, ValueError):
-    """The source exists but cannot be used: it is empty, has no classes, or is of an unsupported kind."""
+    """The source exists but cannot be used, for example because it is empty or of an unsupported kind."""
 
 
 class BadArchive(ColabkitError, ValueError):
-    """An archive is truncated, corrupt, or would extract files outside of its folder."""
+    """An archive is corrupt, unsafe to extract, or of an unsupported kind, for example encrypted."""
 
 
 class BadImage(ColabkitError, ValueError):
@@ -82,11 +82,11 @@ class BadImage(ColabkitError, ValueError):
 
 
 class SourceChanged(ColabkitError, OSError):
-    """The source changed while it was being read."""
+    """The source changed after it was opened or its files were listed."""
 
 
 class TargetExists(ColabkitError, FileExistsError):
-    """The target path already holds another file or folder, which is not overwritten."""
+    """The target already exists and is not overwritten."""
 
 
 class NotEnoughSpace(ColabkitError, OSError):
@@ -98,15 +98,15 @@ class FileFailed(ColabkitError, OSError):
 
 
 class NotSealed(ColabkitError, ValueError):
-    """A file has no seal, the checksum record that is written last, so it may be incomplete."""
+    """A pack or local copy has no seal, the checksum record that is written last, or has another format version."""
 
 
 class Corrupt(ColabkitError, ValueError):
-    """The content of a sealed file does not match its checksums."""
+    """A file is damaged: its bytes differ from its checksum, its recorded size or a second read."""
 
 
 class MissingSample(ColabkitError, IndexError):
-    """A dataset has no sample with this number."""
+    """A dataset has no sample at this index."""
 
 
 class MissingSplit(ColabkitError, KeyError):
@@ -118,7 +118,7 @@ class NotMounted(ColabkitError, FileNotFoundError):
 
 
 class MountFailed(ColabkitError, OSError):
-    """Google Drive cannot be mounted.
+    """Google Drive cannot be mounted, used or unmounted.
 
     Attributes:
         cause: reason for the failure: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"root folder"`, `"quota"`,
@@ -141,7 +141,7 @@ class FetchFailed(ColabkitError, OSError):
 
 
 class MissingPackage(ColabkitError, ImportError):
-    """An optional package is not installed; the message contains the install command."""
+    """An optional package is missing or too old; the message says how to install it."""
 
 
 class NoNotebook(ColabkitError, RuntimeError):
@@ -149,11 +149,11 @@ class NoNotebook(ColabkitError, RuntimeError):
 
 
 class PackingFailed(ColabkitError, RuntimeError):
-    """A packing process, on this machine or on a cluster, died or lost its work."""
+    """A packing process or task, on this machine or on a cluster, died or cannot continue."""
 
 
 class LoaderFailed(ColabkitError, RuntimeError):
-    """The loader's background work failed; the message states the cause."""
+    """The loader cannot make batches; the message states the cause."""
 
 
 class TrainingDiverged(ColabkitError, FloatingPointError):
@@ -161,4 +161,4 @@ class TrainingDiverged(ColabkitError, FloatingPointError):
 
 
 class LaunchFailed(ColabkitError, RuntimeError):
-    """One of several training processes failed; its output contains the details."""
+    """One of several training processes failed; the output of that process contains the details."""

@@ -5,7 +5,8 @@ Every output file or folder is created atomically: it is written to a private pa
 old version or the complete new one.
 
 Each operation that changes the file system first calls `_step`. Tests set a hook there to count the operations, or to
-raise an error or kill the process at the n-th. The count is complete, since no other module writes files.
+raise an error or kill the process at the n-th. No other module writes files, except through HDF5 to a file that
+`create_hdf5` has opened.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def translated(act: str) -> Iterator[None]:
 def _refusal(number: int, path: Path) -> tuple[str, str]:
     """Return the finding and the advice for a path that the file system refuses to access.
 
-    They name the path that causes the refusal: the last existing one, instead of a file that cannot be made in it.
+    Both name the path that causes the refusal: the path itself or, if it does not exist, its deepest existing parent.
     """
     at = next((one for one in (path, *path.parents) if one.name and os.path.lexists(one)), path)
     shown = repr(str(at))
@@ -92,7 +93,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder with access for this user only, for use in shared folders such as `/tmp`."""
+    """Create a folder, unless it exists, with access for this user only; for use in shared folders such as `/tmp`."""
     make_folder(path.parent)
     if not path.is_dir():
         _step("mkdir", path)
@@ -194,7 +195,7 @@ class BackgroundSync:
         self._thread: threading.Thread | None = None
 
     def written(self, size: int) -> None:
-        """Count `size` more bytes written, and start a flush when enough have accumulated."""
+        """Count `size` more bytes written, and start a flush if 16 MiB have accumulated and none is running."""
         self._unsent += size
         if self._unsent >= _SENT_BYTES and (self._thread is None or not self._thread.is_alive()):
             self._unsent = 0
@@ -245,12 +246,12 @@ def create_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 def touch(path: Path) -> None:
-    """Set the modification time of a file to now; does not call `_step`, since the content does not change."""
+    """Set the modification time of a file to now; does not call `_step`, since the file's content does not change."""
     os.utime(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with its contents; a missing file is ignored."""
+    """Remove a file or a folder with its contents; a missing path is ignored."""
     _step("remove", path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -293,7 +294,7 @@ def used_bytes(path: Path) -> int:
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the bytes that a file, or all files in a folder, take on disk; files removed meanwhile count as 0."""
+    """Return the bytes that a file, or all files in a folder, take on disk; missing files count as 0."""
     total = 0
     for file in (
         [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)

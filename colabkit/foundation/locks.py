@@ -1,4 +1,4 @@
-"""Locks between processes, and functions that wait for them. `flock` releases a lock when its process ends."""
+"""Locks of folders between processes, with `flock`. The kernel releases a lock when its process ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _locks: set[int] = set()
 
 
 def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable[[], None]) -> bool:
-    """Wait until another process has finished or no longer changes files in its folder.
+    """Wait until another process has finished, or has stopped changing files in its folder.
 
     Args:
         folder: folder that the other process works in.
@@ -63,7 +63,7 @@ def try_lock(fd: int) -> bool | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process holds the lock of a folder."""
+    """Return whether a process holds the lock of a folder."""
     try:
         fd = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -107,7 +107,7 @@ def lock_folder(folder: Path) -> int | None:
             raise BlockingIOError(f"another process holds the lock of {folder}")
         if is_ours is None:
             with contextlib.suppress(OSError):
-                # Other processes may be using the folder.
+                # The folder is not empty if other processes use it.
                 file_changes.remove(path)
                 file_changes.remove_empty_folder(folder)
             return None
@@ -126,7 +126,7 @@ def _watch_forks() -> None:
 
 
 def _let_go() -> None:
-    """Release the parent's locks in a forked process, which may outlive the parent; the descriptors stay open."""
+    """Drop inherited locks in a forked process, which may outlive its parent; their descriptors become `/dev/null`."""
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for fd in _locks:
         os.dup2(null, fd, inheritable=False)

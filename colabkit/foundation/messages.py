@@ -2,7 +2,7 @@
 
 A message is written once and contains references such as `option("refresh", True)` and `call("mount")`. In Python,
 these two appear as `refresh=True` and `colabkit.mount()`. The subclasses of `Words` in `colabkit.notebook` render them
-as `--refresh` and `%mount`, or as the label of a field in the launcher.
+as `--refresh` and `%mount`; in the launcher, options appear as the labels of fields.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Text: TypeAlias = "str | OptionRef | CallRef | PythonOnly | Message | tuple[Text
 
 
 def option(name: str, value: Any = ...) -> OptionRef:
-    """Return a reference to an option, by its parameter name, and optionally to a value."""
+    """Return a reference to an option, by its parameter name, optionally with a value."""
     return OptionRef(name, value)
 
 
@@ -182,7 +182,7 @@ class Message:
 
 
 def has_references(value: object) -> bool:
-    """Return whether a value is a reference, or a tuple of text parts that contains one."""
+    """Return whether a value is a reference or a `Message`, or a tuple that contains one of them."""
     if isinstance(value, tuple):
         return any(map(has_references, value))
     return isinstance(value, OptionRef | CallRef | PythonOnly | Message)

@@ -76,7 +76,7 @@ def read_file(path: str) -> str:
 
 
 def mounts(read: Reader = read_file) -> list[Mount]:
-    """Return all mounts in the kernel's order; a later mount hides earlier ones at the same mount point."""
+    """Return all mounts in the kernel's order; a later mount hides earlier ones at its point. Empty without `/proc`."""
     try:
         lines = read("/proc/mounts").rstrip("\n").split("\n")
     except OSError:
@@ -112,7 +112,7 @@ def drive_mounts(table: Iterable[Mount]) -> list[Mount]:
 
 
 def drive_mount(table: Iterable[Mount]) -> Mount | None:
-    """Return the mount that `drive:` refers to; None if there is none or more than one."""
+    """Return the only mount of Google Drive; None if there is none or more than one."""
     found = drive_mounts(table)
     return found[0] if len(found) == 1 else None
 
@@ -123,7 +123,7 @@ def drive_root(mount: Mount) -> str:
 
 
 def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None = None) -> Path:
-    """Expand `drive:` to the Drive mount and `~` to the home folder.
+    """Expand `drive:` to the folder in `COLABKIT_DRIVE` or in the Drive mount, and `~` to the home folder.
 
     Args:
         path: path given by the user.
@@ -131,8 +131,9 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
         table: the mounts; by default the current ones.
 
     Raises:
-        NotMounted: if the path begins with `drive:` and Drive is not mounted, or mounted more than once.
-        InvalidOption: if `path` is not a valid path.
+        NotMounted: if the path begins with `drive:` and Drive is not mounted, or mounted more than once, or
+            `COLABKIT_DRIVE` is not a folder.
+        InvalidOption: if `path` is not a valid path, or starts with the home folder of an unknown user.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not text or not isinstance(text, str) or "\0" in text:
@@ -176,7 +177,8 @@ def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
 
     Args:
         start: byte offset at which to start reading; if the log is shorter, it was restarted and is read from its
-            beginning. 0 reads the end of the log if it was written in the last ten minutes.
+            beginning. With 0, the log is read only if it was written in the last ten minutes. At most the last 256 KiB
+            are read.
         home: home folder of the user that runs DriveFS.
     """
     try:
@@ -192,7 +194,7 @@ def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
 
 
 def log_size(home: str | None = None) -> int:
-    """Return the current size of the DriveFS log in bytes, as `start` for a later `log_causes`."""
+    """Return the current size of the DriveFS log in bytes, as `start` for a later `log_causes`; 0 without a log."""
     try:
         return os.stat(_log_path(home)).st_size
     except OSError:
@@ -211,7 +213,7 @@ def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[Text, Tex
         table: the mounts; by default the current ones.
 
     Returns:
-        The cause and advice for a message, or None if the error has no special meaning.
+        The cause and advice for a message; None if the file is not on a remote mount or the cause is unknown.
     """
     if not isinstance(error.filename, str | bytes | os.PathLike):
         return None

@@ -1,4 +1,4 @@
-"""Partial outputs: files and folders that are published in one rename, removed, or kept to resume later."""
+"""Partial outputs: files and folders that are published by renaming, removed, or kept to resume later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colabkit.foundation.messages import cannot
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
 )
-# Partials of other machines are removed after this time, since their processes cannot be checked.
+# Partials of other machines, or from before a restart, are removed after this time: their processes are unknown.
 _FOREIGN_PARTIAL_S = 24 * 3600.0
 
 
@@ -136,17 +136,18 @@ class KeptPartial(Partial):
 
     In the block `with KeptPartial(folder, identity) as kept:`, `kept.folder` is a hidden folder in `folder`. Write a
     file or folder at `kept.data`, and save the state needed to resume with `note()`. `kept.record` holds the saved
-    state, or is empty at the first start. `publish_as()` renames the finished output.
+    state, and is empty if there is none. `publish_as()` renames the finished output.
 
-    A lock ensures that only one process uses the kept folder; forked children do not inherit it. A second process gets
-    a temporary folder instead, which is not kept, if it does not wait or if the file system does not support locks.
-    After a restart of the machine, the work starts over, since data that was not synced may be lost.
+    A lock ensures that only one process uses the kept folder; forked children do not inherit it. A process that cannot
+    get the lock uses a temporary folder, which is not kept: if it does not wait, if the process that holds the lock
+    stalls, or if the file system does not support locks. After a restart of the machine, the work starts over, since
+    data that was not synced may be lost.
 
     Args:
         folder: folder of the final path.
         identity: hexadecimal digits that identify this work.
         on_wait: called about five times per second while another process holds the kept folder and changes files in it;
-            if None, the call does not wait.
+            if None, the block starts without waiting.
     """
 
     def __init__(self, folder: Path, identity: str, on_wait: Callable[[], None] | None = None) -> None:
@@ -276,7 +277,7 @@ def owner() -> str:
 def has_ended(maker: str, path: Path) -> bool:
     """Return whether the process that created a file has ended.
 
-    A process of another machine is assumed to have ended if the file is more than a day old.
+    A process of another machine, or from before a restart, is assumed to have ended if the file is over a day old.
 
     Args:
         maker: result of `owner()` in that process.
@@ -301,7 +302,7 @@ def _boot_id() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in clock ticks, which distinguishes processes with a reused PID."""
+    """Return the start time of a process in clock ticks, to tell apart processes with the same PID; else `"gone"`."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

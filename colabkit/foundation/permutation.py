@@ -4,8 +4,9 @@ Up to 65,536 samples are sorted by random words, all at once. This takes less th
 instructions (2.0 or later on x86), otherwise 3 ms. The last few orders are cached.
 
 Larger permutations use a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells. Positions that map to
-one of the few cells beyond n are permuted again (cycle walking). Rounds mix with the 32-bit finalizer of MurmurHash3.
-Except on huge grids, rounds use tables of sqrt(n) entries, which are cached for the last few permutations.
+one of the few cells beyond n are permuted again (cycle walking). Rounds mix with the 32-bit finalizer of MurmurHash3,
+without its first shift. On grids of up to 4,096 columns, rounds use tables of a few times sqrt(n) entries, which are
+cached for the last few permutations.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): network on a grid, cycle walking.
 """
@@ -36,7 +37,8 @@ _INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
 _RANDOM_BITS = np.array(~_INDEX_BITS)
 # Up to this size, numbers are sorted, since the network would return some permutations too often.
 _EACH_SORTED_UP_TO = 32
-# Maximum number of columns. Larger tables take milliseconds and megabytes to build and are only a third faster.
+# Maximum number of columns for which tables are used. Larger ones take milliseconds and megabytes to build, and make
+# permutations only a third faster.
 _TABLES_UP_TO = 4096
 _UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)
 
@@ -74,7 +76,7 @@ def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> npt.NDA
         The sample indices, `int64 [stop - start]`.
 
     Raises:
-        InvalidOption: if the range is not within [0, n].
+        InvalidOption: unless 0 <= start <= stop <= n <= 2**62.
 
     Example:
         >>> from colabkit import sampler
@@ -165,7 +167,7 @@ def _first_steps() -> tuple[Words64, Words64]:
 
 
 def _samples(words: Words64) -> Positions:
-    """Return the sample indices, which are the lower bits of words."""
+    """Return the sample indices, which are the lower 16 bits of the words."""
     return (words & _INDEX_BITS).view(np.int64)
 
 
@@ -233,7 +235,7 @@ def _mix_cells(cells: Positions, rows: Positions, columns: Positions, keys: Sequ
         np.multiply(mixed, _SECOND_FACTOR, out=mixed)
         np.right_shift(mixed, _SECOND_SHIFT, out=shifted)
         np.bitwise_xor(mixed, shifted, out=mixed)
-        # The upper half of a product maps words evenly to [0, bound), which is faster than a division.
+        # The upper half of a product maps words almost evenly to [0, bound), which is faster than a division.
         np.copyto(product, mixed)
         np.multiply(product, wide_bound, out=product)
         np.add(changed, scaled, out=changed)

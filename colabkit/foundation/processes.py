@@ -44,7 +44,7 @@ def run(
     on_tick: Callable[[float], None] | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> ProcessResult:
-    """Run a program until it ends and return its output.
+    """Run a program until it ends and return its exit status and output.
 
     The program runs in `/`, in a new session and without input. It is killed with its children if it exceeds the
     timeout or if this call is interrupted.
@@ -55,7 +55,7 @@ def run(
         timeout: timeout in seconds.
         next_step: advice for the message if the program exceeds the timeout.
         environ: environment variables; by default those of this process.
-        on_tick: called about five times per second with the elapsed seconds.
+        on_tick: called with the elapsed seconds, about five times per second and after each block of output.
         on_line: called with each line of output that ends with a newline; the output is then not returned.
 
     Raises:
@@ -107,7 +107,7 @@ def run(
 
 
 def program(name: str) -> str | None:
-    """Find a program in PATH, without folders on remote mounts, which can hang; None if it is not found."""
+    """Return the path of a program in PATH, or None; relative folders and those on remote mounts are not searched."""
     table = mounts()
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         holding = mount_holding(os.path.abspath(folder), table) if os.path.isabs(folder) else None

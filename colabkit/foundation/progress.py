@@ -101,8 +101,8 @@ class ProgressBar:
     """A context manager that shows the progress of an operation and removes the bar at the end of the block.
 
     The bar shows the count, the rate and the remaining time, and, if applicable, files, retries and the time without
-    progress. Nothing is shown if `enabled` is false, or if the output is neither a notebook nor a terminal, to keep
-    logs clean. Within `shown_by()`, the progress is passed to that function instead.
+    progress. Nothing is shown if `enabled` is false, or if the output is neither a notebook with ipywidgets nor a
+    terminal, to keep logs clean. Within `shown_by()`, the progress is passed to that function instead.
 
     Args:
         action: description of the operation, shown before the bar.
@@ -125,7 +125,7 @@ class ProgressBar:
             self._bar = _ProgressRelay(show, action, total, unit)
             return
         with warnings.catch_warnings():
-            # tqdm warns if ipywidgets is missing, but the text bar is sufficient.
+            # tqdm warns in a notebook without ipywidgets, where no bar is shown.
             warnings.simplefilter("ignore")
             from tqdm.auto import tqdm
 

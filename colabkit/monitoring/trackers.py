@@ -89,7 +89,7 @@ class _RunLog:
         return self._name
 
     def listen(self, event: meters.Event) -> None:
-        """Handle a meter event."""
+        """Handle an event of the run."""
         if isinstance(event, meters.StepDone):
             self._newest = event
             if not event.step % self._every:

@@ -138,7 +138,7 @@ def test_the_cpu_time_of_waiting_workers_is_used_for_predictions_and_the_check_s
     )
     advice = remote_files(run)
     assert advice is not None
-    assert ("it may be even faster" in advice.check) == is_told
+    assert ("the run may be even faster" in advice.check) == is_told
 
 
 @pytest.mark.parametrize("are_threads", [True, False], ids=["threads", "processes"])

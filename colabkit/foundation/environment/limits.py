@@ -1,10 +1,10 @@
 """Resource limits of this process: CPUs by affinity and quota, RAM by cgroup limits, disks and tmpfs.
 
-In a container, `/proc/meminfo` and `os.cpu_count()` describe the host, so these functions return the minimum of those
-values and the cgroup limits. Functions that parse system files take a file reader, so that tests can simulate any
-system.
+In a container, `/proc/meminfo` and `os.cpu_count()` describe the host, so these functions also apply the CPU affinity
+and the limits of all cgroups that contain this process. Functions that parse system files take a file reader, so that
+tests can simulate any system.
 
-Paths on remote mounts are never accessed, since a dead mount would hang the process.
+Paths on remote mounts, other than `/`, are not accessed, since a dead mount would hang the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RECLAIMABLE = {
     2: ("inactive_file", "active_file", "slab_reclaimable"),
     1: ("total_inactive_file", "total_active_file"),
 }
-"""Fields of memory that the kernel can reclaim, by cgroup version; none of them includes tmpfs."""
+"""Fields of `memory.stat` that count reclaimable memory, by cgroup version; none of them includes tmpfs."""
 _DISK_FOLDERS = ("/content", "/kaggle/working", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
 # The kernel also follows at most 40 symlinks in a path.
@@ -107,7 +107,7 @@ def memory_limits(read: Reader) -> MemoryReport:
 
 
 def _number(read: Reader, path: str, key: str = "") -> int:
-    """Return the number in a file, or the number after `key`; 0 if a sandbox does not provide the file."""
+    """Return the number in a file, or the number after `key`; 0 if it cannot be read, for example in a sandbox."""
     try:
         text = read(path)
         return int(dict(line.split() for line in text.splitlines()).get(key, 0) if key else text)
@@ -116,7 +116,7 @@ def _number(read: Reader, path: str, key: str = "") -> int:
 
 
 def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) of the cgroups that contain this process, innermost first."""
+    """Yield (version, folder) of the cgroups that contain this process, innermost first; folders may be missing."""
     try:
         lines = read("/proc/self/cgroup").splitlines()
     except OSError:
@@ -175,7 +175,7 @@ class DiskReport(Report):
 
 
 def can_hang(path: str, table: Iterable[Mount]) -> bool:
-    """Return whether accessing an absolute path can hang, since it or its symlinks lead through a remote mount.
+    """Return whether accessing an absolute path can hang: the path or one of its symlinks leads to a remote mount.
 
     Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, does not count,
     since Python itself runs from it.
@@ -218,7 +218,7 @@ def _resolved(path: str, remote: tuple[str, ...]) -> str:
 
 
 def disk(folder: str, table: list[Mount], available_bytes: int) -> DiskReport | None:
-    """Return the report of a folder's disk; None if the folder is missing or on a remote mount.
+    """Return the report of a folder's disk; None if the folder is on a remote mount or cannot be accessed.
 
     Args:
         folder: absolute path without symlinks.
@@ -267,7 +267,7 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def is_tmpfs(path: Path) -> bool:
-    """Return whether `path`, which need not exist, is on tmpfs; symlinks on a remote mount are not read."""
+    """Return whether `path`, which need not exist, is on tmpfs; symlinks are resolved unless that can hang."""
     table = mounts()
     text = os.path.abspath(path)
     holding = mount_holding(text if can_hang(text, table) else os.path.realpath(path), table)

@@ -33,13 +33,13 @@ class LoaderFacts:
         batch_size: batch size of this process.
         device: device of the batches, for example `"cpu"` or `"cuda:0"`.
         workers: number of threads or processes that make batches.
-        sample_bytes: mean stored size of a sample in bytes.
+        sample_bytes: mean stored size of a sample in bytes; for a third-party loader, its size in the first batch.
         path: path of the samples.
         source: path of the files that a pack was made from.
         is_remote: whether the samples are on a remote mount or a network.
-        files: number of files.
+        files: number of image files that hold the samples.
         encoding: `"raw"` rows, `"encoded"` image files, or `"python"` objects.
-        tier: where samples are kept during training, a `Tier.name`.
+        tier: storage tier of the samples, a `Tier.name`.
         transform: name of the transform.
         is_pinned: whether batches are in pinned memory before they are copied to the device.
         keeps_workers: whether worker processes persist between epochs.
@@ -70,11 +70,11 @@ class PartSnapshot:
         name: name of the part, for example `"gather"`.
         samples: number of processed samples.
         handled_bytes: number of processed bytes.
-        busy_s: busy seconds, summed over all threads.
+        busy_s: busy seconds, summed over all threads or processes.
         wait_s: seconds spent waiting for input or for space in the output queue.
         calls: number of calls.
         p95_s: 95th percentile of the duration of the last 256 calls, in seconds; 0 without calls.
-        cpu_s: CPU seconds of its threads while busy; 0 if not measured.
+        cpu_s: CPU seconds of these threads or processes while busy; 0 if not measured.
     """
 
     name: str
@@ -88,11 +88,11 @@ class PartSnapshot:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per busy second of one thread; 0 if nothing was timed."""
+        """Samples per busy second of one thread or process; 0 if nothing was timed."""
         return self.samples / self.busy_s if self.busy_s else 0.0
 
     def __sub__(self, earlier: PartSnapshot) -> PartSnapshot:
-        """Return the difference from an earlier snapshot."""
+        """Return the difference from an earlier snapshot; `p95_s` is that of this snapshot."""
         return replace(self, **_differences(self, earlier, _PART_SUMS))
 
 
@@ -112,8 +112,8 @@ class MetersSnapshot:
         steps: number of complete steps that were timed.
         ready: number of batches that were ready when requested.
         parts: the loader's parts in order.
-        queued: number of batch groups in the ready queue, summed over all requests.
-        queue_room: capacity of the ready queue in groups, summed over all requests.
+        queued: number of batches, or groups of batches, in the ready queue, summed over all requests.
+        queue_room: capacity of the ready queue in the same unit, summed over all requests.
         retries: number of retried reads of a remote source.
         recent: the newest steps, up to 512, oldest first.
         first_pass: snapshot at the start of the second pass, without `recent`; None before that.
@@ -143,7 +143,7 @@ class MetersSnapshot:
 
     @property
     def wait_share(self) -> float:
-        """Share of the time spent waiting for data, in [0, 1]."""
+        """Share of `seconds` spent waiting for data, in [0, 1]."""
         return self.wait_s / self.seconds if self.seconds else 0.0
 
     @property
@@ -190,8 +190,8 @@ class LoaderMeters:
         samples: number of samples in them.
         passes: number of passes over the loader that have begun.
         ready: number of batches that were ready when requested.
-        queued: number of batch groups in the ready queue, summed over all requests.
-        queue_room: capacity of the ready queue in groups, summed over all requests.
+        queued: number of batches, or groups of batches, in the ready queue, summed over all requests.
+        queue_room: capacity of the ready queue in the same unit, summed over all requests.
         retries: number of retried reads of a remote source.
         spent: totals of the step times.
         facts: facts about the loader; None if unknown.

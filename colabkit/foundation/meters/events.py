@@ -24,8 +24,8 @@ class EpochStarted:
     Attributes:
         meters: meters of the loader.
         epoch: index of the pass, from 0.
-        batches: number of remaining batches; None if a third-party loader does not report it.
-        samples: number of remaining samples; None if a third-party loader does not report it.
+        batches: number of remaining batches; None if unknown.
+        samples: number of remaining samples; None if unknown.
     """
 
     meters: LoaderMeters
@@ -67,7 +67,7 @@ class StepDone:
         epoch: number of the epoch, from 0.
         step: number of the step in the run, from 1.
         step_in_epoch: number of the step in this epoch, from 1.
-        values: return values of the step by name, still on the device; `float(value)` reads one.
+        values: values returned by the step, by name; tensors are still on their device, and `float(value)` reads one.
     """
 
     epoch: int
@@ -86,7 +86,7 @@ class ValidationDone:
 
 @dataclass(frozen=True, slots=True)
 class EpochDone:
-    """An epoch of `train()` has finished.
+    """The end of an epoch of `train()`.
 
     Attributes:
         epoch: number of the epoch, from 0.
@@ -125,7 +125,7 @@ os.register_at_fork(after_in_child=_listeners.clear)
 
 
 def label_validation(values: Mapping[str, float], training: Iterable[str]) -> dict[str, float]:
-    """Return validation values by label, with the prefix `val_` for names that training also uses.
+    """Return validation values by label, with the prefix `val_` for `loss`, `accuracy` and names of training values.
 
     Args:
         values: the validation values by name.
@@ -185,9 +185,10 @@ def finished(report: object) -> None:
 
 
 def latest() -> object | None:
-    """Return the latest training report or the meters of the latest loader that still exists; None if there is neither.
+    """Return the meters of the latest loader used since the latest training report, else that report, else None.
 
-    If several loaders are used alternately, the first one counts as the latest.
+    Loaders that no longer exist do not count. If several loaders are used alternately, the first one counts as the
+    latest.
     """
     for known in (*_leader, *reversed(_loaders)):
         if (counts := known()) is not None:

@@ -1,7 +1,7 @@
 """Step times: how each step splits into waiting for data, exposed copy, compute and other work on the host.
 
-On the CPU, the host's clock measures this directly. A GPU runs asynchronously, so three events per step are recorded in
-its stream. They are read a few steps later, when they have completed, so that reading does not block:
+On the CPU, the host's clock measures these times directly. A GPU runs asynchronously, so three events per step are
+recorded in its stream. They are read a few steps later, when they have completed, so that reading does not block:
 
     end of step i-1 │ idle │ stream waits for batch │ exposed copy │ batch ready │ compute │ end of step i
 
@@ -55,7 +55,7 @@ _Step: TypeAlias = tuple[float, float, float, float, int, bool]
 
 @dataclass(slots=True)
 class StepTotals:
-    """Totals of all complete steps, and the newest steps; `left_s` is the end of the newest, by `time.perf_counter`.
+    """Totals of all complete steps, and the newest steps; `left_s` is the end of the last one, by `time.perf_counter`.
 
     Clocks refer to this object instead of the meters, so that no reference cycle keeps the meters alive.
     """
@@ -111,7 +111,7 @@ class HostClock:
         self._is_first = True
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
-        """Record that the loop received a batch."""
+        """Do nothing: `stepped` receives the time at which the loop received the batch."""
 
     def worked(self, compute_s: float) -> None:
         """Record the duration of the step on this batch, in seconds."""
@@ -173,7 +173,7 @@ class DeviceClock:
         self._noted: deque[_DeviceStep] = deque()
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
-        """Record that the loop received a batch, which is ready when the stream reaches the second mark."""
+        """Record that the loop received a batch, which is ready at the second mark or, without marks, already."""
         if marks is None:
             here = self._mark()
             marks = here, here
@@ -184,7 +184,7 @@ class DeviceClock:
         self._end = self._mark()
 
     def apart(self, seconds: float) -> None:
-        """Exclude this many seconds since `given` from the step."""
+        """Exclude this many seconds after the step, such as those of a validation, from all step times."""
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:

@@ -4,7 +4,7 @@ NVML lists all cards and ignores `CUDA_VISIBLE_DEVICES`. CUDA obeys that variabl
 of a card, not the whole card. The rules are described in CUDA's C++ Programming Guide, "CUDA Environment Variables",
 and in NVIDIA's MIG User Guide, "Device Enumeration".
 
-Any value may be unsupported and is then not queried again. PCIe throughput is not read, since each query blocks for
+Any query may be unsupported; snapshots then do not repeat it. PCIe throughput is not read, since each query blocks for
 20 ms.
 """
 
@@ -87,14 +87,14 @@ class GpuSnapshot:
     Attributes:
         uuid: unique identifier of the card or the MIG instance.
         name: name reported by the driver.
-        utilization_rate: share of the last sample period in which a kernel ran, in [0, 1]; a duty cycle, not a measure
-            of load. None in MIG mode.
+        utilization_rate: share of the time since the previous snapshot, or of the driver's last sample period, in which
+            a kernel ran, in [0, 1]; a duty cycle, not a measure of load. None in MIG mode.
         used_bytes: memory used by all processes.
-        total_bytes: memory of the card.
-        torch_bytes: memory of this process's tensors; None if torch has not used the card.
+        total_bytes: memory of the card or the MIG instance.
+        torch_bytes: memory of this process's tensors; None if torch has not used the device.
         torch_reserved_bytes: memory reserved by torch's allocator.
         power_w: power draw in watts.
-        slowed_by: reasons for throttled clocks: `"power"`, `"heat"`; empty if they are not throttled.
+        slowed_by: reasons for throttled clocks: `"power"`, `"heat"`; empty if clocks are not throttled, or if unknown.
         is_lost: whether the card has fallen off the bus and no longer responds.
     """
 
@@ -293,7 +293,7 @@ class Gpus:
             self._cards = {_Card(self._nvml, device): number for number, device in enumerate(visible)}
 
     def snapshot(self) -> tuple[GpuSnapshot, ...]:
-        """Return a snapshot of each GPU; empty without a driver."""
+        """Return a snapshot of each device that this process may use; empty without a driver."""
         if not self._cards:
             return ()
         cuda = self._cuda()
@@ -417,13 +417,13 @@ class _Card:
         return None
 
     def _from_samples(self) -> float | None:
-        """Return the mean utilization since the last call; the driver takes about six samples per second."""
+        """Return the mean of the driver's samples since the last call, about six per second; None without new ones."""
         kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
         _, samples = self._nvml.nvmlDeviceGetSamples(self.device.handle, kind, self._seen_us)
         fresh = [sample for sample in samples if sample.timeStamp > self._seen_us and sample.sampleValue.uiVal <= 100]
         if not fresh:
             return None
-        # The driver's buffer also contains samples from before the first call.
+        # At the first call, use only the newest sample, since the driver's buffer also contains older ones.
         if not self._seen_us:
             fresh = [max(fresh, key=lambda sample: sample.timeStamp)]
         self._seen_us = max(sample.timeStamp for sample in fresh)

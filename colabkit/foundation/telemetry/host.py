@@ -45,7 +45,7 @@ class HostSnapshot:
     Attributes:
         at_s: time of the snapshot, by `time.monotonic`.
         cpus: number of CPUs that this process may use, which can be fractional.
-        cpu_rate: share of these CPUs used by all processes.
+        cpu_rate: share of these CPUs used by all processes; under a CPU quota, by those of this process's cgroup.
         own_cpu_rate: share of these CPUs used by this process and its children.
         children_cpu_rate: share of these CPUs used by the children.
         busiest_core_rate: utilization of the busiest allowed core.
@@ -101,8 +101,8 @@ class Host:
 
     Args:
         read: reads a small text file.
-        system: provides `cpu_times`, `net_io_counters` and `disk_io_counters` like psutil. They are called with
-            `nowrap=False`, since psutil's handling of counter overflow takes a lock that may be held after a fork.
+        system: provides `cpu_times`, `net_io_counters` and `disk_io_counters` like psutil. The counters are read
+            with `nowrap=False`, since psutil's handling of counter overflow takes a lock that may be held after a fork.
         process: this process, as a `psutil.Process`.
         clock: returns the current time in seconds.
         affinity: returns the indices of the allowed cores.
@@ -206,8 +206,8 @@ class Host:
     def _cpu(self, read: Reader) -> tuple[float | None, float | None]:
         """Return the utilization of the allowed CPUs, and that of the busiest core.
 
-        The kernel counts core times in ticks, which may be missing in sandboxes. With a CPU quota, the cores are shared
-        with other cgroups, so the CPU time of this cgroup is used instead.
+        The times of the cores, which the kernel counts in ticks, may be missing in sandboxes. With a CPU quota, the
+        cores are shared with other cgroups, so the CPU time of this cgroup is used instead.
         """
         shares = self._core_shares()
         busiest = max(shares, default=None)
@@ -320,7 +320,7 @@ class Telemetry:
         self._gpus = Gpus(nvml, environ, modules)
 
     def snapshot(self) -> HostSnapshot:
-        """Return a snapshot; takes about 1 ms."""
+        """Return a snapshot; takes about 1 ms without a GPU."""
         return self._host.snapshot(self._gpus.snapshot())
 
     def close(self) -> None:

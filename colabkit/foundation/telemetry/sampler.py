@@ -1,6 +1,6 @@
 """A thread that takes a snapshot of the machine every second and stores the recent ones.
 
-The thread uses neither displays nor CUDA. Panels and reports read its snapshots from their own threads.
+The thread draws nothing and never initializes CUDA. Panels and reports read its snapshots from their own threads.
 """
 
 from __future__ import annotations

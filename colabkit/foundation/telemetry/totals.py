@@ -34,7 +34,7 @@ class Rate:
         self._before: tuple[float, float] | None = None
 
     def of(self, total: float | None) -> float | None:
-        """Return the increase per second since the last call; None at the first call or if `total` is None or fell."""
+        """Return the increase per second since the last call; None if either total is unknown or the total fell."""
         now = self._clock()
         before, self._before = self._before, None if total is None else (now, total)
         if total is None or before is None or now <= before[0] or total < before[1]:
@@ -133,7 +133,7 @@ class Family:
         self._servers = {child: totals for child, totals in self._servers.items() if child in kept}
 
     def _leave_out(self, done: Totals, before: Totals | None = None) -> None:
-        """Subtract the work of a child since `before`."""
+        """Exclude the work of a child since `before`, or all of its work so far, from the totals."""
         cpu_s, _, *read = (
             (now or 0) - (then or 0) for now, then in zip(done, before or Totals(0.0, 0.0, 0, 0), strict=True)
         )

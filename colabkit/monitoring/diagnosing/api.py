@@ -42,7 +42,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 _RECENT_S = 60.0
 _WARM_UP = 3
-# Number of batches between two updates of the meters.
+# Number of batches after which the steps that the GPU has finished are counted.
 _SETTLED_EVERY = 16
 # Rules about training steps, which do not apply when a loader is timed without training.
 _OF_A_STEP = ("wrong_device",)
@@ -62,19 +62,18 @@ def doctor(
             training loop has used; or any unused loader, such as torch's `DataLoader`, which is then iterated without
             training to measure its speed. None for the most recent training run or loop in this process; if that loop
             alternated between loaders, as with training and validation, the first one used.
-        seconds: how long to iterate a loader that has not been used, in seconds or as text such as
-            `"1min"`.
+        seconds: how long to iterate a loader that has not been used, in seconds or as text such as `"1min"`.
         headspace: the result of `headspace()` for the same step, which must do everything that the watched loop does
-            with a batch. The speeds after each fix are then predicted from the step's time without a loader. Otherwise
-            they are estimated from the fastest steps, which is less accurate if loader and step share a CPU.
+            with a batch. The speeds after each fix are then predicted from the step's time without a loader. Otherwise,
+            that time is estimated from the run itself, which is less accurate if loader and step share a CPU.
 
     Returns:
         The diagnosis: the verdict, the shares of the step time, and the advice.
 
     Raises:
         InvalidOption: if `of` is none of these, the loader yields no batches, or nothing has been trained yet; if
-            `seconds` is not a duration above 0; if `headspace` has another type, or the loader was not used for
-            training.
+            `seconds` is not a duration above 0; if `headspace` has another type, or is given for a loader that has not
+            been used.
         SourceMissing: if nothing is at the path of the report.
         BadSource: if the file at the path is not a saved report.
 
@@ -182,7 +181,7 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> Dia
 def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
     """Wrap a loader so that `doctor()` and `dashboard()` can time its steps.
 
-    The wrapper yields the same batches and forwards all attributes to `loader`.
+    The wrapper yields the same batches. Attributes that it does not define are those of `loader`.
 
     Args:
         loader: torch's `DataLoader` or any other iterable of batches; each iteration is one pass.
@@ -289,7 +288,7 @@ def _clock(totals: meters.StepTotals) -> meters.Clock:
 
 
 def _device() -> str:
-    """Return the current GPU if this process has tensors on it, else the CPU."""
+    """Return the name of the current GPU if this process has tensors on it, else `"cpu"`."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return "cpu"
     number = torch.cuda.current_device()

@@ -27,12 +27,12 @@ _LOAD_PACK = "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size
 
 
 def remote_files(run: RunProfile) -> Advice | None:
-    """Advise staging if every epoch reads files, or rows of a pack, from a mount or a network."""
+    """Advise staging if reading files, or rows of a pack, from a mount or a network is the bottleneck."""
     path = _quoted(run.facts.path)
     if not (run.is_starved and run.facts.is_remote and run.bottleneck in ("read", "gather")):
         return None
     is_known, is_cold = run.cpu_s is not None, run.facts.kind in ("foreign", "processes")
-    faster = "; it may be even faster, since workers that wait for each file take more CPU time" if is_cold else ""
+    faster = "; the run may be even faster, since workers that wait for each file take more CPU time" if is_cold else ""
     return Advice(
         f"each epoch reads from {_place(run)}",
         f"Stage the {'file' if _is_hdf5(run) else 'files'} to the local disk once",
@@ -50,7 +50,7 @@ def remote_files_to_pack(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"each epoch opens {format_count(files) if files else 'many'} remote files",
-        "Pack the decoded images into one local file, which is also saved on Drive for later runs",
+        "Pack the decoded images into one local file, which is also saved on Drive, if mounted, for later runs",
         f"colabkit.prepare({_quoted(run.facts.path)}, size=..., encoding='raw')",
         forecast_run(run).from_rows(_row_bytes(run)),
         confidence="high" if run.cpu_s is not None else "medium",
@@ -117,7 +117,7 @@ def slow_decoding(run: RunProfile) -> Advice | None:
 
 
 def slow_transform(run: RunProfile) -> Advice | None:
-    """Advise batched or GPU transforms, or smaller samples, if Python code processes samples one at a time."""
+    """Advise packing, a GPU transform or smaller samples if loading in Python, or the transform, is the bottleneck."""
     waits = run.bottleneck == "read" and run.facts.kind == "processes" and not run.facts.is_remote
     if not run.is_starved or not (waits or run.bottleneck in ("samples", "augment")):
         return None
@@ -175,11 +175,11 @@ def more_workers(run: RunProfile) -> Advice | None:
     if not run.is_starved or facts.workers is None or rate is None or rate >= _IDLE or facts.is_remote:
         return None
     most = round(run.machine.cpus)
-    # This transform runs in the single thread that delivers batches, so more workers do not speed it up.
+    # The final transform runs in the single thread that delivers batches, so more workers do not speed it up.
     one_transforms = facts.kind == "processes" and run.bottleneck == "augment"
     if facts.workers >= most or facts.kind in ("gathered", "device") or one_transforms:
         return None
-    # The workers limit the speed: each makes one batch per `workers` steps. Without workers, the wait is this time.
+    # Each worker makes one batch per `workers` steps. Without workers, making a batch takes as long as the wait.
     a_batch_s = run.step.seconds * facts.workers if facts.workers else run.step.wait_s
     speed = min(forecast_run(run).samples_per_s(workers=most), run.step.samples * most / max(a_batch_s, 1e-9))
     workers, cpus = format_things(facts.workers, "worker"), format_things(most, "CPU")
@@ -199,7 +199,7 @@ def held_by_python(run: RunProfile) -> Advice | None:
         return None
     is_alone = machine.busiest_core_rate > 0.9 and machine.cpu_rate < 0.7
     if not is_alone or (run.facts.workers or 1) < 2 or run.facts.kind != "decoded":
-        # Only loaders of this kind run Python code in several threads.
+        # Only loaders that decode images run Python code in several threads.
         return None
     return Advice(
         "one core is busy and the others are not, so threads wait for Python's global interpreter lock",
@@ -260,9 +260,9 @@ def bursts(run: RunProfile) -> Advice | None:
 
 
 def chunks_do_not_fit(run: RunProfile) -> Advice | None:
-    """Advise repacking, or block shuffling, if far more bytes are read than used.
+    """Advise repacking a third-party HDF5 file that is slow to read, or block shuffling if far more is read than used.
 
-    The cause is the chunking of a third-party HDF5 file, or a pack that does not fit in RAM.
+    More bytes are read than used if the page cache cannot hold the file.
     """
     facts, gathered, read = run.facts, run.part("gather"), run.part("read")
     if not run.is_starved or facts.kind != "gathered" or not _is_hdf5(run) or facts.tier not in ("disk", "source"):
@@ -319,7 +319,7 @@ def throttled(run: RunProfile) -> Advice | None:
     found += [f"{format_things(retries, 'read')} of the source had to be retried"] if retries else []
     return Advice(
         ", and ".join(found),
-        "Stage the data before training, since Drive limits frequent requests",
+        "Stage the data before training, since remote storage such as Drive limits frequent requests",
         f"colabkit.stage({_quoted(run.facts.path)})",
         _speed_when_local(run),
         confidence="low",

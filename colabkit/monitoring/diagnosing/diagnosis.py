@@ -40,11 +40,11 @@ class Advice:
         found: the observation, with its numbers.
         action: the recommended action, one imperative sentence.
         call: Python code for the action; empty if there is none.
-        samples_per_s: upper bound of the speed after the fix, set by the slowest remaining part; None if the advice is
-            not about speed.
+        samples_per_s: upper bound of the speed after the fix, set by the slowest remaining part; None if no speed is
+            predicted.
         saved_s: seconds saved per epoch; None if unknown.
         confidence: confidence in the prediction.
-        check: how to verify the effect.
+        check: how to verify the effect; may be empty.
         rule: name of the rule that gave the advice.
 
     Example:
@@ -74,8 +74,8 @@ class Diagnosis(Report):
         verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work on the host),
             or `"unknown"`.
         sentence: the verdict as a sentence, with its numbers.
-        shares: how the time of a typical step is split. It is the mean of the middle half of the steps, so that
-            stragglers, starts of epochs and pauses for checkpoints do not count, unlike in the averages of a
+        shares: how the time of a typical step is split. A typical step is the mean of the middle half of the steps, so
+            that stragglers, starts of epochs and pauses for checkpoints do not count, unlike in the averages of a
             `TrainReport`.
         step_s: seconds of a typical step.
         samples_per_s: samples per second at typical steps.

@@ -2,7 +2,7 @@
 
 This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021). The
 costs of the step and of the loader's workers come from the run itself. Costs that a fix adds are measured on this
-machine when a rule first needs them: gathering rows, and opening a cached file. The caches and memory bandwidth that
+machine when they are first needed: gathering rows, and opening a cached file. The caches and memory bandwidth that
 step and loader share are not modelled, so a prediction is an upper bound and is shown as "up to".
 
 On the CPU, a step competes with its loader. A multithreaded step stalls while a worker occupies one of its cores,

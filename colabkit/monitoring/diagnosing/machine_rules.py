@@ -56,7 +56,7 @@ def pageable_copies(run: RunProfile) -> Advice | None:
 
 
 def slow_copies(run: RunProfile) -> Advice | None:
-    """Advise sending fewer bytes if copies are slow, or large although the memory is pinned."""
+    """Advise copying fewer bytes if the step waits for copies that are slow, or that already use pinned memory."""
     part = run.part("transfer")
     if run.shares.copy < _EXPOSED_COPY or not part.busy_s:
         return None
@@ -88,7 +88,7 @@ def tiny_batches(run: RunProfile) -> Advice | None:
 
 
 def launches(run: RunProfile) -> Advice | None:
-    """Advise larger batches or `torch.compile` if the GPU is often idle because kernels are too short."""
+    """Advise larger batches or `torch.compile` if the GPU is often idle although data is ready."""
     gpu = run.machine.gpu
     if not run.is_on_gpu or run.shares.wait >= HIGH or gpu is None or gpu.utilization_rate is None:
         return None
@@ -209,7 +209,7 @@ def others_on_the_gpu(run: RunProfile) -> Advice | None:
 
 
 def others_on_the_cpu(run: RunProfile) -> Advice | None:
-    """Report that other processes use much of a full CPU."""
+    """Report that other processes use many of the CPUs while all CPUs are busy."""
     foreign, cpus = run.machine.foreign_cpus, run.machine.cpus
     if foreign is None or foreign < _FOREIGN_CPUS * cpus or not run.is_cpu_full or run.is_on_gpu:
         return None
@@ -223,7 +223,7 @@ def others_on_the_cpu(run: RunProfile) -> Advice | None:
 
 
 def full_ram(run: RunProfile) -> Advice | None:
-    """Warn if RAM is nearly full, since the operating system then kills the process without a message."""
+    """Warn if RAM is nearly full, since a process that runs out of RAM is killed without a message."""
     machine = run.machine
     if machine.ram_used is None or machine.ram_used <= _RAM or machine.ram_total_bytes is None:
         return None

@@ -23,7 +23,7 @@ class Rule:
     Attributes:
         look: returns advice about a run, or None.
         is_urgent: whether its advice is listed before all advice about speed.
-        silences: rules whose advice is dropped if this rule applies, since it would repeat or worsen the problem.
+        silences: rules whose advice is dropped if this rule gives advice, which theirs would repeat or contradict.
     """
 
     look: Callable[[RunProfile], Advice | None]
@@ -36,7 +36,7 @@ class Rule:
         return self.look.__name__
 
     def __call__(self, run: RunProfile) -> Advice | None:
-        """Return the rule's advice about a run, marked with the rule's name."""
+        """Return the rule's advice about a run, marked with the rule's name; None if the rule does not apply."""
         advice = self.look(run)
         return None if advice is None else replace(advice, rule=self.name)
 

@@ -44,8 +44,8 @@ class MachineProfile:
     """The machine over a time window; unknown values are None.
 
     Rates are shares in [0, 1]: `own_cpu_rate` covers this process and its children, and `io_stall_rate` is the share of
-    the time in which some task waited for storage. RAM, disk and `/dev/shm` are values at the end of the window. `gpu`
-    is the GPU that this process uses most.
+    the time in which some task waited for storage. RAM, tmpfs, disk and `/dev/shm` are measured at the end of the
+    window; `ram_used` and `shm_free` are shares. `gpu` is the GPU that this process uses most.
     """
 
     cpus: float = 1.0
@@ -93,13 +93,13 @@ class RunProfile:
         step: the typical step.
         steps: number of steps that the profile is based on.
         is_enough: whether these steps are enough for a verdict.
-        quick_s: compute time of the fastest steps in seconds; these steps ran undisturbed.
+        quick_s: compute seconds of one of the fastest steps, which ran undisturbed, for a batch of typical size.
         late: share of the time taken by a few long waits, in [0, 1].
         slowdown: duration of the newest third of the steps divided by that of the oldest third.
-        spent: the loader's meters over these steps.
+        spent: the loader's meters, without the first pass once there are enough later steps.
         passes: number of passes over the loader that have begun in the whole run.
         facts: facts about the loader.
-        machine: state of the machine during these steps.
+        machine: state of the machine during the run.
         cost_share: share of the time that the panel took, in [0, 1]; None without a panel.
         precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.
         measured_alone_s: seconds per sample of the step without a loader; None if not measured.
@@ -134,10 +134,11 @@ class RunProfile:
 
     @property
     def alone_s(self) -> float:
-        """Seconds of the undisturbed step: the measured time, else the time of the fastest steps.
+        """Seconds of the step without a loader: measured, else of the fastest steps if the loader disturbs the others.
 
-        On the CPU, long pauses also disturb the step, since caches become cold. On a GPU, the smaller of both times
-        counts: events time the step correctly next to the loader, and a measurement includes the wait for the result.
+        If it does not, the typical step counts. On the CPU, long pauses also disturb the step, since caches become
+        cold. On a GPU, a measured time counts only if it is below that of the typical step: events time the step
+        correctly next to the loader, and a measurement includes the wait for the result.
         """
         if self.measured_alone_s is not None:
             measured_s = self.measured_alone_s * self.step.samples
@@ -234,7 +235,10 @@ class RunProfile:
 
     @property
     def _waits_for_storage(self) -> bool:
-        """Whether worker processes use little CPU time although CPUs are free, so that they wait for storage."""
+        """Whether worker processes wait for storage: they use little CPU time although CPUs are free.
+
+        If their CPU time is unknown, whether the samples are remote.
+        """
         part = self.part("samples")
         if not part.busy_s or not part.cpu_s:
             return bool(self.facts.is_remote)

@@ -28,7 +28,7 @@ _PARTS = {
 
 
 class Doctor:
-    """Diagnoses an active run; the verdict changes only after two consecutive looks agree on another one.
+    """Diagnoses an active run; after the first verdict, it changes only if two consecutive looks agree on another one.
 
     Args:
         precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.
@@ -77,7 +77,7 @@ class Doctor:
 
 
 def find_verdict(run: RunProfile, standing: Verdict = "unknown") -> Verdict:
-    """Return the bottleneck: the largest avoidable share of the step if it is above its threshold, else `"compute"`."""
+    """Return the bottleneck: the largest avoidable share of those that reach their thresholds, else `"compute"`."""
     shares = run.shares
     found: list[tuple[float, Verdict]] = [(run.input_share, "data"), (shares.copy, "copy"), (shares.other, "other")]
     large = [

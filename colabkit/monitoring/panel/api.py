@@ -1,8 +1,8 @@
 """`dashboard()` shows a live panel during `train()` or any loop over a `Loader`.
 
-The panel subscribes to the meters. The thread that runs the loop paints it at most twice per second, even while it
-waits for data. The loop does not depend on the panel: if painting fails, the panel falls back to text, and the run
-continues.
+The panel subscribes to the meters. The thread that runs the loop paints the panel at most twice per second, also while
+this thread waits for a batch of a `Loader`. The loop does not depend on the panel: if painting fails, the panel falls
+back to text, and the run continues.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ class FramePace:
     """Measures the cost of frames and schedules the next one.
 
     The interval doubles, up to 8 s, after a frame that takes more than 5 ms, or while frames take more than 0.5% of the
-    time. It halves after any other frame. The first frame does not count, since it loads the display and comes before
-    the run.
+    time. It halves, down to `refresh_s`, after any other frame. The first frame does not count, since it loads the
+    display and comes before the run.
 
     While a frame is painted, other threads may get the GIL, such as those that send the frame or load data. Up to two
     switch intervals, 5 ms each by default, are therefore not counted. A longer wait is caused by the front end, and

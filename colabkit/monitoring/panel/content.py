@@ -37,7 +37,7 @@ _CLIPPED = "colabkit.supervised_step(..., clip=1.0)"
 
 @dataclass(frozen=True, slots=True)
 class PanelState:
-    """The state that the panel shows. Unknown values are None, and curves without points are empty.
+    """The state that the panel shows. Unknown values are None, and unknown curves are empty.
 
     Curves are ordered from the oldest point to the newest. During the run they cover the last minute, afterwards the
     whole run. The loss curve always covers the whole run. Rates cover the last seconds during the run, afterwards the
@@ -48,10 +48,10 @@ class PanelState:
         stopped_by: name of the error that stopped the run.
         epoch: number of the epoch, from 1.
         epochs: total number of epochs.
-        step: number of finished steps in this epoch.
+        step: number of finished steps in this epoch; in a plain loop, of received batches.
         steps_per_epoch: number of steps per epoch.
         elapsed_s: seconds since the start.
-        remaining_s: estimated seconds to the end.
+        remaining_s: estimated seconds to the end of the run, or of the epoch if `epochs` is unknown.
         waiting_s: seconds that the loop has been waiting for a batch.
         diagnosis: the doctor's diagnosis.
         samples_per_s: samples per second.
@@ -154,7 +154,7 @@ def clipped(text: object, most: int) -> str:
 
 
 def verdict(state: PanelState) -> tuple[str, str]:
-    """Return the verdict, and a separate suffix that changes with every frame."""
+    """Return the verdict, and a separate suffix that changes with every frame, which may be empty."""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
         return "Waiting for data", f"since {format_seconds(state.waiting_s)}"
     sentence = clipped(state.diagnosis.sentence, 140) if state.diagnosis else ""

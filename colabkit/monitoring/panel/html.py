@@ -1,11 +1,12 @@
 """The panel as HTML: inline styles only, pictures as data URLs, no scripts.
 
-It therefore looks the same live, in a saved notebook, and in front ends that remove scripts and style sheets. Without
-any styles it still reads from top to bottom. It uses the colors of the theme, and its height depends only on its width.
+The panel therefore looks the same live, in a saved notebook, and in front ends that remove scripts and style sheets.
+Without any styles, it still reads from top to bottom. It uses the colors of the theme, and its height depends only on
+its width.
 
-The pictures are small SVG images, to which the colors of the page do not apply. Their colors have a contrast of 3:1 on
-white and on #131314 (blue, vermillion, green and purple of Okabe and Ito, and a gray). No information is shown by color
-alone.
+The pictures are small SVG images, to which the colors of the page do not apply. Their colors have a contrast of at
+least 3:1 on white and on #131314 (blue, vermillion, green and purple of Okabe and Ito, and a gray). No information is
+shown by color alone.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def line_chart(alt: str, points: Sequence[float], low: float | None, high: float
         points: values from left to right.
         low: value at the bottom; None for the smallest point.
         high: value at the top; None for the largest point.
-        height: height of the picture in pixels; it fills the available width.
+        height: height of the picture in pixels; the picture fills the available width.
     """
     if len(points) < 2:
         dashes = (

@@ -28,7 +28,7 @@ _LOOK_S = 2.0
 class RunRecorder:
     """Turns the events of one run, or of a plain loop over a loader, into `PanelState`s.
 
-    Recording an event takes about half a microsecond and reads nothing from the device.
+    Recording a step takes about half a microsecond and reads nothing from the device.
 
     Args:
         doctor: diagnoses the run.
@@ -189,7 +189,7 @@ class RunRecorder:
         return now_s - then_s, spent - then
 
     def _samples_per_s(self, spent: MetersSnapshot) -> float | None:
-        """Return the samples per second over the newest steps, including the current wait."""
+        """Return the samples per second over the newest steps and the current wait; over the whole run after its end."""
         if self._ended_s is not None:
             return spent.samples / spent.seconds if spent.seconds else None
         samples, seconds = 0, self._waiting_s
