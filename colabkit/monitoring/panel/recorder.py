@@ -189,7 +189,7 @@ class RunRecorder:
         return now_s - then_s, spent - then
 
     def _samples_per_s(self, spent: MetersSnapshot) -> float | None:
-        """Return the samples per second over the newest steps and the current wait; over the whole run after its end."""
+        """Return the samples per second over the newest steps and the current wait, or over a whole finished run."""
         if self._ended_s is not None:
             return spent.samples / spent.seconds if spent.seconds else None
         samples, seconds = 0, self._waiting_s
