@@ -388,7 +388,7 @@ def check_written(act: str, name: str, path: Path, size: int, crc: int | None, m
 
 
 def _blocks_of_medium(path: Path, size: int) -> Iterator[bytes]:
-    """Yield a file's blocks, dropped from the page cache first where possible; stop at most one block after `size`."""
+    """Drop a file from the page cache where possible, then yield its blocks; stop at most one block after `size`."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""`fetch()` after interruptions, in concurrent calls and with existing data at the target; its names and messages."""
+"""`fetch()` after interruptions, in concurrent calls and with existing data at the target; file names and messages."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_on_a_fast_line_a_small_object_takes_one_request_and_a_large_one_few(scr
 
     source, _ = scripted({"b/birds/small": info(8 << 20), "b/birds/large": info(len(data))}, cat)
     large, small = source.list().items
-    # The first requests measure the line.
+    # The first requests measure the bandwidth.
     assert read_item(source, small, Retries()) == data[: 8 << 20]
     assert len(requested) == 10
     requested.clear()

@@ -112,7 +112,7 @@ def only(source: Source, name: str) -> list[Item]:
 def preadv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[int, Preadv, int, list[memoryview], int], int]], None]:
-    """Return a function that replaces `os.preadv`; the replacement also gets the call's number and the original."""
+    """Return a function that replaces `os.preadv`; the new function also gets the call number and the original."""
     real, lock, count = os.preadv, threading.Lock(), [0]
 
     def put(other: Callable[[int, Preadv, int, list[memoryview], int], int]) -> None:

@@ -22,7 +22,7 @@ class Simulation:
 
     Args:
         level: the level that sets the number of requests in flight.
-        latency_s: seconds until the answer to a call of weight 1, in proportion to the weight.
+        latency_s: latency in seconds of a call of weight 1; it is proportional to the weight.
         cap: number of calls that the source serves at once; other calls wait.
         cpu_s: CPU seconds of each call after its answer.
         cores: number of CPU cores.
@@ -82,7 +82,7 @@ class Simulation:
             self._later(self._queued(self._servers, latency), False, weight)
 
     def _queued(self, free_at: list[float], duration: float) -> float:
-        """Assign a task to the first free server or core, and return its end time."""
+        """Assign a task to the first free server or core, and return the task's end time."""
         end = max(self.time, heapq.heappop(free_at)) + duration
         heapq.heappush(free_at, end)
         return end
@@ -92,7 +92,7 @@ class Simulation:
 
 
 def best_rate(seconds: float, **source: object) -> float:
-    """Return the best rate that any fixed number of concurrent requests reaches."""
+    """Return the best rate among fixed numbers of concurrent requests."""
     return max(Simulation(Level(now, is_fixed=True), **source).run(seconds) for now in LEVELS)  # type: ignore[arg-type]
 
 

@@ -78,7 +78,7 @@ _EXPECTED = ("Mounted at", "Drive already mounted at")
 
 
 def check_can_mount(place: Place, act: str = "mount Drive") -> None:
-    """Raise `MountFailed` if `google.colab` cannot mount Drive here; the message says what to do instead."""
+    """Raise `MountFailed` if `google.colab` cannot mount Drive here; the message gives the next step."""
     if not place.can_mount_drive:
         raise with_cause("place", _not_here(place, act))
     if threading.current_thread() is not threading.main_thread():

@@ -97,6 +97,7 @@ def stage(
         NotEnoughSpace: if the target is too small; raised before anything is written if the sizes are known.
         SourceChanged: if a file changed after it was listed, or during the read.
         Corrupt: if, with `verify="full"`, the second read returns different bytes.
+        FetchFailed: if an address cannot be fetched, or a bucket cannot be read.
         TimedOut: if the source does not respond.
 
     Example:

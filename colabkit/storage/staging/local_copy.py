@@ -38,14 +38,14 @@ class Seal:
         source: name of the source.
         target: `"tmpfs"`, `"disk"` or `"path"`.
         why: the reason for the target.
-        file: name of the file if the source is a single file that is not extracted, otherwise empty.
+        file: name of the file if the source is a plain file or an archive that is not extracted, otherwise empty.
         files: number of files.
         staged_bytes: total size of the files.
         retries: number of retries of reads and listings.
         skipped: pairs of a skipped path and the reason.
         verify: `"size"` or `"full"`.
-        origin: size in bytes and modification time in ns of the source if it is a local file or an archive; otherwise
-            None.
+        origin: size in bytes and modification time in ns of the source if it is an archive or a local or downloaded
+            file; otherwise None.
         tmpfs: folder of the tmpfs that was mounted for the copy, otherwise empty.
     """
 
@@ -217,7 +217,7 @@ def block_crcs(item: Item, crcs: list[int]) -> dict[int, int]:
 
 
 def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
-    """Return the recorded CRC32s that match a file's blocks, by offset; empty if the file is unreadable or resized."""
+    """Return the recorded CRC32s that match a file's blocks, by offset; empty if its size differs or reading fails."""
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != item.size:

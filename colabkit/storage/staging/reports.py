@@ -83,7 +83,7 @@ class StageReport(Report):
     """The report of `stage()`.
 
     Attributes:
-        path: the local copy: a file if the source is a single file that is not extracted, otherwise a folder.
+        path: the local copy: a file if the source is a plain file or an unextracted archive, otherwise a folder.
         source: name of the source.
         target: `"tmpfs"`, `"disk"` or `"path"`, with the reason in `why`.
         files: number of files in the local copy.
