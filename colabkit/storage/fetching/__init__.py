@@ -1,1 +1,1 @@
-"""`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL, and verifies it."""
+"""`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL."""

@@ -47,8 +47,8 @@ class FetchReport(Report):
 
     Attributes:
         path: the fetched file or folder.
-        source: the source's address, without userinfo, query and fragment; for Drive, for example
-            `"Drive folder ID"`.
+        source: the source's address, without userinfo, query and fragment; for Drive, the kind
+            and the ID.
         via: `"https"` or `"http"`; the program and its version, for example `"gdown 5.2.2"` or
             `"fsspec 2026.1 (memory)"`; or `"existing file"` if a file with the requested digest existed.
         files: number of files.
@@ -139,10 +139,10 @@ def fetch(
         FetchFailed: if the source cannot be fetched; the message gives the cause and a remedy.
         TimedOut: if not enough data arrived in time.
         Corrupt: if the file does not have the requested digest; the data is discarded.
-        TargetExists: if something else is at the final path and `overwrite` is not set, or if a file would replace a
-            folder or vice versa.
+        TargetExists: if the final path holds other data or another version and `overwrite` is not set, or if a file
+            would replace a folder or vice versa.
         NotEnoughSpace: if the size is known and the free space is too small.
-        MissingPackage: if gdown, fsspec or a file system's package is missing; the message gives the install command.
+        MissingPackage: if gdown, fsspec or a file system's package is missing; the message says what to install.
         InvalidOption: if `source` or an option is invalid; for local paths, use `stage()`.
 
     Example:

@@ -143,7 +143,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def open_address(url: str, headers: dict[str, str], authorization: str | None, deadline: Deadline) -> HTTPResponse:
-    """Send a GET request, through the environment's proxies, follow redirects, and return the response.
+    """Send a GET request through the environment's proxies, follow redirects, and return the response.
 
     Args:
         url: the address, without userinfo.

@@ -248,7 +248,7 @@ class BucketSource:
 
     @contextmanager
     def _translated_errors(self, act: str) -> Iterator[None]:
-        """Translate file system errors, whose texts may contain secrets; unknown errors become `OSError`."""
+        """Translate errors, whose texts may hold secrets, to `FetchFailed`, or `OSError` if they may be transient."""
         try:
             yield
         except ColabkitError:

@@ -1,7 +1,7 @@
 """The protocol that all sources implement, and code that several of them share.
 
 To add a source type, write a module with a class that implements `Source`, and add a line to `registry.py` that selects
-the class. A new archive type inherits from `ArchiveSource`; no other module checks the concrete class of an archive.
+the class. A new archive type inherits from `ArchiveSource`; only `registry.py` names the concrete classes of archives.
 
 The class can also implement `SequentialSource`, and define
 
@@ -78,7 +78,7 @@ class Listing:
     """The files of a source, as returned by `Source.list()`.
 
     Attributes:
-        items: the files, sorted by path; for a table, one per row, in the table's order.
+        items: the files, sorted by path; for a table, the files of its rows, in order.
         skipped: pairs of a skipped path and the reason.
         retries: number of retries while the source was listed.
         columns: the other columns of a table, or the fields of records, by name, with one value per item.
@@ -237,7 +237,7 @@ class ByteSpan(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return up to `size` bytes, by default the rest; fewer do not imply the end, but an empty result does."""
+        """Return up to `size` bytes, by default all that remain; only an empty result marks the end."""
         if self.closed:
             raise ValueError("read of a closed file")
         left = max(0, self._size - self._at)

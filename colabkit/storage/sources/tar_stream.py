@@ -160,7 +160,7 @@ _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _NUMBER = re.compile(rb"([0-9]{1,20})")
 _TIME = re.compile(rb"(-?[0-9]{1,18})(?:\.([0-9]*))?")
 _MOST_NS = 1 << 63
-# In GNU's old format, a flag states that another block of a sparse map follows: its offset in the header and in blocks.
+# Offsets, in the header and in a block of a sparse map, of the flag that another block follows (GNU's old format).
 _SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 

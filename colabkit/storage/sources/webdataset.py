@@ -79,7 +79,8 @@ class WebDatasetSource(RangeSource):
                 for key, parts in samples:
                     payload = _payload_of(parts, kind)
                     if payload is None:
-                        found.skipped.append((f"{shard}/{key}", f"a sample without {kind}"))
+                        missing = "an image" if kind == "image" else f"a .{kind} member"
+                        found.skipped.append((f"{shard}/{key}", f"a sample without {missing}"))
                         continue
                     fields = dict(labels)
                     for part in parts:
