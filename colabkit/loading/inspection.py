@@ -18,7 +18,7 @@ _NO_BATCHES = (str, bytes, int, float, type(None), os.PathLike, type, torch.nn.M
 
 
 def may_be_loader(of: Any) -> bool:
-    """Return whether an object may be a loader: an iterable that is not known to yield anything other than batches.
+    """Return whether an object may be a loader: an iterable whose items may be batches.
 
     Models, arrays and tables are iterable but are not loaders. A list counts as a loader if it may hold batches.
     """

@@ -72,8 +72,8 @@ class Loader(DataLoaderSource):
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
     - The loader checks the CRCs of image files in a pack, but not the CRCs of rows; `verify()` checks both.
-    - Under `torch.distributed` every process gets its share of each global batch. Each sample occurs once per epoch,
-      and all processes get the same number of batches. A custom sampler must shard samples across ranks itself.
+    - Under `torch.distributed` every process gets its share of each global batch. No sample is repeated to
+      fill a share, and all processes get the same number of batches. A custom sampler must shard its samples itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
       torchvision transforms and `augment.PerSample`. On the CPU, transforms of `colabkit.augment`, including
       `PerBatch`, run in worker threads. Any other callable runs in your thread when you request the batch; the global
@@ -98,8 +98,8 @@ class Loader(DataLoaderSource):
         collate_fn: function that makes a batch from a list of samples, as in `DataLoader`. It may drop samples, but not
             together with a transform of `colabkit.augment`, which draws random numbers for every sample.
         fields: names of the fields that batches hold, in this order; None for all. Packs and files name their samples
-            `X` and their labels `Y`; the arrays of a tuple are `0`, `1` and so on. The transform applies to the first
-            field of the dataset.
+            `X` and their labels `Y`; the arrays of a tuple are `0`, `1` and so on. The transform applies to the one
+            that comes first in the dataset.
         as_dict: whether batches are dicts keyed by field name, as in `batch["X"]`.
         size: size in pixels of decoded image files: one side, or height and width. Images are resized and cropped as in
             `pack()`. Images decoded to one size are cached if there is room, so later epochs skip decoding. For samples
@@ -108,27 +108,27 @@ class Loader(DataLoaderSource):
             reports the choice.
         on_bad: how to handle image files that cannot be decoded: `"raise"`, `"skip"` (only in a single process), or
             `"blank"` for an empty image. Valid images of different sizes are always an error if one size is needed.
-        num_workers: number of worker threads or processes; None for one per usable CPU. With 0 all work happens in
-            your thread when you request a batch, except for copies to a GPU.
+        num_workers: number of worker threads or processes; None for one per usable CPU. With 0, a batch is built in
+            your thread when you request it; for a GPU, one thread may still build batches ahead.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
         persistent_workers: whether to keep worker processes between epochs, to save about 0.1 s per epoch. They do not
             see later changes of the dataset. Invalid without worker processes.
         channels_last: whether images of packs, files and channels-last tensors stay in channels-last memory format, in
             which they are stored. False makes them contiguous, so that `.view` works. None means True on a GPU, where
             convolutions are faster with this format, and False on the CPU.
-        rank: rank of this process; None uses that of `torch.distributed`.
-        world_size: number of processes; None uses that of `torch.distributed`.
+        rank: rank of this process; None uses that of `torch.distributed`, or 0 without it.
+        world_size: number of processes; None uses that of `torch.distributed`, or 1 without it.
 
     Raises:
         InvalidOption: if an argument is invalid.
-        BadImage: during iteration, if an image cannot be decoded, or if no image of an epoch can be decoded.
-        LoaderFailed: during iteration, if the dataset, a transform or `collate_fn` fails; its cause is the error.
+        BadImage: if an image cannot be decoded and `on_bad` is `"raise"`, or if no image of an epoch can be decoded.
+        LoaderFailed: during iteration, if a worker process dies, or if your code fails; its error is then the cause.
 
     Attributes:
         meters: counts and seconds of each stage, and the time that you waited for batches.
-        tier: where samples live, and why. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (the kernel or the loader reads
-            samples ahead) or `"source"` (each epoch decodes samples or calls the dataset again). `tier.reason` names
-            the sizes that led to this choice, and `tier.rows` is the number of cached decoded samples.
+        tier: where samples live, and why. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (in a cache of decoded samples, or
+            in the pack itself) or `"source"` (each epoch decodes samples or calls the dataset again). `tier.reason`
+            names the sizes that led to this choice, and `tier.rows` is the number of cached decoded samples.
         bad_samples: names of image files that could not be decoded, with the reasons.
 
     Example:
@@ -415,7 +415,7 @@ class Loader(DataLoaderSource):
             values[0] = transform(values[0])
         if place is not None:
             values[place] = labels
-        # Count only the wall time: CPU seconds serve to predict the effect of more workers, and this is no worker.
+        # Count only the wall time: CPU seconds serve to predict the effect of more workers, and this thread is none.
         self.meters.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     def _describe(self, order: Order | None, draws: Draws) -> str:

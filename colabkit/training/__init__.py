@@ -5,7 +5,7 @@
 - `schedule`, `records`: when to save, validate and stop; the numbers recorded for steps and epochs.
 - `checkpoints`, `run_checkpoints`: checkpoint files, written in the background and sealed; saving and resuming a run.
 - `step_factory`, `steps`, `models`, `batch_values`: `supervised_step()` and the step that it returns; the precision,
-  memory layout and compilation of its model; the values of its batches.
+  memory layout and compilation of its model; the images, labels, loss and accuracy of its batches.
 - `evaluation`: `evaluate()` and `predict()`.
 - `ceiling`, `folds`, `ranks`: `headspace()`, `k_fold()` and `notebook_launch()`.
 """

@@ -1,4 +1,4 @@
-"""Values of a batch: images and labels from the loader, loss and accuracy from the model."""
+"""The images and labels of a batch, and its loss and accuracy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colabkit.foundation import InvalidOption, cannot, kind_of
 
 TRAIN_ON = "train on a batch"
-# The number of batches whose accuracies are computed together, and the maximum number of scores in such a batch.
+# The maximum number of batches whose accuracies are computed together, and of scores in such a batch.
 _GROUPED, _SMALL = 32, 1 << 14
 _ELEMENTWISE = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
@@ -27,8 +27,8 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     """Return the images and labels of a batch.
 
     Raises:
-        InvalidOption: if the batch is neither a pair of tensors, nor a dict with `"X"` and `"Y"`, nor a dict of two
-            tensors.
+        InvalidOption: if the batch is neither a pair of tensors, nor a dict with the tensors `"X"` and `"Y"`, nor a
+            dict of two tensors.
     """
     images = labels = None
     if isinstance(batch, (tuple, list)):
@@ -77,9 +77,9 @@ def is_cross_entropy(loss: Any) -> bool:
 
 
 def checked_loss(loss: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
-    """Return a loss function that raises clear errors, and compares labels `[B]` with outputs `[B, 1]` one by one.
+    """Return a loss function that raises clear errors and, if elementwise, compares `[B, 1]` with `[B]` one by one.
 
-    With these shapes, torch's elementwise losses, such as `nn.MSELoss`, would compare each output with all labels.
+    For outputs `[B, 1]` and labels `[B]`, an elementwise loss of torch would compare each output with all labels.
     """
     if loss in _ELEMENTWISE or type(loss) in _ELEMENTWISE:
         return partial(_elementwise, loss)
@@ -129,7 +129,10 @@ def single_number(value: Any) -> Tensor:
 
 
 def is_right(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return, as `bool [B]`, whether each sample's highest score is that of its label or of its most probable class."""
+    """Return whether each sample's highest score is that of its label, `bool [B]`.
+
+    If labels are class probabilities, the label is the most probable class.
+    """
     return scores.detach().argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)
 
 
@@ -149,7 +152,7 @@ def has_accuracy(scores: Any, labels: Tensor, takes_shares: bool) -> bool:
 
 
 def step_values(scores: Any, labels: Tensor, loss: Tensor, takes_shares: bool) -> dict[str, Tensor]:
-    """Return the loss of a batch, and its accuracy if it is defined; arguments as in `has_accuracy`."""
+    """Return the loss of a batch, and its accuracy if `has_accuracy` returns True."""
     values = {"loss": loss.detach()}
     if has_accuracy(scores, labels, takes_shares):
         values["accuracy"] = is_right(scores, labels).mean(dtype=torch.float32)
@@ -170,7 +173,7 @@ class AccuracyGroup:
     def add(self, scores: Any, labels: Tensor, loss: Tensor) -> Mapping[str, object]:
         """Return the values of a batch as `step_values` does, with numbers on the CPU as floats.
 
-        The accuracy of a small batch is added to the returned mapping later, at the latest by `compute()`.
+        The accuracy of a small batch on the CPU may be added to the returned mapping only by `compute()`.
         """
         # A leaf or a view may share the memory of a tensor that the next step modifies.
         is_own = type(scores) is Tensor and not scores.is_leaf and not scores._is_view()  # noqa: SLF001 - no other name
@@ -187,7 +190,7 @@ class AccuracyGroup:
         return {name: value.item() if value.is_cpu else value for name, value in now.items()}
 
     def compute(self) -> None:
-        """Compute the accuracies of all batches that were added since the last call."""
+        """Compute the accuracies of the pending batches."""
         pending, self._pending = self._pending, []
         for _, alike in itertools.groupby(pending, lambda one: (one[1].shape, one[2].shape, one[2].dtype)):
             values, scores, labels = zip(*alike, strict=True)

@@ -98,8 +98,8 @@ def headspace(
         The speed of the step alone and of the loader alone.
 
     Raises:
-        InvalidOption: if `state` is missing for a custom step, accumulated gradients are pending, or the loader is
-            empty or can be iterated only once.
+        InvalidOption: if `state` is missing for a step without `state_dict()`, accumulated gradients are pending, or
+            the loader is empty or can be iterated only once.
 
     Example:
         >>> import colabkit, torch
@@ -176,7 +176,7 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
-    """Return the GPUs that the step may use, with which timing has to synchronize."""
+    """Return the GPUs that the step may use; they are synchronized before the time is read."""
     if isinstance(loader, Loader) and loader.device.type == "cuda":
         return [loader.device]
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):

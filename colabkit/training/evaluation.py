@@ -128,8 +128,9 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
         returns a tuple, list or dict of tensors, the result has the same structure.
 
     Raises:
-        InvalidOption: if an argument is invalid, or the loader does not yield all samples: with `drop_last`, a custom
-            sampler, several processes, or skipped bad samples.
+        InvalidOption: if an argument is invalid, the model does not return tensors with one row per sample, or the
+            loader does not yield all samples: with `drop_last`, a custom sampler, several processes, or skipped bad
+            samples.
 
     Example:
         >>> import colabkit

@@ -44,7 +44,7 @@ class Stateful(Protocol):
 
 
 def plain(part: Any) -> Any:
-    """Return a model without the wrappers of DDP and `torch.compile`, which change the names in its state dict."""
+    """Return a model without the wrappers of DDP, `DataParallel` and `torch.compile`; they change state dict names."""
     while isinstance(part, nn.Module):
         inner = getattr(part, "_orig_mod", None)
         if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):

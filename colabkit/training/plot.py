@@ -31,7 +31,7 @@ _PARTS = (
 _UNTIMED = ("not timed", "#dddddd", "", "black")
 
 _VISIBLE = 0.02
-"""Smallest fraction of untimed time that is drawn."""
+"""Smallest untimed fraction of the total time that is drawn."""
 
 _BARS, _WRITTEN_ON = 40, 6
 """Maximum number of epochs that are drawn as bars, and of bars that are labeled with numbers."""
@@ -46,7 +46,7 @@ _FOLLOWED = 150
 """Maximum number of points in a line of machine utilization, so that it stays legible."""
 
 _TURNS = 30
-"""The number of points in a curve, divided by its smoothing window."""
+"""Number of smoothing windows in a curve; a curve of at most this many points is drawn unsmoothed, with markers."""
 
 
 def plot_run(
@@ -82,7 +82,7 @@ def _draw_time(axes: Axes, *, epochs: Sequence[EpochRecord]) -> None:
     unit, unit_s = _unit(durations.max())
     layers = [(np.array([getattr(record, part[0]) for record in epochs], float), *part[1:]) for part in _PARTS]
     untimed = np.maximum(0.0, durations - sum(layer[0] for layer in layers))
-    # Epochs restored from checkpoints of earlier versions, for example, have no times.
+    # Epochs restored from checkpoints of earlier versions, for example, have no times of their parts.
     if untimed.sum() >= _VISIBLE * durations.sum():
         layers.append((untimed, *_UNTIMED))
     layers = [layer for layer in layers if layer[0].any()] or layers
@@ -199,7 +199,7 @@ def _number_epochs(axes: Axes, numbers: Sequence[int]) -> None:
 
 
 def _rates(shares: Sequence[float | None]) -> list[float]:
-    """Convert fractions to percent and thin them; unknown values become NaN."""
+    """Convert fractions to percent and average groups of them as `_means` does; None becomes NaN."""
     return _means([math.nan if share is None else 100 * share for share in shares])
 
 

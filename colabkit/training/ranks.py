@@ -180,9 +180,10 @@ def notebook_launch(function: Callable[..., Any], args: Sequence[Any] = (), proc
         The return value of the function in rank 0.
 
     Raises:
-        InvalidOption: if an argument is invalid, there are fewer GPUs than processes, or the function cannot be
-            pickled.
-        LaunchFailed: if a process failed. The error describes the first failure and has its traceback as a note.
+        InvalidOption: if an argument is invalid, there are GPUs but fewer than processes, the function cannot be
+            pickled, or this process already belongs to a group.
+        LaunchFailed: if a process failed. The error describes the first failure. If this was an exception, a note
+            holds its traceback.
 
     Example:
         >>> import colabkit
@@ -215,7 +216,7 @@ def notebook_launch(function: Callable[..., Any], args: Sequence[Any] = (), proc
 
 
 def _pickled(act: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """Pickle the function and its arguments; on failure, raise an error that names the object at fault."""
+    """Pickle the function and its arguments; on failure, raise an error that names the object at fault, if known."""
     try:
         return bytes(cloudpickle.dumps((function, arguments)))
     # Pickling runs code of the objects, which may raise any exception.
@@ -388,7 +389,7 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
         payload: file descriptor of the pickled function and arguments.
         answer: file descriptor of the pipe for the answer.
         has_gpus: whether each process has a GPU.
-        parent: process id of the launching process; the kernel kills this process when its parent dies.
+        parent: process id of the launching process. On Linux, the kernel kills this process when that one ends.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

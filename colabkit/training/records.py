@@ -84,7 +84,7 @@ class EpochProgress:
     is_validation_due: bool = False
 
     def spend(self, before: EpochProgress, spent: MetersSnapshot) -> None:
-        """Set the time fields to those of `before` plus the times in `spent`, which were measured since `before`."""
+        """Set the four parts of the time to those of `before` plus those in `spent`, measured since `before`."""
         for name in _SPENT:
             setattr(self, name, getattr(before, name) + getattr(spent, name))
 

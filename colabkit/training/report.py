@@ -75,9 +75,10 @@ class TrainReport(Report):
             load its weights, use `model.load_state_dict(torch.load(report.best)["content"]["state"]["model"])`.
         best_value: the best value of `monitor`, or None if `monitor` was never measured.
         resumed_from: the checkpoint that this call resumed from, or None.
-        skipped_checkpoints: names of newer checkpoints that were damaged or had NaN or infinite weights, each with the
-            reason.
-        changed_settings: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
+        skipped_checkpoints: names of checkpoints that were skipped because they were damaged or had NaN or infinite
+            weights, each with the reason.
+        changed_settings: descriptions of the settings that differ from those of the checkpoint; each says if the new
+            value is ignored.
         failed_saves: steps of checkpoints that could not be written or published, with the reason.
         spent: the loader's counters in this call, and how the time of the steps was spent.
         facts: configuration of the loader.

@@ -43,7 +43,7 @@ from colabkit.training.schedule import (
 from colabkit.training.steps import SupervisedStep
 
 _RESERVE = 2.0
-"""Time reserved for the last checkpoint before a deadline, as a multiple of the slowest checkpoint so far."""
+"""Time reserved before a deadline for a step and a checkpoint, as a multiple of the latest and slowest so far."""
 
 
 @dataclass(eq=False, repr=False)
@@ -206,7 +206,7 @@ class TrainingRun:
         return not self._is_stopped and (not self.stops.look() or self.processes.count > 1)
 
     def _batches(self, begun: EpochProgress) -> bool:
-        """Train on the batches of an epoch; return False if training was stopped before the last batch."""
+        """Train on the batches of an epoch; return False if training stops before the end of the epoch."""
         counts = self.loader.meters
         former, before = counts.snapshot(), copy(begun)
         started, apart_s = perf_counter(), 0.0
@@ -339,7 +339,7 @@ class TrainingRun:
         return RESERVE_S + _RESERVE * (self.saving.save_s + self._step_s) + self._validate_s
 
     def _validate(self, begun: EpochProgress) -> None:
-        """Validate the current state; an interrupted validation is repeated first after a resume."""
+        """Validate the current state; after a resume, an interrupted validation is repeated before the next step."""
         begun.is_validation_due = True
         random = random_state() if self.saving.folder is not None else None
         received, began = self.loader.received, time.monotonic()

@@ -36,10 +36,11 @@ class RunCheckpoints:
         processes: the ranks of the run.
 
     Attributes:
-        resumed_from: the checkpoint that was loaded.
-        skipped_checkpoints: names of newer checkpoints that were damaged or had NaN or infinite weights, each with the
-            reason.
-        changed_settings: settings that changed since the checkpoint, so that the run differs from an uninterrupted one.
+        resumed_from: the checkpoint that was loaded, or None.
+        skipped_checkpoints: names of checkpoints that were skipped because they were damaged or had NaN or infinite
+            weights, each with the reason.
+        changed_settings: descriptions of the settings that differ from those of the checkpoint; each says if the new
+            value is ignored.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RunCheckpoints:
 
     @property
     def save_s(self) -> float:
-        """The longest time in seconds that a checkpoint has taken so far, from its save to its seal."""
+        """The longest time in seconds that a save has taken so far, as in `CheckpointFolder`; 0 in other ranks."""
         return 0.0 if self.checkpoints is None else self.checkpoints.save_s
 
     def resume(self, resume: bool) -> Mapping[str, Any] | None:
@@ -247,7 +248,7 @@ class RunCheckpoints:
             begin()
 
     def finish(self) -> None:
-        """Wait until all checkpoints are written and published.
+        """Wait until no checkpoint is being written or published.
 
         Raises:
             NotEnoughSpace, FileFailed, TimedOut: if the last checkpoint could not be written.
@@ -266,7 +267,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _architectures_differ(part: Any, saved: Any) -> str:
-    """Return the first difference between the weights of a model and a checkpoint, and the number of others, if any."""
+    """Describe the first difference between the weights of a model and a checkpoint, and count the others, if any."""
     if not isinstance(part, torch.nn.Module) or not isinstance(saved, Mapping):
         return ""
     shapes, now = (

@@ -221,8 +221,8 @@ class StopRequests:
     """Requests to stop training after the current step.
 
     While a step runs, Ctrl-C, SIGTERM and SIGHUP are recorded; a second Ctrl-C raises `KeyboardInterrupt` as usual.
-    While training waits for data or validates, these signals interrupt the wait. Signals are handled in the main thread
-    only, and custom handlers stay in place.
+    While training waits for data or validates, these signals interrupt the wait or the validation. Signals are handled
+    in the main thread only, and custom handlers stay in place.
 
     Args:
         deadline: a `time.monotonic()` value, or None.
@@ -296,8 +296,8 @@ class StopRequests:
     def begin_wait(self, may_end: bool) -> None:
         """Let a signal or the deadline raise `WaitInterrupt` until the attribute `may_end` is reset.
 
-        A recorded signal or a deadline in the past raises it at once. If the argument `may_end` is False, or other
-        processes also train, this does nothing.
+        A recorded signal, or a deadline less than `reserve_s` away, raises it at once. If the argument `may_end` is
+        False, or other processes also train, this does nothing.
         """
         if not may_end or self._waits_for_others:
             return

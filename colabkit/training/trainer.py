@@ -65,7 +65,8 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
     """Return the objects to save, by name: `state` if given, otherwise the model and optimizer of a supervised step.
 
     Raises:
-        InvalidOption: if `state` is invalid, or if `is_saved` is set and `state` is missing for a custom step.
+        InvalidOption: if `state` is invalid, or if `is_saved` is set and `state` is missing for a step without
+            `state_dict()`.
     """
     if state is None:
         if is_saved and not isinstance(step, Stateful):
@@ -225,7 +226,7 @@ def train(
     check_number(_ACT, "min_delta", min_delta, 0, example=0.001)
     if min_delta and patience is None:
         found = (option("min_delta", min_delta), " without ", option("patience"))
-        raise InvalidOption(cannot(_ACT, found, "both or neither", ("For example, use ", option("patience", 3))))
+        raise InvalidOption(cannot(_ACT, found, "", ("For example, use ", option("patience", 3))))
     check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step", takes="the record")
     validate_steps = None
     if validate_every != "epoch":
@@ -238,7 +239,7 @@ def train(
     if to is None and save_every != "epoch":
         found = (option("save_every", save_every), " without ", option("to"))
         next_step = ("Name a folder for the checkpoints with ", option("to"))
-        raise InvalidOption(cannot(_ACT, found, "both or neither", next_step))
+        raise InvalidOption(cannot(_ACT, found, "", next_step))
     ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)
     started = time.monotonic()
     if ends_at is not None:

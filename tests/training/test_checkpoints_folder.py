@@ -287,7 +287,7 @@ class Hostile:
 def seal_for(path: Path, data: bytes) -> None:
     """Write `data` as a checkpoint with a valid seal."""
     path.write_bytes(data)
-    seal = {"format": 2, "file": path.name, "step": 20, "bytes": len(data), "score": None}
+    seal = {"format": 2, "file": path.name, "step": 20, "bytes": len(data), "score": None, "judge": "min"}
     path.with_suffix(".json").write_text(json.dumps({**seal, "sha256": hashlib.sha256(data).hexdigest()}))
 
 

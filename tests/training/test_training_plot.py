@@ -32,7 +32,7 @@ def run(epochs: int = 3, **changes: Any) -> TrainReport:
 
 
 def machine(count: int, gpus: int, **changes: Any) -> tuple[HostSnapshot, ...]:
-    """Return `count` host snapshots, one per second; the first has no rates."""
+    """Return `count` host snapshots, one per second; the first has no CPU rates."""
     cards = [GpuSnapshot(f"GPU-{place}", utilization_rate=0.1 * (place + 1)) for place in range(gpus)]
     rates = {"cpu_rate": 0.6, "own_cpu_rate": 0.5, **changes}
     known = {"ram_used_bytes": 1, "ram_total_bytes": 4, "gpus": tuple(cards)}

@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Check that each test restores the signal handlers."""
+    """Check after each test that the handlers of SIGINT and SIGTERM are restored."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

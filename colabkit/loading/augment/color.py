@@ -28,9 +28,9 @@ class ColorJitter(Transform):
     Floating-point images are expected in [0, 1]. Changing saturation or hue has no effect on gray images (1 channel).
 
     Args:
-        brightness: largest deviation from 1 of the factor that multiplies the pixels, which is uniform in `[max(0, 1 -
-            brightness), 1 + brightness]`. Two numbers are the smallest and largest factor. None leaves the brightness
-            unchanged.
+        brightness: largest deviation from 1 of the factor that multiplies the pixels. The factor is uniform in
+            `[max(0, 1 - brightness), 1 + brightness]`. Two numbers are the smallest and largest factor. None leaves the
+            brightness unchanged.
         contrast: the same for the distance of the pixels from the mean gray value.
         saturation: the same for the distance of the pixels from their own gray value.
         hue: largest shift of the hue, at most 0.5, which is half of the color circle; two numbers are the smallest and
@@ -148,7 +148,7 @@ def largest_value(images: Tensor) -> float:
 
 
 def clip(images: Tensor, largest: float) -> Tensor:
-    """Clip pixels to [0, `largest`], and round them down if they are bytes, in place."""
+    """Clip pixels to [0, `largest`] in place, and round them down if `largest` is 255."""
     images.clamp_(0, largest)
     return images.floor_() if largest == 255 else images
 

@@ -20,7 +20,7 @@ Step = tuple[int, Callable[..., Any]]
 class _Steps(Transform):
     """Transforms applied in sequence, each with the random stream of its step number.
 
-    Consecutive crops and flips are folded into one box per sample, so each image is copied only once.
+    A crop and the flips next to it are folded into one box per sample, so together they copy each image only once.
     """
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
@@ -124,7 +124,7 @@ class _Folded(Geometry):
 
 
 def folded_steps(transform: Transform, draws: Draws) -> Iterator[tuple[Callable[..., Any], Draws]]:
-    """Iterate over the steps of a transform, each with its draws; consecutive crops and flips are folded into one."""
+    """Iterate over the steps of a transform, each with its draws; a crop and the flips next to it are one step."""
     if not isinstance(transform, _Steps):
         yield transform, draws
         return
@@ -138,10 +138,10 @@ def folded_steps(transform: Transform, draws: Draws) -> Iterator[tuple[Callable[
 
 
 def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None]:
-    """Split a transform into its leading crops and flips, combined into one, and the remaining steps.
+    """Split a transform into its leading flips and at most one crop, combined into one step, and the remaining steps.
 
-    One crop, with the flips directly before and after it, is folded into one box per sample. Applying the two results
-    in sequence with the same draws is bit-identical to applying the transform.
+    A part without steps is None. Applying the two parts in sequence with the same draws is bit-identical to applying
+    the transform.
     """
     if not isinstance(transform, _Steps):
         return (transform, None) if _is_foldable(transform) else (None, transform)
@@ -171,7 +171,7 @@ def steps_of(transform: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
 
 
 def _is_foldable(step: object) -> TypeGuard[Geometry]:
-    """Return whether a step is a flip or a crop; a resize whose result depends on the image is neither."""
+    """Return whether a step is a flip or a crop; a resize to a size that depends on the image is neither."""
     return isinstance(step, Geometry) and (step.size is not None or not step.resizes)
 
 

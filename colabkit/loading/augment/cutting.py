@@ -74,7 +74,7 @@ class Boxes:
 
 
 _SMALL = 64 * 64
-"""Largest number of pixels that NumPy mirrors faster than torch, which has more overhead per call, less per pixel."""
+"""Largest number of pixels that NumPy mirrors faster than torch, which costs more per call but less per pixel."""
 
 _resample: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear2d_aa  # noqa: SLF001
 

@@ -30,7 +30,7 @@ class Geometry(Transform):
     """Base class of crops, resizes and flips; the box of each sample fully defines the result.
 
     Attributes:
-        size: height and width of the result; None keeps those of the image.
+        size: height and width of the result; None if they depend on the image, as `size_of` returns.
         resizes: whether the box may differ in size from the result.
         fill: pixel value outside the image.
 

@@ -183,7 +183,8 @@ class _LabelMixing(Transform):
             draws: the random numbers of the B samples.
 
         Raises:
-            InvalidOption: if the images or labels have an unsupported shape or dtype.
+            InvalidOption: if the images or labels have an unsupported shape or dtype, or a class number on the CPU is
+                not below `num_classes`.
         """
         check_images("mix images", images)
         one_hot = self._one_hot(labels, len(images))

@@ -45,7 +45,8 @@ class TransformStages:
         geometry: crops and flips that worker threads apply while they gather or decode samples.
         by_slice: steps that worker threads apply to slices of a batch, without its labels.
         by_batch: colabkit transforms that need the complete batch or its labels; a worker thread applies them.
-        at_last: steps that run in the user's thread when a batch is requested: custom functions, and steps on a GPU.
+        at_last: steps that run in the user's thread when a batch is requested: a custom function and the steps
+            after it, and steps on a GPU.
     """
 
     geometry: Geometry | None = None

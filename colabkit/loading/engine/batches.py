@@ -83,7 +83,7 @@ class Batch:
         positions: positions of the samples in the epoch's global order.
         end: number of samples of the epoch that all ranks have received after this batch.
         was_ready: whether the batch was ready when it was requested.
-        marks: events in the device's stream before and after the wait for this batch.
+        marks: events in the device's stream before and after the wait for this batch, or its gather on the device.
     """
 
     values: Any
@@ -107,8 +107,8 @@ class BatchGroup:
         pieces: `(start, stop)` ranges of samples that threads may build independently.
         lock: protects the attributes that several threads set.
         pieces_left: number of unfinished pieces.
-        error: error of the first sample that could not be built.
-        failed_at: index of that sample in the plan.
+        error: error of the first piece that could not be built.
+        failed_at: index in the plan of the first sample of that piece; the number of samples if nothing failed.
         is_done: whether the group is finished.
     """
 

@@ -127,8 +127,8 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
 def fingerprint_of(act: str, dataset: Any) -> str:
     """Return a text that identifies a dataset.
 
-    For arrays, the text depends on some of the samples; for other datasets, on type and length. The text is the same
-    whether samples are loaded in batches or one by one.
+    It is the `fingerprint` of the dataset, if there is one. For arrays, it depends on some of the samples; for other
+    datasets, on type and length. It is the same whether samples are loaded in batches or one by one.
     """
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
         return own

@@ -295,9 +295,9 @@ def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pix
 def row_shape_of(
     dataset: ImageDataset, files: ImageFiles, count: int, size: tuple[int, int] | None, bad: BadSamples
 ) -> tuple[int, int, int] | None:
-    """Return the shape of decoded images, from `size` or else the first valid image; None if there is neither.
+    """Return the shape of decoded images, from `size` or else the first valid image; None for an empty dataset.
 
-    If no image of a non-empty dataset is valid, the shape is that of a blank image.
+    If no image is valid, the shape is that of a blank image.
 
     Raises:
         BadImage: with the name of a bad sample before the first valid one, if `on_bad` is `"raise"`.

@@ -55,7 +55,7 @@ class LoaderPosition:
 
     @property
     def shuffle(self) -> bool | str:
-        """The value of `shuffle=` that gives this order."""
+        """The value of `shuffle=` that gives this order; False for a custom sampler."""
         return "block" if isinstance(self.order, BlockShuffled) else isinstance(self.order, Shuffled)
 
     @property

@@ -1,8 +1,8 @@
 """Build batches in this process, in worker threads or in the caller's thread.
 
-Gathering rows from memory is faster than handing a batch from thread to thread. The first batches are therefore
-gathered in the caller's thread. A worker thread takes over once both the gather and the user's own work take longer
-than a hand-over, because then the two can overlap.
+Gathering rows from memory is faster than handing a batch from thread to thread. If batches stay on the CPU and need no
+other work, the first ones are therefore gathered in the caller's thread. A worker thread takes over once both the
+gather and the user's own work take longer than a hand-over, because then the two can overlap.
 
 Small batches are built several at a time, as one group, because a hand-over costs more than gathering 512 CIFAR images.
 One thread opens a group; the slow work in it is split into pieces that all threads share, oldest group first.

@@ -184,7 +184,7 @@ class RowCache:
     """A thread-safe cache of decoded rows of one shape, by sample index.
 
     RAM is used only as rows are added. On disk, the space is reserved at once, in an unnamed file that the kernel frees
-    when the process ends.
+    together with the cache, or when the process ends.
 
     Args:
         count: number of samples.

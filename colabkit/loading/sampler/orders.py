@@ -125,7 +125,7 @@ class Sequential(PureOrder):
 
 @dataclass(frozen=True)
 class Shuffled(PureOrder):
-    """All samples in a random order, which `epoch_order` computes and which differs in each epoch.
+    """All samples in a random order that differs in each epoch.
 
     Args:
         n: number of samples in the dataset.

@@ -145,8 +145,8 @@ class Weighted(PureOrder):
         replacement: whether a sample may occur more than once per epoch.
 
     Raises:
-        InvalidOption: if a weight is negative or not finite, if all weights are 0, or if, without replacement, fewer
-            than `num_samples` weights are above 0.
+        InvalidOption: if a weight is negative or not finite, if all weights are 0, if another argument is not a whole
+            number in its range, or if, without replacement, fewer than `num_samples` weights are above 0.
 
     Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006): exponential keys.
 

@@ -40,10 +40,10 @@ T = TypeVar("T")
 THREAD_NAME = "colabkit-checkpoint"
 
 STALLED_S = 120.0
-"""Seconds within which a mount or a disk must answer or transfer data."""
+"""Default number of seconds within which a mount or a disk must answer or transfer data."""
 
 TICK_S = 0.5
-"""Maximum seconds of one wait for a lock: a signal that arrives just before the wait is handled only afterwards."""
+"""Maximum seconds of one wait for a condition: a signal that arrives just before it is handled only after it."""
 
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
@@ -247,7 +247,7 @@ class LoadedCheckpoint:
         path: path of the `.pt` file.
         step: step after which the checkpoint was taken.
         content: the saved content, with all tensors on the CPU.
-        skipped_checkpoints: newer checkpoints that are damaged or have a flaw, each with the reason.
+        skipped_checkpoints: checkpoints tried before this one that are damaged or have a flaw, each with the reason.
     """
 
     path: Path
@@ -283,7 +283,7 @@ def load_first(
 ) -> tuple[LoadedCheckpoint | None, dict[Path, str]]:
     """Return the first undamaged checkpoint without a flaw, and the reason for each skipped candidate.
 
-    If all undamaged checkpoints have a flaw, return the first of them; if all are damaged, return None.
+    If all undamaged checkpoints have a flaw, the first of them is returned; without undamaged ones, None is.
 
     Args:
         candidates: checkpoints, newest first.

@@ -126,14 +126,14 @@ class CheckpointFolder:
 
     @property
     def latest(self) -> Path | None:
-        """The path of the newest checkpoint, in `to` if published, else in the local folder; None if there is none."""
+        """The path of the newest checkpoint, in `to` if published, else local; None before a save or load."""
         with self._changed:
             newest = next(iter(self._counting(self._local_sealed) or self._counting(self._remote_sealed)), None)
             return None if newest is None else self._place_of(newest)
 
     @property
     def best(self) -> Path | None:
-        """The path of the checkpoint with the best finite score, or None without scores."""
+        """The path of the checkpoint with the best finite score; None without scores, or before a save or load."""
         with self._changed:
             best = best_of([*self._counting(self._remote_sealed), *self._counting(self._local_sealed)], self._metric)
             return None if best is None else self._place_of(best)
@@ -148,7 +148,7 @@ class CheckpointFolder:
         """Return the step of the newest sealed checkpoint, or None without any; files are not checked for damage.
 
         Raises:
-            TimedOut, FileFailed: if the mount of `to` does not answer, or a folder cannot be read.
+            TimedOut, NotMounted, FileFailed: if the mount of `to` does not answer, or a folder cannot be read.
         """
         act = f"look for checkpoints in {str(self.folder)!r}"
         with file_changes.translated(act):
@@ -166,7 +166,7 @@ class CheckpointFolder:
 
         Raises:
             Corrupt: if all checkpoints are damaged.
-            TimedOut: if the mount of `to` does not answer.
+            TimedOut, NotMounted: if the mount of `to` does not answer or is gone.
             NotEnoughSpace, FileFailed: if a remote checkpoint cannot be copied, or a folder cannot be read.
         """
         act = f"resume from {str(self.folder)!r}"
@@ -234,7 +234,7 @@ class CheckpointFolder:
             with self._changed:
                 self._await_writer(act)
         except BaseException as error:
-            # Once this call has raised, the caller may change the tensors, so stop a write that has no copy of them.
+            # After this call, the caller may change the tensors, so stop a write that has no copy of them.
             if not copied.is_apart:
                 job.stop.set()
             if wait or not isinstance(error, TimedOut):
@@ -357,7 +357,7 @@ class CheckpointFolder:
             except WriteAborted:
                 continue
             except BaseException as error:
-                # A newer checkpoint may have replaced this one before its publication started.
+                # A newer save may have removed this checkpoint before its publication started.
                 if not sealed.path.exists():
                     continue
                 reason = str(error).rstrip(".") or type(error).__name__
@@ -391,7 +391,7 @@ class CheckpointFolder:
         self._failures.append((step, reason))
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
-        """Return the checkpoints up to the last step that are not known to be damaged, in the given order."""
+        """Return the checkpoints up to the last saved or loaded step, without those known to be damaged, in order."""
         last = self._last_step
         return [
             one
@@ -403,7 +403,7 @@ class CheckpointFolder:
         return next((one.path for one in self._remote_sealed if one.digest == sealed.digest), sealed.path)
 
     def finish(self) -> None:
-        """Wait until all checkpoints are written and published; Ctrl-C ends the wait.
+        """Wait until no checkpoint is being written or published; Ctrl-C ends the wait.
 
         Failed publications do not raise; `failures` lists them with the path of the local file.
 

@@ -32,7 +32,7 @@ class ContentCopy:
     """The content of a checkpoint that is to be written.
 
     Attributes:
-        content: new containers; their tensors are CPU copies if `is_apart`, otherwise the original tensors.
+        content: new containers; their tensors are CPU copies if `is_apart`, otherwise they share the originals' memory.
         size: size of the tensors in bytes.
         is_apart: whether the tensors are copies, so that training cannot change them.
     """
@@ -267,7 +267,7 @@ def _bounds(tensor: Tensor) -> tuple[int, int]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the global random generators of Python, NumPy and torch, with CUDA if it is in use."""
+    """Return the states of the global generators of Python, NumPy and torch, and of CUDA if it is initialized."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
