@@ -3,27 +3,27 @@
 ```
 ColabkitError
 ├── InvalidOption (ValueError)          an argument is invalid
-├── SourceMissing (FileNotFoundError)   the source's path does not exist
-├── BadSource (ValueError)              the source exists, but has the wrong kind or content
-├── BadArchive (ValueError)             an archive is truncated, corrupt or unsafe to extract
-├── BadImage (ValueError)               a file cannot be decoded as an image
-├── SourceChanged (OSError)             the source changed while it was being read
-├── TargetExists (FileExistsError)      the target already holds something else
+├── SourceMissing (FileNotFoundError)   the source, or another file to read, does not exist
+├── BadSource (ValueError)              the source exists but cannot be used
+├── BadArchive (ValueError)             an archive is corrupt, unsafe or of an unsupported kind
+├── BadImage (ValueError)               a file is not a readable image, or has the wrong shape
+├── SourceChanged (OSError)             the source changed after it was opened or listed
+├── TargetExists (FileExistsError)      the target already exists and is not overwritten
 ├── NotEnoughSpace (OSError)            the data does not fit at its destination
-├── FileFailed (OSError)                the file system refused an operation
-├── NotSealed (ValueError)              a file has no seal, so it may be incomplete
-├── Corrupt (ValueError)                a sealed file no longer matches its checksums
-├── MissingSample (IndexError)          a dataset has no sample of this number
+├── FileFailed (OSError)                a file operation failed
+├── NotSealed (ValueError)              a pack or local copy has no seal or another version
+├── Corrupt (ValueError)                a file is damaged
+├── MissingSample (IndexError)          a dataset has no sample at this index
 ├── MissingSplit (KeyError)             a pack has no split of this name
 ├── NotMounted (FileNotFoundError)      Drive, or the requested mount, is not mounted
-├── MountFailed (OSError)               Drive cannot be mounted; `cause` states the reason
+├── MountFailed (OSError)               Drive cannot be mounted, used or unmounted; see `cause`
 ├── UnsentWrites (RuntimeError)         the operation would lose writes that are not uploaded yet
-├── TimedOut (TimeoutError)             no response before the deadline
+├── TimedOut (TimeoutError)             an operation did not finish before its timeout
 ├── FetchFailed (OSError)               a download failed; the message states the cause
-├── MissingPackage (ImportError)        an optional package is not installed
+├── MissingPackage (ImportError)        an optional package is missing or too old
 ├── NoNotebook (RuntimeError)           the operation works only in a notebook
-├── PackingFailed (RuntimeError)        a packing process died, on this machine or on a cluster
-├── LoaderFailed (RuntimeError)         the loader's background work failed
+├── PackingFailed (RuntimeError)        a packing process or task died or cannot continue
+├── LoaderFailed (RuntimeError)         the loader cannot make batches
 ├── TrainingDiverged (FloatingPointError)  a step returned NaN or infinity
 └── LaunchFailed (RuntimeError)         one of several training processes failed
 ```

@@ -95,7 +95,7 @@ def test_a_writer_that_fails_does_not_stop_the_training(data, caplog):
     with log_to(SimpleNamespace(log_metrics=fail), every=1):
         assert train(lambda batch: 1.0, Loader(data, 4)).steps == 6
     assert [record.getMessage() for record in caplog.records] == [
-        "log_to(a SimpleNamespace) failed and was removed from the run, which continues"
+        "log_to(a SimpleNamespace) failed and was removed; the run continues"
     ]
 
 

@@ -160,7 +160,7 @@ def publish(event: Event) -> None:
             if listener in _listeners:
                 _listeners.remove(listener)
             name = repr(getattr(listener, "__self__", listener))
-            logger.warning("%s failed and was removed from the run, which continues", name, exc_info=True)
+            logger.warning("%s failed and was removed; the run continues", name, exc_info=True)
 
 
 def used(counts: LoaderMeters) -> None:
