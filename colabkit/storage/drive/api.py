@@ -212,7 +212,7 @@ def unmount(
     force: bool = False,
     progress: bool = True,
 ) -> UnmountReport:
-    """Send all writes and unmount Drive.
+    """Send all writes, unless `force` is set, and unmount Drive.
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.

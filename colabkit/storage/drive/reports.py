@@ -120,7 +120,7 @@ class CacheReport(Report):
         freed_bytes: disk space that was freed, or would be freed with `dry_run`, in bytes.
         unsent: number of files not yet uploaded; None if unknown.
         steps: the steps that were taken, or would be taken with `dry_run`.
-        loss: the data that was lost, or would be lost with `dry_run`; empty if none.
+        loss: the data that was lost, or could be lost with `dry_run`; empty if none.
         dry_run: whether this was a dry run, which changes nothing.
         seconds: duration of the call.
     """
