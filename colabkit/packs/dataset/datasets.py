@@ -39,7 +39,7 @@ class LabelledDataset(Dataset[Any]):
     Attributes:
         split_name: name of the split.
         labels: `int64 [N]` classes, `uint8 [N, K]` multi-label, `float32 [N]` or `[N, K]` regression targets, or None.
-        classes: class names; a label is an index into them.
+        classes: names of the classes, or of the `K` labels or targets; may be empty.
         fields: names of a sample's fields, in order.
         fingerprint: string that identifies these samples.
     """
@@ -84,19 +84,20 @@ class LabelledDataset(Dataset[Any]):
 
 
 class PackedDataset(LabelledDataset):
-    """One split of a pack, or a view of it: `dataset[i]` is an image, `uint8 [C, H, W]`, and its label.
+    """One split of a pack, or a view of it: `dataset[i]` is a sample, such as an image `uint8 [C, H, W]` and its label.
 
     An integer index returns one sample. A slice, or an array of integers or bools, returns a batch.
 
     - `X` is a newly allocated tensor: images are `uint8 [C, H, W]`, other arrays keep their stored shape and dtype.
-      Image files are decoded.
+      Image files are decoded. Text is a `str`.
     - `Y` is an `int` for classes, a tensor for multi-label and regression. It is omitted if the split has no labels.
     - Additional fields are tensors, `str` or `bytes`, in the order of `fields`. If `X` is the only field, a sample is
-      its value instead of a tuple.
+      the value of `X` instead of a tuple.
     - In a batch, each field is one tensor `[B, ...]`, or a list for text, bytes, and samples of different shapes.
 
-    Samples read by integer index are checked against their CRC, and so are batches that are decoded or contain text.
-    Batches of plain rows are not checked, because checking takes as long as reading; `verify()` checks all samples.
+    Samples of a pack that are read by integer index are checked against their CRC. So are batches that contain decoded
+    images, text or bytes. Batches of plain rows are not checked, because checking takes as long as reading; `verify()`
+    checks all samples.
 
     A plain `DataLoader` accepts the dataset; `colabkit.Loader` reads rows at memory speed. Any number of threads and
     processes may read the dataset. A pickle contains the path instead of the samples; unpickling reopens the file.
@@ -104,7 +105,7 @@ class PackedDataset(LabelledDataset):
     Attributes:
         info: description of the pack.
         split_name, labels, classes, fields, fingerprint: see `LabelledDataset`.
-        numbers: row numbers of a view within the split, `int64 [N]`; None for a full split.
+        numbers: row numbers of a view within the split, `int64 [N]`; None for the full split.
 
     Example:
         >>> import colabkit
@@ -135,20 +136,23 @@ class PackedDataset(LabelledDataset):
 
     @property
     def rows(self) -> Tensor:
-        """All samples as stored, `[N, ...]`, as a tensor over the read-only memory map. Never write to it.
+        """`X` of all samples as stored, `[N, ...]`: a tensor over the read-only memory map. Never write to it.
 
         Raises:
-            InvalidOption: if the dataset is a view, or its samples are in several shards or must be decoded.
+            InvalidOption: if the dataset is a view, or its samples are in several shards or cannot be used as stored.
         """
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
-            found = "the dataset is a view" if self._numbers is not None else "samples are in shards or must be decoded"
+            unmapped = "its samples are in several shards, or must be decoded or converted"
+            found = "the dataset is a view" if self._numbers is not None else unmapped
             next_step = "Index the dataset, for example dataset[:100]"
-            raise InvalidOption(cannot("return all rows as a tensor", found, "a full raw split in one file", next_step))
+            raise InvalidOption(
+                cannot("return all rows as a tensor", found, "a full split in one file, stored as rows", next_step)
+            )
         return _map_tensor(maps[0])
 
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
-        """Return a field's rows for the full split as stored, `[N, ...]`: one read-only tensor per file.
+        """Return a field's rows for the full split as stored, `[N, ...]`: one tensor per file. Never write to it.
 
         Returns None if the field must be decoded, converted or read through HDF5.
         """
@@ -156,7 +160,7 @@ class PackedDataset(LabelledDataset):
         return None if maps is None else tuple(map(_map_tensor, maps))
 
     def mapped_files(self, name: str = SAMPLES) -> tuple[tuple[Path, int], ...] | None:
-        """Return the file and byte offset of each memory map of a field; None if any array is not memory-mapped."""
+        """Return the file and byte offset of each tensor of `maps()`; None if there are none or any is not mapped."""
         found: list[tuple[Path, int]] = []
         for array in self._opened.samples.maps(name) or ():
             mapped = array if isinstance(array, np.memmap) else array.base
@@ -166,7 +170,7 @@ class PackedDataset(LabelledDataset):
         return tuple(found) or None
 
     def column(self, name: str, numbers: npt.NDArray[np.int64]) -> Tensor | list[Any]:
-        """Return one field of several samples: a tensor, or a list if shapes may differ; see `stack_samples`.
+        """Return one field of several samples: a tensor, or a list for text, bytes, and values whose shapes may differ.
 
         Args:
             name: one of `fields`, except the labels.
@@ -175,7 +179,7 @@ class PackedDataset(LabelledDataset):
         return self._opened.samples.column(name, self._rows_of(numbers))
 
     def image_files(self) -> ImageFiles | None:
-        """Return the decoding settings for `X` if it holds image files; otherwise None."""
+        """Return the decoding settings for `X` if a pack stores it as image files; otherwise None."""
         return self._opened.samples.image_files()
 
     def encoded(self, number: int) -> bytes:
@@ -201,7 +205,7 @@ class PackedDataset(LabelledDataset):
         return tuple(fields) if len(fields) > 1 else fields[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples at once, gathering rows in one pass; `DataLoader` calls this method."""
+        """Return a list of samples, read together instead of one by one; `DataLoader` calls this method."""
         chosen = resolve_indices(indices, len(self))
         fields: list[Iterable[Any]] = list(self._opened.samples.many(self._rows_of(chosen)))
         if self.labels is not None:
@@ -260,13 +264,13 @@ class PackedDataset(LabelledDataset):
         Args:
             k: index of the held-out fold, from 0.
             n: number of folds.
-            stratify: preserve the proportions of the labels in each fold, as in `split`.
+            stratify: preserve the proportions of the labels in each fold, as in `split`; with groups, approximately.
             groups: group of each sample, such as its patient, or the name of a field that holds the groups. A group is
                 never divided between folds.
             seed: seed of the shuffle.
 
         Raises:
-            InvalidOption: if `k` or `n` is out of range, or there are fewer samples or groups than folds.
+            InvalidOption: if `k`, `n` or `groups` is invalid, or there are fewer samples or groups than folds.
         """
         act = f"make fold {k!r} of {n!r}"
         check_whole_number(act, "n", n, 2)

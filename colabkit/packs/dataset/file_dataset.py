@@ -34,7 +34,8 @@ class FileDataset(LabelledDataset):
     """Image files that are not packed: `dataset[i]` is a decoded image, `uint8 [C, H, W]`, and its label.
 
     The source is listed once. With a remote source, `Loader` reads many files ahead and decodes them in threads; with
-    `size=`, it caches decoded images, so later epochs read no files. For repeated training, use `pack()` instead.
+    `size=`, it caches decoded images if there is room, so later epochs read fewer files or none. For repeated training,
+    use `pack()` instead.
 
     Args:
         source: a folder, a zip archive, a table of paths (DataFrame, CSV, list), or a folder in a bucket.
@@ -47,10 +48,11 @@ class FileDataset(LabelledDataset):
         path_column: as in `pack()`: the column of a table that holds the paths.
         root: as in `pack()`: the folder of the relative paths in a table.
         seed: seed for assigning samples to splits by shares.
-        on_bad: `"skip"` leaves out the rows of a table whose files are missing; `"raise"` raises an error for them.
+        on_bad: `"skip"` skips table rows whose files are missing; `"raise"` raises an error for them.
         channels: 3 for RGB, 1 for luminance.
 
     Raises:
+        SourceMissing: if the source, or a file that a table lists, does not exist.
         BadSource: if no samples, labels or splits are found, or the archive does not support random access.
         MissingSplit: if the split does not exist.
         InvalidOption: if an option is invalid.
@@ -160,7 +162,7 @@ class FileDataset(LabelledDataset):
         Raises:
             SourceChanged: if the file has changed since it was listed.
             FileFailed: if it cannot be read.
-            TimedOut: if two attempts in a row timed out.
+            TimedOut: if the source does not respond.
         """
         return answer_of(lambda: read_item(self.source, self._items[number], Retries()), self.source.can_hang)
 

@@ -119,7 +119,7 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
     Raises:
         BadSource: if a dataset does not exist or cannot be used.
         NotSealed: if the file is a pack that lost its seal.
-        InvalidOption: if `x` or `y` is not a valid set of dataset names.
+        InvalidOption: if `x` or `y` is invalid, `y` is given without `x`, or their splits differ.
     """
     act = f"open {str(path)!r}"
     stamp = file_stamp(path)
@@ -176,7 +176,7 @@ def open_hdf5_split(
     """Return a split of the HDF5 file at `path`.
 
     Raises:
-        SourceChanged: if the file's digest is no longer `seal`.
+        SourceChanged: if the file's digest is no longer `seal`, or the file changes while it is opened.
     """
     stamp = file_stamp(path)
     contents = inspect_hdf5(path, x, y or None, trusted)

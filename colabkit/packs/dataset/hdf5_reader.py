@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import h5py
 
 
-# Registered IDs of the filters that ship with HDF5 and h5py: gzip, shuffle, fletcher32, lzf.
+# Registered IDs of common filters that ship with HDF5 or h5py: gzip, shuffle, fletcher32, lzf.
 _FILTERS = frozenset({1, 2, 3, 32000})
 # Highest compression ratio of deflate; a file that declares more data is suspicious. See zlib.net/zlib_tech.html.
 _MOST_EXPANSION = 1032
@@ -58,7 +58,7 @@ class Hdf5Dataset:
 
 @contextmanager
 def open_hdf5(act: str, path: Path) -> Iterator[h5py.File]:
-    """Open a file for reading and yield it; convert errors caused by damage to `BadSource`."""
+    """Open a file for reading and yield it; convert errors of opening or reading it to `BadSource`."""
     import h5py
 
     try:
@@ -76,7 +76,7 @@ def _damage_error(act: str, what: str, error: Exception) -> BadSource:
 
 
 def list_datasets(file: h5py.File) -> list[str]:
-    """Return the paths of all datasets in the file, without following links."""
+    """Return the paths of all datasets in the file, without following soft or external links."""
     import h5py
 
     names: list[str] = []
@@ -88,7 +88,7 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     """Return the location and type of a dataset in a file of `length` bytes.
 
     Raises:
-        BadSource: if the dataset does not exist or cannot be read, or refers to other files while `trusted` is false.
+        BadSource: if the dataset does not exist or cannot be read, or is unsafe to read and `trusted` is false.
     """
     import h5py
 

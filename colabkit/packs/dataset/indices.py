@@ -47,4 +47,4 @@ def index_error(index: object, count: int) -> InvalidOption:
 def missing_sample(index: int, count: int) -> MissingSample:
     """Return the error for an index that is out of range for `count` samples."""
     found = f"index {index} is out of range for {format_things(count, 'sample')}"
-    return MissingSample(cannot("read a sample", found, "", "Use a smaller index, or check len() of the dataset"))
+    return MissingSample(cannot("read a sample", found, "", "Check len() of the dataset"))

@@ -49,7 +49,7 @@ def open_pack(
     size. Samples are checked when they are read, except in batches of plain rows; `verify()` checks all samples. Shards
     are opened and checked on first use.
 
-    Other HDF5 files can be opened too. Contiguous datasets are memory-mapped, compressed ones are read through HDF5.
+    Other HDF5 files can be opened too. Contiguous datasets are memory-mapped, all others are read through HDF5.
     These files have no seal, so damage may result in wrong samples without an error, or crash the HDF5 library.
 
     Args:
@@ -58,8 +58,9 @@ def open_pack(
             splits, one dataset for each, as in `{"train": "X_train", "test": "X_test"}`. None searches for common names
             such as `X_train` and `Y_train`, or `images` with `labels` or `targets`.
         y: the datasets with the labels, in the same form; None means no labels if `x` is given.
-        trusted: for an HDF5 file, also allow links, external storage, virtual datasets, filter plugins and samples of
-            varying length. Some of these read other files or run third-party code.
+        trusted: for an HDF5 file, also allow links, external storage, virtual datasets, filter plugins, elements of
+            varying length, such as text labels, and implausibly high compression. Some of these read other files or
+            run third-party code.
 
     Returns:
         The pack, a mapping of split names to datasets.
@@ -67,9 +68,9 @@ def open_pack(
     Raises:
         SourceMissing: if the file does not exist.
         BadSource: if the file is not an HDF5 file, or its datasets cannot be used.
-        NotSealed: if the file is a pack that was never finished or lost its seal.
+        NotSealed: if the file is a pack that was never finished, lost its seal or has another format version.
         Corrupt: if the pack has changed since it was sealed.
-        InvalidOption: if `x` or `y` is given for a pack, whose dataset names are fixed.
+        InvalidOption: if `x` or `y` is invalid, or given for a pack, whose dataset names are fixed.
 
     Example:
         >>> import colabkit
@@ -97,7 +98,7 @@ class Pack(Mapping[str, PackedDataset]):
 
     Attributes:
         path: path of the file.
-        classes: class names; a label is an index into them.
+        classes: names of the classes, or of several labels or targets; may be empty.
         source: name of the source of the samples.
         encoding: how samples are stored: as arrays (`raw` and `array`) or as image files (`source` and `jpeg`).
         splits: number of samples in each split.
@@ -157,7 +158,7 @@ class Pack(Mapping[str, PackedDataset]):
 
         Args:
             split: name of the split; None uses the first.
-            n: number of samples.
+            n: maximum number of samples.
             seed: seed of the random choice.
 
         Raises:
@@ -196,7 +197,7 @@ class Pack(Mapping[str, PackedDataset]):
         return f"Pack {str(self.path)!r}: {splits}; {what}{classes}, {size}"
 
     def _file_bytes(self) -> tuple[int, int]:
-        """Return the total size of all files in bytes, and the number of missing shards."""
+        """Return the total size of the existing files in bytes, and the number of missing files."""
         total, missing = 0, 0
         for name in [self.path.name, *(Path(shard.name).name for shard in self.info.shards)]:
             try:

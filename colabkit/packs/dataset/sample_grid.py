@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-# Image pixels per CSS pixel, so that text and edges are sharp on high-density screens.
+# Image pixels per CSS pixel; 2 keeps text and edges sharp on high-density screens.
 _SCALE = 2
 # Larger pictures, usually photographs, are embedded in the notebook as JPEG instead of PNG.
 _MOST_PNG_BYTES = 1 << 20
@@ -132,8 +132,8 @@ def _draw_sample(axes: Axes, value: npt.NDArray[Any] | str) -> None:
 def _grid(sizes: list[tuple[int, int]]) -> tuple[int, int, int]:
     """Return the number of columns, and the width and height of a tile in CSS pixels.
 
-    The grid has as few empty cells as possible and is slightly wider than tall; tiles have the median aspect ratio of
-    the images.
+    The number of columns is the one, up to 8 and about 1 to 2 times the square root of the number of samples, that
+    leaves the fewest cells empty. Tiles have the median aspect ratio of the samples, within 0.6 to 1.4 (height to width).
     """
     count = len(sizes)
     least, most = math.ceil(math.sqrt(count)), math.ceil(2 * math.sqrt(count))
@@ -180,7 +180,7 @@ def _shown(value: Any) -> npt.NDArray[Any] | str:
 
 
 def _size_of(value: npt.NDArray[Any] | str) -> tuple[int, int]:
-    """Return the width and height of a converted sample."""
+    """Return the width and height of an image in pixels; text and curves get those of a large tile."""
     if isinstance(value, str) or value.ndim < 2:
         return _LARGE_TILE, _LARGE_TILE
     return value.shape[1], value.shape[0]

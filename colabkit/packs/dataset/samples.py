@@ -35,7 +35,7 @@ from colabkit.packs.format.layout import CRC, LABELS, Field, Indices, PackInfo, 
 from colabkit.packs.format.pack_file import read_pack
 
 Batch: TypeAlias = Tensor | list[Any]
-"""One field of several samples: one tensor, or a list if samples differ in shape."""
+"""One field of several samples: one tensor, or a list for text, bytes, and samples whose shapes may differ."""
 Stored: TypeAlias = npt.NDArray[Any] | bytes
 
 
@@ -168,7 +168,7 @@ class SingleFileSamples:
         split: name of the split, for messages.
         columns: all fields except the labels, in the order of a sample.
         checked: names of the fields that the CRCs cover.
-        crcs: CRC32 of each sample, `[N]`.
+        crcs: CRC32 of each sample, `[N]`; None for an HDF5 file that is not a pack.
         first: index of the file's first sample in the split, for messages.
     """
 
@@ -216,7 +216,7 @@ class SingleFileSamples:
         return self.columns[name].many(rows)
 
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return a field's rows as stored, `[N, ...]`, one array per file; None if they need decoding or conversion."""
+        """Return a field's rows as stored, `[N, ...]`, in a tuple; None if they need decoding, conversion or HDF5."""
         column = self.columns[name]
         is_plain = isinstance(column, ArrayColumn) and column.array.dtype.isnative and column.array.dtype.kind != "S"
         return (column.array,) if isinstance(column, ArrayColumn) and is_plain else None

@@ -46,7 +46,7 @@ TRIAL = bytes.fromhex(
     "1e1d1a1c1c20242e2720222c231c1c2837292c30313434341f27393d38323c2e333432ffc0000b080008001001011100ffc400150001"
     "0100000000000000000000000000000005ffc40014100100000000000000000000000000000000ffda0008010100003f00863fffd9"
 )
-"""A JPEG of 8 by 16 pixels of value 100, written by Pillow."""
+"""A JPEG 8 pixels high and 16 wide, all of value 100, written by Pillow."""
 
 # libjpeg's message for data after the last row.
 _ROWS_LEFT = "extraneous bytes before marker"
@@ -60,7 +60,7 @@ _frame = struct.Struct(">BHHB").unpack_from
 
 
 def read_header(data: Data) -> Header | None:
-    """Return a JPEG's header; None for other formats and for unusual headers, which are left to Pillow.
+    """Return a JPEG's header; None for other formats, and for unusual or truncated headers, which are left to Pillow.
 
     `data` must include the entire header, up to the first scan.
     """
@@ -103,7 +103,7 @@ def _orientation(segments: list[bytes]) -> int | None:
     """Return the orientation in APP1 segments; None if Pillow should determine it."""
     exif = [segment for segment in segments if segment.startswith(EXIF)]
     if len(exif) > 1:
-        # The EXIF directory is split across several segments.
+        # The EXIF directory may be split across several segments.
         return None
     found = _exif_orientation(exif[0][len(EXIF) :]) if exif else 0
     if found == 0:
@@ -146,8 +146,8 @@ class JpegDecoder:
             supported.
         decode_top: like `decode_into`, but accepts a file with more rows than its header declares; None if not
             supported.
-        turns: whether the decoder applies the orientation. Its rules differ from Pillow's, so it decodes only upright
-            images.
+        turns: whether the decoder applies the orientation. Such a decoder is used only for upright images, because its
+            rules differ from Pillow's.
     """
 
     name: str
@@ -227,7 +227,7 @@ PROBES: dict[str, Callable[[], JpegDecoder]] = {
     "torchcodec": _torchcodec,
     "torchvision": _torchvision,
 }
-"""Decoders by name in order of preference; each function raises an error if its package is missing or broken."""
+"""Decoders by name in order of preference; each function raises an error if its package cannot be imported."""
 
 
 def _as_rows(tensor: Any) -> Pixels:

@@ -129,7 +129,7 @@ def decode_with_pillow(data: Data, channels: int, wanted: Size | None) -> tuple[
 
 
 def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pixels:
-    """Convert a `PIL.Image.Image` of any mode to the pixels that `decode_image` returns for its file."""
+    """Convert a `PIL.Image.Image` to pixels by the rules of `decode_image`; raise `BadImage` if that is impossible."""
     try:
         check_pixels(image.height, image.width)
         image.load()
@@ -153,7 +153,7 @@ def check_with_pillow(data: Data) -> Size:
 
 
 def measure_with_pillow(data: Data) -> Size:
-    """Return the upright height and width of an image; only PNG files with metadata after the pixels are decoded."""
+    """Return the upright height and width of an image; decode only PNG files that have metadata after their pixels."""
     with _open(data) as image:
         if image.format == "PNG" and _has_late_metadata(data):
             image.load()
@@ -185,7 +185,7 @@ def _open(data: Data) -> Iterator[Any]:
 
 
 def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
-    """Decode an image, dividing a JPEG by the chosen factor, and return its stored height and width."""
+    """Decode an image, reducing a JPEG by the chosen factor, and return its height and width before the reduction."""
     stored = image.height, image.width
     if image.format not in _JPEG:
         # Read the size after loading, because loading rotates a TIFF.

@@ -9,7 +9,7 @@ omitted files.
 
 The seal is written last, into the user block: the first page of the file, which HDF5 ignores.
 
-    colabkit pack 2\n <SHA-256 of the JSON, in hex> <JSON: length, spans, tables, outside>
+    colabkit pack 2\n<SHA-256 of the JSON, in hex><JSON: length, spans, tables, outside>
 
 `length` is the length of the file, `spans` the offset and size of each dataset, `tables` the CRC32s of labels, CRCs and
 other tables, and `outside` the SHA-256 of the bytes that belong neither to the user block nor to a dataset. Reading a

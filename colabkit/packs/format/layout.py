@@ -89,7 +89,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A dataset in a pack file; `offset` is in bytes, -1 until the dataset is created."""
+    """A dataset in a file; `offset` is in bytes, -1 if the dataset is not created yet or cannot be memory-mapped."""
 
     name: str
     shape: tuple[int, ...]
@@ -113,7 +113,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class PackInfo:
-    """Description of a sealed pack.
+    """Description of a sealed pack, or of another HDF5 file that is opened like one.
 
     Attributes:
         path: path of the pack file, or of the index if the pack has shards.
@@ -152,7 +152,7 @@ class PackInfo:
 
     @property
     def bad(self) -> tuple[tuple[str, str], ...]:
-        """Files that could not be decoded, with the reason."""
+        """Samples that could not be decoded, with the reason."""
         return tuple((name, why) for _, _, name, why in self.meta["bad"])
 
     @cached_property

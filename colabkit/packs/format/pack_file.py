@@ -38,7 +38,7 @@ _DIGEST_LENGTH = 64
 _BLOCK_BYTES = 1 << 20
 _REQUIRED = ("classes", "encoding", "label_kind", "sample_shape", "source")
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# Allowed dtype kinds: numbers, and byte strings of fixed length.
+# Allowed dtype kinds: bools, numbers, and byte strings of fixed length.
 _KINDS = "biufcS"
 # Metadata values of more characters go into a dataset, because HDF5 limits an attribute to 64 KiB.
 _LONG_CHARS = 2000
@@ -199,7 +199,7 @@ def _check_table(info: PackInfo, name: str, kinds: str, rank: int) -> None:
 
 
 def is_pack(path: Path) -> bool:
-    """Return whether a file starts like a pack, finished or not."""
+    """Return whether a file starts like a sealed pack, of any format version."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -254,7 +254,7 @@ def outside_digest(fd: int, length: int, spans: Iterable[Sequence[int]]) -> str:
     digest = hashlib.sha256()
     position = file_changes.HDF5_USER_BLOCK_BYTES
     for offset, size in [*spans, (length, 0)]:
-        # Read in blocks, because the spans in a damaged file may exclude nearly all of its bytes.
+        # Read in blocks, because in a damaged file nearly all bytes may be outside the spans.
         while position < offset:
             block = os.pread(fd, min(_BLOCK_BYTES, offset - position), position)
             if not block:

@@ -39,7 +39,7 @@ class LabelValues:
 
     Attributes:
         kind: kind of the labels.
-        classes: names of the classes, or of the K labels or targets; empty for a single target.
+        classes: names of the classes, or of the K labels or targets; empty if there are none.
         values: `int64 [n]` class numbers, `uint8 [n, K]` labels, or `float32 [n]` or `[n, K]` targets; None for no
             labels.
         basis: type of the given values, from which the kind was inferred.
@@ -103,7 +103,7 @@ def infer_array(values: npt.NDArray[Any], task: Task = "auto", *, renumber: bool
 
 
 def convert_labels(values: npt.NDArray[Any], task: Task = "auto") -> npt.NDArray[Any] | None:
-    """Convert labels `[n]` or `[n, K]` to the stored dtype, `int64`, `uint8` or `float32`; None if they are not labels.
+    """Convert labels `[n]` or `[n, K]` to the stored dtype, `int64`, `uint8` or `float32`; None if they do not fit the task.
 
     Raises:
         ValueError: if a label is NaN or cannot be stored; the message contains only the reason.
@@ -167,7 +167,7 @@ def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dt
 def infer_cells(
     act: str, what: Text, cells: Sequence[Any], items: Sequence[Item], task: Task = "auto", *, renumber: bool = False
 ) -> LabelValues:
-    """Interpret the cells of one column as labels, by the task or else by the cells' types, not by their values.
+    """Interpret the cells of one column as labels, by the task or else by the types of the cells.
 
     - Text values are classes, in sorted order. Bools are the classes False and True. Integers are classes: from 0 to
       99,999, they keep their value, and the largest value determines the number of classes; otherwise, and if
@@ -184,7 +184,7 @@ def infer_cells(
 
     Raises:
         BadSource: if a cell is empty or NaN, if cells have different or unsupported types, or if they do not fit the
-            task.
+            task or the stored dtype.
     """
     column = _LabelCells(act, what, cells, items)
     found = _infer_column(column, task, renumber=renumber)
@@ -351,7 +351,7 @@ def _float(value: float) -> float:
 
 
 def _plain_cells(cells: Sequence[Any]) -> Sequence[Any]:
-    """Convert numbers, text and arrays of other types to plain Python values."""
+    """Convert NumPy and PyTorch values, and instances of subclasses of `int` and `str`, to plain Python values."""
     return cells if set(map(type, cells)) <= _PLAIN else list(map(_plain, cells))
 
 
@@ -362,5 +362,5 @@ def _plain(value: Any) -> Any:
         return str.__str__(value)
     if isinstance(value, int):
         return int(value)
-    # Only arrays and their scalars have tolist().
+    # NumPy and PyTorch arrays and scalars have tolist().
     return value.tolist() if hasattr(value, "tolist") else value

@@ -69,7 +69,7 @@ class Labelling:
         values: `int64 [n]` class numbers, `uint8 [n, K]` labels, or `float32 [n]` or `[n, K]` targets; None for no
             labels.
         splits: `int64` sample numbers of each non-empty split, in the order of the pack.
-        left_out: files that are not samples, with the reason.
+        left_out: files that are missing or are not samples, with the reason.
         inferred: inferred values, described as text, by the option that overrides each.
     """
 
@@ -256,7 +256,7 @@ def _split_samples(
         found = by_folder if own is None else _split_places(act, f"the column {own!r}", columns[own], items)
     else:
         shares = shares_of(act, splits)
-        # A split column with any other value does not define splits.
+        # A split column that contains an unknown name does not define splits.
         names = by_folder.names if own is None else stored_splits(columns[own])
         if names.keys() - {SPLITS[0]} and (own is None or all(map(split_named, columns[own]))):
             already = f"the source already has the splits {', '.join(names.values())}"

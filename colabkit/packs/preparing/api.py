@@ -1,8 +1,8 @@
 """`prepare()` returns a local pack of a source by the fastest route: local pack, saved pack or packing the source.
 
 All local packs of one source with one set of options share a folder. Each file name contains a digest of the source's
-state. A lock lets one process at a time create packs in the folder. The notes file in the folder records how long each
-route took and where the pack is saved.
+state. Where the file system supports locks, a lock lets one process at a time create packs in the folder. The notes file
+in the folder records how long staging and packing took and where the pack is saved.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ def prepare(
 
     1. Using a local pack of the same source and options. A source on a mount is not read. A source on this machine must
        be unchanged or no longer exist.
-    2. Staging a pack saved in `to` of the same source, options and source state. It is copied as one file, and all its
-       samples are verified.
+    2. Staging a pack of the same source, options and source state that is saved in `to`. The pack is copied as one
+       file, and all its samples are verified.
     3. Packing the source.
 
     A local pack that is not saved yet is then saved, so the next session needs to stage only one file. If saving fails,
     the report contains the reason.
 
-    The state of a folder is the names, sizes and modification times of its direct entries; the state of a file is its
-    size and modification time. Pass `refresh=True` after changes deeper in the tree, behind a URL, or in files that a
-    table lists. Saved packs of earlier states are never removed. If another process is preparing the same source, this
-    call waits for its pack.
+    The state of a folder is the names, sizes and modification times of its direct entries (of all entries
+    after the first 1,000, only the names); the state of a file is its size and modification time. Pass `refresh=True` after changes deeper in the tree, behind a URL, or in files that a
+    table lists. Saved packs of earlier states are never removed. If another process
+    on this machine is preparing the same source with the same options, this call waits for its pack.
 
     Args:
         source: any source of `pack()` except arrays and datasets, including a URL.
@@ -146,7 +146,7 @@ def prepare(
         True
     """
     if not isinstance(source, Source) and (is_arrays(source) or is_dataset(source)):
-        # A source is identified by its paths, so the pack of other arrays would be returned.
+        # Arrays have no paths that identify them, so the pack of other arrays might be returned.
         expected = "a path, an address or a table of paths"
         next_step = ("Pack arrays and datasets with ", call("pack"), ", and open the result with open_pack()")
         raise InvalidOption(cannot("prepare the source", f"the source is {kind_of(source)}", expected, next_step))
@@ -240,7 +240,7 @@ class _Preparation:
         return self.state
 
     def find_local(self) -> PackInfo | None:
-        """Return the local pack for the source's state, or the newest if the state is unknown; None without a pack."""
+        """Return the local pack for the source's state, or the newest if it is unknown; None to make one."""
         if self.refresh:
             return None
         started = time.monotonic()
@@ -282,7 +282,7 @@ class _Preparation:
             os.close(fd)
 
     def make(self) -> tuple[Literal["saved", "packed"], PackInfo]:
-        """Stage the saved pack; if that is not possible, pack the source."""
+        """Stage the saved pack; if that is not possible, or `refresh` is set, pack the source."""
         way: Literal["saved", "packed"] = "packed"
         started = time.monotonic()
         if self.read_state() is not None and self.save_folder is not None and not self.refresh:
@@ -386,7 +386,7 @@ def _save_folder(to: str | os.PathLike[str] | None, name: str) -> tuple[Path | N
 
 
 def state_of(name: str, *, is_remote: bool) -> str | None:
-    """Return a string that changes when the source changes; None if the source does not exist.
+    """Return the state of a source, as `prepare` defines it; empty if it has no path, None if it does not exist.
 
     Only metadata is read, because the source may be on a slow mount.
     """

@@ -28,7 +28,7 @@ class PrepareReport(Report):
         saved_path: path of the saved pack; None if there is none.
         pack_bytes: size of the pack in bytes.
         left_out: files that are not samples or are missing, with the reason.
-        bad: files that could not be decoded, with the reason.
+        bad: samples that could not be decoded, with the reason.
         inferred: inferred values, such as the task and the splits, by the option that overrides each.
     """
 
@@ -52,7 +52,7 @@ class PrepareReport(Report):
 
     @property
     def unused(self) -> str:
-        """Reason why an existing saved pack was not used; empty if it was used or there was none."""
+        """Reason why an existing saved pack could not be used; otherwise empty."""
         return self._words.render(self._unused)
 
     def to_dict(self) -> dict[str, Any]:
