@@ -133,7 +133,7 @@ def _grid(sizes: list[tuple[int, int]]) -> tuple[int, int, int]:
     """Return the number of columns, and the width and height of a tile in CSS pixels.
 
     The number of columns is the one, up to 8 and about 1 to 2 times the square root of the number of samples, that
-    leaves the fewest cells empty. Tiles have the median aspect ratio of the samples, within 0.6 to 1.4 (height to width).
+    leaves the fewest cells empty. Tiles have the samples' median ratio of height to width, within 0.6 to 1.4.
     """
     count = len(sizes)
     least, most = math.ceil(math.sqrt(count)), math.ceil(2 * math.sqrt(count))

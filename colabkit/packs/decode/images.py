@@ -19,8 +19,9 @@ Every image is decoded as follows:
   error. If libjpeg only warns of a flaw, Pillow decodes the file and ignores the flaw.
 - Formats: BMP, GIF, JPEG, PNG, PPM, TIFF and WebP; formats that would run an external program are excluded.
 
-JPEG files of one or three components are decoded by simplejpeg, torchcodec or torchvision (see `jpeg`) if one of them is
-installed. Pillow decodes all other files, and those that the other decoder rejects. All functions can be called from many threads at once, and before and after a fork.
+JPEG files of one or three components are decoded by simplejpeg, torchcodec or torchvision (see `jpeg`), if installed.
+Pillow decodes all other files, and those that the other decoder rejects. All functions can be called from many threads
+at once, and before and after a fork.
 """
 
 from __future__ import annotations
@@ -220,9 +221,9 @@ def decode_region(
     Rows below the box are skipped by presenting a shorter image to the decoder; the decoded rows are identical to those
     of a full decode. The image is reduced while it is decoded by the largest factor of 8, 4 or 2 that
     leaves the box at least as large as requested and divides its top and left, without the margin of `pixels.KEPT`
-    because a random box is seen only once. The size of the returned box may then be fractional. Compared to a full decode, the
-    resized values of 200 photos differ by 1.1 to 1.4 of 255 on average, in the worst crop by 5.7 (bilinear with
-    antialiasing to 64, 96 and 128 pixels; OpenCV's INTER_AREA differs by 1.8 to 2.1).
+    because a random box is seen only once. The size of the returned box may then be fractional. Compared to a full
+    decode, the resized values of 200 photos differ by 1.1 to 1.4 of 255 on average, in the worst crop by 5.7 (bilinear
+    with antialiasing to 64, 96 and 128 pixels; OpenCV's INTER_AREA differs by 1.8 to 2.1).
 
     Args:
         data: bytes of an image file.

@@ -103,7 +103,7 @@ def infer_array(values: npt.NDArray[Any], task: Task = "auto", *, renumber: bool
 
 
 def convert_labels(values: npt.NDArray[Any], task: Task = "auto") -> npt.NDArray[Any] | None:
-    """Convert labels `[n]` or `[n, K]` to the stored dtype, `int64`, `uint8` or `float32`; None if they do not fit the task.
+    """Convert labels `[n]` or `[n, K]` to the stored dtype, `int64`, `uint8` or `float32`; None if they are unsuitable.
 
     Raises:
         ValueError: if a label is NaN or cannot be stored; the message contains only the reason.

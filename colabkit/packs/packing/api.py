@@ -1,8 +1,8 @@
 """`pack()` writes many files, arrays or records into one sealed, memory-mapped HDF5 file, or into several shards.
 
 Files are read concurrently and decoded on all available cores. Space is reserved first, so each worker writes its rows
-directly at their final position. The seal is written last and then the file is renamed, so a killed `pack()` leaves no
-file that opens as a pack.
+directly at their final position. The seal is written last and then the file is renamed, so an unfinished
+file never opens as a pack.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ class PackReport(Report):
         path: path of the pack, or of the index if there are several shards.
         source: name of the source.
         splits: number of samples in each split.
-        classes: class names; a label is an index into them.
-        encoding: `raw`, `source`, `jpeg`, or `array` for arrays.
-        sample_shape: height, width and channels of every image, or the shape of every array; () if shapes differ.
+        classes: names of the classes, or of several labels or targets; may be empty.
+        encoding: `raw` for pixels and `.npy` files, `source`, `jpeg`, or `array` for other samples.
+        sample_shape: height, width and channels of every image, or the shape of every array; () if unequal or unknown.
         pack_bytes: size of the pack in bytes, including all shards.
         shards: number of files that hold the samples.
         seconds: duration of the call in seconds.
         made_by: workers that made the samples: processes, threads or executor tasks; empty if the pack was reused.
         retries: number of reads that failed and were retried.
-        left_out: files that are not samples, with the reason.
+        left_out: files that are missing or are not samples, with the reason.
         bad: samples that could not be decoded, with the reason.
-        note: reason for the chosen encoding.
+        note: reason for the chosen encoding; empty if it needs none.
         inferred: inferred values, such as the task, the splits and the layout, by the option that overrides each.
         reused: whether the same pack already existed and was reused.
     """
@@ -190,7 +190,7 @@ def pack(
     """Pack a source into a sealed HDF5 file and return a report.
 
     Samples become `X_<split>`, labels `Y_<split>`, and additional fields `<name>_<split>`. An existing pack of the same
-    source and options is reused.
+    source and options is reused, except that of a dataset, which cannot be compared.
 
     Args:
         source: a folder; a zip or tar archive; a table of paths (DataFrame, CSV, Parquet, list); a folder in a bucket;
@@ -226,8 +226,8 @@ def pack(
         layout: order of the dimensions of images in an array, `"nhwc"` or `"nchw"`, or `"array"` for samples that are
             not images. `"auto"` treats `uint8` arrays with 1 or 3 channels, last or first, as images.
         on_bad: action for a file that cannot be decoded: `"raise"` raises an error, `"skip"` leaves out the file, and
-            `"blank"` stores a black image instead. The pack and the report list all bad files. `"skip"` also leaves out
-            the rows of a table whose files are missing.
+            `"blank"` stores a black image instead. The pack and the report list all bad files. `"skip"` also skips
+            table rows whose files are missing.
         max_bad: maximum number of bad files, as a share such as 0.1 or a whole number; more bad files are an error. A
             share above 0 allows at least one bad file.
         shard_bytes: write several files of about this size, for example `"256MiB"`, and `to` as their index. An
@@ -246,7 +246,7 @@ def pack(
         InvalidOption: if an option is invalid, or does not apply to this source.
         SourceMissing, BadSource, BadArchive: if the source does not exist, has no classes, or is damaged.
         BadImage: if a file is not an image or differs in size from the others, or if too many files are bad.
-        TargetExists: if `to` exists and is not a pack, or is a different pack and `overwrite` is false.
+        TargetExists: if `to` exists and is not a pack, or is a pack that cannot be reused and `overwrite` is false.
         NotEnoughSpace: if the pack does not fit; raised before anything is written.
         PackingFailed: if worker processes die.
 

@@ -48,8 +48,8 @@ def is_array(value: object) -> bool:
 def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
     """Convert a field to an array of numbers or a column of text or bytes; raise `InvalidOption` for other values.
 
-    NumPy arrays, including memory maps, and CPU tensors are not copied; arrays that load slices on demand are not read
-    yet.
+    NumPy arrays, including memory maps, and CPU tensors are not copied; numeric arrays that load slices on demand are
+    not read yet.
     """
     if hasattr(value, "numpy") and hasattr(value, "detach"):
         value = value.detach().cpu()
@@ -129,7 +129,7 @@ class ArraySampleMaker(MemorySampleMaker):
         return np.fromiter(map(len, texts), np.int64, len(texts))
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of many samples; consecutive rows that need no conversion are not copied."""
+        """Return each field of many samples; consecutive rows of one array are copied only if they need conversion."""
         return tuple(self._column(made, numbers) for made in self.fields)
 
     def subset(self, numbers: Indices) -> ArraySampleMaker:

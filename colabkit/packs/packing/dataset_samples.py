@@ -89,9 +89,9 @@ class DatasetSampleMaker(MemorySampleMaker):
 
     Only one thread at a time reads a dataset, because datasets may support neither threads nor forks. A sample is `x`,
     `(x, y, ...)` or a mapping whose keys determine `X` and `Y`. Pillow images, `uint8 [C, H, W]` tensors and
-    `uint8 [H, W, C]` arrays, with C = 1 or 3, are stored as `uint8 [H, W, C]`. If the value after `x` is a number or a
-    row of numbers, it is the label `Y`; other values become fields `Z`, `Z2` and so on, or are named after their keys.
-    The first sample determines the type of all fields.
+    `uint8 [H, W, C]` arrays, with C = 1 or 3, are stored as `uint8 [H, W, C]`. If the value after `x` is text, a number
+    or a row of numbers, it is the label `Y`; other values become fields `Z`, `Z2` and so on, or are named after their keys. The
+    first sample determines the type of all fields.
 
     Args:
         act: verb and object for messages.
@@ -104,6 +104,7 @@ class DatasetSampleMaker(MemorySampleMaker):
 
     Raises:
         BadSource: if a split is empty, or samples contain unsupported values.
+        BadImage: if the first sample is bad, or the first 16 are if `skips_bad`.
         InvalidOption: if options for images are given but samples are not images.
     """
 
@@ -348,7 +349,7 @@ def _at(sample: Any, place: Iterable[Any]) -> Any:
 
 
 def _may_be_label(value: Any) -> bool:
-    """Return whether a value is a number or a row of numbers, not an image or a mask."""
+    """Return whether a value is text, a number or a row of numbers, not an image or a mask."""
     return not isinstance(value, Image.Image | Mapping) and _dimensions(value) < 2
 
 

@@ -231,7 +231,7 @@ class FileSampleMaker(SampleMaker):
 
 
 def _stored_value(path: str, made: SampleField, value: Any) -> Value:
-    """Convert the result of a user's function to the field's type; raise `BadSource` if that would change values."""
+    """Convert a user function's result to the field's type; raise `BadSource` if its type or shape does not fit."""
     act, next_step = f"pack the field {made.name!r} of {path!r}", "Return values of one type and shape"
     if made.is_ragged:
         kind = str if made.content == "text" else bytes

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def can_fork() -> bool:
-    """Return whether this process may fork others; daemonic processes may not have children."""
+    """Return whether this process may fork workers: only on Linux, and not if it is daemonic."""
     return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
@@ -75,8 +75,8 @@ class ForkedWorkers(Generic[T, R]):
         """Yield the result of each task as it finishes.
 
         Raises:
-            PackingFailed: if a worker died twice on the same task.
-            TimedOut: if the same task took too long twice.
+            PackingFailed: if a worker cannot be started, or dies during the second attempt at a task.
+            TimedOut: if the second attempt at a task takes too long.
             Exception: any error that the function raised, or a RuntimeError with its text if it cannot be pickled.
         """
         remaining = ((task, 1) for task in tasks)

@@ -37,7 +37,7 @@ class MapDataset(Protocol):
         """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return a sample: a tuple or dict of its fields."""
+        """Return a sample: its `X`, or a tuple or mapping of its fields."""
 
 
 _FIELDS = {"x": SAMPLES, "y": LABELS}
@@ -51,7 +51,7 @@ _MEANINGS = {"class": "classes", "multilabel": "several labels of each sample", 
 
 
 def is_arrays(source: object) -> bool:
-    """Return whether a source is an array, a tuple or mapping of arrays, or a mapping of splits to such mappings."""
+    """Return whether a source is an array, or a tuple or mapping of arrays, possibly one for each split."""
     if isinstance(source, Mapping):
         return not is_dataset(source) and not any(is_dataset(part) for part in source.values())
     if isinstance(source, tuple) and source and isinstance(source[0], str | os.PathLike):
@@ -350,7 +350,7 @@ def _by_split(act: str, source: Any) -> dict[str, Any]:
 
 
 def _by_field(arrays: tuple[Any, ...]) -> dict[str, Any]:
-    """Return arrays by the same names as for the values in a dataset's samples."""
+    """Name the arrays of a tuple `X`, `Y`, `Z`, `Z2` and so on, like the values in a dataset's samples."""
     names = (SAMPLES, LABELS, "Z", *(f"Z{number}" for number in range(2, len(arrays))))
     return dict(zip(names, arrays, strict=False))
 

@@ -1,4 +1,4 @@
-"""The plan of a pack: samples, metadata and layout, all determined before anything is written."""
+"""The plan of a pack: its samples, tables and metadata, determined before anything is written."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ class SampleField(Field):
             raise error(f"{self._named('shape')} is {found}, but {first} in the first sample")
 
     def converted(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> npt.NDArray[Any]:
-        """Convert an array to the field's dtype; raise `error` if the shape differs or a number would change."""
+        """Convert an array to the field's dtype.
+
+        Raise `error` if the shape differs, or numbers would change other than by rounding to a floating-point dtype.
+        """
         self.check_shape(array, error)
         if array.dtype.str == self.dtype:
             return array
@@ -246,7 +249,7 @@ class PackPlan:
         return found
 
     def check_bad(self, bad: Sequence[BadSample]) -> None:
-        """Raise `BadImage` if more samples are bad than allowed, `BadSource` if all are bad."""
+        """Raise `BadImage` if more samples are bad than allowed, `BadSource` if all samples of a complete pack are."""
         first = ", ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
         if len(bad) > self.most_bad:
             found = f"there are at least {format_things(len(bad), 'bad file')}, first {first}"

@@ -59,7 +59,8 @@ def write_pack(
     """Write a plan to one sealed file.
 
     Rows are written directly at their final position. If lengths are not known in advance, or bad samples leave gaps,
-    samples are first written to temporary files and copied at the end. A shard without good samples is not written.
+    samples are first written to temporary files and copied at the end. A shard whose samples are all skipped is not
+    written.
 
     Raises:
         BadImage: if more samples are bad than allowed.

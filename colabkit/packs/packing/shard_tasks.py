@@ -101,7 +101,8 @@ def run_tasks(
     Raises:
         PackingFailed: if the executor or one of its processes fails.
         InvalidOption: if a task cannot be pickled.
-        ColabkitError: any error that a task raised.
+        ColabkitError: if a task raised it.
+        RuntimeError: if a task raised any other error; the message contains the traceback.
     """
     os.close(file_changes.create(sign))
     remaining = iter(tasks.items())

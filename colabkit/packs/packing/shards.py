@@ -1,7 +1,7 @@
 """Writes packs of several files: first the shards, in this process or in tasks of an executor, then their index.
 
-Shards are written into a hidden folder next to the index. Only one process at a time uses that folder, and it is kept
-if the process is interrupted. Once all shards exist, they are moved to their final names and the index is written.
+Shards are written into a hidden folder next to the index. Only one process at a time uses that folder. The folder is
+kept if the process is interrupted. Once all shards exist, they are moved to their final names and the index is written.
 A list in the hidden folder names the files that are moved or replaced, so that the next call recognizes them if this
 one is interrupted.
 """
@@ -343,7 +343,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _names_in(index: Path) -> list[str]:
-    """Return the names of the shards of an index; empty if there is no index."""
+    """Return the names of the shards of an index; empty if there is no readable index."""
     try:
         return [Path(shard.name).name for shard in read_pack(index).shards]
     except ColabkitError:

@@ -1,8 +1,8 @@
 """`prepare()` returns a local pack of a source by the fastest route: local pack, saved pack or packing the source.
 
 All local packs of one source with one set of options share a folder. Each file name contains a digest of the source's
-state. Where the file system supports locks, a lock lets one process at a time create packs in the folder. The notes file
-in the folder records how long staging and packing took and where the pack is saved.
+state. Where the file system supports locks, a lock lets one process at a time create packs in the folder. The notes
+file in the folder records how long staging and packing took and where the pack is saved.
 """
 
 from __future__ import annotations
@@ -104,10 +104,11 @@ def prepare(
     A local pack that is not saved yet is then saved, so the next session needs to stage only one file. If saving fails,
     the report contains the reason.
 
-    The state of a folder is the names, sizes and modification times of its direct entries (of all entries
-    after the first 1,000, only the names); the state of a file is its size and modification time. Pass `refresh=True` after changes deeper in the tree, behind a URL, or in files that a
-    table lists. Saved packs of earlier states are never removed. If another process
-    on this machine is preparing the same source with the same options, this call waits for its pack.
+    The state of a folder is the names, sizes and modification times of its direct entries (of all entries after the
+    first 1,000, only the names); the state of a file is its size and modification time. Pass `refresh=True` after
+    changes deeper in the tree, behind a URL, or in files that a table lists. Saved packs of earlier states are never
+    removed. If another process on this machine is preparing the same source with the same options, this call waits for
+    its pack.
 
     Args:
         source: any source of `pack()` except arrays and datasets, including a URL.
