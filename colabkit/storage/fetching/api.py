@@ -112,8 +112,8 @@ def fetch(
     A repeated call fetches nothing if the final path already holds the data. With `digest`, the file must have that
     digest. Without `digest`, an earlier call must have fetched the same source to the same path, the fetched data must
     be unmodified, and the server must report the same version. Data counts as unmodified if a file's size and
-    modification time, or a folder's number and total size of files, are the same. Versions of
-    Drive files are not compared. Any other file or folder at the final path stays unchanged unless you set `overwrite`.
+    modification time, or a folder's number and total size of files, are the same. Versions of Drive files are not
+    compared. Any other file or folder at the final path stays unchanged unless you set `overwrite`.
 
     For fsspec URLs, threads read many files and parts of files at once, with small requests on a slow line. If a
     request takes longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped and

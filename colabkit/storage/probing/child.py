@@ -1,8 +1,8 @@
 """The part of a probe that accesses the path, run as a script in a separate process with only the standard library.
 
 The script prints each result immediately, as one line of JSON, since a later operation may hang. In records of the kind
-`facts`, the keys are fields of the report. Only other threads access the path, so that the main thread can
-report an operation that hangs.
+`facts`, the keys are fields of the report. Only other threads access the path, so that the main thread can report an
+operation that hangs.
 """
 
 from __future__ import annotations
