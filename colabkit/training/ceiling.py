@@ -98,8 +98,8 @@ def headspace(
         The speed of the step alone and of the loader alone.
 
     Raises:
-        InvalidOption: if `state` is missing for a step without `state_dict()`, accumulated gradients are pending, or
-            the loader is empty or can be iterated only once.
+        InvalidOption: if an argument is invalid, `state` is missing for a step without `state_dict()`, accumulated
+            gradients are pending, or the loader is empty or can be iterated only once.
 
     Example:
         >>> import colabkit, torch

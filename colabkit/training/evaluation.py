@@ -66,9 +66,9 @@ def evaluate(
 ) -> EvaluateReport:
     """Return the mean loss of a model over all samples of a loader, and its accuracy if defined.
 
-    Batches are treated as in `supervised_step()`: `uint8` images are scaled to [0, 1]. The model is in evaluation mode,
-    without gradients, and its mode is restored afterwards. The position of a `Loader` is restored, too; the evaluation
-    starts at the first sample of its current epoch.
+    Batches are treated as in `supervised_step()`: `uint8` images are scaled to [0, 1], and GPUs use mixed precision as
+    with `amp="auto"`. The model is in evaluation mode, without gradients, and its mode is restored afterwards. The
+    position of a `Loader` is restored, too; the evaluation starts at the first sample of its current epoch.
 
     Under `torch.distributed`, call this in every process, each with its share of the samples; all get the same values.
 

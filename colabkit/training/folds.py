@@ -95,8 +95,8 @@ def k_fold(
         The numbers of each fold, with their mean and standard deviation.
 
     Raises:
-        InvalidOption: if there are fewer samples or groups than folds, `run` is not a function, or its result is
-            neither a report of `train()` nor a dict of numbers.
+        InvalidOption: if an argument is invalid, there are fewer samples or groups than folds, or the result of `run`
+            is neither a report of `train()` nor a dict of numbers.
 
     Example:
         >>> import colabkit

@@ -259,10 +259,10 @@ class TrainReport(Report):
 
 
 class TrainingInterrupted(OneLineError, KeyboardInterrupt):
-    """Ctrl-C stopped the training at the end of a step.
+    """Ctrl-C stopped the training between two steps.
 
     Attributes:
-        report: the `TrainReport` of the steps until then.
+        report: the `TrainReport` of the training until then.
     """
 
     def __init__(self, report: TrainReport) -> None:

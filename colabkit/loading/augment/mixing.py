@@ -38,8 +38,8 @@ class Normalize(Transform):
         dtype: floating-point dtype of the result.
 
     Raises:
-        InvalidOption: if a value is not a finite number, a standard deviation is not positive, the lengths differ, or
-            the dtype is not floating-point.
+        InvalidOption: if a value is not a finite number, a standard deviation is not positive, the lengths differ, the
+            dtype is not floating-point, or, when the transform is applied, the number of channels does not fit.
 
     Example:
         >>> import torch

@@ -56,12 +56,12 @@ class TransformStages:
 
     @property
     def draws_globally(self) -> bool:
-        """Whether the last steps may draw from the global generators."""
+        """Whether the steps in `at_last` may draw from the global generators."""
         return self.at_last is not None and not all(isinstance(step, Transform) for step in steps_of(self.at_last))
 
     @property
     def works_in_threads(self) -> bool:
-        """Whether worker threads do more than gather rows."""
+        """Whether worker threads apply a part of the transform."""
         return bool(self.geometry or self.by_slice or self.by_batch)
 
 
