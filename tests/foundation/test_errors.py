@@ -49,8 +49,9 @@ OTHERWISE_WORDED = {
     # Decoders and datasets do not know the name of the file: their callers add the name to the error's text.
     *((path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()),
     ("dataset_samples.py", "BadImage"),
-    # `bucket.py` repeats the message of another error.
+    # `bucket.py` and the `api.py` of packing repeat the message of another error.
     ("bucket.py", "FetchFailed"),
+    ("api.py", "BadImage"),
 }
 
 MESSAGE = cannot("read 'x'", "the file has 3 bytes", "at least 4", "Download it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.s
 LINES = {verb.name: verb for verb in VERBS if verb.is_magic}
 BODIES = {verb.name: verb for verb in CELLS}
 OTHERS = {"load_ext", "pip"}
+ASSIGNED = re.compile(r"^(\w+(?:, \w+)*) = ", re.MULTILINE)
 LINE_MAGIC = re.compile(r"^(\s*(?:\w+ = )?)%(\w+)(.*)$", re.MULTILINE)
 CELL_MAGIC = re.compile(r"\A%%(\w+)(.*)\n")
 PIP = re.compile(r"^\s*[%!]pip (.*)$", re.MULTILINE)
@@ -28,6 +30,12 @@ MOST_LINES = 18
 # Colab cuts off longer lines on a small screen.
 MOST_COLUMNS = 100
 MOST_LINES_OF_A_FUNCTION = 5
+
+
+class AnyValue(str):
+    """A stand-in for the value of any variable, such as a path or a report with a path."""
+
+    path = "value"
 
 
 def as_python(source: str) -> str:
@@ -131,7 +139,8 @@ def test_settings_are_a_form_that_starts_with_the_source_of_colabkit(path: Path)
 @by_notebook
 def test_magics_exist_and_their_options_are_valid(path: Path) -> None:
     notebook = read(path)
-    values: dict[str, object] = {}
+    assigned = [names.split(", ") for cell in code_cells(notebook) for names in ASSIGNED.findall(cell.source)]
+    values: dict[str, object] = dict.fromkeys(itertools.chain.from_iterable(assigned), AnyValue("value"))
     exec(settings_of(notebook).source, values)
     found = [magic for cell in code_cells(notebook) for magic in magics_of(cell.source)]
     assert found

@@ -228,7 +228,7 @@ class _Sticky(Exception):
         (_Odd(1, 2), (RuntimeError, _Odd), "odd 1 2"),
         (_Sticky(), RuntimeError, "_Sticky in a worker process: sticky"),
         (OSError(errno.ENOSPC, "full"), NotEnoughSpace, "Cannot pack .*full"),
-        (PermissionError(errno.EACCES, "closed", "a"), Exception, "Cannot pack .*closed"),
+        (PermissionError(errno.EACCES, "closed", "a"), Exception, "Cannot pack .*permission denied for the file 'a'"),
         (BadSource("Cannot pack"), BadSource, "Cannot pack"),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
