@@ -175,11 +175,11 @@ class RunCheckpoints:
         try:
             self._loader.load_state_dict(dict(found.content["loader"]))
         except InvalidOption as error:
-            if (given := error.message) is None:
+            if (inner := error.message) is None:
                 raise
             act = f"resume from {str(found.path)!r}"
-            next_step = (given.next_step, ", or save to another folder with ", option("to"))
-            raise InvalidOption(cannot(act, given.found, given.expected, next_step)) from error
+            next_step = (inner.next_step, ", or save to another folder with ", option("to"))
+            raise InvalidOption(cannot(act, inner.found, inner.expected, next_step)) from error
         for name, part in self._state.items():
             if (kind := found.content["kinds"].get(name)) != _kind_of(part):
                 act = f"resume {name!r} from {str(found.path)!r}"

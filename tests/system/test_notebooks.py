@@ -35,6 +35,7 @@ MOST_LINES_OF_A_FUNCTION = 5
 class AnyValue(str):
     """A stand-in for the value of any variable, such as a path or a report with a path."""
 
+    __slots__ = ()
     path = "value"
 
 
