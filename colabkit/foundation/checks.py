@@ -146,7 +146,7 @@ def check_duration(
     """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds.
 
     Raises:
-        InvalidOption: if the value is none of these, is not above 0 or not finite, or if it is a number and
+        InvalidOption: if the value is none of these, is not finite or not above 0, or if it is a number and
             `needs_unit` is true; the message suggests `example`.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else None if needs_unit else value

@@ -62,7 +62,7 @@ class ColabkitError(OneLineError, Exception):
 
 
 class InvalidOption(ColabkitError, ValueError):
-    """An argument has an invalid value."""
+    """An argument is invalid, missing or unknown."""
 
 
 class SourceMissing(ColabkitError, FileNotFoundError):

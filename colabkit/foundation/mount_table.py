@@ -1,7 +1,7 @@
 """The mounts of this machine, read from the kernel's mount table without accessing the mounts themselves.
 
-In all paths that colabkit accepts, `drive:` stands for the Google Drive mount: `drive:datasets/birds` is in My Drive,
-and `drive:Shareddrives/Team/birds` in a shared drive.
+At the start of any path that colabkit accepts, `drive:` stands for Google Drive: `drive:datasets/birds` is in My Drive
+and, if DriveFS serves the mount, `drive:Shareddrives/Team/birds` is in a shared drive.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_file(path: str) -> str:
 
 
 def mounts(read: Reader = read_file) -> list[Mount]:
-    """Return all mounts in the kernel's order; a later mount hides earlier ones at its point. Empty without `/proc`."""
+    """Return all mounts in the kernel's order, none without `/proc`; a later mount hides earlier ones at its point."""
     try:
         lines = read("/proc/mounts").rstrip("\n").split("\n")
     except OSError:
@@ -123,7 +123,7 @@ def drive_root(mount: Mount) -> str:
 
 
 def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None = None) -> Path:
-    """Expand `drive:` to the folder in `COLABKIT_DRIVE` or in the Drive mount, and `~` to the home folder.
+    """Expand `drive:` to the value of `COLABKIT_DRIVE`, else to the Drive mount, and `~` to the home folder.
 
     Args:
         path: path given by the user.
@@ -131,8 +131,8 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
         table: the mounts; by default the current ones.
 
     Raises:
-        NotMounted: if the path begins with `drive:` and Drive is not mounted, or mounted more than once, or
-            `COLABKIT_DRIVE` is not a folder.
+        NotMounted: if the path begins with `drive:`, and `COLABKIT_DRIVE` is a missing local folder or, if it is not set,
+            Drive is not mounted or mounted more than once.
         InvalidOption: if `path` is not a valid path, or starts with the home folder of an unknown user.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""

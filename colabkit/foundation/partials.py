@@ -21,7 +21,8 @@ from colabkit.foundation.messages import cannot
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
 )
-# Partials of other machines, or from before a restart, are removed after this time: their processes are unknown.
+# Partials of other machines, or from before a restart, are removed after this time, since it cannot be checked whether
+# their processes have ended.
 _FOREIGN_PARTIAL_S = 24 * 3600.0
 
 
@@ -302,7 +303,7 @@ def _boot_id() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in clock ticks, to tell apart processes with the same PID; else `"gone"`."""
+    """Return the start time of a process in clock ticks, which differs if a PID is reused; `"gone"` if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,7 +1,7 @@
 """Permutations as pure functions: any range of positions is computed directly, without the positions before it.
 
 Up to 65,536 samples are sorted by random words, all at once. This takes less than 1 ms if NumPy sorts with vector
-instructions (2.0 or later on x86), otherwise 3 ms. The last few orders are cached.
+instructions (for example 2.0 or later on x86 with AVX2), otherwise up to 3 ms. The last few orders are cached.
 
 Larger permutations use a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells. Positions that map to
 one of the few cells beyond n are permuted again (cycle walking). Rounds mix with the 32-bit finalizer of MurmurHash3,

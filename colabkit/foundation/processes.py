@@ -107,7 +107,7 @@ def run(
 
 
 def program(name: str) -> str | None:
-    """Return the path of a program in PATH, or None; relative folders and those on remote mounts are not searched."""
+    """Return the path of a program in PATH, or None if not found; relative folders and remote mounts are skipped."""
     table = mounts()
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         holding = mount_holding(os.path.abspath(folder), table) if os.path.isabs(folder) else None

@@ -175,7 +175,7 @@ class DiskReport(Report):
 
 
 def can_hang(path: str, table: Iterable[Mount]) -> bool:
-    """Return whether accessing an absolute path can hang: the path or one of its symlinks leads to a remote mount.
+    """Return whether accessing an absolute path can hang, since it leads to a remote mount, directly or by symlinks.
 
     Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, does not count,
     since Python itself runs from it.

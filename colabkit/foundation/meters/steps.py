@@ -173,7 +173,7 @@ class DeviceClock:
         self._noted: deque[_DeviceStep] = deque()
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
-        """Record that the loop received a batch, which is ready at the second mark or, without marks, already."""
+        """Record that the loop received a batch, which is ready at the second mark or, if there are no marks, now."""
         if marks is None:
             here = self._mark()
             marks = here, here

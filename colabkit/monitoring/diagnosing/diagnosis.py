@@ -17,7 +17,7 @@ _MOST_TIMES = 100
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of the step time, in [0, 1]. They add up to 1, or are all 0 if nothing was timed.
+    """Shares of the step time, in [0, 1]. They add up to 1, or are all 0 if no training was timed.
 
     Attributes:
         wait: waiting for data.

@@ -132,7 +132,7 @@ def no_mixed_precision(run: RunProfile) -> Advice | None:
 
 
 def room_on_the_gpu(run: RunProfile) -> Advice | None:
-    """Advise larger batches if half of the GPU's memory is free and the GPU is not fully used."""
+    """Advise larger batches if over half of the GPU's memory is free and the GPU is not fully used."""
     gpu = run.machine.gpu
     if not run.is_on_gpu or gpu is None or gpu.used is None or run.is_starved or gpu.used >= _ROOMY:
         return None

@@ -36,7 +36,7 @@ _STORAGE_BOUND = 0.6
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
 _MEAN_RATES = ("cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate")
 SNAPSHOT_S = 1.0
-"""Interval, in seconds, that a snapshot of the machine covers, rounded up."""
+"""Usual number of seconds between snapshots of the machine, which the rates of a snapshot cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,12 @@ class RunProfile:
 
     @property
     def alone_s(self) -> float:
-        """Seconds of the step without a loader: measured, else of the fastest steps if the loader disturbs the others.
+        """Seconds of the step without a loader: measured by `headspace()`, else estimated.
 
-        If it does not, the typical step counts. On the CPU, long pauses also disturb the step, since caches become
-        cold. On a GPU, a measured time counts only if it is below that of the typical step: events time the step
-        correctly next to the loader, and a measurement includes the wait for the result.
+        The estimate is the time of the typical step or, if the loader disturbs it, of the fastest steps. On the CPU,
+        long pauses also disturb the step, since caches become cold. On a GPU, a measured time counts only if it is
+        below that of the typical step: events time the step correctly next to the loader, and a measurement includes
+        the wait for the result.
         """
         if self.measured_alone_s is not None:
             measured_s = self.measured_alone_s * self.step.samples

@@ -1,4 +1,7 @@
-"""The verdict about a run and the most useful advice. A verdict changes only if the run has clearly changed."""
+"""The verdict about a run and the most useful advice.
+
+During a run, the verdict changes only if the run has clearly changed.
+"""
 
 from __future__ import annotations
 
