@@ -260,10 +260,7 @@ def bursts(run: RunProfile) -> Advice | None:
 
 
 def chunks_do_not_fit(run: RunProfile) -> Advice | None:
-    """Advise repacking a third-party HDF5 file that is slow to read, or block shuffling if far more is read than used.
-
-    More bytes are read than used if the page cache cannot hold the file.
-    """
+    """Advise repacking a third-party HDF5 file that reads slowly, or block shuffling if far more is read than used."""
     facts, gathered, read = run.facts, run.part("gather"), run.part("read")
     if not run.is_starved or facts.kind != "gathered" or not _is_hdf5(run) or facts.tier not in ("disk", "source"):
         return None

@@ -31,7 +31,7 @@ _PARTS = {
 
 
 class Doctor:
-    """Diagnoses an active run; after the first verdict, it changes only if two consecutive looks agree on another one.
+    """Diagnoses an active run; once given, a verdict changes only if two consecutive looks agree on another one.
 
     Args:
         precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.
@@ -80,7 +80,7 @@ class Doctor:
 
 
 def find_verdict(run: RunProfile, standing: Verdict = "unknown") -> Verdict:
-    """Return the bottleneck: the largest avoidable share of those that reach their thresholds, else `"compute"`."""
+    """Return the bottleneck: the largest of the avoidable shares that reach their thresholds, else `"compute"`."""
     shares = run.shares
     found: list[tuple[float, Verdict]] = [(run.input_share, "data"), (shares.copy, "copy"), (shares.other, "other")]
     large = [
