@@ -10,8 +10,8 @@
 
 To add `%hello` and `colabkit hello`, write `hello()` in the subpackage where it belongs, export it in the
 `__init__.pyi` of that subpackage and in `colabkit/__init__.pyi`, and add a row `Verb("hello", ...)` to `VERBS` in
-`verbs`. Help, completion and messages are derived from the row. A cell magic needs a row in `CELLS` and a function in
-`cells`.
+`verbs`. Help, completion and messages are derived from the row. A cell magic needs a row in `CELLS`, a function in
+`cells` and an entry in `magics.cell_magics`.
 """
 
 import lazy_loader

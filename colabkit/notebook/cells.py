@@ -192,7 +192,7 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
 
 
 def _named(namespace: Mapping[str, Any], name: str) -> Any:
-    """Return the variable with this name, or else the name itself as a path."""
+    """Return the variable of this name; if there is none, or only a function, class or module, the name as a path."""
     found = namespace.get(name, name)
     return name if isinstance(found, ModuleType | FunctionType | type) else found
 
@@ -259,7 +259,7 @@ class CellCode:
             raise _bad_line(error) from error
 
     def names(self) -> set[str]:
-        """Return the names that the code uses outside its functions."""
+        """Return the names of variables and attributes that the code uses outside its functions."""
         return {name for code in self._codes for name in code.co_names}
 
     def run(self, names: MutableMapping[str, Any] | None = None) -> None:

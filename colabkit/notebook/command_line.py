@@ -61,7 +61,7 @@ Exit status: 0 on success, 1 after an error or if the report is not good,
 
 _VERBS = (*COMMANDS, COMPLETION)
 _PREFIX = "colabkit "
-"""The words before a verb in a command."""
+"""The text before a verb in a command."""
 
 _loaded: set[str] = set()
 """Paths of the user's files that were executed."""
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _printed(text: str) -> int:
-    """Print; return 0, or 1 if standard output is closed, its reader has ended, or its disk is full."""
+    """Print a text; return 0, or 1 if standard output is closed, its reader has ended, or its disk is full."""
     try:
         _print(text, sys.stdout)
     except OSError as error:
@@ -154,7 +154,7 @@ def _failed(error: BaseException, verb: Verb | None, is_json: bool, status: int)
 
 @contextmanager
 def _epochs_shown(verb: Verb, is_json: bool) -> Iterator[None]:
-    """Show the live panel during training in the block, or one line per epoch if the output is not a terminal."""
+    """Show the live panel during training in the block, or one line per epoch without a terminal or with `--json`."""
     if verb.name not in ("train", "k_fold") or os.environ.get("RANK", "0") != "0":
         yield
         return

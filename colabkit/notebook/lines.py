@@ -1,6 +1,6 @@
 """Split, parse and complete the line of a magic.
 
-IPython's variable expansion is off, so braces, quotes and dollar signs in paths are kept. `{name}`, `{name.attribute}`
+IPython's variable expansion is off, so braces and dollar signs in paths are kept. `{name}`, `{name.attribute}`
 or `$name`, as a whole word, is replaced by that variable's value, which is never parsed again.
 """
 
@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"\{([\w.]+)\}|\$(\w+)")
 _SPECIAL = re.compile(r"""([\s"'\\])""")
 
 _LIST_S = 2.0
-# Neither notebooks nor terminals show more completions.
+# Maximum number of paths that completion lists.
 _MOST = "200"
 _SHORT_NAME = "drive:"
 _PATHS = ("path", "folder", "data", "subject")
@@ -57,7 +57,7 @@ def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
     If `namespace` is empty, words that name variables are kept.
 
     Raises:
-        InvalidOption: if a quote is not closed, or a variable or its named attribute does not exist.
+        InvalidOption: if a quote is open, a backslash ends the line, or a variable or its attribute does not exist.
     """
     return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
 
@@ -187,7 +187,7 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
 
 
 def _option_at(verb: Verb, words: list[str], begun: str) -> tuple[Option | None, str]:
-    """Return the option whose value is being typed, or None for an option's name, and the part typed so far."""
+    """Return the option whose value is being typed (None for a flag or an excess word), and the part typed so far."""
     places = [option for option in verb.options if not option.flag]
     by_flag = {option.flag: option for option in verb.options if option.flag}
     valued: Option | None = None
@@ -218,7 +218,7 @@ def _flags(verb: Verb) -> Iterator[str]:
 
 
 def _variables(namespace: Mapping[str, Any], shell: InteractiveShell) -> list[str]:
-    """Return the names of the user's variables, except modules."""
+    """Return the names of the user's variables, except modules and names that start with `_`."""
     own = namespace.keys() - shell.user_ns_hidden.keys()
     return sorted(name for name in own if name[0] != "_" and not isinstance(namespace[name], ModuleType))
 
@@ -231,7 +231,7 @@ def _plain(typed: str) -> str:
 
 
 def _listed(path: str) -> list[str]:
-    """Return the paths that start with `path`; none if the folder does not answer in time."""
+    """Return the paths that start with `path`; none if the folder cannot be listed in time."""
     folder, slash, start = path.rpartition("/")
     shown = folder + slash
     if not slash and path.startswith(_SHORT_NAME):

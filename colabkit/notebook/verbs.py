@@ -1,9 +1,9 @@
-"""The table of verbs: each is a magic and a command that calls one public function.
+"""The table of verbs: each is a magic, a command or both, and calls one public function.
 
 To add one, write the public function, which returns a `Report`, export it in its subpackage's `__init__.pyi` and in
 `colabkit/__init__.pyi`, and add a row to `VERBS`. The magic, the command, their help and their completion are derived
-from the row. Names, order and defaults of the options must match the function; tests compare them, the page
-`docs/calls.md`, which `python tests/doubles/call_table.py` writes, and the table in README, which
+from the row. Names, order and defaults of the options must match the function; tests compare them. Tests also check the
+page `docs/calls.md`, which `python tests/doubles/call_table.py` writes, and the table in README, which
 `python tests/doubles/readme_tables.py` prints. Cell magics are in `CELLS`.
 """
 
@@ -17,7 +17,7 @@ _SAMPLES = ("samples:digits",)
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
 _THREADS = Option("threads", "number of files read concurrently, or auto", "auto", "threads", words=("auto",))
 _TABLE = (
-    Option("path_column", "column of a table that holds the paths; by default one named path, file or image", None),
+    Option("path_column", "column of the paths in a table; by default one named path, file, image or similar", None),
     Option("root", "folder of the relative paths in a table; by default its own folder", None, "path"),
 )
 _ON_MOUNT = Option("path", "any path on the mount; by default the Drive mount", None, "path", is_positional=True)
@@ -211,7 +211,7 @@ VERBS: tuple[Verb, ...] = (
         "measure how fast a folder can be listed and its files read",
         (
             Option("path", "a folder or a file", kind="path"),
-            Option("seconds", "time limit in seconds, or such as 1min", 8.0, "seconds"),
+            Option("seconds", "time limit: seconds, or a duration such as 1min", 8.0, "seconds"),
             _PROGRESS,
         ),
     ),
@@ -352,7 +352,7 @@ VERBS: tuple[Verb, ...] = (
             Option("loader", "as for train, or any other loader", kind="object"),
             Option("state", "objects that the step changes; by default those of supervised_step", None, "objects"),
             Option("batches", "number of batches to cache", 4, "number"),
-            Option("seconds", "how long to measure, in seconds or such as 1min", 3.0, "seconds"),
+            Option("seconds", "how long to measure: seconds, or a duration such as 1min", 3.0, "seconds"),
         ),
     ),
     Verb(
@@ -369,7 +369,7 @@ VERBS: tuple[Verb, ...] = (
             ),
             Option(
                 "seconds",
-                "how long to iterate a loader that has not been used, in seconds or such as 1min",
+                "how long to iterate a loader that has not been used: seconds, or a duration such as 1min",
                 5.0,
                 "seconds",
             ),

@@ -107,7 +107,7 @@ def numbers(progress: Progress) -> str:
 
 
 def _as_text(progress: Progress) -> str:
-    """Return the progress as text: amount done, rate, and remaining time."""
+    """Return the progress as text: amount done, and if known, share, rate and remaining time."""
     unit = progress.unit.strip()
     count = format_bytes if unit == "B" else format_count
     of = "" if progress.total is None else f" of {count(progress.total)}"
@@ -136,7 +136,7 @@ def report(found: Report, *, is_open: bool) -> str:
 
 
 def keep(html: str, kept: str) -> str:
-    """Wrap HTML for the saved notebook in an element of the class `kept`; the live panel hides this class."""
+    """Wrap HTML for the saved notebook in an element of the class `kept`; the open launcher hides this class."""
     return f"<div class='{kept}'>{html}</div>"
 
 

@@ -54,7 +54,7 @@ def launch() -> Launcher:
 
     The work runs in the kernel's main thread, so other cells wait for it. Progress, errors, reports and the live panel
     of the training appear in the panel. Interrupt the kernel to stop the work, and click again to resume. "Show the
-    code" shows a cell that does the same. Opening another panel closes the previous one.
+    code" shows a cell that does the same as "Stage and train". Opening another panel closes the previous one.
 
     Returns:
         The panel. `close()` removes it, and `results` holds the reports of the last run.
@@ -144,7 +144,7 @@ class Launcher:
         return f"colabkit's launcher, {'open' if self.is_open else 'closed'}"
 
     def _ipython_display_(self) -> None:
-        """Show the panel again, except in the cell that opened it, where it is already visible."""
+        """Show an open panel again, except in the cell that opened it; show a closed one as text."""
         from IPython import get_ipython
 
         if not self.is_open:
@@ -221,7 +221,7 @@ def _pipeline(settings: Settings, action: Action) -> Pipeline:
 
 
 def _code(settings: Settings) -> str:
-    """Return code that does the same as the last button, or a comment that states the error in the settings."""
+    """Return code that does the same as "Stage and train", or a comment that states the error in the settings."""
     try:
         return code_of(_pipeline(settings, "train"))
     except ColabkitError as error:

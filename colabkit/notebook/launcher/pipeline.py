@@ -1,6 +1,6 @@
 """The action of a button: a sequence of public calls, their execution, and a cell that makes the same calls.
 
-Each button includes the actions of the buttons before it, and reuses existing results.
+The button for packing also stages; the button for training also stages and packs. Existing results are reused.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def is_read_by_pack(source: str) -> bool:
 
 
 def _checked(act: str, name: str, text: str) -> str:
-    """Return a field's stripped text; raise `InvalidOption` if it is empty or has several lines."""
+    """Return a field's stripped text; raise `InvalidOption` if it is empty, or has a line break or null character."""
     text = text.strip()
     if not text:
         expected = "a path or an address" if name == "source" else "a path"

@@ -56,7 +56,7 @@ class Settings:
         size: height and width to resize images to; empty to keep their size.
         encoding: encoding of the pack.
         labels: origin of the labels, as in `pack()`.
-        splits: shares of the splits, or a column; empty to use the source's folders.
+        splits: shares of the splits, or a column; empty to use the source's splits.
         channels: channels of the images, `"3"` or `"1"`.
         on_bad: action for files that cannot be decoded.
         batch_size: samples per batch.

@@ -288,7 +288,7 @@ class View:
 
 
 def _put(widget: Any, text: str) -> None:
-    """Show a text, or hide the widget if it is empty."""
+    """Show a text, or hide the widget if the text is empty."""
     widget.value = text
     widget.layout.display = None if text else "none"
 
