@@ -77,9 +77,9 @@ def is_cross_entropy(loss: Any) -> bool:
 
 
 def checked_loss(loss: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
-    """Return a loss function that raises clear errors and, if elementwise, compares `[B, 1]` with `[B]` one by one.
+    """Return a loss function that raises clear errors and, if elementwise, takes outputs `[B, 1]` with labels `[B]`.
 
-    For outputs `[B, 1]` and labels `[B]`, an elementwise loss of torch would compare each output with all labels.
+    For these shapes, an elementwise loss of torch alone would compare each output with all labels.
     """
     if loss in _ELEMENTWISE or type(loss) in _ELEMENTWISE:
         return partial(_elementwise, loss)

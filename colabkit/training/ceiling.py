@@ -151,7 +151,7 @@ def headspace(
 
 
 def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
-    """Return copies of the batches to measure, without moving the loader's position."""
+    """Return copies of the batches to measure, and keep the position of a `Loader` or the state of other generators."""
     if isinstance(loader, Loader):
         return loader.peek(batches)
     owners = (loader, getattr(loader, "sampler", None))
@@ -196,7 +196,7 @@ def _timed(step: Callable[[Any], object], batch: Any, gpus: list[torch.device]) 
 
 @contextmanager
 def _restored(parts: Mapping[str, Stateful]) -> Iterator[None]:
-    """Restore states, buffers, gradients, modes and random generators at the end of the block."""
+    """Restore the state, buffers, gradients and modes of `parts`, and the random generators, after the block."""
     states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     modules = [part for part in map(plain, parts.values()) if isinstance(part, nn.Module)]
     modes = [(module, module.training) for root in modules for module in root.modules()]

@@ -188,14 +188,14 @@ def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
         advice = "Call the model in a loop over the Loader instead"
         raise InvalidOption(cannot(act, found, "a model with parameters", advice))
     options = StepOptions(None, "auto", False, 1, None, False)
-    # The optimizer is never called.
+    # This optimizer never takes a step.
     optimizer = torch.optim.SGD(parameters, lr=0.0)
     return SupervisedStep(model, optimizer, loss or nn.functional.cross_entropy, options, is_trained=False)
 
 
 @contextmanager
 def _full_pass(loader: Iterable[Any], *, in_order: bool = False) -> Iterator[None]:
-    """Move a `Loader` to the start of its epoch for the block; restore its order and position afterwards."""
+    """Move a `Loader` to the start of its epoch, with `in_order` in stored order; restore it after the block."""
     if not isinstance(loader, Loader):
         yield
         return

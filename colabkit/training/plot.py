@@ -232,7 +232,7 @@ def _finite(values: Sequence[float]) -> Floats:
 
 
 def _marks(values: Sequence[float]) -> dict[str, Any]:
-    """Return marker options for a line with few points; a single point would be invisible without a marker."""
+    """Return marker options for a line of few points, else none; a single point without a marker would be invisible."""
     return {"marker": "o", "markersize": 4} if len(values) <= _TURNS else {}
 
 

@@ -237,7 +237,7 @@ class ValueCurve:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the bins as plain values."""
+        """Return the width and the bins as plain values."""
         bins = {name: [(number, *sums) for number, sums in points.items()] for name, points in self.bins.items()}
         return {"width": self.width, "bins": bins}
 

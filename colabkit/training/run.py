@@ -375,7 +375,7 @@ class TrainingRun:
         return self._trained[0] > begun.loader_epoch
 
     def _end(self, begun: EpochProgress) -> None:
-        """Finish an epoch: add its record and save a checkpoint if one is due."""
+        """Finish an epoch: add its record, and save a checkpoint if one is due or the state is the best so far."""
         # Reading the values waits for the device, so the times below include all of the epoch's steps.
         self._recorder.read()
         self._spend()

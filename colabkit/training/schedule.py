@@ -279,7 +279,7 @@ class StopRequests:
         self.let_go()
 
     def let_go(self, *numbers: int) -> None:
-        """Restore the previous handlers of the given signals; without arguments, of all recorded signals."""
+        """Restore the previous handlers of the given signals; without arguments, restore all handlers."""
         for number in numbers or tuple(self._former):
             if number in self._former:
                 signal.signal(number, self._former.pop(number))

@@ -81,7 +81,7 @@ class Batch:
     Attributes:
         values: fields of the batch, or the object that `collate_fn` returned.
         positions: positions of the samples in the epoch's global order.
-        end: number of samples of the epoch that all ranks have received after this batch.
+        end: entry of `BatchPlan.ends` for this batch.
         was_ready: whether the batch was ready when it was requested.
         marks: events in the device's stream before and after the wait for this batch, or its gather on the device.
     """
@@ -132,7 +132,7 @@ class BatchGroup:
 class EpochRange:
     """The global batches of one epoch, from a position to its end.
 
-    All ranks get the same number of batches, and each sample occurs once. The last global batch holds the remaining
+    All ranks get the same number of batches, and no position occurs twice. The last global batch holds the remaining
     samples. If these are fewer than one per rank, the last two global batches share their samples equally, so that no
     rank gets an empty batch or more than `batch_size` samples.
 
@@ -329,7 +329,7 @@ class EndDetector:
     """The plans of an epoch, fetched one ahead, so that the last batch is recognized when it is yielded.
 
     Attributes:
-        end: number of samples of the epoch that all ranks have received after the last batch; None while unknown.
+        end: entry of `BatchPlan.ends` for the last batch; None while unknown.
     """
 
     def __init__(self, plans: Iterable[BatchPlan]) -> None:
@@ -350,7 +350,7 @@ class EndDetector:
 def announce_plans(
     plans: Iterable[BatchPlan], announce: Callable[[BatchPlan], None], depth: int
 ) -> Iterator[BatchPlan]:
-    """Yield plans, after calling `announce` once with each plan that lies within the next `depth` samples."""
+    """Yield each plan after announcing it and the plans after it, until these hold more than `depth` samples."""
 
     def announced() -> Iterator[BatchPlan]:
         for plan in plans:

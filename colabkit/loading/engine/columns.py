@@ -97,7 +97,7 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
         as_dict: whether batches are dicts.
 
     Raises:
-        InvalidOption: if a field does not exist, or arrays differ in length.
+        InvalidOption: if a field does not exist, arrays differ in length, or an array is not supported.
     """
     name_of = None
     if _gives_samples_of(dataset, PackedDataset, FileDataset):

@@ -123,7 +123,7 @@ def _packed_from(dataset: Any) -> str | None:
 
 
 def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
-    """Return the pipeline of a map-style dataset, whose samples are loaded one by one in worker processes."""
+    """Return the pipeline of a map-style dataset: worker processes, if any, load its samples one by one."""
     nothing = Room(None, 0, 0)
     tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
     if not options.workers:
@@ -248,7 +248,7 @@ def _prefetch_depth(
 
 
 def _device_engine(options: LoaderOptions, columns: Mapping[str, Column], row_bytes: int | None) -> DeviceEngine:
-    """Return an engine that gathers batches on the device, several small ones at a time."""
+    """Return an engine that gathers batches on the device; it gathers several small batches at a time."""
     fitting = _DEVICE_GROUP_BYTES // max(1, options.batch_size * (row_bytes or 1))
     batches, is_contiguous = max(1, min(BATCHES_TOGETHER, fitting)), not options.channels_last
     return DeviceEngine(columns, options.device, batches, options.counts, is_contiguous)

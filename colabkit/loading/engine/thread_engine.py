@@ -115,7 +115,7 @@ class ThreadPool:
         return group
 
     def make_room(self) -> None:
-        """Allow one more group; call this once for each group, when its last batch is handed to the user."""
+        """Allow one more group; call this once for each group that `take` has returned."""
         with self._changed:
             self._room += 1
             self._changed.notify()
@@ -290,7 +290,7 @@ def limit_torch_to_one_thread() -> None:
 
 @functools.cache
 def _set_threads() -> Callable[[int], object] | None:
-    """Return `omp_set_num_threads` of the OpenMP library that torch has loaded, or None."""
+    """Return `omp_set_num_threads` of a loaded OpenMP library, preferably torch's, or None."""
     try:
         mapped = {line.split()[-1] for line in read_file("/proc/self/maps").splitlines() if "omp" in line}
     except OSError:

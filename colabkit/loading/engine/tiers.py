@@ -238,7 +238,7 @@ class RowCache:
         return self.at(slot) if slot >= 0 else None
 
     def claim(self) -> int | None:
-        """Claim and return a free slot, or return None; end each claim with `settle` or `release`."""
+        """Claim and return a free slot, or return None if there is none; end each claim with `settle` or `release`."""
         with self._lock:
             if self._free:
                 return self._free.pop()

@@ -120,7 +120,7 @@ class CheckpointFolder:
 
     @property
     def is_free(self) -> bool:
-        """Whether `save()` would not wait: no checkpoint is being written, or its time limit has passed."""
+        """Whether `save()` would not wait: nothing is being written, or the time limit of the write has passed."""
         job = self._job
         return job is None or job.left_s <= 0
 
@@ -391,7 +391,7 @@ class CheckpointFolder:
         self._failures.append((step, reason))
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
-        """Return the checkpoints up to the last saved or loaded step, without those known to be damaged, in order."""
+        """Return those of the checkpoints up to the last saved or loaded step that are not known to be damaged."""
         last = self._last_step
         return [
             one
