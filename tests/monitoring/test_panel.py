@@ -336,7 +336,7 @@ def test_training_continues_if_the_machine_cannot_be_sampled(
     screen = Frames()
     with Dashboard(screen, machine=Unwilling):
         assert len(list(loader)) == 6
-    assert "was removed from the run, which continues" in caplog.text
+    assert "was removed; the run continues" in caplog.text
     assert screen.frames == []
     assert not is_any_open()
     assert screen.is_closed

@@ -231,7 +231,7 @@ def full_ram(run: RunProfile) -> Advice | None:
     found = f"{format_fill(used, machine.ram_total_bytes)} of RAM is in use"
     staged = (machine.tmpfs_bytes or 0) > 0.1 * machine.ram_total_bytes
     if staged:
-        found += f", {format_bytes(machine.tmpfs_bytes or 0)} of it by files in tmpfs"
+        found += f", {format_bytes(machine.tmpfs_bytes or 0)} of it by tmpfs and shared memory"
     action = "Remove staged data" if staged else "Free memory or use fewer workers"
     call = "colabkit.unstage(...)" if staged else ""
     return Advice(found, f"{action}, since the process is killed without a message when RAM runs out", call)
