@@ -47,7 +47,7 @@ _PACKED = (
         words=("auto", "classes", "multilabel", "regression"),
         is_closed=True,
     ),
-    Option("renumber", "number the classes that occur from 0, instead of keeping whole numbers", False, "flag"),
+    Option("renumber", "number the occurring classes from 0, instead of keeping whole numbers", False, "flag"),
     Option("splits", "shares such as train=0.8,val=0.2, or the column that names the split", None, "splits"),
     Option("fields", "additional columns to store, such as age,caption or Z=age", None, "fields"),
     *_TABLE,

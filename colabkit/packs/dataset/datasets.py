@@ -89,7 +89,7 @@ class PackedDataset(LabelledDataset):
     An integer index returns one sample. A slice, or an array of integers or bools, returns a batch.
 
     - `X` is a newly allocated tensor: images are `uint8 [C, H, W]`, other arrays keep their stored shape and dtype.
-      Image files are decoded. Text is a `str`.
+      Image files are decoded. Samples of text or bytes are `str` or `bytes`.
     - `Y` is an `int` for classes, a tensor for multi-label and regression. It is omitted if the split has no labels.
     - Additional fields are tensors, `str` or `bytes`, in the order of `fields`. If `X` is the only field, a sample is
       the value of `X` instead of a tuple.

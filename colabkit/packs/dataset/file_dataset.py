@@ -42,7 +42,7 @@ class FileDataset(LabelledDataset):
         split: the split to read: `train`, `val` (also named `valid` or `dev`) or `test`.
         labels: as in `pack()`: `"auto"`, a column, several columns, a function of the path, or None.
         task: as in `pack()`: `"classes"`, `"multilabel"`, `"regression"`, or `"auto"` to infer it from the labels.
-        renumber: as in `pack()`: number the classes that occur from 0.
+        renumber: as in `pack()`: number the occurring classes from 0.
         splits: as in `pack()`: a column, shares such as `"train=0.8,test=0.2"`, a function of the path, or None for the
             source's splits.
         path_column: as in `pack()`: the column of a table that holds the paths.

@@ -4,8 +4,8 @@
 B, and EXIF according to CIPA DC-008 (a TIFF header and its first directory). Unusual headers are left to Pillow.
 
 `find_decoder` prefers simplejpeg because it scales while decoding and fills a given array. Next are torchcodec (0.16 or
-later has `decode_jpeg`) and torchvision, which Colab's image includes. torch is imported only if simplejpeg is missing.
-A package that is installed but broken counts as missing: each must decode a small image first.
+later has `decode_jpeg`) and torchvision, which is preinstalled in Colab. torch is imported only if simplejpeg is
+missing. A package that is installed but broken counts as missing: each must decode a small image first.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ def _works(found: JpegDecoder) -> bool:
 def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
     """Encode `uint8 [H, W, 1 or 3]` as a baseline JPEG file with 4:2:0 subsampling and no metadata.
 
-    Below quality 96, simplejpeg always uses the fast DCT; its pixels differ from Pillow's by up to 0.1 of 255 on
-    average.
+    Below quality 96, simplejpeg always uses the fast DCT; once decoded, its files differ from Pillow's by up to 0.1
+    of 255 on average.
 
     Raises:
         BadImage: if the pixels have another shape or dtype, or a side of 0 or more than 65,500 pixels. The message

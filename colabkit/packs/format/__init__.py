@@ -11,10 +11,10 @@ The seal is written last, into the user block: the first page of the file, which
 
     colabkit pack 2\n<SHA-256 of the JSON, in hex><JSON: length, spans, tables, outside>
 
-`length` is the length of the file, `spans` the offset and size of each dataset, `tables` the CRC32s of labels, CRCs and
-other tables, and `outside` the SHA-256 of the bytes that belong neither to the user block nor to a dataset. Reading a
-few kilobytes is therefore enough to check the layout before HDF5 parses the file: a single wrong bit can make HDF5
-crash or loop forever. The datasets can be checked on demand.
+`length` is the length of the file, `spans` the offset and size of each non-empty dataset, `tables` the CRC32s of
+labels, CRCs and other tables, and `outside` the SHA-256 of the bytes that belong neither to the user block nor to a
+dataset. Reading a few kilobytes is therefore enough to check the layout before HDF5 parses the file: a single wrong bit
+can make HDF5 crash or loop forever. The datasets can be checked on demand.
 
 A pack of several shards has an index: a small pack that holds the labels and lists the names and seals of the shards.
 The shards are packs themselves, stored next to the index.

@@ -107,7 +107,7 @@ def label_samples(
             class_name, target, category, y, cls, image/class/label, json.label` or `json.class`, ignoring case,
             otherwise the folder names. See `label_values.infer_cells` for how values are interpreted.
         task: `"classes"`, `"multilabel"` or `"regression"`; `"auto"` infers it from the type of the labels.
-        renumber: number the classes that occur in order; by default whole numbers from 0 to 99,999 keep their value.
+        renumber: number the occurring classes in order; by default whole numbers from 0 to 99,999 keep their value.
         splits: the name of a column; a function that takes a sample's path and returns a split; or shares of all
             samples such as `"train=0.8,test=0.2"` or `{"train": 0.8, "test": 0.2}`, stratified by class, by combination
             of labels, or by up to ten bins of a single target. None uses a column named `split`, ignoring case,

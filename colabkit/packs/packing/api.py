@@ -210,7 +210,7 @@ def pack(
         task: `"classes"`, `"multilabel"` or `"regression"`. `"auto"` infers it from the type of the labels: text and
             whole numbers are classes, floating-point numbers are regression targets, lists and several columns of 0 and
             1 are multi-label.
-        renumber: number the classes that occur from 0. By default, whole numbers from 0 to 99,999 keep their value, so
+        renumber: number the occurring classes from 0. By default, whole numbers from 0 to 99,999 keep their value, so
             that `[0, 5, 7]` are 8 classes.
         splits: shares of `train`, `val` and `test`, stratified by class, such as `"train=0.8,val=0.2"` or
             `{"train": 0.8, "val": 0.2}`; a column; or a function of a sample's path. None uses a split column or split

@@ -178,7 +178,7 @@ class Compaction:
 
     @cached_property
     def kept(self) -> Mapping[str, Indices]:
-        """Indices of each split's samples in the pack, in order: all except skipped bad samples."""
+        """Indices of the samples to store, by split and in order: all except skipped bad samples."""
         is_kept = {split: np.ones(count, bool) for split, count in self._plan.counts.items()}
         if self._plan.on_bad == "skip":
             for one in self.bad:

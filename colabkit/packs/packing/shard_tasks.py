@@ -57,7 +57,7 @@ class ShardTask:
 
 
 class _WatchingBar(ProgressBar):
-    """A progress bar that displays nothing but stops a task that the caller has abandoned."""
+    """A progress bar without a display, which stops a task that the caller has abandoned."""
 
     def __init__(self, task: ShardTask) -> None:
         super().__init__("pack", None, " samples", enabled=False)
