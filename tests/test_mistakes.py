@@ -8,7 +8,10 @@ from mistake_page import PAGE, page, shown
 from mistakes import LAUNCHER, MAGIC, MISTAKES, PYTHON, TERMINAL, Mistake
 
 ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
-_PYTHON_ONLY = re.compile(r"\b[a-z_]+=(True|False|None|['{(\[]|\d)|\bcolabkit\.[a-z_]+\(|function of the path")
+# Shares such as `--splits train=0.8,val=0.2` contain equals signs on every surface.
+_PYTHON_ONLY = re.compile(
+    r"(?<!--splits )(?<!\d,)\b[a-z_]+=(True|False|None|['{(\[]|\d)|\bcolabkit\.[a-z_]+\(|function of the path"
+)
 _NEVER = (
     "Traceback",
     "NoneType",

@@ -164,7 +164,7 @@ def test_the_table_shows_splits_layout_bytes_encoding_source_and_seal(tmp_path):
     for text in (repr(pack), pack._repr_html_()):
         for part in ("train", "5", "image files", "15 B", "source", "gs://birds", pack.info.seal[:16], "X, Y, Z"):
             assert part in text
-    assert "bad 1 sample, left out 2 files" in repr(pack)
+    assert "bad 1 sample (first 'a.jpg'), left out 2 files (first 'b')" in repr(pack)
     assert (pack.encoding, pack.splits) == ("source", {"train": 5})
 
 

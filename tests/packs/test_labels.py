@@ -194,6 +194,23 @@ def test_a_function_of_the_path_splits_files():
         label_samples(listing, "source", splits=lambda path: "holdout" if path.startswith("a") else None)
 
 
+def test_files_of_an_unknown_format_are_named_before_hidden_files():
+    labelled = label_samples(listing_of(".DS_Store", "a/1.jpg", "a/2.heic"), "source")
+    assert labelled.left_out == (("a/2.heic", "no image extension"), (".DS_Store", "hidden"))
+
+
+def test_a_text_that_is_no_column_is_answered_with_an_example_of_shares():
+    with pytest.raises(InvalidOption, match=r"no column '80/20'.* splits='train=0\.8,val=0\.2'"):
+        label_samples(listing_of("a/1.jpg"), "source", splits="80/20")
+
+
+def test_a_table_that_is_not_recognized_is_called_a_table():
+    with pytest.raises(BadSource, match=r"'people\.csv' has no path column .* does not exist.*path_column=.*root="):
+        label_samples(listing_of("people.csv"), "source")
+    with pytest.raises(BadSource, match=r"no image among 1 file; .* Check the path\."):
+        label_samples(listing_of(".DS_Store"), "source")
+
+
 def test_invalid_labels_and_splits_raise():
     for options in ({"labels": "label"}, {"labels": ["a", "b"]}, {"splits": "fold"}):
         with pytest.raises(InvalidOption, match=r"no column .+ the source has only files"):

@@ -231,5 +231,9 @@ class Pack(Mapping[str, PackedDataset]):
             *([("fields", f"X, Y, {', '.join(further)}")] if further else []),
             ("source", self.source),
             ("seal", "none" if meta.get("is_foreign") else self.info.seal[:_SEAL_CHARS]),
-            *((name, format_things(len(meta[key]), unit)) for name, key, unit in _LEFT if meta.get(key)),
+            *(
+                (name, f"{format_things(len(meta[key]), unit)} (first {meta[key][0][-2]!r})")
+                for name, key, unit in _LEFT
+                if meta.get(key)
+            ),
         ]

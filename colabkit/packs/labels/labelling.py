@@ -221,11 +221,13 @@ def _infer_labels(
     raise InvalidOption(cannot(act, option("labels", labels), expected, next_step))
 
 
-def _column(act: str, columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
+def _column(
+    act: str, columns: Mapping[str, Sequence[Any]], name: str, for_files: Text = "Sort the files into folders"
+) -> Sequence[Any]:
     if name not in columns:
         if not columns:
             found = f"there is no column {name!r}, because the source has only files"
-            raise InvalidOption(cannot(act, found, "a table", ("Sort the files into folders", _OR_FUNCTION)))
+            raise InvalidOption(cannot(act, found, "a table", (for_files, _OR_FUNCTION)))
         next_step = ("Name one of these", _OR_FUNCTION)
         raise InvalidOption(cannot(act, f"there is no column {name!r}", f"one of {', '.join(columns)}", next_step))
     return columns[name]
@@ -248,7 +250,8 @@ def _split_samples(
     """Return the sample numbers of each split; `by_folder` holds the splits derived from the folders."""
     own = _split_column(columns)
     if isinstance(splits, str):
-        found = _split_places(act, f"the column {splits!r}", _column(act, columns, splits), items)
+        example = ("For shares, use ", option("splits", "train=0.8,val=0.2"))
+        found = _split_places(act, f"the column {splits!r}", _column(act, columns, splits, example), items)
     elif callable(splits):
         what = ("the result of ", option("splits", Code("function")))
         found = _split_places(act, what, [splits(item.path) for item in items], items)
@@ -407,7 +410,9 @@ def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tup
     if not images:
         raise _no_images(act, items, others.values())
     reasons |= dict.fromkeys(others.keys() - chosen, "no image extension")
-    left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in sorted(reasons)))
+    # List hidden files last: the first name is shown, and a file of an unknown format matters more.
+    rows = sorted(reasons, key=lambda row: (reasons[row] == "hidden", row))
+    left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in rows))
     return images, left_out
 
 
@@ -418,9 +423,12 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSo
     named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))
     found = f"there is no image among {format_things(len(items), 'file')}{f' ({named})' if named else ''}"
     next_step: Text = "Convert the files to JPEG" if _OTHER_IMAGES.intersection(endings) else "Check the path"
-    if {*endings} <= {"csv", "tsv", "parquet"}:
+    if {*endings} and {*endings} <= {"csv", "tsv", "parquet"}:
         files: Text = (", and the folder of the files with ", option("root"))
         next_step = ("Name the column of paths in the table with ", option("path_column"), files)
+        if len(items) == 1:
+            found = f"{items[0].path!r} has no path column with a common name, or the first file in it does not exist"
+            return BadSource(cannot(act, found, "images, or a table of existing files", next_step))
     if {*endings} & {"h5", "hdf5"}:
         next_step = "Open an HDF5 file directly with open_pack(path), and name its datasets with x= and y="
     elif {*endings} & {"npz"}:

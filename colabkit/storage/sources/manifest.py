@@ -20,6 +20,7 @@ from colabkit.foundation import (
     Mount,
     Report,
     SourceMissing,
+    Text,
     call,
     can_hang,
     cannot,
@@ -109,7 +110,8 @@ class ManifestSource:
             `.tsv` or `.parquet` file, or a list or Series of paths.
         path_column: name of the column that holds the paths; None searches for the names above.
         root: folder of relative paths, instead of those above.
-        skips_missing: leave out rows whose files are missing, unless all are missing.
+        skips_missing: leave out rows whose files are missing, unless all are missing; None if the caller has no
+            `on_bad=` for this.
 
     Raises:
         InvalidOption: if `table` is none of these, or there is no column `path_column`.
@@ -124,7 +126,7 @@ class ManifestSource:
         *,
         path_column: str | None = None,
         root: str | os.PathLike[str] | None = None,
-        skips_missing: bool = False,
+        skips_missing: bool | None = None,
     ) -> None:
         self._path_column = path_column
         self._skips_missing = skips_missing
@@ -184,7 +186,10 @@ class ManifestSource:
             rows = format_things(len(table.paths), "row")
             lost = f"files are missing for {len(missing)} of {rows}, first {missing[0]!r}"
             folder = ("set the folder of relative paths with ", option("root"))
-            next_step = ("Check the paths, ", folder, ", or run ", call("mount"), " if the files are on Drive")
+            skip: Text = ""
+            if self._skips_missing is False and len(missing) < len(table.paths):
+                skip = (", or leave these rows out with ", option("on_bad", "skip"))
+            next_step = ("Check the paths, ", folder, ", or run ", call("mount"), " if the files are on Drive", skip)
             raise SourceMissing(cannot(self._act, lost, "", next_step))
         items, columns = [], table.columns
         for row, path in enumerate(table.paths, 1):

@@ -86,7 +86,7 @@ def open_source(
     *,
     path_column: str | None = None,
     root: str | os.PathLike[str] | None = None,
-    skips_missing: bool = False,
+    skips_missing: bool | None = None,
 ) -> Source:
     """Open a source and return it.
 
@@ -99,7 +99,8 @@ def open_source(
             such as `"gs://bucket/birds"`; `samples:NAME` for data included in the package; or a `Source`.
         path_column: the column of a table that holds the paths.
         root: the folder of the relative paths in a table.
-        skips_missing: leave out a table's rows whose files are missing, unless all files are missing.
+        skips_missing: leave out a table's rows whose files are missing, unless all files are missing; None if the
+            caller has no `on_bad=` for this.
 
     Raises:
         SourceMissing: if the path does not exist, or `samples:NAME` is unknown.
