@@ -302,7 +302,7 @@ class LineWords(Words):
 
 
 def speak(found: Any, verb: Verb, words: LineWords) -> None:
-    """Make a report, or the report of a pack, name options and calls in the syntax of a line.
+    """Use the syntax of a line for options and calls in a report, or in the report of a pack.
 
     The doctor's advice keeps Python syntax, since it is about the code that creates the `Loader`.
     """

@@ -106,7 +106,10 @@ def _web(text: str) -> Address:
     if not parts.hostname:
         raise InvalidOption(
             cannot(
-                act, "its host or port is missing or invalid", "a complete address", "Copy it again from the browser"
+                act,
+                "its host is missing, or its host or port is invalid",
+                "a complete address",
+                "Copy it again from the browser",
             )
         )
     query = dict(parse_qsl(parts.query))

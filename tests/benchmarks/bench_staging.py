@@ -321,7 +321,10 @@ def kill(bench: StagingBench) -> None:
 
 
 def kept(bench: StagingBench, target: Path, name: str) -> tuple[set[str], int]:
-    """Return the drive paths of the complete files in the partial copy, and the number of blocks in its journal."""
+    """Return the drive paths of the complete files in the partial copy, and the number of blocks in its journal.
+
+    If the copy is finished, return the paths of all files and a number that exceeds any number of blocks.
+    """
     if target.exists():
         return {f"/{path}" for path in bench.paths}, 10**9
     files, blocks = set(), 0

@@ -330,7 +330,7 @@ def listed(source: str) -> Files:
 
 
 def halves(workers: Callable[..., None], decode: Callable[[Iterable[int]], None], count: int) -> None:
-    # Interleave the files, so that both workers have the same work regardless of the order of sizes.
+    # Interleave the files, so that the workers get similar amounts of work even if the files are sorted by size.
     workers(decode, [range(first, count, WORKERS) for first in range(WORKERS)])
 
 

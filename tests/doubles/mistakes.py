@@ -70,7 +70,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         Mistake("the same in a magic", "%stage drive:birds", "NotMounted", "Run %mount first"),
         Mistake("the same in a terminal", "colabkit stage drive:birds", "NotMounted", "Run colabkit mount first"),
         Mistake("a mount that does not exist", "%flush", "NotMounted", "Run %mount first"),
-        Mistake("an address without a host", 'colabkit.stage("https://")', "InvalidOption", "host or port is missing"),
+        Mistake("an address without a host", 'colabkit.stage("https://")', "InvalidOption", "host is missing"),
         Mistake(
             "a path where an address is expected", 'colabkit.fetch("photos")', "InvalidOption", "it is a local path"
         ),

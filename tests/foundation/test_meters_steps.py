@@ -109,7 +109,7 @@ def test_on_the_cpu_the_parts_are_exact():
 
 
 def test_waiting_copying_and_computing_gpus_are_distinguished():
-    # Compute includes the launch, which takes 1 ms.
+    # Compute includes the launch, which takes 1 ms, unless the GPU is still waiting for a copy.
     assert mean(Loop(wait_s=0.05, step_s=0.01).run(20)) == (0.05, 0.0, 0.011, 0.0)
     assert mean(Loop(copy_ends_after_s=0.03, step_s=0.01).run(20)) == (0.0, 0.03, 0.01, 0.0)
     assert mean(Loop(step_s=0.02).run(20)) == (0.0, 0.0, 0.021, 0.0)

@@ -106,7 +106,7 @@ def test_a_refresh_keeps_added_files_whose_path_the_source_now_uses(image_tree, 
     (image_tree / new).parent.mkdir(exist_ok=True)
     (image_tree / new).write_bytes(b"new")
     place = re.escape(str(own))
-    with pytest.raises(TargetExists, match=f"your file .* has the path of a different file .*\\. Move '{place}'"):
+    with pytest.raises(TargetExists, match=f"your file .* conflicts with a file or folder .*\\. Move '{place}'"):
         copy(image_tree, refresh=True)
     assert own.read_bytes() == b"theirs"
     own.rename(found / "elsewhere")

@@ -1,9 +1,10 @@
 """Step times: how each step splits into waiting for data, exposed copy, compute and other work on the host.
 
 On the CPU, the host's clock measures these times directly. A GPU runs asynchronously, so three events per step are
-recorded in its stream. They are read a few steps later, when they have completed, so that reading does not block:
+recorded in its stream. They are read a few steps later, when they have completed, so that reading does not block. In
+this diagram, events are in brackets, and the times between them are not:
 
-    end of step i-1 │ idle │ stream waits for batch │ exposed copy │ batch ready │ compute │ end of step i
+    [end of step i-1] idle [start of the wait for the batch] exposed copy [batch ready] compute [end of step i]
 
 The stream is idle while the host waits for data or does other work. The idle time counts as waiting for data, up to the
 time that the host waited; the rest is other work.

@@ -206,8 +206,9 @@ class Host:
     def _cpu(self, read: Reader) -> tuple[float | None, float | None]:
         """Return the utilization of the allowed CPUs, and that of the busiest core.
 
-        The times of the cores, which the kernel counts in ticks, may be missing in sandboxes. With a CPU quota, the
-        cores are shared with other cgroups, so the CPU time of this cgroup is used instead.
+        Both are computed from the kernel's times per core, and are None in sandboxes that lack these. With a CPU quota,
+        the cores are shared with other cgroups, so the first value is computed from the CPU time of this cgroup if it
+        is known.
         """
         shares = self._core_shares()
         busiest = max(shares, default=None)

@@ -45,7 +45,7 @@ class Hdf5Dataset:
         dtype: dtype of its elements.
         offset: offset of its values in the file, in bytes; None if they must be read through HDF5.
         chunk_rows: number of rows in a chunk; 1 if the dataset is not chunked.
-        varies: whether its elements are byte strings of varying length.
+        varies: whether its elements are variable-length arrays of bytes, such as encoded images.
     """
 
     name: str

@@ -239,7 +239,7 @@ def _check_mode(image: Any) -> None:
 
 
 def _describe_unknown(head: bytes) -> str:
-    """Return the reason why a file that starts with these bytes is not an image."""
+    """Return the reason why Pillow cannot read a file that starts with these bytes as an image."""
     if not head:
         return "the file is empty"
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):

@@ -176,7 +176,7 @@ class LocalCopy:
             if path in sealed or _are_same(self.folder / path, new / path):
                 continue
             if not _has_place(new, path):
-                found = f"your file {path!r} in the local copy has the path of a different file or folder in the source"
+                found = f"your file {path!r} in the local copy conflicts with a file or folder in the source"
                 next_step = f"Move {os.fspath(self.folder / path)!r} elsewhere, then try again"
                 raise TargetExists(cannot(act, found, "", next_step))
             file_changes.make_folder((new / path).parent)

@@ -211,7 +211,8 @@ class Target:
             mounted = run(["mount", "-t", "tmpfs", "-o", options, "colabkit", str(point)], act, _MOUNT_S)
         if mounted.status:
             self.give_back_tmpfs(act)
-            found = f"a new tmpfs cannot be mounted ({printable(mounted.output.strip())})"
+            verb = "enlarged" if is_mounted else "mounted"
+            found = f"a separate tmpfs cannot be {verb} ({printable(mounted.output.strip())})"
             raise NotEnoughSpace(cannot(act, found, "", ("Use ", option("to", "disk"))))
 
     def give_back_tmpfs(self, act: str) -> None:

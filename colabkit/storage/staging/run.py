@@ -163,7 +163,7 @@ class StagingRun:
             raise TargetExists(cannot(self.act, holds, "a free path", "Choose another target"))
 
     def _prepare(self, target: Target, plan: StagePlan) -> Target:
-        """Prepare the target; if a tmpfs cannot be mounted and the user did not request one, use disk."""
+        """Prepare the target; if a tmpfs cannot be mounted or enlarged and the user did not request one, use disk."""
         try:
             target.prepare(self.act, plan.peak_bytes)
         except NotEnoughSpace:
