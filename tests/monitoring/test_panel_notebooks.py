@@ -17,6 +17,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from sampling import sampled
 
+pytestmark = pytest.mark.full
+
 SETUP = """
 import os, signal, threading, time
 import numpy as np

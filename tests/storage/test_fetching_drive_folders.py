@@ -141,6 +141,7 @@ def test_names_in_a_folder_stay_inside_it(drive, tmp_path, name):
     assert list(files_of(report.path).values()) == [b"1"]
 
 
+@pytest.mark.full
 @only_new
 def test_each_page_of_a_slow_listing_counts_as_progress(drive, tmp_path):
     """Listing many folders takes longer than the timeout, but must not look like a Drive that hangs."""

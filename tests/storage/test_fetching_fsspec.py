@@ -238,6 +238,7 @@ def test_opening_a_file_system_is_retried_and_times_out(tmp_path, remote, monkey
         released.set()
 
 
+@pytest.mark.full
 def test_a_file_whose_reads_and_close_hang_times_out(tmp_path, remote, monkeypatch):
     remote.pipe("/x", CONTENT)
     released, real = threading.Event(), Faulty.info
@@ -253,6 +254,7 @@ def test_a_file_whose_reads_and_close_hang_times_out(tmp_path, remote, monkeypat
         released.set()
 
 
+@pytest.mark.full
 def test_data_received_before_a_timeout_is_saved_and_the_error_says_so(tmp_path, remote, monkeypatch):
     plant(remote)
     for url in ("faulty://tree/a/one.bin", "faulty://tree"):

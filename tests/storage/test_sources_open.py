@@ -192,6 +192,7 @@ def test_one_file_has_no_classes(tmp_path):
         label_samples(source.list(), source.name)
 
 
+@pytest.mark.full
 def test_a_path_that_never_answers_times_out(tmp_path, monkeypatch):
     with tarfile.open(tmp_path / "a", "w"):
         pass

@@ -176,6 +176,7 @@ def test_an_invalid_launch_raises_one_line(function, args, processes):
         colabkit.notebook_launch(function, args, processes)
 
 
+@pytest.mark.full
 def test_a_process_with_threads_launches_others_and_shows_their_output(capsys):
     matrix, stop = torch.rand(256, 256), threading.Event()
     busy = [threading.Thread(target=lambda: [matrix @ matrix for _ in iter(stop.is_set, True)]) for _ in range(3)]

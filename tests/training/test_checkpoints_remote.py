@@ -72,6 +72,7 @@ def test_a_checkpoint_on_drive_is_written_locally_and_published(tmp_path, near_s
     assert steps_at(tmp_path / "root" / "my" / "run") == [30, 40]
 
 
+@pytest.mark.full
 def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpoint(
     tmp_path, near_storage, drive, monkeypatch, caplog, file_hook
 ):
