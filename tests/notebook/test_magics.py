@@ -60,7 +60,7 @@ def test_help_is_printed_and_is_the_docstring(
     assert shell.run_line_magic(magic, "--help") is None
     text = capsys.readouterr().out
     assert f"usage: %{magic}" in text
-    assert ("inside a longer word it is left unchanged" in text) == (magic not in ("colabkit", "runtime"))
+    assert ("inside a longer word it is left unchanged" in text) == (magic not in ("colabkit", "launch", "runtime"))
     assert shell.find_line_magic(magic).__doc__.split() == text.split()
 
 

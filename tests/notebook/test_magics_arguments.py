@@ -20,7 +20,12 @@ from colabkit.notebook.lines import quote_word, split_line, split_typed_line
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import LINES
 
-TAKING_PATHS = [(verb, option) for verb in LINES for option in verb.options if option.kind in ("text", "path")]
+TAKING_PATHS = [
+    (verb, option)
+    for verb in LINES
+    for option in verb.options
+    if option.kind in ("text", "path") and not option.is_closed
+]
 by_path = pytest.mark.parametrize(
     ("verb", "option"), TAKING_PATHS, ids=[f"{verb.name}-{option.name}" for verb, option in TAKING_PATHS]
 )

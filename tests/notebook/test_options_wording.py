@@ -129,7 +129,6 @@ def test_an_option_of_the_verb_is_written_as_in_its_line(verb: str, text: Text, 
         (option("overwrite", "yes"), "overwrite='yes'"),
         # No magic or command makes this call with these arguments.
         (call("Loader", Code("data"), 4), "colabkit.Loader(data, 4)"),
-        (call("demo", epochs=3), "colabkit.demo(epochs=3)"),
         (call("pack", "a", "b.h5", labels=Code("label_of")), "colabkit.pack('a', 'b.h5', labels=label_of)"),
         (call("stage", "a", refresh=True, keep=1), "colabkit.stage('a', refresh=True, keep=1)"),
     ],

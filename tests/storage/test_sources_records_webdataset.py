@@ -107,7 +107,7 @@ def test_members_of_a_sample_that_are_not_adjacent_are_an_error(tmp_path):
     [
         (["x-train-0", "x-val-0", "x-test-0"], ("test", "train", "val")),
         (["train_0", "validation_0", "other"], (None, "train", "validation")),
-        (["training", "trainer"], (None, "train")),
+        (["training", "trainer"], (None, "training")),
         (["train-test", "b"], None),
         (["a", "b"], None),
     ],

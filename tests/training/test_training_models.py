@@ -67,8 +67,9 @@ def learned(
 ) -> tuple[float, float, colabkit.TrainReport]:
     """Pack, load and train; return loss and accuracy on `dev` before training, and the report."""
     data = colabkit.open_pack(colabkit.pack(arrays, out, progress=False).path)
-    loader = colabkit.Loader(data["train"], batch_size, shuffle=True, transform=colabkit.augment.Normalize())
-    dev_loader = colabkit.Loader(data["dev"], batch_size, transform=colabkit.augment.Normalize())
+    normalize = colabkit.augment.Normalize(mean=(0.5,), std=(0.5,))
+    loader = colabkit.Loader(data["train"], batch_size, shuffle=True, transform=normalize)
+    dev_loader = colabkit.Loader(data["dev"], batch_size, transform=normalize)
     step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=rate))
     before = step.evaluate(dev_loader)
     return before["loss"], before["accuracy"], colabkit.train(step, loader, epochs=epochs, validate=dev_loader)
@@ -81,7 +82,7 @@ def learned(
     sampled(
         [
             (small_vit, ((28, 28, 1), 10, 640, 160, 70.0), 32, 3, 1e-3),
-            (lambda: resnet18(4, width=16), ((224, 224, 3), 4, 64, 16, 40.0), 4, 4, 3e-3),
+            (lambda: resnet18(4, width=16), ((224, 224, 3), 4, 64, 16, 40.0), 4, 4, 1e-3),
         ],
         1,
     ),
