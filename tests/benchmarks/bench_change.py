@@ -101,10 +101,8 @@ def serve(name: str, folder: str) -> None:
 def loader(folder: Path) -> Callable[[], float]:
     import colabkit
 
-    # Checkouts without this option always return channels-last images.
-    has_option = "channels_last" in inspect.signature(colabkit.Loader).parameters
-    options = {"channels_last": True} if has_option else {}
-    batches = colabkit.Loader(colabkit.open_pack(rows(folder))["train"], 512, shuffle=True, **options)
+    data = colabkit.open_pack(rows(folder))["train"]
+    batches = colabkit.Loader(data, 512, shuffle=True, **channels_last(colabkit.Loader))
 
     def run() -> None:
         for _ in range(10):
@@ -125,12 +123,17 @@ def rows(folder: Path) -> Path:
     return out
 
 
+def channels_last(function: Callable[..., object]) -> dict[str, bool]:
+    """Return the option for channels-last images; checkouts without this option always return such images."""
+    return {"channels_last": True} if "channels_last" in inspect.signature(function).parameters else {}
+
+
 def decode(folder: Path) -> Callable[[], float]:
     import colabkit
 
     crop = colabkit.augment.RandomResizedCrop(224)
     data = colabkit.FileDataset(str(folder / "photos"))
-    batches = colabkit.Loader(data, 32, shuffle=True, transform=crop)
+    batches = colabkit.Loader(data, 32, shuffle=True, transform=crop, **channels_last(colabkit.Loader))
     return lambda: timed(lambda: [None for _ in batches])
 
 
