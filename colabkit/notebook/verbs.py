@@ -15,6 +15,7 @@ from colabkit.notebook.verb_types import Option, Verb
 
 _SAMPLES = ("samples:digits",)
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
+_UPLOAD_TIMEOUT = Option("timeout", "seconds, or a duration such as 5min, to wait for the upload", 600.0, "seconds")
 _THREADS = Option("threads", "number of files read concurrently, or auto", "auto", "threads", words=("auto",))
 _TABLE = (
     Option("path_column", "column of the paths in a table; by default one named path, file, image or similar", None),
@@ -155,7 +156,7 @@ VERBS: tuple[Verb, ...] = (
         "send all pending writes and unmount Drive",
         (
             _ON_MOUNT,
-            Option("timeout", "seconds, or a duration such as 5min, to wait for the upload", 600.0, "seconds"),
+            _UPLOAD_TIMEOUT,
             Option("force", "unmount at once, even if the mount is dead, hung or has unsent writes", False, "flag"),
             _SECONDS_SHOWN,
         ),
@@ -163,11 +164,7 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "flush",
         "send all pending writes to Drive",
-        (
-            _ON_MOUNT,
-            Option("timeout", "seconds, or a duration such as 5min, to wait for the upload", 600.0, "seconds"),
-            _SECONDS_SHOWN,
-        ),
+        (_ON_MOUNT, _UPLOAD_TIMEOUT, _SECONDS_SHOWN),
     ),
     Verb(
         "clear_cache",
