@@ -156,9 +156,15 @@ class FuseMount(_Mount):
         """Stop responding: to all operations, or only to those of one kind, after `after` more of this kind."""
         if operation is None:
             os.kill(self.pid, signal.SIGSTOP)
+            # The signal stops one thread after the other; the last ones may still answer requests.
+            wait_for(self._is_stopped, "the stop of all threads")
         else:
             kind = slow_drive.KINDS.index(operation)
             self._numbers[slow_drive.HANG + kind] = self._numbers[slow_drive.COUNT + kind] + after + 1
+
+    def _is_stopped(self) -> bool:
+        states = (path.read_text() for path in Path(f"/proc/{self.pid}/task").glob("*/stat"))
+        return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
 
     def go_on(self) -> None:
         """Respond to all operations again, including waiting ones."""
