@@ -185,7 +185,7 @@ def test_files_stay_short() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """Code that tests share is in `tests/doubles` or in a `conftest.py`."""
+    """Code that tests share is in `tests/doubles` or in a `conftest.py`; `tests/faults` is a program of its own."""
     files = sorted((ROOT / "tests").rglob("*.py"))
     names = [file.stem for file in files if file.stem.startswith("test_")]
     assert sorted(set(names)) == sorted(names), "two test files share a name"
@@ -199,7 +199,9 @@ def test_no_test_module_imports_another() -> None:
             else:
                 continue
             wrong += [
-                f"{file}: {name}" for name in targets if name.partition(".")[0] in {*names, "", "tests", "conftest"}
+                f"{file}: {name}"
+                for name in targets
+                if name.partition(".")[0] in {*names, "", "tests", "conftest"} and name != f"tests.{file.parent.name}"
             ]
     assert wrong == []
 

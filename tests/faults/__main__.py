@@ -1,0 +1,69 @@
+"""Run the fault scoreboard: `python -m tests.faults`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+# Cases fork, and the threads of numerical libraries do not survive that.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+_DOUBLES = str(Path(__file__).parents[1] / "doubles")
+sys.path.insert(0, _DOUBLES)
+# The processes that run the rows need the same path.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_DOUBLES, os.environ.get("PYTHONPATH"))))
+
+from tests.faults import board  # noqa: E402 - the path must be set first
+
+SHORT_LIMIT, LIMIT, PLAIN_LIMIT = 4, 200, 12
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description="Provoke faults, and print how colabkit and plain tools come through them.",
+    )
+    parser.add_argument("--short", action="store_true", help=f"only {SHORT_LIMIT} cases of each fault, no plain tools")
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows")
+    parser.add_argument("--limit", type=int, help=f"maximum number of cases of a row; by default {LIMIT}")
+    parser.add_argument("--no-plain", action="store_true", help="leave out the plain tools")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of concurrent processes")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table to this Markdown file, as in docs/")
+    parser.add_argument("--verbose", action="store_true", help="print every case")
+    return parser.parse_args()
+
+
+def _note(score: board.Score, is_verbose: bool) -> None:
+    took = f"{len(score.results):4} cases {score.seconds:6.1f} s"
+    title = board.ROWS[score.number].title
+    print(f"{score.number:2} {score.tool:15} {score.outcome.name:9}{took}  {title}", flush=True)
+    for result in score.results:
+        is_wrong = result.outcome == board.Outcome.WRONG
+        if is_verbose or (is_wrong and score.tool == board.COLABKIT):
+            print(f"     {result.outcome.name}: {result.case}: {result.detail}", flush=True)
+
+
+def main() -> int:
+    """Run the rows, print the scoreboard, and return 1 if colabkit has a wrong outcome."""
+    arguments = _arguments()
+    board.load_rows()
+    started = time.monotonic()
+    scores = board.run_rows(
+        arguments.rows or sorted(board.ROWS),
+        arguments.limit or (SHORT_LIMIT if arguments.short else LIMIT),
+        0 if arguments.short or arguments.no_plain else PLAIN_LIMIT,
+        arguments.jobs,
+        lambda score: _note(score, arguments.verbose),
+    )
+    text = f"{board.table(scores)}\n\n{board.summary(scores)}"
+    print(f"\n{text} ({time.monotonic() - started:.0f} s)")
+    if arguments.table:
+        arguments.table.write_text(f"{text}\n")
+    own = [score for score in scores if score.tool == board.COLABKIT]
+    return int(any(score.outcome == board.Outcome.WRONG for score in own))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

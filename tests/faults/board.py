@@ -1,0 +1,306 @@
+"""The fault scoreboard: the rows, the score of each case, and the table of results.
+
+A row is one fault. Its function is called once for colabkit and once for each plain tool that is compared with it, and
+yields one `Result` for each case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from colabkit.errors import ColabkitError
+
+COLABKIT = "colabkit"
+"""Name of the first tool of each row. The other tools are plain ones, whose outcomes are printed for comparison."""
+
+_TICK_S = 0.05
+_GRACE_S = 10.0
+_MOST_OUTPUT = 4000
+# Modules of this folder that contain no rows.
+_OTHER_MODULES = ("__main__", "board", "soak", "tools")
+
+
+class Outcome(IntEnum):
+    """How a case ended, from best to worst; a row's outcome is that of its worst case."""
+
+    SURVIVED = 0
+    """The result is correct without any action of the user."""
+    DEGRADED = 1
+    """The work finished, and the report lists everything that it left out."""
+    REFUSED = 2
+    """A typed error; earlier results are unchanged, and no unfinished files are left."""
+    WRONG = 3
+    """A wrong result without an error, an untyped error, a crash, a hang, a leak, or unfinished files."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one case.
+
+    Args:
+        case: what was done, such as `"EIO at read 3"`.
+        outcome: how it ended.
+        detail: the error; for a wrong outcome also the traceback.
+        is_silent: whether the outcome was wrong and nobody would have noticed: no error, no crash, no hang.
+    """
+
+    case: str
+    outcome: Outcome
+    detail: str = ""
+    is_silent: bool = False
+
+
+Faulty = Callable[[Any, Path, int], Iterator[Result]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault: `run(tool, folder, limit)` yields the results of at most about `limit` cases in an empty folder."""
+
+    number: int
+    title: str
+    module: str
+    run: Faulty
+    tools: Mapping[str, Any]
+
+
+ROWS: dict[int, Row] = {}
+
+
+def fault(number: int, title: str, tools: Mapping[str, Any] | None = None) -> Callable[[Faulty], Faulty]:
+    """Register a function as the row with this number.
+
+    Args:
+        number: number of the fault.
+        title: the fault in a few words.
+        tools: value for each tool's name; the first one is `COLABKIT`. By default only colabkit is tested, with None.
+    """
+
+    def register(run: Faulty) -> Faulty:
+        ROWS[number] = Row(number, title, run.__module__, run, tools or {COLABKIT: None})
+        return run
+
+    return register
+
+
+def attempt(
+    case: str,
+    work: Callable[[], Outcome | None],
+    after: Callable[[], object] | None = None,
+    *,
+    refusals: type[BaseException] | tuple[type[BaseException], ...] = ColabkitError,
+    seconds: float = 60.0,
+) -> Result:
+    """Run one case in a forked process and score it.
+
+    Args:
+        case: what is done.
+        work: raises `AssertionError` if its result is wrong, and returns the outcome; None means SURVIVED.
+        after: called after success and after a refusal; raises `AssertionError` if earlier results have changed or
+            unfinished files are left.
+        refusals: errors that count as REFUSED; all others are WRONG.
+        seconds: deadline, after which the case counts as hanging.
+    """
+    reader, writer = os.pipe()
+    # Output that is buffered now would otherwise be written by both processes.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        os.setsid()
+        _score_and_exit(writer, work, after, refusals)
+    os.close(writer)
+    said = _answer(reader, time.monotonic() + seconds)
+    os.close(reader)
+    if said is None:
+        _kill_group(pid)
+        os.waitpid(pid, 0)
+        return Result(case, Outcome.WRONG, f"hangs: no result after {seconds:g} s")
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _kill_group(pid)
+    if not said:
+        return Result(case, Outcome.WRONG, f"the process ended with status {status}")
+    outcome, detail, is_silent = json.loads(said)
+    return Result(case, Outcome(outcome), detail, is_silent)
+
+
+def _score_and_exit(
+    writer: int,
+    work: Callable[[], Outcome | None],
+    after: Callable[[], object] | None,
+    refusals: type[BaseException] | tuple[type[BaseException], ...],
+) -> NoReturn:
+    outcome, detail, is_silent, is_refused = Outcome.WRONG, "", False, False
+    before = _held()
+    try:
+        try:
+            outcome = work() or Outcome.SURVIVED
+        except refusals as error:
+            outcome, detail, is_refused = Outcome.REFUSED, f"{type(error).__name__}: {error}", True
+        if after is not None:
+            after()
+        if leaks := _leaks(before):
+            outcome, detail = Outcome.WRONG, f"leaks {leaks}"
+    except AssertionError:
+        outcome, detail, is_silent = Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:], not is_refused
+    except BaseException:
+        outcome, detail = Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:]
+    data = json.dumps([outcome, detail, is_silent]).encode()
+    while data:
+        data = data[os.write(writer, data) :]
+    os._exit(0)
+
+
+def _answer(reader: int, deadline: float) -> str | None:
+    """Return everything the child writes until it closes the pipe; None after the deadline."""
+    blocks: list[bytes] = []
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([reader], [], [], left)[0]:
+            block = os.read(reader, 1 << 16)
+            if not block:
+                return b"".join(blocks).decode()
+            blocks.append(block)
+    return None
+
+
+def _kill_group(pid: int) -> None:
+    """Kill the child and the processes that it has left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _held() -> tuple[int, int, int]:
+    """Return the numbers of threads, child processes and open files."""
+    return threading.active_count(), len(psutil.Process().children()), len(os.listdir("/proc/self/fd"))
+
+
+def _leaks(before: tuple[int, int, int]) -> str:
+    """Wait briefly until nothing more is held than before; return what still is, empty if nothing."""
+    deadline = time.monotonic() + _GRACE_S
+    while True:
+        more = [now - earlier for now, earlier in zip(_held(), before, strict=True)]
+        found = [f"{one} {name}" for one, name in zip(more, ("threads", "processes", "files"), strict=True) if one > 0]
+        if not found or time.monotonic() > deadline:
+            return ", ".join(found)
+        time.sleep(_TICK_S)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The results of one tool in one row."""
+
+    number: int
+    tool: str
+    results: tuple[Result, ...]
+    seconds: float
+
+    @property
+    def outcome(self) -> Outcome:
+        return max(result.outcome for result in self.results)
+
+
+def run_row(number: int, tool: str, limit: int) -> Score:
+    """Run one row with one tool, in a folder of its own."""
+    load_rows()
+    row = ROWS[number]
+    # Names below ".partial" are searched for, so the folder's own name must be plain.
+    folder = Path(tempfile.mkdtemp(prefix=f"fault{number}-"))
+    os.environ["COLABKIT_LOCAL"] = str(folder / "local")
+    (folder / "local").mkdir()
+    started = time.monotonic()
+    results: list[Result] = []
+    try:
+        (folder / "work").mkdir()
+        results.extend(row.run(row.tools[tool], folder / "work", limit))
+    except Exception:
+        results.append(Result("the row itself", Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:]))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if not results:
+        results.append(Result("no case", Outcome.WRONG, "the row has no case"))
+    return Score(number, tool, tuple(results), time.monotonic() - started)
+
+
+def load_rows() -> None:
+    """Import the modules of all groups, which register their rows."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if path.stem not in _OTHER_MODULES:
+            importlib.import_module(f"tests.faults.{path.stem}")
+
+
+def run_rows(
+    numbers: Sequence[int], limit: int, plain_limit: int, jobs: int, note: Callable[[Score], object]
+) -> list[Score]:
+    """Run rows in parallel processes and return the scores in order.
+
+    Args:
+        numbers: the rows.
+        limit: maximum number of colabkit's cases in a row.
+        plain_limit: the same for each of the other tools; 0 leaves them out.
+        jobs: number of concurrent processes.
+        note: called with each score when it is complete.
+    """
+    load_rows()
+    tasks = [
+        (number, tool, limit if tool == COLABKIT else plain_limit)
+        for number in numbers
+        for tool in ROWS[number].tools
+        if tool == COLABKIT or plain_limit
+    ]
+    scores = {}
+    context = multiprocessing.get_context("spawn")
+    # A process for each task, because cases may leave patches and handlers behind.
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as executor:
+        futures = [executor.submit(run_row, *task) for task in tasks]
+        for future in as_completed(futures):
+            score = future.result()
+            note(score)
+            scores[score.number, score.tool] = score
+    return [scores[number, tool] for number, tool, _ in tasks]
+
+
+def summary(scores: Sequence[Score]) -> str:
+    """Return the number of rows without a wrong outcome, of cases, and of silent errors."""
+    own = [score for score in scores if score.tool == COLABKIT]
+    good = sum(score.outcome < Outcome.WRONG for score in own)
+    cases = sum(len(score.results) for score in own)
+    silent = sum(result.is_silent for score in own for result in score.results)
+    return f"{good} of {len(own)} faults without a WRONG outcome; {cases:,} cases; {silent} silent errors"
+
+
+def table(scores: Sequence[Score]) -> str:
+    """Return the scoreboard as a Markdown table: one row for each fault, with the cases by outcome."""
+    lines = ["| | fault | cases | colabkit | plain tools |", "|---|---|---|---|---|"]
+    for own in (score for score in scores if score.tool == COLABKIT):
+        counts = Counter(result.outcome for result in own.results)
+        shown = ", ".join(f"{outcome.name} {counts[outcome]}" for outcome in Outcome if counts[outcome])
+        plain = "; ".join(
+            f"{score.tool}: {score.outcome.name}"
+            for score in scores
+            if score.number == own.number and score.tool != COLABKIT
+        )
+        row = f"| {own.number} | {ROWS[own.number].title} | {len(own.results)} | {shown} | {plain} |"
+        lines.append(row.replace("|  |", "| |"))
+    return "\n".join(lines)
