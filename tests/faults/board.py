@@ -122,37 +122,90 @@ def attempt(
         refusals: errors that count as REFUSED; all others are WRONG.
         seconds: deadline, after which the case counts as hanging.
     """
-    reader, writer = os.pipe()
-    # Output that is buffered now would otherwise be written by both processes.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        os.setsid()
-        _score_and_exit(writer, work, after, refusals)
-    os.close(writer)
-    said = _answer(reader, time.monotonic() + seconds)
-    os.close(reader)
-    if said is None:
-        _kill_group(pid)
-        os.waitpid(pid, 0)
-        return Result(case, Outcome.WRONG, f"hangs: no result after {seconds:g} s")
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    _kill_group(pid)
-    if not said:
-        return Result(case, Outcome.WRONG, f"the process ended with status {status}")
-    outcome, detail, is_silent = json.loads(said)
-    return Result(case, Outcome(outcome), detail, is_silent)
+    return next(attempts([(case, work)], after, refusals=refusals, seconds=seconds))
+
+
+def attempts(
+    cases: Sequence[tuple[str, Callable[[], Outcome | None]]],
+    after: Callable[[], object] | None = None,
+    *,
+    refusals: type[BaseException] | tuple[type[BaseException], ...] = ColabkitError,
+    seconds: float = 60.0,
+) -> Iterator[Result]:
+    """Run many cheap cases in one forked process and score them, as in `attempt`; a crash or hang ends only its case.
+
+    Args:
+        cases: name and work of each case.
+        after: called after each case.
+        refusals: errors that count as REFUSED.
+        seconds: deadline of each case.
+    """
+    done = 0
+    while done < len(cases):
+        reader, writer = os.pipe()
+        # Output that is buffered now would otherwise be written by both processes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            os.setsid()
+            _score_and_exit(writer, [work for _, work in cases[done:]], after, refusals)
+        os.close(writer)
+        why = "the process ended early"
+        try:
+            for said in _answers(reader, len(cases) - done, seconds):
+                outcome, detail, is_silent = json.loads(said)
+                yield Result(cases[done][0], Outcome(outcome), detail, is_silent)
+                done += 1
+        except TimeoutError as error:
+            why = str(error)
+        finally:
+            os.close(reader)
+            _kill_group(pid)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if done < len(cases):
+            yield Result(cases[done][0], Outcome.WRONG, f"{why} (status {status})")
+            done += 1
+
+
+def _answers(reader: int, count: int, seconds: float) -> Iterator[str]:
+    """Yield up to `count` lines that the child writes, fewer if it ends; raise `TimeoutError` if one takes too long."""
+    data = b""
+    deadline = time.monotonic() + seconds
+    while count:
+        if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError(f"hangs: no result after {seconds:g} s")
+        block = os.read(reader, 1 << 16)
+        if not block:
+            return
+        *lines, data = (data + block).split(b"\n")
+        for line in lines:
+            yield line.decode()
+            count -= 1
+            deadline = time.monotonic() + seconds
 
 
 def _score_and_exit(
     writer: int,
-    work: Callable[[], Outcome | None],
+    works: Sequence[Callable[[], Outcome | None]],
     after: Callable[[], object] | None,
     refusals: type[BaseException] | tuple[type[BaseException], ...],
 ) -> NoReturn:
-    outcome, detail, is_silent, is_refused = Outcome.WRONG, "", False, False
+    for work in works:
+        data = json.dumps(_score(work, after, refusals)).encode() + b"\n"
+        while data:
+            data = data[os.write(writer, data) :]
+    os._exit(0)
+
+
+def _score(
+    work: Callable[[], Outcome | None],
+    after: Callable[[], object] | None,
+    refusals: type[BaseException] | tuple[type[BaseException], ...],
+) -> tuple[Outcome, str, bool]:
+    """Return outcome, detail and whether a wrong outcome is silent."""
+    outcome, detail, is_refused = Outcome.WRONG, "", False
     before = _held()
     try:
         try:
@@ -161,28 +214,13 @@ def _score_and_exit(
             outcome, detail, is_refused = Outcome.REFUSED, f"{type(error).__name__}: {error}", True
         if after is not None:
             after()
-        if leaks := _leaks(before):
-            outcome, detail = Outcome.WRONG, f"leaks {leaks}"
     except AssertionError:
-        outcome, detail, is_silent = Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:], not is_refused
+        return Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:], not is_refused
     except BaseException:
-        outcome, detail = Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:]
-    data = json.dumps([outcome, detail, is_silent]).encode()
-    while data:
-        data = data[os.write(writer, data) :]
-    os._exit(0)
-
-
-def _answer(reader: int, deadline: float) -> str | None:
-    """Return everything the child writes until it closes the pipe; None after the deadline."""
-    blocks: list[bytes] = []
-    while (left := deadline - time.monotonic()) > 0:
-        if select.select([reader], [], [], left)[0]:
-            block = os.read(reader, 1 << 16)
-            if not block:
-                return b"".join(blocks).decode()
-            blocks.append(block)
-    return None
+        return Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:], False
+    if leaks := _leaks(before):
+        return Outcome.WRONG, f"leaks {leaks}", False
+    return outcome, detail, False
 
 
 def _kill_group(pid: int) -> None:
