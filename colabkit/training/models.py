@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -55,6 +57,36 @@ def plain(part: Any) -> Any:
     return part
 
 
+# The classes of sharded modules and tensors, by their modules. A module that is not imported has no instances.
+_SHARDED = {
+    "torch.distributed.fsdp": "FullyShardedDataParallel",
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed._shard.sharded_tensor": "ShardedTensor",
+}
+
+
+def is_sharded(value: object) -> bool:
+    """Return whether a tensor is a `DTensor` or `ShardedTensor`, or a module an FSDP1 wrapper."""
+    loaded = [(sys.modules.get(module), name) for module, name in _SHARDED.items()]
+    return any(isinstance(value, getattr(module, name, ())) for module, name in loaded if module is not None)
+
+
+def shard_in(part: Any) -> str:
+    """Describe the first sharded part of a model or an optimizer, without communication; return "" if none is."""
+    if isinstance(part, nn.Module):
+        tensors = itertools.chain(part.named_parameters(), part.named_buffers())
+        found = [name for name, tensor in tensors if is_sharded(tensor)]
+        wrapped = "the model is wrapped in FullyShardedDataParallel" if any(map(is_sharded, part.modules())) else ""
+        return wrapped or (f"{found[0]!r} of the model is sharded over processes (DTensor)" if found else "")
+    if isinstance(part, Optimizer) and any(map(is_sharded, _parameters_of(part))):
+        return "parameters of the optimizer are sharded over processes (DTensor)"
+    return ""
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterable[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 Amp: TypeAlias = Literal["auto", "bf16", "fp16", False]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,8 +124,11 @@ def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> Non
     check_type(_MAKE, "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", usage)
     loss_example = ("For example, use ", option("loss", Code("nn.CrossEntropyLoss()")))
     check_callable(_MAKE, "loss", loss, loss_example, optional=False)
+    if shard := shard_in(model):
+        next_step = "Pass the model before sharding, for DistributedDataParallel, or write a custom step"
+        raise InvalidOption(cannot(_MAKE, shard, "a model whose parameters are complete in each process", next_step))
     owned = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
+    if not any(id(parameter) in owned for parameter in _parameters_of(optimizer)):
         mismatch = "the optimizer has none of the model's parameters"
         raise InvalidOption(cannot(_MAKE, mismatch, "", "Create the optimizer from model.parameters() of this model"))
     # Inspect the class, since a scheduler replaces the instance's `step` with a wrapper.

@@ -16,8 +16,8 @@ from colabkit.foundation import InvalidOption, TargetExists, TrainingDiverged, c
 from colabkit.loading import Loader
 from colabkit.training.checkpoints.files import LoadedCheckpoint
 from colabkit.training.checkpoints.folder import CheckpointFolder
-from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
-from colabkit.training.models import Stateful, plain
+from colabkit.training.checkpoints.snapshots import random_state, restore_random_state, sharded
+from colabkit.training.models import Stateful, plain, shard_in
 from colabkit.training.ranks import Ranks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -230,12 +230,15 @@ class RunCheckpoints:
         generators = self._processes.from_all(dict(random or random_state()))
 
         def begin() -> None:
+            # A state_dict() may communicate with the other processes, so all of them call it.
+            state = {name: part.state_dict() for name, part in self._state.items()}
+            step_state = None if self._step is None else self._step.state_dict()
             if self.checkpoints is None:
                 return
             content = {
-                "state": {name: part.state_dict() for name, part in self._state.items()},
+                "state": state,
                 "kinds": {name: _kind_of(part) for name, part in self._state.items()},
-                "step": None if self._step is None else self._step.state_dict(),
+                "step": step_state,
                 "loader": dict(position),
                 "random": generators,
                 "run": dict(run),
@@ -255,6 +258,14 @@ class RunCheckpoints:
         """
         finish = (lambda: None) if self.checkpoints is None else self.checkpoints.finish
         self._processes.together("end the training", finish)
+
+
+def check_complete(act: str, state: dict[str, Stateful], is_saved: bool) -> dict[str, Stateful]:
+    """Return `state`; raise `InvalidOption` if only the shards of rank 0 of a model or optimizer would be saved."""
+    for name, part in state.items() if is_saved else ():
+        if shard := shard_in(part):
+            raise sharded(act, (f"state[{name!r}] cannot be saved: ", shard))
+    return state
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

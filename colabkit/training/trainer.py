@@ -39,7 +39,7 @@ from colabkit.training.ranks import Ranks
 from colabkit.training.records import Values
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.run import TrainingRun
-from colabkit.training.run_checkpoints import RunCheckpoints
+from colabkit.training.run_checkpoints import RunCheckpoints, check_complete
 from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Validator, check_time_left, moment
 from colabkit.training.steps import SupervisedStep
 
@@ -157,7 +157,8 @@ def train(
     then raised again.
 
     Under `torch.distributed`, call this in every process. Rank 0 writes the checkpoints, and its `validate` results
-    are used.
+    are used. Every process calls the `state_dict()` of each object in `state`, so it may gather tensors from all
+    processes. Models and tensors that are sharded (FSDP, `DTensor`) are refused.
 
     Args:
         step: function that takes a batch and returns a loss, a dict of numbers, or None. A step with `state_dict` and
@@ -232,7 +233,7 @@ def train(
     if validate_every != "epoch":
         validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)
     timeout_s = None if timeout is None else check_duration(_ACT, "timeout", timeout)
-    parts = state_of(_ACT, state, step, to is not None)
+    parts = check_complete(_ACT, state_of(_ACT, state, step, to is not None), to is not None)
     validation = _validation_of(validate, step, loader)
     folder = None if to is None else user_path(to, _ACT).absolute()
     schedule = SaveSchedule(save_every)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, cannot, memory_limits, read_file
+from colabkit.foundation import InvalidOption, Text, cannot, memory_limits, option, read_file
+from colabkit.training.models import is_sharded
 
 _Key: TypeAlias = tuple[torch.device, int, int, torch.dtype]
 
@@ -204,6 +205,8 @@ class _ContentBuilder:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
     def _through_memory(self, value: Any) -> Any:
+        if is_sharded(value):
+            raise sharded(self._act, "the state has a tensor that is sharded over processes (DTensor)")
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)
@@ -221,6 +224,16 @@ def unsafe(act: str, found: str) -> InvalidOption:
     """Return the error for content that cannot be loaded safely; `found` is the reason."""
     expected = "only tensors, numbers, text, lists and dicts, which can be loaded safely"
     return InvalidOption(cannot(act, found, expected, "Convert other objects to these, or remove them from the state"))
+
+
+def sharded(act: str, found: Text) -> InvalidOption:
+    """Return the error for content of which this process holds only a shard."""
+    expected = "complete tensors, since one process writes the checkpoint"
+    gather = "torch.distributed.checkpoint.state_dict.get_model_state_dict() with full_state_dict=True"
+    next_step = ("Pass an object in ", option("state"), f" whose state_dict() returns the result of {gather}")
+    return InvalidOption(
+        cannot(act, found, expected, (next_step, ", or save with torch.distributed.checkpoint.save()"))
+    )
 
 
 def _plain_tensors(content: Mapping[str, Any]) -> Iterator[Tensor]:

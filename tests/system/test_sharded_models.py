@@ -1,0 +1,59 @@
+"""Models that are sharded over processes (FSDP, DTensor) are refused, since one process writes the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sharded_training
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_module
+
+import colabkit
+from colabkit.errors import InvalidOption
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Return a mesh of this process only."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_a_model_with_sharded_tensors_is_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
+    model = distribute_module(torch.nn.Linear(4, 2), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = colabkit.Loader((torch.zeros(6, 4), torch.arange(6)), 2)
+    with pytest.raises(InvalidOption, match=r"Cannot create a supervised step: 'weight' of the model is sharded over"):
+        colabkit.supervised_step(model, optimizer)
+
+    def train(part: object, folder: Path | None) -> int:
+        return colabkit.train(lambda batch: None, loader, epochs=1, state={"part": part}, to=folder).steps
+
+    for part in (model, optimizer):
+        with pytest.raises(InvalidOption, match=r"Cannot train: state\['part'\] cannot be saved: .* sharded over"):
+            train(part, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+    # An object may contain a sharded model without being one.
+    holder = SimpleNamespace(state_dict=model.state_dict, load_state_dict=model.load_state_dict)
+    with pytest.raises(InvalidOption, match="the state has a tensor that is sharded over processes"):
+        train(holder, tmp_path / "folder")
+    assert train(model, None) == 3
+
+
+@pytest.mark.full
+def test_the_gathered_weights_of_a_sharded_model_are_saved_and_restored(tmp_path: Path) -> None:
+    refusals, (resumed, weights) = colabkit.notebook_launch(sharded_training.train_shards, (tmp_path,), processes=2)
+    assert refusals[0] == refusals[1]
+    supervised, saved = refusals[0]
+    assert "is sharded over processes (DTensor)" in supervised
+    assert "get_model_state_dict() with full_state_dict=True" in saved
+    assert resumed is None
+    _, (resumed, restored) = colabkit.notebook_launch(sharded_training.train_shards, (tmp_path,), processes=2)
+    assert resumed == tmp_path / "checkpoint-00000002.pt"
+    assert restored == weights
