@@ -34,7 +34,7 @@ ONLY_PYTHON = {
     "unload_ipython_extension": "IPython calls it for `%unload_ext colabkit`.",
     "watch": "It wraps the loader in the `for` statement of your loop.",
 }
-"""The calls that are neither a magic nor a command."""
+"""The calls outside of `NAMESPACES` that are neither a magic nor a command."""
 
 NO_COMMAND = {
     "dashboard": "In a terminal, `colabkit train` shows the panel by itself.",
@@ -70,18 +70,18 @@ def calls() -> dict[str, Callable[..., object]]:
 
 
 def _is_interface(one: object) -> bool:
-    """Return whether a class is a protocol or a base class for the user's classes."""
+    """Return whether a call is a protocol or an abstract class."""
     return inspect.isabstract(one) or bool(getattr(one, "_is_protocol", False))
 
 
 def in_python(function: Callable[..., object]) -> dict[str, object]:
-    """Return the defaults of a call's arguments by name."""
+    """Return the default of each argument of a call, or `REQUIRED`, by name."""
     parameters = inspect.signature(function).parameters.values()
     return {one.name: REQUIRED if one.default is inspect.Parameter.empty else one.default for one in parameters}
 
 
 def in_line(parser: argparse.ArgumentParser) -> dict[str, tuple[str, object]]:
-    """Return the words and the default of a line's arguments by name, without `--help`."""
+    """Return the flag or placeholder and the default of each argument of a line, by name, without `--help`."""
     return {
         one.dest: (
             one.option_strings[0] if one.option_strings else one.dest.upper(),
@@ -93,7 +93,7 @@ def in_line(parser: argparse.ArgumentParser) -> dict[str, tuple[str, object]]:
 
 
 def lines() -> dict[str, dict[str, tuple[str, object]]]:
-    """Return the arguments of all magics and commands by their words, such as `%stage` and `colabkit stage`."""
+    """Return the arguments of all magics and commands, by call, such as `%stage` and `colabkit stage`."""
     return {
         **{f"%{verb.name}": in_line(line_parser(verb, verb.name)) for verb in LINES},
         **{f"%%{verb.name}": in_line(line_parser(verb, verb.name)) for verb in CELLS},

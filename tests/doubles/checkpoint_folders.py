@@ -77,7 +77,7 @@ def with_far(work: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
 
 
 def assert_nothing_runs(folder: Path) -> None:
-    """Check that no colabkit thread is running and no file below a folder is open."""
+    """Check that no colabkit thread is running and no file below a folder is open or memory-mapped."""
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit")] == []
     descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     names = [os.readlink(path) for path in descriptors if os.path.lexists(path)]

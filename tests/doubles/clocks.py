@@ -1,4 +1,4 @@
-"""A fake GPU clock: the stream has already passed every mark, and each step begins at the receipt of its batch."""
+"""A fake GPU clock: the stream has already passed every mark, and each step begins when its batch is received."""
 
 from __future__ import annotations
 

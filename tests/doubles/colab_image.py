@@ -1,8 +1,7 @@
 """Colab's image of 2026-08-19: versions and requirements of the packages that colabkit depends on.
 
 Versions are from `googlecolab/backend-info` (`pip-freeze.txt`, `pip-freeze.gpu.txt`), requirements from the packages'
-metadata. NVIDIA's wheels for torch's CUDA 12.8 build and the requirements of Jupyter's packages are left out, because
-no other package requires them.
+metadata. NVIDIA's CUDA wheels, which only torch requires, and the requirements of IPython and ipykernel are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A kernel that colabkit takes for hosted Colab's: it has a shell of that name, and sees only the mounts in /content.
+"""A kernel that colabkit recognizes as hosted Colab's, in which colabkit sees remote mounts only below /content.
 
 Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake, this folder and colabkit on PYTHONPATH.
 """
@@ -26,7 +26,7 @@ class Kernel(IPythonKernel):
 
 
 def see_only_content() -> None:
-    """Hide the remote mounts of other processes on this machine; call this before importing code that reads mounts."""
+    """Hide the remote mounts outside of /content; call this before importing code that reads mounts."""
     real = mounts.mounts
 
     def own(read: mounts.Reader = mounts.read_file) -> list[mounts.Mount]:
@@ -37,7 +37,7 @@ def see_only_content() -> None:
 
 if __name__ == "__main__":
     see_only_content()
-    # colabkit recognizes hosted Colab by the existence of the file `_HOSTNAME`, so any existing file will do.
+    # In Colab's shell, colabkit detects a hosted runtime by the existence of the file `_HOSTNAME`; any file will do.
     places._HOSTNAME = __file__
     sys.modules.update(dict.fromkeys(ABSENT))
     IPKernelApp.launch_instance(kernel_class=Kernel)

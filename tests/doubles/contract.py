@@ -1,4 +1,4 @@
-"""Contracts that several modules share, as checks for their tests: atomic file changes and resumable streams."""
+"""Small sealed packs, and checks that several test modules share: of atomic file changes and of resumable streams."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def seal_fields(
 
 
 def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4, 3, 3), **meta: Any) -> Path:
-    """Seal shards with these numbers of samples and an index of them, and return the index's path."""
+    """Seal one shard for each of `counts`, the sample counts by split, then their index; return the index's path."""
     shards, labels = [], {}
     for number, count in enumerate(counts):
         shard = make_pack(path.with_name(f"{path.stem}-{number:05d}.h5"), shape, seed=number, **count)
@@ -117,7 +117,7 @@ def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4
 
 
 def whole_content(path: Path) -> tuple[object, ...]:
-    """Return all content of a pack: its description, its arrays and its tables."""
+    """Return everything that a pack contains, for comparisons."""
     info = read_pack(path)
     content = {name: info.map(name).tobytes() for name in info.data_sets}
     tables = {name: info.table(name).tobytes() for name in info.table_crcs}
@@ -125,7 +125,7 @@ def whole_content(path: Path) -> tuple[object, ...]:
 
 
 class AtChange:
-    """A hook that acts at the `number`-th file change and, if `lasting`, at each later change that writes."""
+    """A hook that acts at the `number`-th file change and, if `lasting`, at all later ones but removals and renames."""
 
     def __init__(self, number: int, act: Callable[[], object], lasting: bool = False) -> None:
         self.number = number
@@ -195,14 +195,14 @@ def _but_removals(hook: AtChange, operation: str, path: Path) -> None:
 class StreamContract:
     """The contract of streams, which yield batches for several epochs and resume from a saved state.
 
-    A test class inherits from this class. It defines `make`, which returns a new but equal stream on each call, and
-    `dropped`, the number of samples that each epoch leaves out.
+    A test class inherits from this class and defines `make`, `samples` and `everything`. `dropped` is the number of
+    samples that each epoch leaves out.
     """
 
     dropped = 0
 
     def make(self, fail_at: int | None = None) -> Any:
-        """Return a stream with several batches per epoch; batch `fail_at`, counted from 0, fails with "planned"."""
+        """Return a new but equal stream of several batches; batch `fail_at`, counted from 0, fails with "planned"."""
         raise NotImplementedError
 
     def samples(self, batch: Any) -> Samples:
@@ -210,7 +210,7 @@ class StreamContract:
         raise NotImplementedError
 
     def everything(self) -> Samples:
-        """Return the samples of an epoch in any order."""
+        """Return all samples of the data, including those that an epoch leaves out, in any order."""
         raise NotImplementedError
 
     def assert_whole(self, got: Samples) -> None:

@@ -1,4 +1,8 @@
-"""Statistical tests of random results; if the distributions are equal, a chi-square test fails once in 100,000 runs."""
+"""Statistical tests of random results.
+
+If the distributions are equal, a chi-square test with 1,000 degrees of freedom fails once in about 90,000 runs, one
+with 20 once in about 2,700.
+"""
 
 from __future__ import annotations
 

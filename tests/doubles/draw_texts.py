@@ -1,4 +1,4 @@
-"""Print docstrings, comments and error messages drawn at random, for an editor to read.
+"""Print docstrings, comments, error messages and notebook texts drawn at random, for an editor to read.
 
     python tests/doubles/draw_texts.py [--count 100] [--seed N]
 

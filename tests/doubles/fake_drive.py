@@ -1,6 +1,6 @@
-"""A fake Google Drive for gdown: a proxy with a test certificate that answers for the hosts of Google Drive.
+"""A fake Google Drive for gdown: a proxy that answers for the hosts of Google Drive, with a test certificate.
 
-The pages contain what gdown parses: the confirmation form, the caption of an error, and the listing of a folder for
+The pages contain the parts that gdown parses: the confirmation form, an error's caption, and a folder's listing for
 gdown 5 (`_DRIVE_ivd`) and gdown 6 (`embeddedfolderview`).
 """
 

@@ -94,12 +94,12 @@ class FuseMount(_Mount):
         root: the folder to show, for reading and writing.
         fstype: the mount's type in /proc/mounts, beginning with `"fuse."`.
         latency_s: delay of each open, listing and read.
-        locks: false for a file system on which `flock` and `fcntl` locks fail, as on network mounts.
+        locks: false for a file system on which `flock` and `fcntl` locks fail, as on some network mounts.
         at_once: maximum number of concurrent opens, listings and reads; others wait.
         open_s: latency of opens instead of `latency_s`.
-        list_s: latency of listings.
-        read_s: latency of reads.
-        bandwidth: total bytes per second of all reads.
+        list_s: latency of listings instead of `latency_s`.
+        read_s: latency of reads instead of `latency_s`.
+        bandwidth: total bytes per second of all reads; None for no limit.
         attr_s: seconds for which the kernel may cache names, sizes and times.
         direct_io: false lets the kernel cache and read ahead the bytes of open files.
         plan: planned faults; see planned_faults.py.

@@ -18,7 +18,7 @@ STORED = {
 
 
 def write_hdf5(path: Path, images: np.ndarray = IMAGES, labels: np.ndarray | None = LABELS, **stored: object) -> Path:
-    """Write images and labels under common dataset names, with these options of `create_dataset`."""
+    """Write images and labels under common dataset names; `stored` is passed to `create_dataset` for the images."""
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=images, **stored)
         if labels is not None:

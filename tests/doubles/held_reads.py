@@ -1,4 +1,4 @@
-"""A folder source that counts its reads and can delay them."""
+"""A folder source that counts how often files are opened, and can delay opens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colabkit.storage.sources.items import Item
 
 
 class HeldReads(FolderSource):
-    """A folder source that counts its reads; each read waits until `may_read` allows it."""
+    """A folder source that counts the opens of each file in `reads`; each open waits until `may_read` allows it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -39,7 +39,7 @@ class HeldReads(FolderSource):
         return super().open(item)
 
     def go_on(self) -> None:
-        """Let all reads proceed, including waiting ones."""
+        """Let all opens proceed, including waiting ones."""
         with self.changed:
             self.may_read = lambda _: True
             self.changed.notify_all()

@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, status: int, headers: dict[str, object], body: bytes = b"") -> None:
-        """Send a complete reply; `Content-Length` is the size of the body unless given."""
+        """Send a reply without the headers that are None; `Content-Length` is the size of the body unless given."""
         self.send_response(status)
         for name, value in {"Content-Length": len(body), **headers}.items():
             if value is not None:
@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.headers
 
     def start(self) -> int:
-        """Return the position of the first requested byte if the client's version is current, otherwise 0."""
+        """Return the position of the first requested byte; 0 if none is, or if `If-Range` names another version."""
         found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         known = self.headers.get("If-Range")
         versions = (None, self.facts.get("ETag"), self.facts.get("Last-Modified"))
@@ -114,7 +114,7 @@ def without_ranges(handler: Handler) -> None:
 
 
 def cut_after(count: int, is_ranged: bool = True) -> Plan:
-    """Announce the complete file and close the connection after `count` bytes."""
+    """Announce the complete body, but close the connection after `count` bytes; may ignore the requested range."""
 
     def plan(handler: Handler) -> None:
         whole = (200, dict(handler.facts), handler.content)
@@ -125,7 +125,7 @@ def cut_after(count: int, is_ranged: bool = True) -> Plan:
 
 
 def hang_after(count: int) -> Plan:
-    """Send `count` bytes, then nothing more."""
+    """Send `count` bytes of the body, then nothing more."""
 
     def plan(handler: Handler) -> None:
         status, headers, body = handler.reply()
@@ -158,7 +158,7 @@ def drip_headers(handler: Handler) -> None:
 
 
 def drops(handler: Handler, data: bytes) -> None:
-    """Send one byte every 20 ms until the test ends."""
+    """Send data at one byte every 20 ms; stop when the test ends."""
     for byte in data:
         handler.wfile.write(bytes([byte]))
         handler.wfile.flush()
@@ -178,7 +178,7 @@ def ranged(headers: Callable[[int, int], dict[str, object]], is_whole: bool = Fa
 
 
 def status(code: int, **headers: object) -> Plan:
-    """Answer with this status."""
+    """Answer with this status and these headers."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return lambda handler: handler.answer(code, named, b"<html>no</html>")
 

@@ -1,4 +1,4 @@
-"""Kernels in which tests run notebooks: with the newest packages, and with Colab's.
+"""Kernels in which tests run notebooks: with the packages of the test environment, and with Colab's.
 
 `COLABKIT_COLAB_PYTHON` names the interpreter of an environment with IPython 7.34, ipykernel 6.17.1, ipywidgets 7.7.1
 and torch.

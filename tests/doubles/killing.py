@@ -50,7 +50,7 @@ class Killing:
 
 
 def _serve() -> None:
-    """Fork for each task on stdin and write the exit status of its process, until stdin is closed."""
+    """Fork for each task on stdin and write the wait status of the child, until stdin is closed."""
     _import_what_is_needed_late()
     while True:
         try:
@@ -64,7 +64,7 @@ def _serve() -> None:
 
 
 def _import_what_is_needed_late() -> None:
-    """Pack once, because each fork would otherwise repeat the imports that packing makes on demand."""
+    """Pack two images, because each fork would otherwise repeat the imports that packing makes on demand."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tree" / "ants").mkdir(parents=True)
         for kind in ("PNG", "JPEG"):

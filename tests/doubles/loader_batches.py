@@ -21,7 +21,7 @@ def epoch(loader: Iterable[Any]) -> tuple[Tensor, Tensor]:
 
 
 def same(some: list[Any], others: list[Any]) -> bool:
-    """Return whether batches of several tensors are equal, bit for bit."""
+    """Return whether batches of several tensors have equal dtypes and values."""
     return len(some) == len(others) and all(
         all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(*pair, strict=True))
         for pair in zip(some, others, strict=True)

@@ -41,7 +41,7 @@ def data_of(folder: Path) -> dict[str, bytes]:
 
 
 def state_of(folder: Path) -> list[tuple[object, ...]]:
-    """Return a snapshot of a folder that differs after any write."""
+    """Return the names, times, sizes, modes and inodes of a folder and of its entries."""
     return sorted(
         (str(path), path.lstat().st_mtime_ns, path.lstat().st_size, path.lstat().st_mode, path.lstat().st_ino)
         for path in [folder, *folder.rglob("*")]
@@ -97,7 +97,7 @@ class WalkedSource(MemorySource):
 
 
 class _ForwardFile(io.BytesIO):
-    """A file that supports only short, sequential reads."""
+    """A file that cannot seek, and whose reads return at least 1 byte but fewer than requested."""
 
     def __init__(self, source: WalkedSource, data: bytes) -> None:
         super().__init__(data)

@@ -1,4 +1,4 @@
-"""Make the mistakes of the table on their surfaces, and write what users see to `docs/mistakes.md`.
+"""Make the mistakes of the table, and write the messages that users see to `docs/mistakes.md`.
 
 `python tests/doubles/mistake_page.py` writes the page.
 """
@@ -40,7 +40,7 @@ _NUMBERS = ("batch_size", "epochs")
 
 @cache
 def shown() -> dict[Mistake, str]:
-    """Make all mistakes, and return what each shows."""
+    """Make all mistakes, and return the message of each."""
     # The path has the same length everywhere, because long values are cut in messages.
     home = Path(tempfile.mkdtemp(dir="/tmp"))
     before = os.getcwd()
@@ -67,7 +67,7 @@ def shown() -> dict[Mistake, str]:
 
 
 def _shown(mistake: Mistake, shell: InteractiveShell) -> str:
-    """Return the class of the error, and the message as the user sees it; the class alone is in no terminal."""
+    """Return the message that the user sees; in Python and from magics, it follows the name of the error's class."""
     out = io.StringIO()
     with _scene(mistake.scene), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         if mistake.surface == PYTHON:
@@ -106,7 +106,7 @@ def _in_launcher(typed: str) -> str:
 
 @contextmanager
 def _scene(scene: str) -> Iterator[None]:
-    """Simulate a full disk, or a package that is not installed."""
+    """Simulate a full disk, a package that is not installed, or nothing."""
     if scene == "full disk":
         with mock.patch.object(
             file_changes, "hook", lambda operation, path: fill_disk() if operation == "write" else None

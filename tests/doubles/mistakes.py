@@ -1,6 +1,6 @@
 """The table of mistakes: what users type, where, and what the message must and must not contain.
 
-Commands run in the folder of `mistake_home`, with its variables. `mistake_page` runs them and writes the page.
+`mistake_page` makes the mistakes in the folder of `mistake_home`, with its variables, and writes the page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Mistake:
 
     @property
     def surface(self) -> str:
-        """Where the user types it."""
+        """The place of the mistake: Python, a magic, a terminal or the launcher."""
         kinds = {"%": MAGIC, "colabkit ": TERMINAL, "Source:": LAUNCHER}
         return next((kind for start, kind in kinds.items() if self.typed.startswith(start)), PYTHON)
 

@@ -87,7 +87,7 @@ def kernel(
         folder: folder for all files that the kernel writes.
         python: the kernel's interpreter.
         search: folders to search for modules before the default ones.
-        work: the kernel's working folder; None creates one.
+        work: the kernel's working folder; None uses a new one in `folder`.
         environ: additional environment variables.
     """
     with _started(folder, [python, "-m", "ipykernel_launcher"], search, work, environ) as started:

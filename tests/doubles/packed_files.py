@@ -121,7 +121,7 @@ def content(path: Path) -> dict[str, list[tuple[bytes, ...]]]:
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """Assert that two packs hold the same samples, labels, fields and metadata, regardless of their files."""
+    """Assert that two packs hold the same samples, labels, fields and metadata, even if only one has shards."""
     assert content(path) == content(other)
     info, expected = read_pack(path), read_pack(other)
     assert sorted(info.meta["bad"], key=str) == sorted(expected.meta["bad"], key=str)
@@ -146,7 +146,7 @@ def flip_byte(path: Path, at: int, bits: int = 1) -> None:
 
 
 def stored(path: Path, split: str = "train", field: str = "X") -> list[Any]:
-    """Return the stored samples of a split, as rows or as bytes."""
+    """Return the stored samples of a split: rows of an array, or bytes if the field is ragged."""
     info = read_pack(path)
     if not info.fields[field].is_ragged:
         return list(np.array(info.map(f"{field}_{split}")))

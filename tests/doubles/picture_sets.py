@@ -1,4 +1,4 @@
-"""The same 24 pictures in three classes, in every file format that holds samples."""
+"""The same 24 pictures in three classes: in folders, archives, tables, WebDataset shards, TFRecord files and LMDB."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PACKAGES = ["simplejpeg", "torchcodec", "torchvision", None]
 
 
 def photo(height: int = 45, width: int = 61, seed: int = 5) -> np.ndarray:
-    """Return a smooth picture with some edges, like a photo."""
+    """Return a picture with smooth color gradients, like a photo."""
     random = np.random.default_rng(seed)
     small = Image.fromarray(random.integers(0, 256, (6, 7, 3), dtype=np.uint8))
     return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
@@ -98,6 +98,6 @@ def take(package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test if Pillow decodes anything for colabkit."""
+    """Fail the test if colabkit decodes or checks an image with Pillow."""
     monkeypatch.setattr(images, "decode_with_pillow", lambda *a: pytest.fail("Pillow decodes"))
     monkeypatch.setattr(images, "check_with_pillow", lambda *a: pytest.fail("Pillow checks"))

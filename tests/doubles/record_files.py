@@ -1,4 +1,4 @@
-"""Write record files of every format with their usual libraries."""
+"""Write LMDB, WebDataset and TFRecord files without code of colabkit."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Behaviour:
         read_s: latency of reads.
         bandwidth: total bytes per second of all reads; 0 for no limit.
         at_once: maximum number of concurrent opens, listings and reads; others wait.
-        locks: false for a drive on which `flock` and `fcntl` locks fail, as on network mounts.
+        locks: false for a drive on which `flock` and `fcntl` locks fail, as on some network mounts.
         attr_s: seconds for which the kernel may cache names, sizes and times.
         direct_io: false lets the kernel cache and read ahead the bytes of open files.
     """

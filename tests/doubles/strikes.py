@@ -63,7 +63,7 @@ def struck_runs(
 
 
 def killed_runs(killed_at: Callable[[int, partial[object]], bool], work: partial[object]) -> Iterator[int]:
-    """Kill `work` in a process at its 1st, 2nd, … file change, and yield each number, until `work` succeeds."""
+    """Kill `work` in a child process at its 1st, 2nd, … file change, and yield each number, until `work` succeeds."""
     for number in itertools.count(1):
         if not killed_at(number, work):
             return

@@ -71,7 +71,7 @@ def _alone(work: Callable[..., object], *arguments: object) -> None:
 
 
 class SmallTraining:
-    """A new model with dropout and momentum, whose training depends on every random generator."""
+    """A new model whose training depends on the random generators of Python, NumPy and torch."""
 
     def __init__(self, data: PackedDataset, **options: Any) -> None:
         random.seed(1)

@@ -113,7 +113,7 @@ def test_every_tmpfs_for_data_is_listed_and_those_of_the_system_are_not(tmp_path
 
 
 def record_touches(monkeypatch) -> list[str]:
-    """Return a list that records the paths of all file system calls."""
+    """Return a list that records the paths of later calls of `statvfs`, `stat`, `lstat` and `access`."""
     touched: list[str] = []
 
     def recorded(real):

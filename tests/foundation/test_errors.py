@@ -226,7 +226,7 @@ def changes(source: str) -> Iterator[str]:
 
 
 def modes(call: ast.Call) -> list[str]:
-    """Return the strings among the arguments that can be a mode."""
+    """Return the string literals among the arguments, since any of them may be the mode."""
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     return [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
 

@@ -1,4 +1,4 @@
-"""The module through which all files are changed: its operations, and the hook that counts them."""
+"""The module through which all files are changed: its operations, and the hook that is called before each of them."""
 
 from __future__ import annotations
 

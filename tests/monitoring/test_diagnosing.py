@@ -53,7 +53,7 @@ STEPS = st.lists(st.builds(StepTimes, SECONDS, SECONDS, SECONDS, SECONDS, st.int
 
 
 def shared(wait: float, count: int = 100) -> list[StepTimes]:
-    """Return steps that take 0.1 s each and wait for data for this share of it."""
+    """Return steps that take 0.1 s each and wait for data for the share `wait` of that time."""
     return steps_of(wait=0.1 * wait, compute=0.1 * (1 - wait), count=count)
 
 
@@ -222,7 +222,7 @@ def looks(doctor: Doctor, *shares: float) -> list[str]:
         # Shares close to the threshold do not change the verdict.
         ((0.21, *[0.19, 0.21, 0.175, 0.175] * 5), ["data"] * 21),
         ((0.01, *[0.21, 0.19] * 5), ["compute"] * 11),
-        # A share three percentage points below the threshold does.
+        # A share more than three percentage points below the threshold changes the verdict.
         ((0.21, 0.16, 0.16), ["data", "data", "compute"]),
     ],
 )

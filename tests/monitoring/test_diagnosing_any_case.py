@@ -196,7 +196,7 @@ def test_every_diagnosis_can_be_displayed_and_serialized(case: RunProfile) -> No
 
 
 def markup(found: Diagnosis) -> str:
-    """Return the HTML of a diagnosis without characters that are invalid in XML."""
+    """Return the HTML of a diagnosis without unprintable characters, some of which are invalid in XML."""
     return "".join(char for char in found._repr_html_() if char.isprintable())
 
 

@@ -1,4 +1,4 @@
-"""The rules of the doctor: each gives advice in its own case, and in no similar case or without data."""
+"""The rules of the doctor: each gives advice in its own case, but not in similar cases or without data."""
 
 from __future__ import annotations
 

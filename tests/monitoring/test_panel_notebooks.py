@@ -1,4 +1,4 @@
-"""The panel in real kernels: with the newest packages, and with those of Colab if they are installed."""
+"""The panel in real kernels: with the packages of this environment, and with Colab's if they are installed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ SHOWN = ("display_data", "update_display_data", "comm_open", "comm_msg", "comm_c
 
 @dataclass
 class Sent:
-    """A message from a cell to the front end: its type, size in bytes and time."""
+    """The messages from a cell to the front end: the type, the size in bytes and the time of each."""
 
     messages: list[tuple[str, int, float]] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ class Client(NotebookClient):
 
 @pytest.fixture(scope="module", params=sampled(KINDS, 1))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Return a notebook that has run in a kernel."""
+    """Yield a client whose notebook has run in a kernel."""
     folder = tmp_path_factory.mktemp("kernel")
     sources = [SETUP, TRAIN.format(screen="notebook"), TRAIN.format(screen="widgets"), INTERRUPTED, BROKEN, LEFT]
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]

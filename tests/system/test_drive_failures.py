@@ -1,4 +1,4 @@
-"""Every known failure of Drive mounts in notebooks, with colabkit's actions and messages.
+"""Known failures of Drive mounts and of hosted notebooks, with colabkit's actions and messages.
 
 `pytest tests/system/test_drive_failures.py -n 0 --report` prints the table.
 """

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("fuse")
 
 @pytest.fixture
 def jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this process a Jupyter kernel that sees only the mounts of this test."""
+    """Make this process look like a Jupyter kernel without remote mounts except those of this test."""
     be_at(Place("Jupyter", "kernel", False), monkeypatch)
     see_only(tmp_path, monkeypatch)
 

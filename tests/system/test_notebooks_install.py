@@ -42,7 +42,7 @@ def python(tmp_path: Path, packages: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the repository."""
+    """Return a copy of the package, the notebooks and the files that the build needs."""
     copy = tmp_path_factory.mktemp("repository") / "tree"
     shutil.copytree(ROOT / "colabkit", copy / "colabkit", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(FOLDER, copy / "notebooks")

@@ -29,12 +29,12 @@ Twice: TypeAlias = tuple[Ran, Ran]
 
 @pytest.fixture(scope="module", params=["newest", pytest.param("colab", marks=pytest.mark.full)])
 def stack(request: pytest.FixtureRequest) -> str:
-    """Return the name of the package versions to run with: the newest, or Colab's."""
+    """Return the packages to run with: `"newest"` for those of this environment, or `"colab"`."""
     return request.param
 
 
 class Runs:
-    """Two runs of each notebook per stack, in a separate kernel; the runs with both stacks are concurrent.
+    """Two runs of each notebook in one kernel for each stack, a set of packages; the two stacks run concurrently.
 
     Args:
         folder: folder for all files that the notebooks write.
@@ -86,7 +86,7 @@ def loop(runs: Runs, stack: str) -> Twice:
 
 
 def number(pattern: str, text: str) -> float:
-    """Return the number in the first group of the pattern."""
+    """Return the number that the first group of a pattern matches in a text."""
     found = re.search(pattern, text)
     assert found, text
     return float(found[1].replace(",", ""))

@@ -27,7 +27,7 @@ def packed(source: Path, out: Path, executor: Any, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    """Yield a Dask client with two worker processes; afterwards, check that no process, port or thread is left."""
+    """Yield a Dask client with two worker processes; afterwards, check that no process, port or thread remains."""
     distributed = pytest.importorskip("distributed")
     threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
     ports = listening()

@@ -30,7 +30,7 @@ from colabkit.storage import publishing
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Check after each test that no thread is running and no file is open."""
+    """Check after each test that no reader thread is running and no file of the test is open."""
     yield
     assert_nothing_is_open(tmp_path)
 

@@ -28,7 +28,7 @@ READY = """async () => {
 
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """Run JupyterLab in a folder and yield its address."""
+    """Run JupyterLab in a folder and yield its address and token, separated by `|`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -105,7 +105,7 @@ def check(what: str, found: object, holds: bool) -> bool:
 
 
 def cut_off(page: Page, selector: str) -> list[str]:
-    """Return the parts of an element that extend beyond it, except those that can be scrolled into view."""
+    """Return the parts of an element that extend beyond its right edge, except those that can be scrolled into view."""
     return page.evaluate(
         """(whole) => {
             const scrolls = (part) => part && part !== document.querySelector(whole)

@@ -95,7 +95,7 @@ def is_over(page: Page) -> bool:
 
 
 def watched(page: Page) -> tuple[set[str], set[str]]:
-    """Wait until the work is finished, and return all widths of the progress bar and all texts of the live panel."""
+    """Wait until the work is finished, and return the observed widths of the progress bar and texts of the panel."""
     bars: set[str] = set()
     frames: set[str] = set()
     look = f"""[
@@ -204,7 +204,7 @@ def look_at_saved(page: Page, address: str, pictures: Path) -> list[bool]:
 
 
 def look_around(page: Page, pictures: Path) -> list[bool]:
-    """Save pictures of the launcher in both themes and several widths, and check that nothing is cut off."""
+    """Save pictures of the launcher in both themes and several widths; check that nothing is cut off in the light one."""
     results = []
     for theme in ("Light", "Dark"):
         do(page, "apputils:change-theme", theme=f"JupyterLab {theme}")

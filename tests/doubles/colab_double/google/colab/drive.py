@@ -25,7 +25,8 @@ class TIMEOUT(Exception):
 def plan() -> dict[str, Any]:
     """Return the behavior that the test requests.
 
-    The keys are `hosted`, `consent`, `mount`, `push`, `log`, `prints`, `point`, `root` (files), `latency_s`.
+    The keys are `hosted`, `consent`, `mount`, `push`, `log`, `prints`, `point`, `root` (the folder to show) and
+    `latency_s`.
     """
     return json.loads(Path(os.environ["COLAB_DOUBLE"]).read_text())
 
