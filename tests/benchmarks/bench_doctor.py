@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
-    """Return the table row of a trace, and whether the diagnosis is right."""
+    """Return the table row of a trace, and whether the verdict is right."""
     found = trace.judge()
     rules = [advice.rule for advice in found.advice]
     is_right = found.verdict == trace.verdict
@@ -120,7 +120,7 @@ def off_by(found: dict[str, Any], speed: str = "expected") -> float | None:
 
 
 def agreement(speeds: list[float]) -> float:
-    """Return the share of pairs of rounds whose median is within 15% of the other rounds' median, at most 1."""
+    """Return the share of pairs of rounds whose median is within 15% of the other rounds' median."""
     pairs = list(itertools.combinations(range(len(speeds)), 2))
     close = 0
     for pair in pairs:

@@ -141,7 +141,7 @@ class LoaderBench(Bench):
         return found
 
     def run_often(self, action: str, row: Row, batch_size: int) -> list[Found]:
-        """Run a system in several processes, until one fails."""
+        """Run a system in several processes, one after another; stop if one fails."""
         found: list[Found] = []
         while len(found) < FIRST_RUNS and not (found and "missing" in found[-1]):
             found.append(self.run(action, row, batch_size))
@@ -289,7 +289,7 @@ def jpeg_rows(bench: LoaderBench, ours: str, system: str) -> dict[str, Row]:
 
 
 def best(middle: Mapping[str, float]) -> str:
-    """Return the faster of the other packages that read JPEG, or the names of both unless both ran."""
+    """Return the faster of the other packages that read JPEG, or a text with both names unless both ran."""
     has_both = all(name in middle for name in JPEG_PEERS)
     return max(JPEG_PEERS, key=middle.__getitem__) if has_both else "the better of FFCV jpg and DALI"
 

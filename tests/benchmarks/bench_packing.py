@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_packing.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
 
-Every system runs in a new process, in interleaved rounds, after one untimed run over fewer files. Times are from
-listing the folder to the finished file, without imports. Files are already extracted and in the page cache. The other
-packages need a separate environment, which you can create on Debian or Ubuntu:
+Every system runs in a new process, in interleaved rounds after an untimed one. Times are from listing the source to the
+finished file, without imports. All data is in the page cache; the archive is extracted beforehand, unless it is packed
+directly. The other packages need a separate environment, which you can create on Debian or Ubuntu:
 
     apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
     uv venv --python 3.11 peers

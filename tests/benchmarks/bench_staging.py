@@ -3,9 +3,9 @@
     python tests/benchmarks/bench_staging.py --data cifar10-images.zip
 
 The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency for each open and listing, one
-bandwidth for all reads, and a maximum number of concurrent requests. It is mounted again for every run, so that nothing
-is cached. Plain threads know all paths beforehand and write nothing; the benchmark searches for the best number of
-threads from 1 to 128. The benchmark needs root or `fusermount3`, and `mfusepy`; `rsync` and `rclone` are compared if
+bandwidth for all reads, and a maximum number of concurrent requests. The drive is mounted again for every timed run, so
+that nothing is cached. Plain threads know all paths beforehand and write nothing; the benchmark tries numbers of
+threads from 1 to 128. It needs root or `fusermount3`, and `mfusepy`; `rsync` and `rclone` are compared if
 available. `--only` selects parts.
 """
 
@@ -157,7 +157,7 @@ def small(bench: StagingBench) -> None:
 
 
 def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
-    """Compare `stage()` without options with the best plain threads, rclone, rsync and cp; slow ones run only once."""
+    """Compare `stage()` with the best plain threads, rclone, rsync and cp; rsync and cp run only once."""
     folder, rounds = bench.point / "small", bench.rounds
 
     def on_drive(work: Callable[[], object]) -> float:

@@ -2,13 +2,13 @@
 
     python tests/benchmarks/bench_training.py
 
-All systems train the same small convolutional network with the same batches of 64 32x32 images on the CPU, in
+All systems train small convolutional networks with batches of 64 images, 32x32 unless stated otherwise, on the CPU, in
 interleaved epochs:
 
 - a loop in plain torch over a list of batches, `train(supervised_step(...), Loader(...))` over the same samples in
   memory, and that call with a checkpoint after every 6 steps (`bench_checkpoint.py` measures checkpoints of 500 MB);
-- epochs of `train()` with `small_network` over batches of 64 images, contiguous (the default on the CPU) and with
-  `channels_last=True`;
+- epochs of `train()` with `small_network` over images of 32x32, 64x64 and 128x128 pixels, contiguous (the default on
+  the CPU) and with `channels_last=True`;
 - longer epochs of `train()` with and without a panel, which is shown as in a notebook, through IPython's display
   publisher; a fake front end counts the bytes and discards them.
 """
@@ -39,7 +39,7 @@ BATCH, STEPS = 64, 12
 SIDES = (32, 64, 128)
 # Epochs with the panel are longer, so there are fewer of them.
 PANEL_ROUNDS_SHARE = 4
-# Size of a message without its content, in bytes.
+# Approximate size of a message without its content, in bytes.
 ENVELOPE_BYTES = 650
 
 

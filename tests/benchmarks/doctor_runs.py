@@ -52,11 +52,11 @@ class Run:
         name: description of the bottleneck.
         verdict: the correct verdict.
         rules: rules, at least one of which must give advice; empty if no advice is expected.
-        before: returns the slow loader, with files in a folder.
-        after: returns the fixed loader; None if the fix does not change the loader.
+        before: function that writes data to a folder once, and returns the slow loader of this data.
+        after: the same for the fixed loader; None if the fix does not change the loader.
         width: number of channels of the model, which determines the time of a step.
-        elsewhere_s: seconds of a step that does not use the CPU, as on a GPU; the doctor receives this value. 0 for a
-            model on the CPU.
+        elsewhere_s: seconds that each step sleeps instead of using the CPU, like a step on a GPU; 0 trains a model on
+            the CPU.
         beside: returns a context manager that does other work during the slow run.
         on_step: called after each step of the slow run.
         is_mended_by_ending: whether the fix is to end the work of `beside`.
@@ -210,7 +210,7 @@ def photos(folder: Path, count: int = 640, size: tuple[int, int] = (256, 256)) -
 
 
 def packed(folder: Path, count: int = 640, encoding: str = "raw", size: int | None = SIDE) -> Any:
-    """Return a split of photos in a pack."""
+    """Return the training split of a pack of photos."""
     out = folder / f"{encoding}-{count}-{size}.h5"
     if not out.exists():
         colabkit.pack(photos(folder, count), out, size=size, encoding=encoding, progress=False)

@@ -241,7 +241,7 @@ def spdl_epoch(source: Iterable[Any], parts: Callable[[Any], Any]) -> Iterator[A
 
 
 def spdl_crops(source: str) -> Make:
-    """Decode photos with simplejpeg, crop and flip them in two threads, and stack them to batches."""
+    """Decode photos with simplejpeg, crop and flip them in two threads, and stack them into batches."""
     import torch
     from simplejpeg import decode_jpeg
     from torchvision.datasets import ImageFolder

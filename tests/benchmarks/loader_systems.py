@@ -6,7 +6,7 @@
 - `worker`, `order` or `meters`, then `colabkit SOURCE BATCH`: other costs of colabkit's loader.
 
 The script prints one line of JSON, or that the system is not installed. Imports and opening the data are not timed. The
-consumer only takes batches and counts their labels. This file also runs without colabkit, which is one of the systems.
+consumer only takes batches and counts their samples. This file also runs without colabkit, which is one of the systems.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def bare(source: str) -> Make:
 
 
 def plain_copy(source: str, buffers: int = 1) -> Make:
-    """Copy blocks of rows in stored order into reused, alternating buffers."""
+    """Copy blocks of rows in stored order into `buffers` reused buffers in turn."""
     import torch
 
     import colabkit

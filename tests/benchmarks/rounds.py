@@ -260,7 +260,7 @@ def extract(archive: str | Path, folder: Path) -> Path:
 
 
 def extract_photos(archive: str | Path, folder: Path) -> Path:
-    """Extract photos to a tree with one folder for each class; the photos of an archive without folders share one."""
+    """Extract photos to a tree with one folder for each class, or to one folder if the archive has no folders."""
     with zipfile.ZipFile(archive) as opened:
         is_flat = all("/" not in name for name in opened.namelist())
     extract(archive, folder / "all" if is_flat else folder)
@@ -276,7 +276,7 @@ def warm(folder: Path) -> int:
 
 
 def machine() -> str:
-    """Return the processor, the number of cores and the versions as one line."""
+    """Return the CPU architecture, the number of usable cores and the versions as one line."""
     cores = len(os.sched_getaffinity(0))
     versions = []
     for package in PACKAGES:

@@ -204,7 +204,7 @@ def look_at_saved(page: Page, address: str, pictures: Path) -> list[bool]:
 
 
 def look_around(page: Page, pictures: Path) -> list[bool]:
-    """Save pictures of the launcher in both themes and several widths; check that nothing is cut off in the light one."""
+    """Save pictures of the launcher in several widths and both themes; check that the light one cuts nothing off."""
     results = []
     for theme in ("Light", "Dark"):
         do(page, "apputils:change-theme", theme=f"JupyterLab {theme}")
