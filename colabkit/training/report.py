@@ -79,7 +79,8 @@ class TrainReport(Report):
             weights, each with the reason.
         changed_settings: descriptions of the settings that differ from those of the checkpoint; each says if the new
             value is ignored.
-        failed_saves: steps of checkpoints that could not be written or published, with the reason.
+        failed_saves: steps of checkpoints that could not be written or published, with the reason. If the last one is
+            missing, the trained weights exist only in this process.
         spent: the loader's counters in this call, and how the time of the steps was spent.
         facts: configuration of the loader.
         hosts: host snapshots taken during this call, evenly thinned; empty if the host was not monitored.
@@ -225,12 +226,13 @@ class TrainReport(Report):
             saved = f"; checkpoint {str(self.checkpoint)!r}" if self.checkpoint else ", without a checkpoint"
             lines.append(f"Stopped by {self.stopped} after step {self.steps}{saved}")
         for label, text in self._incidents():
-            lines.append(f"{label.capitalize()}{':' if label == 'changed' else ''} {text}")
+            lines.append(f"{label.capitalize()}{':' if label in ('changed', 'warning') else ''} {text}")
         return "\n".join(lines)
 
     def _incidents(self) -> list[tuple[str, str]]:
-        """Return pairs of label and text for a resume, skipped checkpoints, changed settings and failed saves."""
-        found = [("resumed from", repr(str(self.resumed_from)))] if self.resumed_from else []
+        """Return pairs of label and text: an unsaved last state, a resume, skipped checkpoints, changes, failures."""
+        found = [("warning", unsaved)] if (unsaved := _unsaved_end(self)) else []
+        found += [("resumed from", repr(str(self.resumed_from)))] if self.resumed_from else []
         found += [("skipped", f"{name!r}: {reason}") for name, reason in self.skipped_checkpoints]
         found += [("changed", text) for text in self.changed_settings]
         found += [("not saved", f"at step {step}: {reason}") for step, reason in self.failed_saves]
@@ -258,6 +260,17 @@ class TrainReport(Report):
         return rows
 
 
+def _unsaved_end(report: TrainReport) -> str:
+    """Say which checkpoint is the newest if the checkpoint of the last step is not saved; empty if it is."""
+    newest = report.checkpoint
+    if not report.failed_saves or report.failed_saves[-1][0] != report.steps:
+        return ""
+    if newest is not None and int(newest.stem.split("-")[1]) == report.steps:
+        return ""
+    rest = f"the newest checkpoint is {str(newest)!r}" if newest else "there is no checkpoint"
+    return f"the state after step {report.steps} is not saved, and {rest}. Save the model before this process ends"
+
+
 class TrainingInterrupted(OneLineError, KeyboardInterrupt):
     """Ctrl-C stopped the training between two steps.
 
@@ -268,7 +281,9 @@ class TrainingInterrupted(OneLineError, KeyboardInterrupt):
     def __init__(self, report: TrainReport) -> None:
         self.report = report
         stopped = f"Training stopped after step {report.steps}"
-        if report.checkpoint:
+        if unsaved := _unsaved_end(report):
+            super().__init__(f"{stopped}: {unsaved}.")
+        elif report.checkpoint:
             saved = f"checkpoint {str(report.checkpoint)!r} is saved"
             super().__init__(f"{stopped}: {saved}. Start the same training again to resume.")
         else:

@@ -131,7 +131,7 @@ class TrainingRun:
                 self.stops.request("patience")
             self.stops.note(max(self.processes.from_all(self.stops.strength)))
             if not self._is_saved:
-                self._save(wait=True)
+                self._save()
             self.stops.let_go(signal.SIGINT)
             self.saving.finish()
         except BaseException as raised:
@@ -141,6 +141,9 @@ class TrainingRun:
                 # them.
                 with suppress(Exception):
                     self.saving.checkpoints.finish()
+                    if not self._steps:
+                        # The first checkpoint holds no training, and would prevent a new call with another model.
+                        self.saving.checkpoints.discard_untrained()
                 if isinstance(raised, TrainingDiverged):
                     self.saving.add_newest_to(raised)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,13 +13,25 @@ from typing import Any
 
 import torch
 
-from colabkit.foundation import InvalidOption, TargetExists, TrainingDiverged, cannot, format_things, option
+from colabkit.foundation import (
+    FileFailed,
+    InvalidOption,
+    NotEnoughSpace,
+    TargetExists,
+    TimedOut,
+    TrainingDiverged,
+    cannot,
+    format_things,
+    option,
+)
 from colabkit.loading import Loader
 from colabkit.training.checkpoints.files import LoadedCheckpoint
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state, sharded
 from colabkit.training.models import Stateful, plain, shard_in
 from colabkit.training.ranks import Ranks
+
+logger = logging.getLogger("colabkit")
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REBUILD = ("Create the same object as before, or save to another folder with ", option("to"))
@@ -103,11 +116,10 @@ class RunCheckpoints:
         content = found.content
         rates = _rates_of(self._state)
         order = self._loader.state_dict()
-        self._load_parts(found)
+        changed_settings = self._load_parts(found)
         world_size = len(content["random"])
         if self._processes.rank < world_size:
             restore_random_state(content["random"][self._processes.rank])
-        changed_settings = []
         if world_size != self._processes.count:
             processes = format_things(world_size, "process")
             changed_settings.append(f"the checkpoint is from a run of {processes}, now {self._processes.count}")
@@ -165,7 +177,9 @@ class RunCheckpoints:
         resume = f". To resume at the newest good checkpoint, {str(found.path)!r}, start the same training again"
         error.args = (replace(error.message, next_step=(advice, resume)),)
 
-    def _load_parts(self, found: LoadedCheckpoint) -> None:
+    def _load_parts(self, found: LoadedCheckpoint) -> list[str]:
+        """Restore the loader and all objects; return descriptions of what differs from the checkpoint."""
+        changed_settings: list[str] = []
         saved = found.content["state"]
         if set(saved) != set(self._state):
             names, given = ", ".join(saved) or "nothing", ", ".join(self._state) or "nothing"
@@ -177,9 +191,13 @@ class RunCheckpoints:
         except InvalidOption as error:
             if (inner := error.message) is None:
                 raise
-            act = f"resume from {str(found.path)!r}"
-            next_step = (inner.next_step, ", or save to another folder with ", option("to"))
-            raise InvalidOption(cannot(act, inner.found, inner.expected, next_step)) from error
+            if found.step:
+                act = f"resume from {str(found.path)!r}"
+                next_step = (inner.next_step, ", or save to another folder with ", option("to"))
+                raise InvalidOption(cannot(act, inner.found, inner.expected, next_step)) from error
+            # Nothing had been trained yet, so the rest of the state fits any data.
+            self._loader.set_epoch(self._loader.next_epoch)
+            changed_settings.append("the data or the order of the Loader, before the first step")
         for name, part in self._state.items():
             if (kind := found.content["kinds"].get(name)) != _kind_of(part):
                 act = f"resume {name!r} from {str(found.path)!r}"
@@ -200,6 +218,7 @@ class RunCheckpoints:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
                 raise InvalidOption(cannot(act, f"its saved state does not fit ({reason})", "", _REBUILD)) from error
+        return changed_settings
 
     def save(
         self,
@@ -251,12 +270,19 @@ class RunCheckpoints:
             begin()
 
     def finish(self) -> None:
-        """Wait until no checkpoint is being written or published.
+        """Wait until no checkpoint is being written or published; log a warning if the last one cannot be written."""
 
-        Raises:
-            NotEnoughSpace, FileFailed, TimedOut: if the last checkpoint could not be written.
-        """
-        finish = (lambda: None) if self.checkpoints is None else self.checkpoints.finish
+        def finish() -> None:
+            if self.checkpoints is None:
+                return
+            try:
+                self.checkpoints.finish()
+            except (NotEnoughSpace, FileFailed, TimedOut) as error:
+                # An error would lose the report of a complete training; `failures` lists the reason.
+                newest = self.checkpoints.latest
+                rest = "there is no earlier one" if newest is None else f"the newest one is {str(newest)!r}"
+                logger.warning("the last checkpoint is not saved, and %s: %s", rest, str(error).splitlines()[0])
+
         self._processes.together("end the training", finish)
 
 

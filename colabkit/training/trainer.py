@@ -151,7 +151,8 @@ def train(
     random generators of each process and the training history. If you make the same call again, training resumes from
     the newest good checkpoint, even in the middle of an epoch. The state is copied between two steps and written in the
     background. Checkpoints due by steps or time are postponed while an earlier one is being written; checkpoints at the
-    end of an epoch and of the best state are not. Without `to`, nothing is saved.
+    end of an epoch and of the best state are not. Without `to`, nothing is saved. The first checkpoint is written
+    before the first step, and removed if that step fails.
 
     Ctrl-C, SIGTERM and SIGHUP end the training after the running step, with a final checkpoint. SIGTERM and SIGHUP are
     then raised again.
@@ -202,7 +203,8 @@ def train(
         InvalidOption: if an argument is invalid, or the checkpoints belong to different data or a different `state`.
         TargetExists: if `resume` is False and `to` contains checkpoints.
         Corrupt: if all checkpoints are damaged.
-        NotEnoughSpace, FileFailed, TimedOut: if the first or the last checkpoint cannot be written.
+        NotEnoughSpace, FileFailed, TimedOut: if the first checkpoint cannot be written. If a later one cannot be
+            written, even the last one, `failed_saves` of the report lists the reason, and a warning is logged.
         NotMounted: if `to` is on Drive and Drive is not mounted.
         TrainingDiverged: if the step returns NaN or infinity and `on_nonfinite` is `"raise"`.
         BadImage, LoaderFailed: as in `Loader`.

@@ -15,7 +15,7 @@ from sampling import sampled
 from trainings import train
 
 import colabkit
-from colabkit.errors import InvalidOption
+from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset
@@ -31,6 +31,10 @@ def nothing(batch: object) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("checkpoint-*.pt"))
+
+
+def stop_here() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def train_with_losses(data: PackedDataset, folder: Path, losses: list[float], **options: object) -> TrainReport:
@@ -183,6 +187,63 @@ def test_a_full_disk_in_the_middle_does_not_stop_the_training(tmp_path, data, mo
     assert "Not saved at step" in repr(report)
     assert not report.is_good
     assert steps_in(tmp_path)[-1] == 24
+
+
+def full_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    """Let all writes of checkpoints fail after the first ones, as on a full disk."""
+    calls: list[None] = []
+    written = checkpoint_folder.write
+
+    def write(*arguments: object, **options: object) -> object:
+        calls.append(None)
+        if len(calls) > writes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint_folder, "write", write)
+
+
+@pytest.mark.parametrize("save_every", ["epoch", 100])
+def test_without_room_for_the_last_checkpoint_the_report_warns_and_the_earlier_one_loads(
+    tmp_path, data, monkeypatch, caplog, save_every
+):
+    with monkeypatch.context() as patches:
+        full_after(patches, 1)
+        report = train(nothing, Loader(data, 4), epochs=1, to=tmp_path, save_every=save_every)
+    assert (report.trained, report.steps, report.checkpoint) == (1, 6, tmp_path / "checkpoint-00000000.pt")
+    assert [step for step, _ in report.failed_saves] == [6]
+    assert not report.is_good
+    warning = "the state after step 6 is not saved, and the newest checkpoint is"
+    assert f"\nWarning: {warning}" in repr(report)
+    assert warning in report._repr_html_()
+    assert "the last checkpoint is not saved, and the newest one is" in caplog.text
+    again = train(nothing, Loader(data, 4), epochs=1, to=tmp_path)
+    assert (again.resumed_from, again.steps) == (report.checkpoint, 6)
+
+
+def test_a_stop_without_room_for_a_checkpoint_does_not_claim_that_one_is_saved(tmp_path, data, monkeypatch):
+    full_after(monkeypatch, 1)
+    with pytest.raises(TrainingInterrupted, match=r"step 3: the state after step 3 is not saved, and the newest"):
+        train(nothing, Loader(data, 4), to=tmp_path, on_step=lambda done: done.step == 3 and stop_here())
+
+
+@pytest.mark.parametrize("at", ["step", "loader"])
+def test_a_run_that_fails_at_its_first_batch_leaves_no_checkpoint(tmp_path, data, at):
+    def fail(_: object) -> None:
+        raise ValueError("planned")
+
+    with pytest.raises((ValueError, LoaderFailed), match="planned"):
+        train(fail, Loader(data, 4, transform=fail if at == "loader" else None), to=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_before_the_first_step_does_not_prevent_a_run_with_other_data(tmp_path, data):
+    train(nothing, Loader(data, 4), epochs=0, to=tmp_path)
+    report = train(nothing, Loader((torch.zeros(8, 3),), 4), to=tmp_path)
+    assert report.steps == 2
+    assert report.changed_settings == ("the data or the order of the Loader, before the first step",)
+    with pytest.raises(InvalidOption, match="belongs to another dataset"):
+        train(nothing, Loader(data, 4), to=tmp_path)
 
 
 def test_the_state_of_a_custom_step_is_saved(tmp_path, data):

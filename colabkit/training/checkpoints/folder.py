@@ -44,6 +44,7 @@ from colabkit.training.checkpoints.seals import (
     best_of,
     prune,
     put,
+    remove_step,
     sealed_in,
     steps_in,
 )
@@ -128,15 +129,15 @@ class CheckpointFolder:
     def latest(self) -> Path | None:
         """The path of the newest checkpoint, in `to` if published, else local; None before a save or load."""
         with self._changed:
-            newest = next(iter(self._counting(self._local_sealed) or self._counting(self._remote_sealed)), None)
-            return None if newest is None else self._place_of(newest)
+            found = self._counting(self._local_sealed) or self._counting(self._remote_sealed)
+            return self._place_of(next(iter(found), None))
 
     @property
     def best(self) -> Path | None:
         """The path of the checkpoint with the best finite score; None without scores, or before a save or load."""
         with self._changed:
-            best = best_of([*self._counting(self._remote_sealed), *self._counting(self._local_sealed)], self._metric)
-            return None if best is None else self._place_of(best)
+            found = [*self._counting(self._remote_sealed), *self._counting(self._local_sealed)]
+            return self._place_of(best_of(found, self._metric))
 
     @property
     def failures(self) -> tuple[tuple[int, str], ...]:
@@ -228,11 +229,10 @@ class CheckpointFolder:
         limit_s = self._timeout_s + copied.size / SLOWEST_BYTES_S
         job = SaveJob(int(step), copied, number, started, wait or not copied.is_apart, wait, limit_s)
         self._start(job)
-        if not job.is_awaited:
-            return
         try:
             with self._changed:
-                self._await_writer(act)
+                if job.is_awaited:
+                    self._await_writer(act)
         except BaseException as error:
             # After this call, the caller may change the tensors, so stop a write that has no copy of them.
             if not copied.is_apart:
@@ -361,9 +361,8 @@ class CheckpointFolder:
                 if not sealed.path.exists():
                     continue
                 reason = str(error).rstrip(".") or type(error).__name__
-                reason = f"{reason}. The checkpoint remains at {str(sealed.path)!r}."
                 with self._changed:
-                    self._note_failure(sealed.step, reason)
+                    self._note_failure(sealed.step, f"{reason}. The checkpoint remains at {str(sealed.path)!r}.")
                 continue
             with self._changed:
                 self._remote_sealed = left
@@ -372,11 +371,9 @@ class CheckpointFolder:
 
     def _next_to_publish(self) -> SealedCheckpoint | None:
         local = self._counting(self._local_sealed)
-        published = {sealed.digest for sealed in self._remote_sealed}
-        for sealed in (next(iter(local), None), best_of(local, self._metric)):
-            if sealed is not None and sealed.digest not in published | self._tried:
-                return sealed
-        return None
+        done = self._tried | {sealed.digest for sealed in self._remote_sealed}
+        wanted = (next(iter(local), None), best_of(local, self._metric))
+        return next((one for one in wanted if one is not None and one.digest not in done), None)
 
     def _go_on(self) -> None:
         if self._is_over:
@@ -385,9 +382,7 @@ class CheckpointFolder:
     def _note_failure(self, step: int, reason: str, is_raised: bool = False) -> None:
         reason = reason.splitlines()[0]
         if not self._failures and not is_raised:
-            logger.warning(
-                "could not save a checkpoint; training continues, and the report lists all failures: %s", reason
-            )
+            logger.warning("could not save a checkpoint; the report lists all failures: %s", reason)
         self._failures.append((step, reason))
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
@@ -399,8 +394,16 @@ class CheckpointFolder:
             if last is not None and one.step <= last and one.path not in self._damaged and not one.trouble
         ]
 
-    def _place_of(self, sealed: SealedCheckpoint) -> Path:
-        return next((one.path for one in self._remote_sealed if one.digest == sealed.digest), sealed.path)
+    def _place_of(self, sealed: SealedCheckpoint | None) -> Path | None:
+        remote = (one.path for one in self._remote_sealed if sealed is not None and one.digest == sealed.digest)
+        return next(remote, None if sealed is None else sealed.path)
+
+    def discard_untrained(self) -> None:
+        """Remove the checkpoint of step 0, here and in `to`, if it is the last one that was saved."""
+        if self._last_step == 0 and self._job is None:
+            remove_step(self.local_folder, 0)
+            if self._remote is not None and self._remote_sealed:
+                self._remote.ask(f"clear {str(self.folder)!r}", lambda _: remove_step(self.folder, 0))
 
     def finish(self) -> None:
         """Wait until no checkpoint is being written or published; Ctrl-C ends the wait.
@@ -420,10 +423,9 @@ class CheckpointFolder:
         """Stop the threads, drop unsealed checkpoints, and raise `TimedOut` for a hung write not reported before."""
         with self._changed:
             self._is_over = True
-            is_reported = False
-            if self._job is not None:
-                self._job.stop.set()
-                is_reported = self._job.is_given_up
+            if (job := self._job) is not None:
+                job.stop.set()
+            is_reported = job is not None and job.is_given_up
             self._await_publisher()
             try:
                 self._await_writer("close the checkpoints")
@@ -431,10 +433,8 @@ class CheckpointFolder:
                 if is_reported:
                     return
                 raise
-            threads = list(self._threads)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        for thread in [one for one in self._threads if one.ident is not None]:
+            thread.join()
 
     def __enter__(self) -> Self:
         return self

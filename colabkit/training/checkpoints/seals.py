@@ -229,9 +229,21 @@ def prune(
         kept.add(best.step)
     for old in found:
         if old.step <= step and old.step not in kept:
-            file_changes.remove(old.seal)
-            file_changes.remove(old.path)
+            _remove(old)
     return [one for one in found if one.step > step or one.step in kept]
+
+
+def remove_step(folder: Path, step: int) -> None:
+    """Remove a folder's checkpoint of this step, if there is one."""
+    for one in sealed_in(folder):
+        if one.step == step:
+            _remove(one)
+
+
+def _remove(sealed: SealedCheckpoint) -> None:
+    """Remove a checkpoint, its seal first: a file without a seal does not count."""
+    file_changes.remove(sealed.seal)
+    file_changes.remove(sealed.path)
 
 
 def best_of(found: Iterable[SealedCheckpoint], metric: str) -> SealedCheckpoint | None:
