@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: small image trees, packs, and the hook before each file change."""
+"""Fixtures, options and collection rules shared by all tests."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Store local copies for `to="auto"` and `to="disk"` in a folder for this test."""
+    """Return a new folder that holds this test's local copies, except those in tmpfs."""
     # mktemp() would list the folders of all previous tests.
     folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
     folder.mkdir()

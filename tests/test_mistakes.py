@@ -8,7 +8,7 @@ from mistake_page import PAGE, page, shown
 from mistakes import LAUNCHER, MAGIC, MISTAKES, PYTHON, TERMINAL, Mistake
 
 ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
-# Shares such as `--splits train=0.8,val=0.2` contain equals signs on every surface.
+# Shares such as `--splits train=0.8,val=0.2` contain equals signs in magics and commands, too.
 _PYTHON_ONLY = re.compile(
     r"(?<!--splits )(?<!\d,)\b[a-z_]+=(True|False|None|['{(\[]|\d)|\bcolabkit\.[a-z_]+\(|function of the path"
 )

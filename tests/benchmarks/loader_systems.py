@@ -5,8 +5,8 @@
 - `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a new process.
 - `worker`, `order` or `meters`, then `colabkit SOURCE BATCH`: other costs of colabkit's loader.
 
-The script prints one line of JSON, or that the system is not installed. Imports and opening the data are not timed. The
-consumer only takes batches and counts their samples. This file also runs without colabkit, which is one of the systems.
+The script prints one line of JSON, except for `turns`. Imports and opening the data are not timed. The consumer only
+takes batches and counts their samples. This file also runs without colabkit, which is one of the systems.
 """
 
 from __future__ import annotations

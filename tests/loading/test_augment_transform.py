@@ -1,4 +1,4 @@
-"""Transforms do not modify their input, treat samples independently, and equal their copies.
+"""Transforms do not modify their input, treat samples independently unless they mix them, and equal their copies.
 
 The random numbers are uniform, independent, and a pure function of seed, epoch, position and stream.
 """

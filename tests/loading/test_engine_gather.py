@@ -122,7 +122,7 @@ WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
 
 
 def content(held: Any) -> bytes:
-    """Return the bytes of a tensor, array or storage. For a tensor with a graph, check that it can run backward."""
+    """Return the bytes of a tensor, array or storage. For a tensor with a graph, check that its backward pass runs."""
     if isinstance(held, torch.UntypedStorage):
         held = torch.empty(0, dtype=torch.uint8).set_(held)
     if isinstance(held, Tensor) and held.grad_fn is not None:

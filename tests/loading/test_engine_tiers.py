@@ -75,7 +75,7 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
         # Arrays are already in memory.
         ("auto", Room(None, GIB, GIB), 50, ARRAY, "ram", 0),
         ("ram", Room(None, GIB, GIB), 50, ARRAY, "ram", 0),
-        # Decoded samples are cached in the fastest tier that fits all of them, otherwise in the tier that fits most.
+        # Decoded samples are cached in the fastest tier with room for all of them, otherwise in that with most room.
         ("auto", ROOMY, 70, DECODED, "ram", ROWS),
         ("ram", ROOMY, 70, DECODED, "ram", ROWS),
         ("auto", ROOMY, 71, DECODED, "disk", ROWS),

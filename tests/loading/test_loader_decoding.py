@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sized(folder: Path) -> dict[str, PackedDataset]:
-    """Return a pack of the images for each encoding."""
+    """Return, for each encoding, the training split of a pack of the images."""
     return {
         encoding: open_pack(packed(folder / "files", folder / f"{encoding}.h5", encoding=encoding))["train"]
         for encoding in ("source", "jpeg", "raw")

@@ -1,4 +1,4 @@
-"""Balanced orders hold every class once per run; weighted orders draw samples in proportion to their weights."""
+"""Balanced orders draw all classes equally often; weighted orders draw samples in proportion to their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher in Colab's kernel, and with `--full` in the newest one, driven by the click messages of a browser."""
+"""The launcher, driven by a browser's click messages, in Colab's kernel and with `--full` in this environment's."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Kernel:
         return message
 
     def state(self) -> tuple[str, list[str], list[bool], list[str]]:
-        """Return the launcher's message, the staged path, whether the work ran in the main thread, and the results."""
+        """Return the launcher's message, the staged sources, whether each ran in the main thread, and result names."""
         return tuple(json.loads(self.run(STATE)))
 
     def clicks(self, action: str, times: int = 1) -> list[str]:

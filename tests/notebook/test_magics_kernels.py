@@ -1,4 +1,4 @@
-"""Magics in real kernels, the newest and Colab's: loading, unloading, and cell outputs."""
+"""Magics in real kernels, this environment's and Colab's: loading, unloading, and cell outputs."""
 
 from __future__ import annotations
 

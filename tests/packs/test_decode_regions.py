@@ -1,4 +1,4 @@
-"""Decoding a box of an image returns the same pixels as a full decode with less work, or None."""
+"""Decoding a box of an image takes less work than a full decode; it returns the same pixels, or None."""
 
 from __future__ import annotations
 

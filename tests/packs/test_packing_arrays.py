@@ -1,4 +1,4 @@
-"""`pack()` stores array values of any dtype exactly, and never loads an array file as a whole."""
+"""`pack()` stores array values of all supported dtypes exactly, and never loads an array file as a whole."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def test_ctrl_c_during_packing_leaves_no_files_and_processes(tmp_path, tree, mon
 
 
 class Packing:
-    """A packing process in a new process group, whose workers wait in the middle until they are released."""
+    """A packing process in a new process group; one of its workers calls `act` before it makes samples 10 and up."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         folder = tree.parent
