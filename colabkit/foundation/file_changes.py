@@ -5,8 +5,7 @@ Every output file or folder is created atomically: it is written to a private pa
 old version or the complete new one.
 
 Each operation that changes the file system first calls `_step`. Tests set a hook there to count the operations, or to
-raise an error or kill the process at the n-th. No other module writes files, except through HDF5 to a file that
-`create_hdf5` has opened.
+raise an error or kill the process at the n-th. No other module writes files.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import shlex
 import shutil
@@ -232,17 +232,52 @@ def write_file(path: Path, data: Buffer, durable: bool = False) -> None:
 
 @contextmanager
 def create_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Yield a new HDF5 file whose first 4 KiB are a user block, which HDF5 itself ignores."""
+    """Yield a new HDF5 file whose first 4 KiB are a user block, which HDF5 itself ignores.
+
+    Raises:
+        OSError: at the end of the block, if a write failed, for example because the disk is full.
+    """
     import h5py
 
-    # Create the file first, since the system's error messages are shorter and clearer than those of HDF5.
-    os.close(create(path))
     # Datasets of a page or more start at a page boundary, so that memory maps and int64 views are aligned.
     page = HDF5_USER_BLOCK_BYTES
-    with h5py.File(
-        path, "w", locking=False, alignment_threshold=page, alignment_interval=page, userblock_size=page
-    ) as file:
-        yield file
+    with _Hdf5Writes(create(path), path) as writes:
+        try:
+            with h5py.File(writes, "w", alignment_threshold=page, alignment_interval=page, userblock_size=page) as file:
+                yield file
+        finally:
+            if writes.error is not None:
+                raise writes.error
+
+
+class _Hdf5Writes(io.FileIO):
+    """A file that HDF5 writes to, which keeps the first error instead of raising it.
+
+    HDF5 raises an unrelated `RuntimeError`, or crashes, if a write of its metadata fails.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        super().__init__(fd, "rb+")
+        self.error: BaseException | None = None
+        self._path = path
+
+    def write(self, data: Buffer) -> int:
+        """Write all of `data` at the current position, unless an earlier write failed."""
+        try:
+            if self.error is None:
+                write_at(self.fileno(), data, self.tell(), self._path)
+        except BaseException as error:
+            self.error = error
+        return memoryview(data).nbytes
+
+    def truncate(self, size: int | None = None) -> int:
+        """Change the size of the file, unless an earlier write failed."""
+        try:
+            if self.error is None:
+                return super().truncate(size)
+        except OSError as error:
+            self.error = error
+        return size or 0
 
 
 def touch(path: Path) -> None:
