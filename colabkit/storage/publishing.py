@@ -119,9 +119,10 @@ def publish(
 
     Args:
         path: a file, for example a pack, or a folder.
-        to: an existing folder, or a path that ends with a slash, to keep the name; otherwise the final path. Any
-            existing file at the final path is replaced, and so is a folder with the name of the published folder. The
-            report shows this.
+        to: the final path, or with a slash at its end, the folder in which the copy keeps the name of `path`. A file
+            also keeps its name in an existing folder. An existing file at the final path is replaced. An existing
+            folder is replaced by a folder if both have the same name, or if all files in it have the path of a
+            published file, as in an earlier copy. The report shows this.
         verify: `"full"` reads the copy back and compares all bytes; `"size"` compares only the sizes.
         progress: show a progress bar.
 
@@ -132,8 +133,8 @@ def publish(
         SourceMissing: if `path` does not exist.
         BadSource: if `path` is neither a file nor a folder.
         SourceChanged: if the source changes during the copy.
-        TargetExists: if the target is a folder and the source is a file or vice versa, or if source and target are
-            the same or one contains the other.
+        TargetExists: if the target is a folder and the source is a file or vice versa, if the target is a folder with
+            another name and other files, or if source and target are the same or one contains the other.
         NotEnoughSpace: if the free space is known and too small; raised before any file is written.
         FileFailed: if the source cannot be read or the target cannot be written.
         Corrupt: if the size of a copied file, or the bytes read back, are wrong.
@@ -209,7 +210,7 @@ class _Publication:
             self.advance(size, 0)
 
         is_folder = isinstance(self.source, FolderSource)
-        final = self._final(target, is_folder)
+        final = self._final(target, is_folder, moved)
         file_changes.make_folder(final.parent)
         file_changes.check_space(self.act, sum(item.size for item in self.items), final)
         try:
@@ -242,10 +243,10 @@ class _Publication:
         self.advance(0, 1)
         return crc
 
-    def _final(self, target: Path, is_folder: bool) -> Path:
+    def _final(self, target: Path, is_folder: bool, moved: MoveCallback) -> Path:
         local = self.source.path
-        is_former = is_folder and target.name == local.name
-        final = target / local.name if self.is_inside or (target.is_dir() and not is_former) else target
+        is_inside = self.is_inside or (target.is_dir() and (not is_folder or os.path.ismount(target)))
+        final = target / local.name if is_inside else target
         real, place = Path(os.path.realpath(local)), Path(os.path.realpath(final))
         if place.is_relative_to(real) or real.is_relative_to(place):
             if place == real:
@@ -263,7 +264,27 @@ class _Publication:
                 else f"the target {name} is a folder, but the source is a file"
             )
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
+        if final.is_dir() and final.name != local.name and (other := self._other_file(final, moved)):
+            found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"
+            inside = f"To publish to {str(final / local.name)!r}, end the target with a slash"
+            raise TargetExists(cannot(self.act, found, "a new path, or an earlier copy of the source", inside))
         return final
+
+    def _other_file(self, folder: Path, moved: MoveCallback) -> str:
+        """Return the path, in a folder, of a file or link that no published file would replace; empty if none."""
+        own = {item.path for item in self.items}
+
+        def refuse(error: OSError) -> None:
+            # An unreadable folder may hold such files.
+            raise error
+
+        for at, inner, names in os.walk(folder, onerror=refuse):
+            moved()
+            links = [name for name in inner if os.path.islink(os.path.join(at, name))]
+            for path in (os.path.relpath(os.path.join(at, name), folder) for name in (*names, *links)):
+                if path not in own:
+                    return path
+        return ""
 
 
 class MoveCallback(Protocol):

@@ -72,15 +72,33 @@ def test_a_file_keeps_its_name_in_an_existing_folder_or_after_a_slash(local, tmp
     assert bring(local, to).path == tmp_path / to.split("/")[0] / "birds.h5"
 
 
-def test_a_folder_keeps_its_name_in_another_and_replaces_only_its_earlier_version(tmp_path):
+def test_a_folder_that_is_published_twice_to_one_path_replaces_its_first_copy(tmp_path):
+    source = write(tmp_path / "run", OLD_FOLDER)
+    assert not bring(source, tmp_path / "results").replaced
+    write(source, NEW_FOLDER)
+    again = bring(source, tmp_path / "results")
+    assert (again.path, again.replaced) == (tmp_path / "results", True)
+    assert content(tmp_path / "results") == {**OLD_FOLDER, **NEW_FOLDER}
+    inside = [bring(source, f"{tmp_path}/results/").path for _ in range(2)]
+    assert inside == [tmp_path / "results" / "run"] * 2
+
+
+def test_a_folder_with_other_files_is_never_replaced_unless_it_has_the_same_name(tmp_path):
     source = write(tmp_path / "run", NEW_FOLDER)
-    write(tmp_path / "backups", {"precious.txt": b"mine"})
+    for number, other in enumerate(["precious.txt", "deep/er/precious.txt", "run/a.png"]):
+        folder = write(tmp_path / f"backups{number}", {other: b"mine", "a.png": b"old"})
+        advice = f"To publish to '{folder}/run', end the target with a slash"
+        with pytest.raises(TargetExists, match=f"has a file that the source lacks, '{other}'.* {advice}"):
+            bring(source, folder)
+        assert content(folder) == {other: b"mine", "a.png": b"old"}
+    (folder := tmp_path / "linked").mkdir()
+    (folder / "e.txt").symlink_to(source)
+    (folder / "link").symlink_to(source)
+    with pytest.raises(TargetExists, match="'link'"):
+        bring(source, folder)
     write(tmp_path / "backups" / "run", OLD_FOLDER)
-    assert bring(source, tmp_path / "backups").path == tmp_path / "backups" / "run"
     assert bring(source, tmp_path / "backups" / "run").replaced
-    assert content(tmp_path / "backups" / "run") == NEW_FOLDER
-    assert (tmp_path / "backups" / "precious.txt").read_bytes() == b"mine"
-    assert bring(source, f"{tmp_path}/backups/run/").path == tmp_path / "backups" / "run" / "run"
+    assert content(tmp_path / "backups") == {f"run/{name}": data for name, data in NEW_FOLDER.items()}
 
 
 def test_drive_is_the_folder_in_the_environment_and_is_never_replaced(tmp_path, monkeypatch):
