@@ -14,10 +14,10 @@ ColabkitError
 ├── NotSealed (ValueError)              a pack or local copy has no seal or another version
 ├── Corrupt (ValueError)                a file is damaged
 ├── MissingSample (IndexError)          a dataset has no sample at this index
-├── MissingSplit (KeyError)             a pack has no split of this name
+├── MissingSplit (KeyError)             a pack or a source has no split of this name
 ├── NotMounted (FileNotFoundError)      Drive, or the requested mount, is not mounted
 ├── MountFailed (OSError)               Drive cannot be mounted, used or unmounted; see `cause`
-├── UnsentWrites (RuntimeError)         the operation would lose writes that are not uploaded yet
+├── UnsentWrites (RuntimeError)         the operation could lose writes that are not uploaded yet
 ├── TimedOut (TimeoutError)             an operation did not finish before its timeout
 ├── FetchFailed (OSError)               a download failed; the message states the cause
 ├── MissingPackage (ImportError)        an optional package is missing or too old
@@ -25,7 +25,7 @@ ColabkitError
 ├── PackingFailed (RuntimeError)        a packing process or task died or cannot continue
 ├── LoaderFailed (RuntimeError)         the loader cannot make batches
 ├── TrainingDiverged (FloatingPointError)  a step returned NaN or infinity
-└── LaunchFailed (RuntimeError)         one of several training processes failed
+└── LaunchFailed (RuntimeError)         one of several processes failed
 ```
 
 All messages have the form *Cannot {action}: {found}; expected {expected}. {What to do next}.* The expected part is

@@ -110,7 +110,7 @@ class MissingSample(ColabkitError, IndexError):
 
 
 class MissingSplit(ColabkitError, KeyError):
-    """A pack has no split with the requested name."""
+    """A pack or a source has no split with the requested name."""
 
 
 class NotMounted(ColabkitError, FileNotFoundError):
@@ -129,7 +129,7 @@ class MountFailed(ColabkitError, OSError):
 
 
 class UnsentWrites(ColabkitError, RuntimeError):
-    """The operation would lose writes that have not been uploaded yet."""
+    """The operation could lose writes that have not been uploaded yet."""
 
 
 class TimedOut(ColabkitError, TimeoutError):
@@ -161,4 +161,4 @@ class TrainingDiverged(ColabkitError, FloatingPointError):
 
 
 class LaunchFailed(ColabkitError, RuntimeError):
-    """One of several training processes failed; the output of that process contains the details."""
+    """One of several processes failed; the output of that process contains the details."""

@@ -4,8 +4,8 @@ Every output file or folder is created atomically: it is written to a private pa
 `partials`) and then renamed. At any time, even after a kill, the final path is missing, or holds either the complete
 old version or the complete new one.
 
-Each operation that changes the file system first calls `_step`. Tests set a hook there to count the operations, or to
-raise an error or kill the process at the n-th. No other module writes files.
+Each operation that changes files or folders, and not only their times, first calls `_step`. Tests set a hook there to
+count the operations, or to raise an error or kill the process at the n-th. No other module writes files.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Level:
 
     Calls are measured in windows of about one round of calls. From 64 by default, the number doubles, up to 128, while
     the rate rises by over 8%; then it keeps the best value for 24 windows. If the first calls keep over 0.85 cores
-    busy, it is divided by 4 instead while the rate stays above 95% of the best. An error halves it, but only once per
-    window, since concurrent calls often fail together. `note()` and `refused()` are thread-safe.
+    busy, the number is divided by 4 instead, while the rate stays above 95% of the best. An error halves the number,
+    but only once per window, since concurrent calls often fail together. `note()` and `refused()` are thread-safe.
 
     Attributes:
         now: the current number of requests.
