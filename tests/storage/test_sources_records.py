@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from record_files import example, framed, image, lmdb_of, tar_of
 from source_contract import FILES, UNDECODABLE, check_source, check_untouched, contents
 
 from colabkit.errors import ColabkitError, FileFailed, InvalidOption, NotMounted, SourceChanged, SourceMissing
+from colabkit.storage.sources import registry
 from colabkit.storage.sources.items import Item, Source
 from colabkit.storage.sources.lmdb_records import LmdbSource
 from colabkit.storage.sources.reads import Retries, read_item
@@ -207,6 +209,23 @@ def test_folders_lists_patterns_and_braces_open_the_same_shards(tmp_path):
         found = opened(source)
         assert isinstance(found, WebDatasetSource)
         assert contents(found) == expected, source
+
+
+@pytest.mark.parametrize("pattern", ["", "*.tar"])
+def test_a_shard_that_a_mount_leaves_out_of_a_listing_is_found(tmp_path, monkeypatch, pattern):
+    for number in range(3):
+        tar_of(tmp_path / f"x-{number}.tar", ("1.jpg", b"%d" % number), ("1.cls", b"1"))
+    scan, scans = os.scandir, itertools.count()
+
+    @contextlib.contextmanager
+    def forgetful(path: object) -> Iterator[Iterator[os.DirEntry[str]]]:
+        is_first = next(scans) == 0
+        with scan(path) as entries:
+            yield (entry for entry in entries if not is_first or os.path.basename(entry.name) != "x-1.tar")
+
+    monkeypatch.setattr(registry, "can_hang", lambda path, table: True)
+    monkeypatch.setattr(os, "scandir", forgetful)
+    assert len(contents(opened(tmp_path / pattern))) == 3
 
 
 def test_shards_in_folders_of_splits_have_the_folder_in_their_names(tmp_path):

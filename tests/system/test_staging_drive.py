@@ -98,6 +98,26 @@ def test_transient_errors_are_retried_and_counted(root, drive, number):
     assert data_of(report.path) == data_of(root / "data")
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_names_that_a_listing_leaves_out_are_copied_and_the_listing_counts_as_retried(root, drive, first):
+    hide = {"on": "list", "path": "/data/[bc]*", "do": "hide", "first": first, "count": 1, "each": True}
+    with drive(hide) as mount:
+        report = copy(mount.point / "data")
+    assert data_of(report.path) == data_of(root / "data")
+    # The listings of the folder and of its subfolders bees and cats.
+    assert report.retries == 3
+
+
+def test_a_folder_whose_listings_never_agree_is_refused(root, drive, near_storage):
+    # The n-th listing leaves the n-th file out.
+    faults = [
+        {"on": "list", "path": f"/data/cats/00{n}.png", "do": "hide", "first": n + 1, "count": 1} for n in range(6)
+    ]
+    with drive(*faults) as mount, pytest.raises(SourceChanged, match=r"Cannot list .*cats.* different names"):
+        copy(mount.point / "data")
+    assert leftovers(near_storage) == []
+
+
 def test_a_big_file_resumes_at_the_offset_where_it_failed(root, drive):
     fault = {"on": "read", "path": "*/big.bin", "do": "error", "offset_from": BLOCK_BYTES + 1, "count": 2}
     with drive(fault) as mount:

@@ -12,7 +12,16 @@ from typing import BinaryIO, ClassVar, NamedTuple, TypeAlias
 
 from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts, translated
 from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, answer_of
-from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, PathSource, Source, SourceKind
+from colabkit.storage.sources.items import (
+    MOST_LISTINGS,
+    STAGE_SEAL,
+    Item,
+    Listing,
+    PathSource,
+    Source,
+    SourceKind,
+    unsteady_listing,
+)
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
 # The source's resolved root folder, followed by the resolved targets of the shortcuts on a path.
@@ -24,10 +33,17 @@ _LISTED_AT_ONCE = 16
 
 
 class _Folder(NamedTuple):
-    """A folder to list: its path inside the source, and its chain, which is empty for the root."""
+    """A folder to list, perhaps again.
+
+    Attributes:
+        inside: its path inside the source.
+        chain: its chain, empty for the root.
+        earlier: the names in each of its earlier listings.
+    """
 
     inside: str
     chain: _Chain
+    earlier: tuple[frozenset[str], ...] = ()
 
 
 class _Files(NamedTuple):
@@ -38,11 +54,19 @@ class _Files(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The result of listing a folder or of reading file sizes: items, further steps, and skipped paths."""
+    """The result of listing a folder or of reading file sizes.
+
+    Attributes:
+        items: files with their sizes.
+        next: further steps.
+        skipped: skipped paths, with the reasons.
+        is_different: whether the folder was listed before, and never with the same names.
+    """
 
     items: list[Item]
     next: list[_Folder | _Files]
     skipped: list[tuple[str, str]]
+    is_different: bool = False
 
 
 class FolderSource(PathSource):
@@ -61,9 +85,15 @@ class FolderSource(PathSource):
     ) -> Listing:
         """Return every regular file below the folder; list many folders concurrently if the source can hang.
 
+        A mount can leave names out of a listing. So if the source can hang, each folder is listed until two of its
+        listings agree, and the files of all its listings are returned. Listings that differ count as retries.
+
         Args:
             on_found: called with each batch of files as soon as they are found.
             on_wait: called several times a second while a source that can hang does not answer.
+
+        Raises:
+            SourceChanged: if all listings of a folder differ.
         """
         items: list[Item] = []
         skipped: list[tuple[str, str]] = []
@@ -77,6 +107,8 @@ class FolderSource(PathSource):
             for found in self._walk(look, level, on_wait):
                 items += found.items
                 skipped += found.skipped
+                if found.is_different:
+                    retries.add()
                 if on_found is not None and found.items:
                     on_found(found.items)
         return Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)), retries.count)
@@ -108,10 +140,14 @@ class FolderSource(PathSource):
         files: list[os.DirEntry[str]] = []
         folders: list[_Folder | _Files] = []
         skipped: list[tuple[str, str]] = []
+        seen = frozenset[str]().union(*folder.earlier)
+        entry_names: set[str] = set()
         with self._scanned(inside) as entries:
             for entry in entries:
                 path = f"{inside}/{entry.name}" if inside else entry.name
-                if path == STAGE_SEAL:
+                if self.can_hang:
+                    entry_names.add(entry.name)
+                if path == STAGE_SEAL or entry.name in seen:
                     continue
                 # Nearly all entries are files, so test for these first.
                 if entry.is_file(follow_symlinks=False):
@@ -139,7 +175,19 @@ class FolderSource(PathSource):
                 return _Found(found.items, folders, skipped + found.skipped)
         step = _STATS_AT_ONCE
         batches = [_Files(names[at : at + step], files[at : at + step]) for at in range(0, len(names), step)]
-        return _Found([], [*folders, *batches], skipped)
+        # Another listing begins before the sizes are read, so that both take place at the same time.
+        again = self._another_listing(folder, chain, frozenset(entry_names))
+        steps = [*folders, *batches] if again is None else [again, *folders, *batches]
+        return _Found([], steps, skipped, is_different=bool(again and folder.earlier))
+
+    def _another_listing(self, folder: _Folder, chain: _Chain, names: frozenset[str]) -> _Folder | None:
+        """Return the step that lists a folder once more; None if an earlier listing had the same names."""
+        if names in folder.earlier:
+            return None
+        earlier = (*folder.earlier, names)
+        if len(earlier) == MOST_LISTINGS:
+            raise unsteady_listing(f"list {os.path.join(self.name, folder.inside)!r}")
+        return _Folder(folder.inside, chain, earlier)
 
     @contextlib.contextmanager
     def _scanned(self, inside: str) -> Iterator[Iterator[os.DirEntry[str]]]:

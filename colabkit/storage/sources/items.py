@@ -43,6 +43,9 @@ STAGE_SEAL = ".colabkit-stage.json"
 MOST_MEMBERS = 10_000_000
 """Maximum number of members in an archive."""
 
+MOST_LISTINGS = 6
+"""Maximum number of listings of a folder on a mount, which may leave names out, until two of them agree."""
+
 # Archives of photos grow by a few percent; zip bombs, by a factor of thousands.
 _INFLATION = 200
 _INFLATION_SLACK_BYTES = 1 << 30
@@ -265,6 +268,12 @@ def changed_item(source: str, item: Item, found: int) -> SourceChanged:
     # Reading stops one byte after the listed size, so the actual size may be larger.
     size = f"more than {item.size}" if found == item.size + 1 else f"{found}"
     return SourceChanged(cannot(act, f"it has {size} bytes", f"the listed {item.size} bytes", _LIST_AGAIN))
+
+
+def unsteady_listing(act: str) -> SourceChanged:
+    """Return the error for a folder whose listings never agree."""
+    found = f"each of {MOST_LISTINGS} listings had different names"
+    return SourceChanged(cannot(act, found, "", "Try again when no program adds or removes files"))
 
 
 def broken_archive(source: str, reason: str) -> BadArchive:

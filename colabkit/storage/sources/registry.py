@@ -36,7 +36,7 @@ from colabkit.storage.addresses import FSSPEC, address_of
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.folder import FileSource, FolderSource
-from colabkit.storage.sources.items import ArchiveSource, Source
+from colabkit.storage.sources.items import MOST_LISTINGS, ArchiveSource, Source, unsteady_listing
 from colabkit.storage.sources.lmdb_records import DATA_FILE, LMDB_SUFFIXES, LmdbSource
 from colabkit.storage.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_frame, is_manifest
 from colabkit.storage.sources.ranges import RangeSource
@@ -248,7 +248,7 @@ def _open_path(act: str, path: Path) -> Source | None:
     if path.is_dir():
         if (path / DATA_FILE).is_file():
             return LmdbSource(path)
-        files = _shards_in(path)
+        files = _agreed(act, path, lambda: _shards_in(path))
         kind = _shard_kind([file.name for file in files])
         return kind(str(path), files) if kind else None
     name = path.name.lower()
@@ -260,7 +260,11 @@ def _open_path(act: str, path: Path) -> Source | None:
         return WebDatasetSource(str(path), [path]) if name.endswith(".tar") and is_webdataset(path) else None
     if not glob.has_magic(str(path)) and not _BRACES.search(str(path)):
         return None
-    files = _expanded(act, path) if _shard_kind([name]) else [*islice(_matches(act, path), _MOST_SHARDS)]
+    files = (
+        _expanded(act, path)
+        if _shard_kind([name])
+        else _agreed(act, path, lambda: [*islice(_matches(act, path), _MOST_SHARDS)])
+    )
     kind = _shard_kind([file.name for file in files])
     return kind(str(path), files) if kind else None
 
@@ -284,6 +288,20 @@ def _shards_in(folder: Path) -> list[Path]:
     return sorted(files)
 
 
+def _agreed(act: str, path: Path, list_files: Callable[[], list[Path]]) -> list[Path]:
+    """Return the files at a path; on a mount, whose listings may leave names out, list until two results agree."""
+    results: list[list[Path]] = []
+    is_remote = can_hang(os.path.abspath(path), mounts())
+    while True:
+        found = list_files()
+        # Without files, the folder is not opened as shards, or an error is raised.
+        if not is_remote or not found or found in results:
+            return found
+        results.append(found)
+        if len(results) == MOST_LISTINGS:
+            raise unsteady_listing(act)
+
+
 def _visible(folder: Path) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         yield from (entry for entry in entries if not entry.name.startswith("."))
@@ -291,7 +309,7 @@ def _visible(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _expanded(act: str, path: Path) -> list[Path]:
     """Return the files that match a path or pattern; raises `SourceMissing` if a file is missing or none match."""
-    files = list(dict.fromkeys(_matches(act, path)))
+    files = _agreed(act, path, lambda: list(dict.fromkeys(_matches(act, path))))
     if missing := [file for file in files if not file.is_file()]:
         shards = format_things(len(files), "shard")
         found = f"files are missing for {len(missing)} of {shards}, first {str(missing[0])!r}"
