@@ -277,3 +277,37 @@ def test_a_file_whose_status_cannot_be_read_is_closed(tmp_path, monkeypatch):
         FolderSource.open(source, item)
     monkeypatch.undo()
     assert len(os.listdir("/dev/fd")) == len(before)
+
+
+@pytest.mark.parametrize(("ahead_s", "fraction_ns", "tick_s"), [(0, 0, 2.0), (30, 0, 2.0), (30, 1, 0.02)])
+@pytest.mark.parametrize("can_hang", [False, True])
+def test_a_file_is_not_read_before_a_change_would_show_in_its_time(
+    tmp_path, monkeypatch, ahead_s, fraction_ns, tick_s, can_hang
+):
+    path = tmp_path / "1.bin"
+    path.write_bytes(b"old")
+    modified_ns = (int(time.time()) + ahead_s) * 10**9 + fraction_ns
+    pauses: list[float] = []
+
+    def rewrite(seconds: float) -> None:
+        pauses.append(seconds)
+        path.write_bytes(b"new")
+        os.utime(path, ns=(modified_ns, modified_ns))
+
+    os.utime(path, ns=(modified_ns, modified_ns))
+    source = FolderSource(tmp_path)
+    source.can_hang = can_hang
+    monkeypatch.setattr(time, "sleep", rewrite)
+    assert read_item(source, source.list().items[0], Retries()) == b"new"
+    assert len(pauses) == 1
+    assert 0 < pauses[0] <= tick_s
+
+
+@pytest.mark.parametrize("modified_s", [0, 1, 4_000_000_000])
+def test_a_file_with_an_old_time_or_one_that_a_program_set_is_read_at_once(tmp_path, monkeypatch, modified_s):
+    path = tmp_path / "1.bin"
+    path.write_bytes(b"data")
+    os.utime(path, ns=(modified_s * 10**9, modified_s * 10**9))
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    source = FolderSource(tmp_path)
+    assert read_item(source, source.list().items[0], Retries()) == b"data"

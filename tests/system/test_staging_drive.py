@@ -165,6 +165,26 @@ def test_a_file_modified_while_it_is_read_is_detected(root, drive, near_storage,
         assert data_of(report.path) == data_of(mount.point / "data")
 
 
+@pytest.mark.full
+def test_a_file_rewritten_within_one_tick_of_a_coarse_clock_is_not_copied_in_part(root, drive, near_storage):
+    big = root / "data" / "big.bin"
+    with drive(plan={"mtime_grain_s": 2.0}, read_s=0.05) as mount:
+
+        def rewrite() -> None:
+            wait_for(lambda: mount.read_bytes > BLOCK_BYTES, "the first reads")
+            with big.open("r+b") as file:
+                file.write(b"\1" * big.stat().st_size)
+
+        wait_for(lambda: time.time() % 2 < 0.2, "the beginning of a tick")
+        big.touch()
+        writer = threading.Thread(target=rewrite)
+        writer.start()
+        with pytest.raises(SourceChanged, match=r"big\.bin"):
+            copy(mount.point / "data", threads=1)
+        writer.join()
+        assert data_of(copy(mount.point / "data").path) == data_of(root / "data")
+
+
 @pytest.fixture
 def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `stage()` give up reads after half a second."""

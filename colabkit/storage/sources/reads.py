@@ -27,6 +27,11 @@ _TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE
 _TRIES = 4
 _BACK_OFF_S = 0.2
 _SHARED_OPEN_S = 2.0
+# The clocks of FAT, SMB and some FUSE mounts tick every 2 s or less, always at multiples of 0.1 s. Those of other file
+# systems tick at least every 10 ms.
+_TICK_NS, _COARSE_TICK_NS, _COARSE_UNIT_NS = 20_000_000, 2_000_000_000, 100_000_000
+# No clock is ahead by this much, so that a later time was set by a program.
+_MOST_AHEAD_NS = 86_400 * 10**9
 
 
 class Retries:
@@ -310,6 +315,7 @@ def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO
         found = os.fstat(fd)
         if not is_as_listed(found, item):
             raise changed_item(source, item, found.st_size)
+        let_tick_pass(item.mtime_ns)
         return cast(BinaryIO, open(fd, "rb", buffering=0))
     except BaseException:
         os.close(fd)
@@ -318,6 +324,7 @@ def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO
 
 def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
     """Return all bytes of a small local file with few system calls; None if it is unreadable or has changed."""
+    let_tick_pass(item.mtime_ns)
     try:
         fd = os.open(path, _FLAGS | flags)
     except OSError:
@@ -329,6 +336,21 @@ def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
         return None
     finally:
         os.close(fd)
+
+
+def let_tick_pass(mtime_ns: int) -> None:
+    """Wait until any further change of a file gives it another modification time than this recent one.
+
+    Changes within one tick of the file system's clock have the same time, so a file that is read and changed in the
+    tick of an earlier change would seem unchanged. The time itself shows whether the clock may be a coarse one.
+    """
+    age_ns = time.time_ns() - mtime_ns
+    if age_ns >= _COARSE_TICK_NS or age_ns < -_MOST_AHEAD_NS:
+        return
+    tick_ns = _TICK_NS if mtime_ns % _COARSE_UNIT_NS else _COARSE_TICK_NS
+    if age_ns < tick_ns:
+        # The clock of a remote file system may be ahead.
+        time.sleep(min(tick_ns - age_ns, tick_ns) / 1e9)
 
 
 def is_as_listed(found: os.stat_result, item: Item) -> bool:

@@ -26,7 +26,7 @@ from colabkit.storage.sources.concurrency import Threads
 from colabkit.storage.sources.engine import Block, Reading
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import STAGE_SEAL, ArchiveSource, Item, Listing, Source, SourceKind
-from colabkit.storage.sources.reads import Retries
+from colabkit.storage.sources.reads import Retries, let_tick_pass
 from colabkit.storage.sources.registry import check_outside
 from colabkit.storage.staging.local_copy import Crcs, LocalCopy, Seal
 from colabkit.storage.staging.partial_copy import (
@@ -349,6 +349,8 @@ class StagingRun:
                 Reading(file, self.threads, self._retries, self._wait) as reading,
             ):
                 self._copy_files(copy, file, reading, [item])
+        elif origin is not None:
+            let_tick_pass(origin[1])
         with closing(type(source)(path)) as archive:
             listing = archive.list()
             if not listing.items:
