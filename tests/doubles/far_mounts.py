@@ -51,6 +51,12 @@ class _Mount:
         assert self._child is not None
         return self._child.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process that serves the mount has ended."""
+        assert self._child is not None
+        return self._child.poll() is not None
+
     def _start(self, command: list[str], **options: Any) -> None:
         self.point.mkdir(parents=True, exist_ok=True)
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_end`
@@ -136,21 +142,30 @@ class FuseMount(_Mount):
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as if_it_fails:
             shared, self._numbers = slow_drive.shared_numbers()
-            plan, self._log = (os.memfd_create(name, 0) for name in ("plan", "log"))
+            self._plan_file, self._log = (os.memfd_create(name, 0) for name in ("plan", "log"))
+            if_it_fails.callback(os.close, self._plan_file)
             if_it_fails.callback(os.close, self._log)
             try:
-                os.write(plan, json.dumps(self._plan).encode())
-                shared_options = [f"--shared={shared}", f"--log={self._log}", f"--plan=/dev/fd/{plan}"]
-                self._start([*self._command, *shared_options], pass_fds=(shared, self._log, plan))
+                os.write(self._plan_file, json.dumps(self._plan).encode())
+                shared_options = [f"--shared={shared}", f"--log={self._log}", f"--plan=/dev/fd/{self._plan_file}"]
+                self._start([*self._command, *shared_options], pass_fds=(shared, self._log, self._plan_file))
             finally:
                 os.close(shared)
-                os.close(plan)
             if_it_fails.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[arg-type]
         os.close(self._log)
+        os.close(self._plan_file)
+
+    def replan(self, plan: dict[str, Any] | None = None) -> None:
+        """Follow another plan from now on, which begins with all files unchanged, and release hanging requests."""
+        data = json.dumps(plan or {}).encode()
+        os.ftruncate(self._plan_file, 0)
+        os.pwrite(self._plan_file, data, 0)
+        self._numbers[slow_drive.GO_ON] = 0
+        self._numbers[slow_drive.PLANS] += 1
 
     def hang(self, operation: Operation | None = None, after: int = 0) -> None:
         """Stop responding: to all operations, or only to those of one kind, after `after` more of this kind."""

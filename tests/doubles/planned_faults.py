@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("open", "read", "list", "stat")
-DEEDS = ("error", "short", "vanish", "hide", "change", "hang", "die")
+DEEDS = ("error", "short", "end", "vanish", "hide", "change", "rewrite", "hang", "die")
 
 _ALL_BYTES = bytes(range(256))
 _TICK_S = 0.01
@@ -34,9 +34,11 @@ class Fault:
         path: glob of paths from the mount's root, as in `"/birds/1.png"`; `*` matches slashes too. With `"hide"` it is
             the hidden path, otherwise the file or folder of the request.
         do: `"error"`: the request fails with `errno`. `"short"`: a read returns half of its bytes.
+            `"end"`: a read returns no bytes, as at the file's end.
             `"vanish"`: the path is no longer found, although it is listed. `"hide"`: a listing leaves the name out.
             `"change"`: from then on each byte of the file is one larger, a byte `+` is appended, and the file is a
-            minute newer; this repeats at each further request. `"hang"`: no answer until all requests are released.
+            minute newer; this repeats at each further request. `"rewrite"`: the same, but the size is unchanged, and
+            the time is now. `"hang"`: no answer until all requests are released.
             `"die"`: the drive's process ends and leaves a dead mount.
         first: number of the first matching request that fails, from 1.
         count: number of consecutive faults; by default all further requests fail.
@@ -57,7 +59,7 @@ class Fault:
     errno: str = "EIO"
 
     def __post_init__(self) -> None:
-        only = {"short": "read", "hide": "list"}.get(self.do, self.on)
+        only = {"short": "read", "end": "read", "hide": "list"}.get(self.do, self.on)
         if self.on not in KINDS or self.do not in DEEDS or self.on != only or not hasattr(errno, self.errno):
             raise ValueError(f"invalid fault: {self}")
 
@@ -66,16 +68,18 @@ class Plan:
     """The planned faults of a drive, and their state.
 
     Args:
-        signals: two shared numbers: the first becomes 1 when hung requests are released, the second counts faults.
+        signals: three shared numbers: the first becomes 1 when hung requests are released, the second counts faults,
+            and the third changes when another plan replaces this one, which also releases them.
         seed: seed that picks the paths of faults with `one_in`.
         faults: the arguments of each `Fault`; if several are due, the first one occurs.
-        mtime_grain_s: modification times are rounded down to multiples of this many seconds.
+        mtime_grain_s: modification and change times are rounded down to multiples of this many seconds.
     """
 
     def __init__(
         self, signals: memoryview, *, seed: int = 0, faults: tuple[dict[str, Any], ...] = (), mtime_grain_s: float = 0.0
     ) -> None:
         self._signals = signals
+        self._number = signals[2]
         self._seed = seed
         self._faults = [Fault(**fault) for fault in faults]
         self._matches = [re.compile(fnmatch.translate(fault.path)).match for fault in self._faults]
@@ -83,6 +87,7 @@ class Plan:
         self._asked: Counter[tuple[int, str]] = Counter()
         self._gone: set[str] = set()
         self._changes: Counter[str] = Counter()
+        self._rewritten_ns: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def meet(self, kind: str, path: str, offset: int = 0) -> str:
@@ -103,10 +108,12 @@ class Plan:
             os._exit(1)
         if deed == "vanish":
             self._gone.add(path)
-        if deed == "change":
+        if deed in {"change", "rewrite"}:
             with self._lock:
                 self._changes[path] += 1
-        while deed == "hang" and not self._signals[0]:
+                if deed == "rewrite":
+                    self._rewritten_ns[path] = time.time_ns()
+        while deed == "hang" and not self._signals[0] and self._signals[2] == self._number:
             time.sleep(_TICK_S)
         if deed in {"error", "vanish"}:
             number = getattr(errno, due[0].errno if deed == "error" else "ENOENT")
@@ -126,13 +133,14 @@ class Plan:
 
     def disguise(self, path: str, found: Any) -> None:
         """Apply planned changes to the result of a stat call."""
-        changes = self._changes[path]
+        rewritten_ns = self._rewritten_ns.get(path)
+        changes = 0 if rewritten_ns else self._changes[path]
         found.st_size += changes
-        modified = found.st_mtimespec
-        time_ns = (modified.tv_sec + _CHANGE_S * changes) * 10**9 + modified.tv_nsec
-        if self._grain_ns:
-            time_ns -= time_ns % self._grain_ns
-        modified.tv_sec, modified.tv_nsec = divmod(time_ns, 10**9)
+        for time_at in (found.st_mtimespec, found.st_ctimespec):
+            time_ns = rewritten_ns or (time_at.tv_sec + _CHANGE_S * changes) * 10**9 + time_at.tv_nsec
+            if self._grain_ns:
+                time_ns -= time_ns % self._grain_ns
+            time_at.tv_sec, time_at.tv_nsec = divmod(time_ns, 10**9)
 
     def read(self, path: str, into: Any, offset: int, file: int) -> int:
         """Fill a buffer with the file's bytes after planned changes, and return their number."""
@@ -141,7 +149,8 @@ class Plan:
             return os.preadv(file, [into], offset)
         larger = bytes((byte + changes) % 256 for byte in _ALL_BYTES)
         data = os.pread(file, len(into), offset).translate(larger)
-        end = min(offset + len(into), os.fstat(file).st_size + changes)
+        longer = 0 if path in self._rewritten_ns else changes
+        end = min(offset + len(into), os.fstat(file).st_size + longer)
         data += b"+" * (end - offset - len(data))
         into[: len(data)] = data
         return len(data)

@@ -31,7 +31,7 @@ from planned_faults import Plan
 KINDS = ("open", "read", "list")
 OPEN, READ, LIST = range(3)
 # Indices into the shared numbers: HANG and COUNT have one for each kind of request.
-FAIL, ONE_IN, HANG, COUNT, READ_BYTES, BUSIEST, GO_ON, FAULTS = 0, 1, 2, 5, 8, 9, 10, 11
+FAIL, ONE_IN, HANG, COUNT, READ_BYTES, BUSIEST, GO_ON, FAULTS, PLANS = 0, 1, 2, 5, 8, 9, 10, 11, 12
 SHARED_BYTES = 8 * 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,27 +78,42 @@ class Drive:
         behaviour: speed and features.
         shared: descriptor of the shared numbers.
         log: descriptor to which the paths of opened files are written, each ending with a zero byte.
-        plan: the arguments of a `planned_faults.Plan`.
+        plan: JSON file with the arguments of a `planned_faults.Plan`; read again when the shared number PLANS changes.
     """
 
     use_ns = True
 
-    def __init__(self, root: str, behaviour: Behaviour, shared: int, log: int, plan: dict[str, Any]) -> None:
+    def __init__(self, root: str, behaviour: Behaviour, shared: int, log: int, plan: str) -> None:
         self._root = root
         self._root_bytes = os.fsencode(root)
         self._open_s, self._list_s, self._read_s = behaviour.open_s, behaviour.list_s, behaviour.read_s
         self._byte_s = 1 / behaviour.bandwidth if behaviour.bandwidth else 0.0
         self._at_once = behaviour.at_once
         self._numbers = numbers_at(shared)
-        self._plan = Plan(self._numbers[GO_ON : FAULTS + 1], **plan) if plan else None
+        self._plan_path = plan
         self._log = log
         # Guards the shared numbers, `_line_free` and the log.
         self._lock = threading.Lock()
         # Time at which all bytes requested so far will have arrived.
         self._line_free = 0.0
+        self._read_plan()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(behaviour.at_once):
             self._places.put(None)
+
+    @property
+    def _plan(self) -> Plan | None:
+        """The current plan, None without planned faults."""
+        if self._plans != self._numbers[PLANS]:
+            with self._lock:
+                self._read_plan()
+        return self._made
+
+    def _read_plan(self) -> None:
+        plans = self._numbers[PLANS]
+        plan = json.loads(Path(self._plan_path).read_text()) if self._plan_path else {}
+        self._made = Plan(self._numbers[GO_ON : PLANS + 1], **plan) if plan else None
+        self._plans = plans
 
     def init_with_config(self, connection: Any, config: Any) -> None:
         # libfuse needs `max_read` both here and as a mount option.
@@ -193,7 +208,7 @@ class Drive:
             if self._plan:
                 deed = self._plan.meet("read", path, offset)
                 size = self._plan.read(path, into, offset, fh)
-                size = (size + 1) // 2 if deed == "short" else size
+                size = {"short": (size + 1) // 2, "end": 0}.get(deed, size)
             else:
                 size = os.preadv(fh, [into], offset)
             self._transfer(size)
@@ -299,7 +314,7 @@ def serve(
     behaviour: Behaviour,
     shared: int,
     log: int,
-    plan: dict[str, Any] | None = None,
+    plan: str = "",
 ) -> None:
     """Serve the file system until it is unmounted."""
     import mfusepy
@@ -309,7 +324,7 @@ def serve(
         kind = type("DriveWithoutLocks", (Drive,), {"lock": _without_locks, "flock": _without_locks})
     name = fstype.removeprefix("fuse.")
     _without_copies(mfusepy.FUSE)(
-        kind(root, behaviour, shared, log, plan or {}),
+        kind(root, behaviour, shared, log, plan),
         point,
         foreground=True,
         subtype=name,
@@ -390,7 +405,6 @@ def main() -> None:
         attr_s=arguments.attr_s,
         direct_io=not arguments.page_cache,
     )
-    plan = json.loads(Path(arguments.plan).read_text()) if arguments.plan else {}
     point = Path(arguments.point)
     # The main thread stays free to handle signals even if requests hang; all other threads block signals.
     ends = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -398,6 +412,7 @@ def main() -> None:
     if arguments.shared is None:
         shared, numbers = shared_numbers()
         log = os.open(os.devnull, os.O_WRONLY)
+        plan = json.loads(Path(arguments.plan).read_text()) if arguments.plan else {}
         width = f"{arguments.bandwidth / 1e6:g} MB/s" if arguments.bandwidth else "unlimited bandwidth"
         print(
             f"{arguments.root} is shown at {arguments.point}: {arguments.open_ms:g} ms per open, "
@@ -413,7 +428,7 @@ def main() -> None:
 
     def run() -> None:
         try:
-            serve(arguments.root, arguments.point, arguments.fstype, behaviour, shared, log, plan)
+            serve(arguments.root, arguments.point, arguments.fstype, behaviour, shared, log, arguments.plan or "")
         except Exception as error:
             print(f"Cannot mount {point}: {error}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -38,7 +38,9 @@ def _arguments() -> argparse.Namespace:
 def _note(score: board.Score, is_verbose: bool) -> None:
     took = f"{len(score.results):4} cases {score.seconds:6.1f} s"
     title = board.ROWS[score.number].title
-    print(f"{score.number:2} {score.tool:15} {score.outcome.name:9}{took}  {title}", flush=True)
+    print(f"{score.number:2} {score.tool:15} {score.shown:12} {took}  {title}", flush=True)
+    if score.not_run:
+        print(f"     {score.not_run}", flush=True)
     for result in score.results:
         is_wrong = result.outcome == board.Outcome.WRONG
         if is_verbose or (is_wrong and score.tool == board.COLABKIT):
@@ -62,7 +64,7 @@ def main() -> int:
     if arguments.table:
         arguments.table.write_text(f"{text}\n")
     own = [score for score in scores if score.tool == board.COLABKIT]
-    return int(any(score.outcome == board.Outcome.WRONG for score in own))
+    return int(any(result.outcome == board.Outcome.WRONG for score in own for result in score.results))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ yields one `Result` for each case.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
 import os
+import random
 import select
 import shutil
 import signal
@@ -25,20 +27,24 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NoReturn
-
-import psutil
+from typing import Any, NoReturn, TypeVar
 
 from colabkit.errors import ColabkitError
 
 COLABKIT = "colabkit"
 """Name of the first tool of each row. The other tools are plain ones, whose outcomes are printed for comparison."""
 
-_TICK_S = 0.05
+_TICK_S = 0.01
 _GRACE_S = 10.0
 _MOST_OUTPUT = 4000
+# Cases create many small files, which is quicker in memory than on a disk.
+_SHARED_MEMORY = "/dev/shm"
+_NOT_RUN = "not run here"
+_HANGS = "hangs"
 # Modules of this folder that contain no rows.
-_OTHER_MODULES = ("__main__", "board", "soak", "tools")
+_OTHER_MODULES = ("__main__", "board", "copies", "soak", "tools")
+# Imported once before the processes of the rows are forked. A process with torch would be slow to fork for each case.
+_PRELOADED = ["tests.faults.board", "h5py", "PIL.Image", "fsspec", "pandas", "colabkit.storage.staging.api"]
 
 
 class Outcome(IntEnum):
@@ -71,6 +77,11 @@ class Result:
     is_silent: bool = False
 
 
+class NotRunHereError(Exception):
+    """A row cannot run on this machine; the text is the reason."""
+
+
+Case = TypeVar("Case")
 Faulty = Callable[[Any, Path, int], Iterator[Result]]
 
 
@@ -104,6 +115,16 @@ def fault(number: int, title: str, tools: Mapping[str, Any] | None = None) -> Ca
     return register
 
 
+def spread(cases: Sequence[Case], limit: int) -> list[Case]:
+    """Return at most `limit` cases in order, always the same ones, with the first and the last."""
+    if len(cases) <= limit:
+        return list(cases)
+    last = len(cases) - 1
+    # Cases at equal distances would, for example, all have the same error number.
+    inner = random.Random(limit).sample(range(1, last), max(0, limit - 2))
+    return [cases[number] for number in sorted({0, *inner, last})[:limit]]
+
+
 def attempt(
     case: str,
     work: Callable[[], Outcome | None],
@@ -111,6 +132,7 @@ def attempt(
     *,
     refusals: type[BaseException] | tuple[type[BaseException], ...] = ColabkitError,
     seconds: float = 60.0,
+    release: Callable[[], object] | None = None,
 ) -> Result:
     """Run one case in a forked process and score it.
 
@@ -121,8 +143,9 @@ def attempt(
             unfinished files are left.
         refusals: errors that count as REFUSED; all others are WRONG.
         seconds: deadline, after which the case counts as hanging.
+        release: called after a hanging process is killed; a process that waits for a mount ends only when it answers.
     """
-    return next(attempts([(case, work)], after, refusals=refusals, seconds=seconds))
+    return next(attempts([(case, work)], after, refusals=refusals, seconds=seconds, release=release))
 
 
 def attempts(
@@ -131,6 +154,7 @@ def attempts(
     *,
     refusals: type[BaseException] | tuple[type[BaseException], ...] = ColabkitError,
     seconds: float = 60.0,
+    release: Callable[[], object] | None = None,
 ) -> Iterator[Result]:
     """Run many cheap cases in one forked process and score them, as in `attempt`; a crash or hang ends only its case.
 
@@ -139,6 +163,7 @@ def attempts(
         after: called after each case.
         refusals: errors that count as REFUSED.
         seconds: deadline of each case.
+        release: called after a hanging process is killed.
     """
     done = 0
     while done < len(cases):
@@ -163,6 +188,8 @@ def attempts(
         finally:
             os.close(reader)
             _kill_group(pid)
+            if why.startswith(_HANGS) and release is not None:
+                release()
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if done < len(cases):
             yield Result(cases[done][0], Outcome.WRONG, f"{why} (status {status})")
@@ -175,7 +202,7 @@ def _answers(reader: int, count: int, seconds: float) -> Iterator[str]:
     deadline = time.monotonic() + seconds
     while count:
         if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError(f"hangs: no result after {seconds:g} s")
+            raise TimeoutError(f"{_HANGS}: no result after {seconds:g} s")
         block = os.read(reader, 1 << 16)
         if not block:
             return
@@ -231,7 +258,18 @@ def _kill_group(pid: int) -> None:
 
 def _held() -> tuple[int, int, int]:
     """Return the numbers of threads, child processes and open files."""
-    return threading.active_count(), len(psutil.Process().children()), len(os.listdir("/proc/self/fd"))
+    return threading.active_count(), _children(), len(os.listdir("/proc/self/fd"))
+
+
+def _children() -> int:
+    """Return the number of child processes, including ended ones that nobody has waited for."""
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = Path("/proc", name, "stat").read_text().rpartition(") ")[2].split()
+                count += int(fields[1]) == os.getpid()
+    return count
 
 
 def _leaks(before: tuple[int, int, int]) -> str:
@@ -247,38 +285,53 @@ def _leaks(before: tuple[int, int, int]) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """The results of one tool in one row."""
+    """The results of one tool in one row; `not_run` is the reason if the row cannot run on this machine."""
 
     number: int
     tool: str
     results: tuple[Result, ...]
     seconds: float
+    not_run: str = ""
 
     @property
-    def outcome(self) -> Outcome:
-        return max(result.outcome for result in self.results)
+    def is_good(self) -> bool:
+        return not self.not_run and all(result.outcome < Outcome.WRONG for result in self.results)
+
+    @property
+    def shown(self) -> str:
+        """The outcome of the worst case."""
+        if self.not_run:
+            return _NOT_RUN
+        return max(result.outcome for result in self.results).name
 
 
-def run_row(number: int, tool: str, limit: int) -> Score:
-    """Run one row with one tool, in a folder of its own."""
-    load_rows()
+def run_row(module: str, number: int, tool: str, limit: int) -> Score:
+    """Run one row of a module with one tool, in a folder of its own."""
+    importlib.import_module(module)
     row = ROWS[number]
+    # Forked processes need not copy objects that are never collected.
+    gc.collect()
+    gc.freeze()
     # Names below ".partial" are searched for, so the folder's own name must be plain.
-    folder = Path(tempfile.mkdtemp(prefix=f"fault{number}-"))
+    parent = _SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else None
+    folder = Path(tempfile.mkdtemp(prefix=f"fault{number}-", dir=parent))
     os.environ["COLABKIT_LOCAL"] = str(folder / "local")
     (folder / "local").mkdir()
     started = time.monotonic()
     results: list[Result] = []
+    not_run = ""
     try:
         (folder / "work").mkdir()
         results.extend(row.run(row.tools[tool], folder / "work", limit))
+    except NotRunHereError as error:
+        not_run = str(error)
     except Exception:
         results.append(Result("the row itself", Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if not results:
+    if not results and not not_run:
         results.append(Result("no case", Outcome.WRONG, "the row has no case"))
-    return Score(number, tool, tuple(results), time.monotonic() - started)
+    return Score(number, tool, tuple(results), time.monotonic() - started, not_run)
 
 
 def load_rows() -> None:
@@ -302,13 +355,14 @@ def run_rows(
     """
     load_rows()
     tasks = [
-        (number, tool, limit if tool == COLABKIT else plain_limit)
+        (ROWS[number].module, number, tool, limit if tool == COLABKIT else plain_limit)
         for number in numbers
         for tool in ROWS[number].tools
         if tool == COLABKIT or plain_limit
     ]
     scores = {}
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     # A process for each task, because cases may leave patches and handlers behind.
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as executor:
         futures = [executor.submit(run_row, *task) for task in tasks]
@@ -316,16 +370,18 @@ def run_rows(
             score = future.result()
             note(score)
             scores[score.number, score.tool] = score
-    return [scores[number, tool] for number, tool, _ in tasks]
+    return [scores[number, tool] for _, number, tool, _ in tasks]
 
 
 def summary(scores: Sequence[Score]) -> str:
     """Return the number of rows without a wrong outcome, of cases, and of silent errors."""
     own = [score for score in scores if score.tool == COLABKIT]
-    good = sum(score.outcome < Outcome.WRONG for score in own)
+    good = sum(score.is_good for score in own)
+    left_out = [f"fault {score.number} was {_NOT_RUN}: {score.not_run}" for score in own if score.not_run]
     cases = sum(len(score.results) for score in own)
     silent = sum(result.is_silent for score in own for result in score.results)
-    return f"{good} of {len(own)} faults without a WRONG outcome; {cases:,} cases; {silent} silent errors"
+    counts = f"{good} of {len(own)} faults without a WRONG outcome; {cases:,} cases; {silent} silent errors"
+    return "; ".join([counts, *left_out])
 
 
 def table(scores: Sequence[Score]) -> str:
@@ -335,10 +391,9 @@ def table(scores: Sequence[Score]) -> str:
         counts = Counter(result.outcome for result in own.results)
         shown = ", ".join(f"{outcome.name} {counts[outcome]}" for outcome in Outcome if counts[outcome])
         plain = "; ".join(
-            f"{score.tool}: {score.outcome.name}"
-            for score in scores
-            if score.number == own.number and score.tool != COLABKIT
+            f"{score.tool}: {score.shown}" for score in scores if score.number == own.number and score.tool != COLABKIT
         )
+        shown = shown or _NOT_RUN
         row = f"| {own.number} | {ROWS[own.number].title} | {len(own.results)} | {shown} | {plain} |"
         lines.append(row.replace("|  |", "| |"))
     return "\n".join(lines)

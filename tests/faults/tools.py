@@ -4,41 +4,75 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import colabkit
 from colabkit.errors import ColabkitError
 
 from .board import COLABKIT
 
+_TIMEOUT_S = 20
+
 
 @dataclass(frozen=True)
 class Copier:
-    """A tool that copies a folder; `copy(source, target)` makes `target`, and `refusals` are its orderly errors."""
+    """A tool that copies or extracts a source.
 
-    copy: Callable[[Path, Path], object]
+    Args:
+        copy: called with the source and the path of the copy.
+        update: the same, to bring an existing copy up to date.
+        refusals: the tool's orderly errors.
+        kinds: the kinds of sources that the tool supports.
+    """
+
+    copy: Callable[[Any, Path], object]
+    update: Callable[[Any, Path], object]
     refusals: type[Exception]
+    kinds: tuple[str, ...] = ("folder",)
 
 
 def _command(*words: str) -> Callable[[Path, Path], object]:
     """Return a function that runs a command with the source, ending with a slash, and the target."""
     return lambda source, target: subprocess.run(
-        [*words, f"{source}/", str(target)], check=True, capture_output=True, timeout=50
+        [*words, f"{source}/", str(target)], check=True, capture_output=True, timeout=_TIMEOUT_S
     )
 
 
 def _cp(source: Path, target: Path) -> None:
-    subprocess.run(["cp", "-r", str(source), str(target)], check=True, capture_output=True, timeout=50)
+    subprocess.run(["cp", "-rT", str(source), str(target)], check=True, capture_output=True, timeout=_TIMEOUT_S)
+
+
+def _unzip(source: Path, target: Path) -> None:
+    with zipfile.ZipFile(source) as archive:
+        archive.extractall(target)
+
+
+def _untar(source: Path, target: Path) -> None:
+    with tarfile.open(source) as archive:
+        archive.extractall(target, filter="data")
 
 
 COPIERS = {
-    COLABKIT: Copier(lambda source, target: colabkit.stage(source, target, progress=False), ColabkitError),
-    "cp -r": Copier(_cp, subprocess.CalledProcessError),
-    "shutil.copytree": Copier(shutil.copytree, Exception),
+    COLABKIT: Copier(
+        lambda source, target: colabkit.stage(source, target, progress=False),
+        lambda source, target: colabkit.stage(source, target, progress=False, refresh=True),
+        ColabkitError,
+        ("folder", "zip", "tar", "tar.gz", "table"),
+    ),
+    "cp -r": Copier(_cp, _cp, subprocess.CalledProcessError),
+    "shutil.copytree": Copier(shutil.copytree, partial(shutil.copytree, dirs_exist_ok=True), Exception),
+    "zipfile.extractall": Copier(_unzip, _unzip, Exception, ("zip",)),
+    "tarfile.extractall": Copier(_untar, _untar, Exception, ("tar", "tar.gz")),
 }
 if shutil.which("rsync"):
-    COPIERS["rsync"] = Copier(_command("rsync", "-a"), subprocess.CalledProcessError)
+    _rsync = _command("rsync", "-a")
+    COPIERS["rsync"] = Copier(_rsync, _rsync, subprocess.CalledProcessError)
 if shutil.which("rclone"):
-    COPIERS["rclone"] = Copier(_command("rclone", "copy", "--config", ""), subprocess.CalledProcessError)
+    _rclone = _command("rclone", "copy", "--config", "")
+    COPIERS["rclone"] = Copier(_rclone, _rclone, subprocess.CalledProcessError)

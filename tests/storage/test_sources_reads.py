@@ -32,7 +32,7 @@ class FlakySource:
 
     name = "flaky"
 
-    def __init__(self, *opens: list[bytes | OSError] | OSError) -> None:
+    def __init__(self, *opens: list[bytes | OSError | None] | OSError) -> None:
         self.opens = list(opens)
         self.offsets: list[int] = []
 
@@ -44,9 +44,9 @@ class FlakySource:
 
 
 class FlakyFile:
-    """A file whose reads return the next block or raise the next error."""
+    """A file whose reads return the next block or raise the next error; None means that a read would block."""
 
-    def __init__(self, script: list[bytes | OSError], offsets: list[int]) -> None:
+    def __init__(self, script: list[bytes | OSError | None], offsets: list[int]) -> None:
         self.script = list(script)
         self.offsets = offsets
 
@@ -59,9 +59,11 @@ class FlakyFile:
     def seek(self, offset: int) -> None:
         self.offsets.append(offset)
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int) -> bytes | None:
         if not self.script:
             return b""
+        if self.script[0] is None:
+            return self.script.pop(0)
         if isinstance(self.script[0], OSError):
             raise self.script.pop(0)
         block = self.script.pop(0)
@@ -72,6 +74,13 @@ class FlakyFile:
 
 def eio() -> OSError:
     return OSError(errno.EIO, "Input/output error")
+
+
+def test_a_read_that_would_block_is_retried() -> None:
+    # An unbuffered file returns None when the system call fails with EAGAIN.
+    source, retries = FlakySource([b"ab", None], [b"abcd"]), Retries()
+    assert read_item(source, Item("a", 4), retries) == b"abcd"
+    assert retries.count == 1
 
 
 def test_errors_that_mounts_recover_from_are_retried_and_counted():

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -427,3 +428,18 @@ def ask(url: str, command: str, access: str = "") -> object:
     request = urllib.request.Request(f"{url}/{command}", data=b"{}", headers=headers)
     with urllib.request.urlopen(request, timeout=5) as reply:
         return json.load(reply)
+
+
+def test_another_plan_replaces_the_faults_and_releases_hanging_requests(mounted: Mounted, root: Path) -> None:
+    hang = {"on": "open", "path": "*/03.txt", "do": "hang"}
+    mount = mounted(plan={"faults": [hang]})
+    file = mount.point / "birds/03.txt"
+    reading = threading.Thread(target=file.read_bytes)
+    reading.start()
+    wait_for(lambda: mount.faults, "the request")
+    mount.replan({"faults": [{"on": "read", "path": "*/03.txt", "do": "end"}]})
+    reading.join(30)
+    assert not reading.is_alive()
+    assert file.read_bytes() == b""
+    mount.replan()
+    assert file.read_text() == "bird 03"

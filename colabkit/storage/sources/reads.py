@@ -285,15 +285,23 @@ def _fd(file: BinaryIO) -> int | None:
 
 def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:
     """Return `size` bytes, or fewer at the end of the file; also accept exactly `enough` bytes from the first read."""
-    block = file.read(size)
+    block = _read_some(file, size)
     if len(block) in (size, enough) or not block:
         return block
     pieces = [block]
     missing = size - len(block)
-    while missing and (block := file.read(missing)):
+    while missing and (block := _read_some(file, missing)):
         pieces.append(block)
         missing -= len(block)
     return b"".join(pieces)
+
+
+def _read_some(file: BinaryIO, size: int) -> bytes:
+    block: bytes | None = file.read(size)
+    if block is None:
+        # An unbuffered file returns None when the system call fails with EAGAIN.
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return block
 
 
 def pread_all(fd: int, size: int, offset: int) -> bytes:

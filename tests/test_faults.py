@@ -1,0 +1,50 @@
+"""The fault scoreboard: its rows are complete, documented, and can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from colabkit.errors import FileFailed
+from tests.faults import board
+
+ROOT = Path(__file__).parents[1]
+
+
+def planted(wrong: str) -> board.Score:
+    """Return the score of a row with one case, which is wrong in this way."""
+
+    def work() -> board.Outcome | None:
+        if wrong == "silent":
+            raise AssertionError("the copy differs")
+        if wrong == "untyped":
+            raise KeyError("x")
+        if wrong == "refused":
+            raise FileFailed("Cannot copy.")
+        return None
+
+    def after() -> None:
+        assert wrong != "unfinished files", "unfinished files are left"
+
+    return board.Score(1, board.COLABKIT, (board.attempt(wrong, work, after),), 0.0)
+
+
+def test_a_wrong_result_is_scored_wrong_and_silent_and_a_typed_error_is_refused() -> None:
+    (silent,) = planted("silent").results
+    assert (silent.outcome, silent.is_silent) == (board.Outcome.WRONG, True)
+    (untyped,) = planted("untyped").results
+    assert (untyped.outcome, untyped.is_silent) == (board.Outcome.WRONG, False)
+    (unfinished,) = planted("unfinished files").results
+    assert unfinished.outcome == board.Outcome.WRONG
+    (refused,) = planted("refused").results
+    assert (refused.outcome, refused.detail) == (board.Outcome.REFUSED, "FileFailed: Cannot copy.")
+    assert planted("").shown == "SURVIVED"
+    assert not planted("silent").is_good
+    summary = board.summary([planted("silent"), planted("refused")])
+    assert summary == "1 of 2 faults without a WRONG outcome; 2 cases; 1 silent errors"
+
+
+def test_a_row_that_cannot_run_here_is_not_counted_as_good() -> None:
+    score = board.Score(1, board.COLABKIT, (), 0.0, "no loop devices")
+    assert board.summary([score]).startswith("0 of 1 faults")
+    assert "no loop devices" in board.summary([score])
+    assert score.shown == "not run here"
