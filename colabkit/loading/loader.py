@@ -64,14 +64,15 @@ class Loader(DataLoaderSource):
 
     The dataset is a split of a pack or a view of one, files (`FileDataset`), tensors or arrays (one, or a tuple or
     dict of them), or any map-style torch dataset. A batch holds the dataset's fields in order, usually
-    `images, labels`. If there is only one field, the batch is the value of that field.
+    `images, labels`, or the value of the only field.
 
     - Images of a pack or of files are `uint8 [B, C, H, W]`, or the result of `transform`. Models take floats: pass
       `transform=augment.Normalize()`, or train with `supervised_step()`. Both scale `uint8` images to [0, 1]. Other
       samples keep their shape and dtype. Class labels are `int64 [B]`. Text and bytes are returned as lists.
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
-    - The loader checks the CRCs of image files in a pack, but not the CRCs of rows; `verify()` checks both.
+    - Each sample of a pack is checked against its CRC when this process first reads it, and again if the file was
+      modified before an epoch. A damaged sample, or a file that became shorter, raises `Corrupt`.
     - Under `torch.distributed` every process gets its share of each global batch. No sample is repeated to
       fill a share, and all processes get the same number of batches. A custom sampler must shard its samples itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
@@ -83,8 +84,7 @@ class Loader(DataLoaderSource):
     Args:
         dataset: dataset to load.
         batch_size: samples per batch, in each process. With 1, several processes need equal shares, or `drop_last`.
-        shuffle: whether to shuffle the samples in every epoch. `"block"` shuffles within a window of blocks, for packs
-            larger than RAM.
+        shuffle: whether to shuffle the samples in every epoch; `"block"` shuffles in windows, for packs beyond RAM.
         seed: seed of the order and of the transforms.
         drop_last: whether to drop a last batch that is not full; invalid with a sampler that yields batches.
         device: device of the batches; None means the CPU.
@@ -97,17 +97,16 @@ class Loader(DataLoaderSource):
             resumed if it has its own generator and seeds it in `set_epoch`, which the loader calls if it exists.
         collate_fn: function that makes a batch from a list of samples, as in `DataLoader`. It may drop samples, but not
             together with a transform of `colabkit.augment`, which draws random numbers for every sample.
-        fields: names of the fields that batches hold, in this order; None for all. Packs and files name their samples
-            `X` and their labels `Y`; the arrays of a tuple are `0`, `1` and so on. The transform applies to the one
-            that comes first in the dataset.
+        fields: names of the fields that batches hold, in this order; None for all. Packs and files name samples `X`
+            and labels `Y`; the arrays of a tuple are `0`, `1` and so on. `transform` applies to the dataset's first.
         as_dict: whether batches are dicts keyed by field name, as in `batch["X"]`.
         size: size in pixels of decoded image files: one side, or height and width. Images are resized and cropped as in
             `pack()`. Images decoded to one size are cached if there is room, so later epochs skip decoding. For samples
             that are stored decoded, only the stored size is allowed.
-        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"`, which chooses by the free space; `tier`
-            reports the choice.
-        on_bad: how to handle image files that cannot be decoded: `"raise"`, `"skip"` (only in a single process), or
-            `"blank"` for an empty image. Valid images of different sizes are always an error if one size is needed.
+        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` to choose by the free space, as in `tier`.
+        on_bad: how to handle image files that cannot be decoded or do not match their CRC: `"raise"`, `"skip"` (only in
+            a single process), or `"blank"` for an empty image. Images of unequal sizes are always an error if one size
+            is needed.
         num_workers: number of worker threads or processes; None for one per usable CPU. With 0, a batch is built in
             your thread when you request it; for a GPU, one thread may still build batches ahead.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
@@ -122,6 +121,7 @@ class Loader(DataLoaderSource):
     Raises:
         InvalidOption: if an argument is invalid.
         BadImage: if an image cannot be decoded and `on_bad` is `"raise"`, or if no image of an epoch can be decoded.
+        Corrupt: during iteration, or with `keep="gpu"` at once, if a sample of a pack does not match its CRC.
         LoaderFailed: during iteration, if a worker process dies, or if your code fails; its error is then the cause.
 
     Attributes:
@@ -129,7 +129,7 @@ class Loader(DataLoaderSource):
         tier: where samples live, and why. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (in a cache of decoded samples, or
             in the pack itself) or `"source"` (each epoch decodes samples or calls the dataset again). `tier.reason`
             names the sizes that led to this choice, and `tier.rows` is the number of cached decoded samples.
-        bad_samples: names of image files that could not be decoded, with the reasons.
+        bad_samples: names of the bad image files, with the reasons.
 
     Example:
         >>> import colabkit
@@ -206,7 +206,7 @@ class Loader(DataLoaderSource):
             self._pipeline = process_pipeline(options, self.dataset)
         else:
             self._count = self._columns.count
-            self._pipeline = column_pipeline(options, self._columns, self.dataset, share.world_size)
+            self._pipeline = column_pipeline(options, self._columns, share.world_size)
         order = order_of(act, shuffle, self.seed, self._count, sampler, self._pipeline.row_bytes)
         self._yields_batches = not isinstance(order, Order) and yields_batches(order)
         check_drop_last(act, drop_last, self._yields_batches)
@@ -334,7 +334,7 @@ class Loader(DataLoaderSource):
 
     def _batches(self) -> Generator[Any]:
         epoch, start = self._position.begin()
-        # Read the order and the seed only once: a state loaded during this iteration applies to the next iteration.
+        # Read the order and the seed once: a state loaded during this iteration applies to the next one.
         order, seed = self._position.pure_order, self.seed
         planner, engine, is_published = self._planner(), self._pipeline.current_engine(), self._aside is None
         counts = self.meters if self._aside is None else self._aside

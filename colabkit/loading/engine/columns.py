@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import StackDataset
 
-from colabkit.foundation import InvalidOption, cannot, format_things, kind_of, option
-from colabkit.loading.engine.batches import Indices
+from colabkit.foundation import Corrupt, InvalidOption, LoaderMeters, cannot, format_things, kind_of, option
+from colabkit.loading.engine.batches import BatchPlan, Indices, split_plans
 from colabkit.loading.engine.gather import RowGather
 from colabkit.packs import LABELS, SAMPLES, FileDataset, Pack, PackedDataset
 
@@ -41,7 +41,7 @@ class DatasetColumns:
         labels: name of the column with the labels; None if there is none.
         count: number of samples.
         description: description of the dataset for the loader's `repr`.
-        is_on_disk: whether rows are in mapped files, not in memory.
+        packed: split of a pack, whose rows are in mapped files; None for files and arrays.
         order: names of the columns in the order of batches; None for the order of `by_name`.
         name_of: function that returns the name of a sample for messages; None if samples have no names.
     """
@@ -51,7 +51,7 @@ class DatasetColumns:
     labels: str | None
     count: int
     description: str
-    is_on_disk: bool = False
+    packed: PackedDataset | None = None
     order: tuple[str, ...] | None = None
     name_of: Callable[[int], str] | None = None
 
@@ -74,6 +74,40 @@ class DatasetColumns:
     def label_place(self) -> int | None:
         """Index of the labels among the columns; None if there are none."""
         return None if self.labels is None else [*self.by_name].index(self.labels)
+
+    def are_checked(self) -> bool:
+        """Look for changes of a pack's files; return False if its samples must be checked against their CRCs.
+
+        Labels were checked when the pack was opened; the decoder of image files checks them.
+
+        Raises:
+            Corrupt: if a file became shorter.
+        """
+        are_checked = self.packed is None or self.packed.check_files()
+        return are_checked or self.images is not None or all(name == LABELS for name in self.by_name)
+
+    def checked(self, plans: Iterable[BatchPlan], most_batches: int, counts: LoaderMeters) -> Iterator[BatchPlan]:
+        """Yield plans of at most `most_batches` batches, after checking their samples against their CRCs.
+
+        Raises:
+            Corrupt: for a damaged sample, after all batches before it.
+        """
+        for plan in split_plans(plans, most_batches):
+            try:
+                self.check(plan.indices, counts)
+            except Corrupt:
+                for number in range(len(plan.sizes)):
+                    batch = plan.slice(number, number + 1)
+                    self.check(batch.indices, counts)
+                    yield batch
+            else:
+                yield plan
+
+    def check(self, indices: Indices, counts: LoaderMeters) -> None:
+        """Check samples of a pack; count the time as gathering, because the first read loads them from the disk."""
+        if self.packed is not None:
+            with counts.busy("gather", 0, 0):
+                self.packed.check(indices)
 
     def batch(self, values: Sequence[Any]) -> Any:
         """Arrange the values of the columns in the structure of batches."""
@@ -119,9 +153,9 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
         structure = "tuple" if len(columns) > 1 else "alone"
         labels = labels if labels in columns else None
     order = None if fields is None or list(columns) == list(fields) else tuple(fields)
-    is_on_disk = name_of is not None and isinstance(dataset, PackedDataset)
+    packed = dataset if name_of is not None and isinstance(dataset, PackedDataset) else None
     structure = "dict" if as_dict else structure
-    return DatasetColumns(columns, structure, labels, count, description, is_on_disk, order, name_of)
+    return DatasetColumns(columns, structure, labels, count, description, packed, order, name_of)
 
 
 def fingerprint_of(act: str, dataset: Any) -> str:
@@ -145,7 +179,7 @@ def check_channels(act: str, columns: DatasetColumns) -> None:
     if rows.shape[2] in _CHANNELS and rows.shape[0] not in _CHANNELS:
         found = f"the images have shape {[columns.count, *rows.shape]}, whose channels come last"
         next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which makes no copy"
-        if columns.is_on_disk:
+        if columns.packed is not None:
             next_step = "Start the transform with PerBatch(lambda images: images.permute(0, 3, 1, 2))"
         raise InvalidOption(cannot(act, found, "shape [N, C, H, W] for this transform", next_step))
 

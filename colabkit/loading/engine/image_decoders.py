@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from colabkit.foundation import BadImage, LoaderMeters, cannot
+from colabkit.foundation import BadImage, Corrupt, LoaderMeters, cannot
 from colabkit.loading.augment.cutting import cut
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws
@@ -19,7 +19,7 @@ from colabkit.loading.engine.batches import BatchGroup
 from colabkit.loading.engine.columns import ImageDataset
 from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.loading.engine.tiers import Pixels, RowCache
-from colabkit.packs import ImageFiles, OtherSize, decode_image, decode_region, image_size, row_decoder
+from colabkit.packs import LABELS, SAMPLES, ImageFiles, OtherSize, decode_image, decode_region, image_size, row_decoder
 
 logger = logging.getLogger("colabkit")
 
@@ -142,12 +142,16 @@ class ImageDecoder:
         raise NotImplementedError
 
     def _read(self, work: _DecodingWork, place: int) -> bytes | None:
-        """Return the bytes of a sample's file; None if another thread has cached its row meanwhile."""
+        """Return the bytes of a sample's file; None if another thread has cached its row meanwhile.
+
+        Raises:
+            BadImage: if the bytes do not match their CRC and `on_bad` allows bad samples.
+        """
         began = time.perf_counter()
         if self.ahead is not None:
             data = self.ahead.fetch(work.position(place))
         else:
-            data = self.options.dataset.encoded(work.index(place))
+            data = _encoded(self.options.dataset, work.index(place), self.options.bad)
         work.read_s += time.perf_counter() - began
         if data is not None:
             work.read_bytes += len(data)
@@ -193,7 +197,11 @@ class RowDecoder(ImageDecoder):
             if self.ahead is not None:
                 self.ahead.forget(work.position(place))
             return row
-        data = self._read(work, place)
+        try:
+            data = self._read(work, place)
+        except BadImage as error:
+            self._add_bad(work, place, error)
+            return np.zeros(self.row_shape, np.uint8)
         if data is None:
             return self._cache[index]
         slot = self._cache.claim()
@@ -238,9 +246,9 @@ class CropDecoder(ImageDecoder):
     def _fill(self, work: _DecodingWork, draws: Draws) -> None:
         files: dict[int, tuple[bytes, tuple[int, int]]] = {}
         for place, out in enumerate(work.out):
-            # `_read` never returns None here, because this decoder caches nothing.
-            data = self._read(work, place) or b""
             try:
+                # `_read` never returns None here, because this decoder caches nothing.
+                data = self._read(work, place) or b""
                 if self._is_blank(data):
                     out[...] = 0
                 else:
@@ -292,6 +300,22 @@ def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pix
         cut(row, *box, slot, fill)
 
 
+def _encoded(dataset: ImageDataset, index: int, bad: BadSamples) -> bytes:
+    """Return the bytes of a sample's file.
+
+    Raises:
+        Corrupt: if the bytes do not match their CRC and `on_bad` is `"raise"`.
+        BadImage: if the bytes do not match their CRC and `on_bad` is `"skip"` or `"blank"`.
+    """
+    try:
+        return dataset.encoded(index)
+    except Corrupt as error:
+        # The CRC covers all fields, and only images have a blank value.
+        if bad.on_bad == "raise" or (bad.on_bad == "blank" and set(dataset.fields) - {SAMPLES, LABELS}):
+            raise
+        raise BadImage("its bytes do not match their CRC32") from error
+
+
 def row_shape_of(
     dataset: ImageDataset, files: ImageFiles, count: int, size: tuple[int, int] | None, bad: BadSamples
 ) -> tuple[int, int, int] | None:
@@ -303,10 +327,10 @@ def row_shape_of(
         BadImage: with the name of a bad sample before the first valid one, if `on_bad` is `"raise"`.
     """
     for index in range(count if size is None else 0):
-        data = dataset.encoded(index)
-        if not data and files.blank is not None:
-            continue
         try:
+            data = _encoded(dataset, index, bad)
+            if not data and files.blank is not None:
+                continue
             size = image_size(data)
             break
         except BadImage as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from colabkit.foundation import InvalidOption, LoaderFacts, call, cannot, local_root
@@ -133,13 +134,12 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     return BatchPipeline(options, tier, ProcessEngine(options, dataset, sample_transform), stages)
 
 
-def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: Any, processes: int) -> BatchPipeline:
+def column_pipeline(options: LoaderOptions, columns: DatasetColumns, processes: int) -> BatchPipeline:
     """Return the pipeline of a dataset with columns: threads or the GPU build its batches.
 
     Args:
         options: options of the loader.
         columns: columns of the dataset.
-        dataset: the dataset.
         processes: number of processes that share the free space.
 
     Raises:
@@ -169,9 +169,12 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
         row_bytes=row_bytes,
         count=columns.count,
         is_decoded=columns.images is not None,
-        is_on_disk=columns.is_on_disk,
+        is_on_disk=columns.packed is not None,
     )
     if tier.name == "gpu" and columns.images is None:
+        # Samples in GPU memory are read from the pack only once.
+        if not columns.are_checked():
+            columns.check(np.arange(columns.count), options.counts)
         engine = _device_engine(options, columns.by_name, row_bytes)
         return BatchPipeline(options, tier, engine, stages, columns, row_bytes)
     images = None
@@ -179,7 +182,7 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
         where: Literal["ram", "disk"] = "disk" if tier.name == "disk" else "ram"
         cache = RowCache(columns.count, row_shape or (0, 0, 0), 0 if row_shape is None else tier.rows, where, folder)
         images = ImageOptions(columns.images, files, row_shape, options.size is not None, cache, options.bad)
-    row_files = row_files_of(dataset, rows) if columns.is_on_disk and rows is not None else None
+    row_files = row_files_of(columns.packed, rows) if columns.packed is not None and rows is not None else None
     populator = None
     if row_files is not None and rows is not None and tier.name == "ram":
         populator = PagePopulator(rows.maps, rows.numbers)

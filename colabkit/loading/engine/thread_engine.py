@@ -328,14 +328,13 @@ class ThreadEngine:
     row_files: tuple[RowFile, ...] | None
 
     def __post_init__(self) -> None:
-        self.plan_batches = self.depth.plan_batches
-        self._counts = self.options.counts
-        self._builder = BatchBuilder(self.options, self.columns, self.stages, self.images, self.depth)
-        is_inline = self.images is None and not self.stages.works_in_threads and not self.options.is_on_gpu
+        options, self.plan_batches = self.options, self.depth.plan_batches
+        self._counts = options.counts
+        self._builder = BatchBuilder(options, self.columns, self.stages, self.images, self.depth)
+        is_inline = self.images is None and not self.stages.works_in_threads and not options.is_on_gpu
         self._inline = None
         if is_inline:
-            is_contiguous = not self.options.channels_last
-            self._inline = InlineGather(self.columns, self.options.batch_size, self._counts, is_contiguous)
+            self._inline = InlineGather(self.columns, options.batch_size, self._counts, not options.channels_last)
 
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch; closing the generator stops its background work."""
@@ -349,6 +348,8 @@ class ThreadEngine:
                 numbers = None if rows.numbers is None else rows.numbers.numpy()
                 depth = 2 * self.depth.group_batches * self.options.batch_size
                 plans = read_rows_ahead(split_plans(plans, self.depth.group_batches), self.row_files, numbers, depth)
+            if not self.columns.are_checked():
+                plans = self.columns.checked(plans, self.depth.group_batches, self._counts)
             with reporting_loading_errors():
                 rest: Iterator[BatchPlan] | None = plans
                 if self._inline is not None and (self.depth.begins_inline or not self.depth.threads):
@@ -365,18 +366,19 @@ class ThreadEngine:
         self, gather: InlineGather, plans: Iterator[BatchPlan]
     ) -> Generator[Batch, None, Iterator[BatchPlan] | None]:
         """Yield batches gathered in the caller's thread; return the remaining plans once a thread would be faster."""
-        clock, convinced = time.perf_counter, 0
+        clock, convinced, asked = time.perf_counter, 0, time.perf_counter()
         for plan in plans:
-            given = 0
+            given, check_s = 0, clock() - asked
             with closing(gather.batches(plan)) as lists:
                 for made_s, batches in lists:
                     given += len(batches)
                     left = clock()
                     while batches:
                         yield batches.pop()
-                    convinced = convinced + 1 if min(made_s, clock() - left) > _HAND_OVER_S else 0
+                    convinced = convinced + 1 if min(made_s + check_s, clock() - left) > _HAND_OVER_S else 0
                     if convinced == _CONVINCED and self.depth.threads:
                         return itertools.chain([plan.slice(given)] if given < len(plan.sizes) else [], plans)
+            asked = clock()
         return None
 
     def _build(
@@ -427,9 +429,8 @@ class ThreadEngine:
                 pool.make_room()
                 yield group.batches, group.buffer
 
-        few = self.depth.group_batches
         transfer = DeviceTransfer(self.options.device, pinned, self._counts)
-        yield from send(transfer, groups(), lambda under_way: under_way > few or not pool.ready())
+        yield from send(transfer, groups(), lambda under_way: under_way > self.depth.group_batches or not pool.ready())
 
     def _take(self, pool: ThreadPool) -> BatchGroup | None:
         """Return the next group, or None at the end; publish `Waiting` events meanwhile."""

@@ -24,11 +24,8 @@ from colabkit.foundation import (
     format_things,
 )
 from colabkit.packs.dataset.indices import index_error, missing_sample, resolve_indices
-from colabkit.packs.dataset.samples import (
-    ImageFiles,
-    OpenSplit,
-    stack_samples,
-)
+from colabkit.packs.dataset.open_split import OpenSplit
+from colabkit.packs.dataset.samples import Batch, ImageFiles, stack_samples
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 
@@ -95,9 +92,9 @@ class PackedDataset(LabelledDataset):
       the value of `X` instead of a tuple.
     - In a batch, each field is one tensor `[B, ...]`, or a list for text, bytes, and samples of different shapes.
 
-    Samples of a pack that are read by integer index are checked against their CRC. So are batches that contain decoded
-    images, text or bytes. Batches of plain rows are not checked, because checking takes as long as reading; `verify()`
-    checks all samples.
+    Each sample of a pack is checked against its CRC when this process first reads it; `verify()` checks all samples.
+    Other HDF5 files have no CRCs. If a file is cut short while it is open, reading the lost part ends the process with
+    the signal SIGBUS, as with any memory map; a `Loader` looks for this at the start of each epoch.
 
     A plain `DataLoader` accepts the dataset; `colabkit.Loader` reads rows at memory speed. Any number of threads and
     processes may read the dataset. A pickle contains the path instead of the samples; unpickling reopens the file.
@@ -138,6 +135,8 @@ class PackedDataset(LabelledDataset):
     def rows(self) -> Tensor:
         """`X` of all samples as stored, `[N, ...]`: a tensor over the read-only memory map. Never write to it.
 
+        The samples are not checked against their CRCs; `verify()` does that.
+
         Raises:
             InvalidOption: if the dataset is a view, or its samples are in several shards or cannot be used as stored.
         """
@@ -154,7 +153,8 @@ class PackedDataset(LabelledDataset):
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
         """Return a field's rows for the full split as stored, `[N, ...]`: one tensor per file. Never write to it.
 
-        Returns None if the field must be decoded, converted or read through HDF5.
+        The rows are not checked; call `check` for the samples that you use. Returns None if the field must be decoded,
+        converted or read through HDF5.
         """
         maps = self._opened.samples.maps(name)
         return None if maps is None else tuple(map(_map_tensor, maps))
@@ -176,7 +176,32 @@ class PackedDataset(LabelledDataset):
             name: one of `fields`, except the labels.
             numbers: indices of the samples, `int64 [B]`.
         """
-        return self._opened.samples.column(name, self._rows_of(numbers))
+        rows = self._rows_of(numbers)
+        self._opened.check(rows)
+        return self._opened.samples.column(name, rows)
+
+    def check(self, numbers: npt.NDArray[np.int64]) -> None:
+        """Check samples against their CRCs, unless this process has already done so.
+
+        Args:
+            numbers: indices of the samples, `int64 [B]`.
+
+        Raises:
+            Corrupt: for the first sample that does not match its CRC.
+        """
+        self._opened.check(self._rows_of(numbers))
+
+    def check_files(self) -> bool:
+        """Look for changes of the files, and return whether all samples have been checked against their CRCs.
+
+        If a file was modified in place, all samples count as unchecked.
+
+        Raises:
+            Corrupt: if a file became shorter after it was opened.
+        """
+        self._opened.check_files()
+        is_checked = self._opened.is_checked
+        return bool((is_checked if self._numbers is None else is_checked[self._numbers]).all())
 
     def image_files(self) -> ImageFiles | None:
         """Return the decoding settings for `X` if a pack stores it as image files; otherwise None."""
@@ -199,7 +224,7 @@ class PackedDataset(LabelledDataset):
         if not isinstance(index, slice | Sequence) and getattr(index, "ndim", 0) == 0:
             return self._sample(index)
         chosen = resolve_indices(index, len(self))
-        fields = [stack_samples(field) for field in self._opened.samples.many(self._rows_of(chosen))]
+        fields = [stack_samples(field) for field in self._many(chosen)]
         if self.labels is not None:
             fields.insert(self._label_place, self.labels[torch.from_numpy(chosen)])
         return tuple(fields) if len(fields) > 1 else fields[0]
@@ -207,7 +232,7 @@ class PackedDataset(LabelledDataset):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return a list of samples, read together instead of one by one; `DataLoader` calls this method."""
         chosen = resolve_indices(indices, len(self))
-        fields: list[Iterable[Any]] = list(self._opened.samples.many(self._rows_of(chosen)))
+        fields: list[Iterable[Any]] = list(self._many(chosen))
         if self.labels is not None:
             labels = self.labels[torch.from_numpy(chosen)]
             fields.insert(self._label_place, labels.tolist() if self._is_class else labels)
@@ -302,6 +327,12 @@ class PackedDataset(LabelledDataset):
             return fields if len(fields) > 1 else fields[0]
         return *fields[: self._label_place], self._label(place), *fields[self._label_place :]
 
+    def _many(self, chosen: Indices) -> tuple[Batch, ...]:
+        """Return the fields of several samples, without the labels."""
+        rows = self._rows_of(chosen)
+        self._opened.check(rows)
+        return self._opened.samples.many(rows)
+
     def _rows_of(self, chosen: Indices) -> Indices:
         """Convert sample numbers of this view to rows of the split."""
         return chosen if self._numbers is None else self._numbers[chosen]
@@ -316,7 +347,7 @@ class PackedDataset(LabelledDataset):
         if name not in self._opened.samples.names:
             expected, next_step = " or ".join(map(repr, self.fields)), "Use one of these, or an array"
             raise InvalidOption(cannot(act, f"there is no field {name!r}", expected, next_step))
-        return np.asarray(self._opened.samples.column(name, self._rows_of(np.arange(len(self)))))
+        return np.asarray(self.column(name, np.arange(len(self))))
 
 
 def _map_tensor(array: npt.NDArray[Any]) -> Tensor:

@@ -36,11 +36,11 @@ from colabkit.packs.dataset.hdf5_reader import (
     list_datasets,
     open_hdf5,
 )
+from colabkit.packs.dataset.open_split import OpenSplit
 from colabkit.packs.dataset.samples import (
     ArrayColumn,
     Batch,
     Column,
-    OpenSplit,
     RaggedColumn,
     SingleFileSamples,
     Stored,

@@ -25,8 +25,8 @@ from colabkit.foundation import (
 )
 from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.hdf5_files import inspect_hdf5, is_plain_hdf5, open_hdf5_split
+from colabkit.packs.dataset.open_split import OpenSplit, open_sealed
 from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
-from colabkit.packs.dataset.samples import OpenSplit, open_sealed
 from colabkit.packs.format.layout import SAMPLES, PackInfo, find_split
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.splits import missing_split
@@ -46,8 +46,8 @@ def open_pack(
     """Open the pack at `path`; `open_pack(path)["train"]` is a dataset.
 
     For a pack made by `pack()`, this checks the seal, the length and the layout, which takes milliseconds regardless of
-    size. Samples are checked when they are read, except in batches of plain rows; `verify()` checks all samples. Shards
-    are opened and checked on first use.
+    size. Each sample is checked against its CRC when it is first read; `verify()` checks all samples. Shards are opened
+    and checked on first use.
 
     Other HDF5 files can be opened too. Contiguous datasets are memory-mapped, all others are read through HDF5.
     These files have no seal, so damage may result in wrong samples without an error, or crash the HDF5 library.

@@ -1,16 +1,14 @@
 """The samples of one split: a column for each field, in one file or in shards, and a CRC for each sample.
 
-Single samples are checked against their CRC. Batches of rows are not, because that would take as long as reading them;
-`verify()` checks every sample.
+Single samples are checked against their CRC whenever they are read. Batches are not; `OpenSplit` checks their samples.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 from zlib import crc32
@@ -23,12 +21,12 @@ from torch import Tensor
 from colabkit.foundation import (
     BadImage,
     Corrupt,
-    InvalidOption,
     SourceMissing,
     call,
     cannot,
     option,
 )
+from colabkit.packs.dataset.hdf5_reader import file_stamp
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.format.layout import CRC, LABELS, Field, Indices, PackInfo, Shard, corrupt
@@ -37,6 +35,12 @@ from colabkit.packs.format.pack_file import read_pack
 Batch: TypeAlias = Tensor | list[Any]
 """One field of several samples: one tensor, or a list for text, bytes, and samples whose shapes may differ."""
 Stored: TypeAlias = npt.NDArray[Any] | bytes
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+# Rows of fewer bytes are gathered before their CRCs are computed.
+_LARGE_ROW = 16 << 10
+# Bytes gathered at once, which fit in a processor's L2 cache.
+_GATHERED_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,7 @@ class SingleFileSamples:
         self._in_order = list(self.columns.values())
         self._checked = [number for number, name in enumerate(self.columns) if name in self.checked]
         self._is_ragged = any(isinstance(column, RaggedColumn) for column in self._in_order)
+        self._stamp = file_stamp(self.path)
 
     def one(self, row: int) -> tuple[Any, ...]:
         """Return the fields of one sample, checked against its CRC.
@@ -215,6 +220,38 @@ class SingleFileSamples:
         """Return one field of several samples."""
         return self.columns[name].many(rows)
 
+    def matches(self, rows: Indices) -> Flags:
+        """Return whether each sample matches its CRC, `bool [B]`; True if the file has no CRCs."""
+        if self.crcs is None:
+            return np.ones(len(rows), bool)
+        crcs: Iterable[int] = itertools.repeat(0, len(rows))
+        for number in self._checked:
+            crcs = map(crc32, cast("Iterator[bytes]", _stored_rows(self._in_order[number], rows)), crcs)
+        return np.equal(np.fromiter(crcs, np.uint32, len(rows)), self.crcs[rows])
+
+    def damage_error(self, row: int) -> Corrupt:
+        """Return the error for a sample that does not match its CRC."""
+        next_step = ("Stage or pack it again, or list all damaged samples with ", call("verify"))
+        return Corrupt(cannot(self._act("read", row), "it does not match its CRC32", "", next_step))
+
+    def has_changed(self) -> bool:
+        """Return whether the file was modified in place since it was opened, or since the last call.
+
+        A file that was removed or replaced counts as unmodified, because the map still shows the former file.
+
+        Raises:
+            Corrupt: if the file became shorter. Reading the lost part of the map would end the process.
+        """
+        before, now = self._stamp, file_stamp(self.path)
+        if now == before or now[2:] != before[2:]:
+            return False
+        if now[0] < before[0]:
+            found = f"the file was cut from {before[0]:,} to {now[0]:,} bytes after it was opened"
+            act, next_step = f"read {self.split} of {str(self.path)!r}", "Stage or pack it again, and open it again"
+            raise Corrupt(cannot(act, found, "an unchanged file", next_step))
+        self._stamp = now
+        return True
+
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
         """Return a field's rows as stored, `[N, ...]`, in a tuple; None if they need decoding, conversion or HDF5."""
         column = self.columns[name]
@@ -236,8 +273,7 @@ class SingleFileSamples:
             for number in self._checked:
                 crc = crc32(cast("bytes", stored[number]), crc)
             if crc != self.crcs.item(row):
-                next_step = ("Stage or pack it again, or list all damaged samples with ", call("verify"))
-                raise Corrupt(cannot(self._act("read", row), "it does not match its CRC32", "", next_step))
+                raise self.damage_error(row)
         return stored
 
     def _act(self, verb: str, row: int) -> str:
@@ -252,7 +288,7 @@ class ShardedSamples:
         self._info = info
         self._split = split
         self._shards = [shard for shard in info.shards if shard.splits.get(split)]
-        self._starts = list(accumulate((shard.splits[split] for shard in self._shards), initial=0))
+        self._starts = list(itertools.accumulate((shard.splits[split] for shard in self._shards), initial=0))
         self._opened: dict[int, SingleFileSamples] = {}
         if self._starts[-1] != info.count(split):
             found = f"its shards have {self._starts[-1]} samples of {split} instead of {info.count(split)}"
@@ -277,6 +313,24 @@ class ShardedSamples:
         """Return one field of several samples."""
         columns, place = self._by_shard(rows, lambda shard, some: shard.column(name, some))
         return _reorder(columns, place)
+
+    def matches(self, rows: Indices) -> Flags:
+        """Return whether each sample matches its CRC, `bool [B]`."""
+        found, place = self._by_shard(rows, SingleFileSamples.matches)
+        return np.concatenate(found)[place]
+
+    def damage_error(self, row: int) -> Corrupt:
+        """Return the error for a sample that does not match its CRC."""
+        shard, start = self._shard_of(row)
+        return shard.damage_error(row - start)
+
+    def has_changed(self) -> bool:
+        """Return whether a shard was modified in place since it was opened, or since the last call.
+
+        Raises:
+            Corrupt: if a shard became shorter.
+        """
+        return sum(shard.has_changed() for shard in tuple(self._opened.values())) > 0
 
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
         """Return a field's rows as stored, one array per shard; None if they need decoding or conversion."""
@@ -316,51 +370,28 @@ class ShardedSamples:
     def _shard(self, number: int) -> SingleFileSamples:
         if number not in self._opened:
             info = _read_shard(self._info, self._shards[number], self._split)
-            self._opened[number] = _file_samples(info, self._split, self._starts[number])
+            self._opened[number] = file_samples(info, self._split, self._starts[number])
         return self._opened[number]
 
 
-@dataclass(frozen=True)
-class OpenSplit:
-    """An opened split.
-
-    Attributes:
-        info: description of the pack.
-        split: name of the split.
-        samples: all fields except the labels.
-        labels: labels, `[N]` or `[N, K]`; None if there are none.
-        reopen: function that opens the split in another process.
-    """
-
-    info: PackInfo
-    split: str
-    samples: SingleFileSamples | ShardedSamples
-    labels: Tensor | None
-    reopen: partial[OpenSplit]
+def _stored_rows(column: Column, rows: Indices) -> Iterator[Stored]:
+    """Yield copies of the stored bytes of samples; small rows are gathered many at a time, which is faster."""
+    row_bytes = column.array[:1].nbytes if isinstance(column, ArrayColumn) else _LARGE_ROW
+    if not isinstance(column, ArrayColumn) or row_bytes >= _LARGE_ROW:
+        yield from map(column.stored, rows.tolist())
+        return
+    step = _GATHERED_BYTES // max(1, row_bytes)
+    for start in range(0, len(rows), step):
+        some = rows[start : start + step]
+        gathered = np.take(column.array, some, axis=0, mode="clip")
+        yield from gathered.view(np.uint8).reshape(len(some), row_bytes)
 
 
-def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:
-    """Return a split of the pack at `path`.
-
-    Raises:
-        InvalidOption: if the file at `path` has another seal, because another pack replaced it.
-        Corrupt: if a table does not match its checksum.
-    """
-    info = read_pack(path)
-    if info.seal != seal:
-        act, found = f"reopen {str(path)!r}", "the path now holds another pack"
-        raise InvalidOption(cannot(act, found, "", "Open the pack again, and create the dataset again"))
-    samples = ShardedSamples(info, split) if info.shards else _file_samples(info, split)
-    labels = torch.from_numpy(_table(info, f"{LABELS}_{split}")) if LABELS in info.fields else None
-    if labels is not None and info.meta["label_kind"] == "class":
-        labels = labels.long()
-    return OpenSplit(info, split, samples, labels, partial(open_sealed, path, seal, split))
-
-
-def _file_samples(info: PackInfo, split: str, first: int = 0) -> SingleFileSamples:
+def file_samples(info: PackInfo, split: str, first: int = 0) -> SingleFileSamples:
+    """Return the samples of a split in one file; `first` is the index of the file's first sample in the split."""
     columns = {name: _column(info, field, split) for name, field in info.fields.items() if name != LABELS}
     checked = [field.name for field in info.sample_fields()]
-    crcs = _table(info, f"{CRC}_{split}")
+    crcs = read_table(info, f"{CRC}_{split}")
     if len(crcs) != info.count(split):
         raise corrupt(info.path, f"it has {len(crcs)} CRCs for {info.count(split)} samples of {split}")
     return SingleFileSamples(info.path, split, columns, checked, crcs, first)
@@ -371,7 +402,7 @@ def _column(info: PackInfo, field: Field, split: str) -> Column:
     array = info.table(name) if name in info.table_crcs else np.asarray(info.map(name))
     if not field.is_ragged:
         return ArrayColumn(array, field.content)
-    index = _table(info, field.index(split))
+    index = read_table(info, field.index(split))
     starts, lengths = index[:, 0], index[:, 1]
     if len(index) and (index.min() < 0 or (starts > array.size - lengths).any()):
         raise corrupt(info.path, f"{field.index(split)!r} points beyond the end of {name!r}")
@@ -384,7 +415,8 @@ def _column(info: PackInfo, field: Field, split: str) -> Column:
     return RaggedColumn(array, index, field.content, channels, (height, width))
 
 
-def _table(info: PackInfo, name: str) -> npt.NDArray[Any]:
+def read_table(info: PackInfo, name: str) -> npt.NDArray[Any]:
+    """Return a copy of a table in the machine's byte order, checked against its CRC."""
     table = info.table(name)
     return table.astype(table.dtype.newbyteorder("="), copy=False)
 

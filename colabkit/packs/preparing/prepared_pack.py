@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from colabkit.foundation import PYTHON, Report, Text, format_bytes, format_seconds
+from colabkit.packs.dataset.open_split import open_sealed
 from colabkit.packs.dataset.opened_pack import Pack
-from colabkit.packs.dataset.samples import open_sealed
 from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
 
 
