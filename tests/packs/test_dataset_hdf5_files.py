@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, whole_content
-from hdf5_files import IMAGES, LABELS, STORED, write_hdf5
+from hdf5_files import HOSTILE, IMAGES, LABELS, LINKS, STORED, write_hdf5
 from pictures import png
 
 from colabkit.errors import BadSource, ColabkitError, Corrupt, InvalidOption, NotSealed, SourceChanged, SourceMissing
@@ -206,37 +205,6 @@ def test_a_pickle_reopens_the_file_and_raises_if_it_was_replaced(foreign):
     write_hdf5(other)
     with pytest.raises(SourceChanged):
         before[0]
-
-
-def add_virtual(file: h5py.File, other: Path) -> None:
-    layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
-    layout[:] = h5py.VirtualSource(str(other), "images", IMAGES.shape)
-    file.create_virtual_dataset("e/images", layout)
-
-
-def add_filter(file: h5py.File, other: Path) -> None:
-    """Add a dataset with an unknown filter. HDF5 may skip this filter because it is optional."""
-    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    properties.set_chunk((1, 6))
-    properties.set_filter(32099, h5py.h5z.FLAG_OPTIONAL, ())
-    space = h5py.h5s.create_simple((4, 6))
-    h5py.h5d.create(file.create_group("e").id, b"images", h5py.h5t.NATIVE_UINT8, space, dcpl=properties)
-
-
-LINKS: dict[str, Callable[[h5py.File, Path], object]] = {
-    "external link": lambda file, other: file.update({"e": h5py.ExternalLink(str(other), "/")}),
-    "soft link": lambda file, other: file.update({"real/images": IMAGES, "e": h5py.SoftLink("/real")}),
-    "virtual": add_virtual,
-}
-HOSTILE: dict[str, Callable[[h5py.File, Path], object]] = {
-    **LINKS,
-    "external": lambda file, other: file.create_dataset("e/images", (40,), "|u1", external=[(str(other), 0, 40)]),
-    "varying": lambda file, other: file.create_dataset("e/images", (3,), h5py.vlen_dtype(np.uint8)),
-    "objects": lambda file, other: file.create_dataset("e/images", (3,), h5py.ref_dtype),
-    "bomb": lambda file, other: file.create_dataset("e/images", (1 << 36,), "|u1", chunks=(4096,), compression="gzip"),
-    "unfilled": lambda file, other: file.create_dataset("e/images", (1 << 30, 1024), np.uint8),
-    "filter": add_filter,
-}
 
 
 @pytest.mark.parametrize("add", HOSTILE.values(), ids=HOSTILE)

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
 
@@ -15,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 from contract import make_pack, whole_content
+from hdf5_files import ODD
 
 from colabkit.errors import BadSource, ColabkitError, Corrupt, NotSealed, SourceMissing
 from colabkit.packs.dataset.opened_pack import open_pack
@@ -206,23 +206,6 @@ def test_files_that_are_not_packs_raise_with_the_reason(tmp_path):
         file["X_train"] = np.zeros((3, 2, 2, 3), np.uint8)
     with pytest.raises(NotSealed, match=r"without colabkit's seal.* Open it without verification with open_pack"):
         read_pack(tmp_path / "p.h5")
-
-
-def virtual(file: h5py.File, other: Path) -> None:
-    layout = h5py.VirtualLayout((2, 2, 2, 3), np.uint8)
-    layout[:] = h5py.VirtualSource(str(other), "X_train", (2, 2, 2, 3))
-    file.create_virtual_dataset("Z_train", layout)
-
-
-ODD: dict[str, Callable[[h5py.File, Path], object]] = {
-    "external link": lambda file, other: file.update({"Z_train": h5py.ExternalLink(str(other), "X_train")}),
-    "soft link": lambda file, other: file.update({"Z_train": h5py.SoftLink("/X_train")}),
-    "virtual": virtual,
-    "external storage": lambda file, other: file.create_dataset("Z_train", (4,), "|u1", external=[(str(other), 0, 4)]),
-    "chunked": lambda file, other: file.create_dataset("Z_train", (100,), "|u1", chunks=(10,), compression="gzip"),
-    "text": lambda file, other: file.update({"Z_train": ["text"]}),
-    "group": lambda file, other: file.create_group("Z_train"),
-}
 
 
 @pytest.mark.parametrize("add", ODD.values(), ids=ODD)
