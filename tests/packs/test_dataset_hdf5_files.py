@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,8 +118,33 @@ def test_without_common_names_the_error_lists_the_datasets(tmp_path):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         file["some/samples"], file["targets"] = IMAGES, LABELS
     for options in ({}, {"x": "samples"}, {"x": "some"}, {"x": "some/samples", "y": "nothing/here"}):
-        with pytest.raises(BadSource, match=r"'some/samples', 'targets'"):
+        with pytest.raises(BadSource, match=r"'targets', 'some/samples'"):
             open_pack(tmp_path / "p.h5", **options)
+
+
+def test_a_dataset_without_values_is_refused(tmp_path):
+    for shape, reason in (((0, 6, 5, 3), "'images' has no samples"), ((30, 0, 5, 3), "have the shape (0, 5, 3)")):
+        path = write_hdf5(tmp_path / f"{shape[0]}.h5", np.zeros(shape, "|u1"), LABELS[: shape[0]])
+        with pytest.raises(BadSource, match=re.escape(reason)):
+            open_pack(path)
+
+
+def test_thousands_of_nested_groups_are_not_searched(tmp_path, monkeypatch):
+    path = write_hdf5(tmp_path / "p.h5")
+    with h5py.File(path, "r+") as file:
+        group = file
+        for _ in range(300):
+            group = group.create_group("deep")
+        group["hidden"] = LABELS
+        # A cycle of groups has paths of any length.
+        file["deep/cycle"] = file["deep"]
+    seen = []
+    own = h5py.Group.__iter__
+    monkeypatch.setattr(h5py.Group, "__iter__", lambda group: seen.append(group) or own(group))
+    assert len(open_pack(path)["train"]) == 30
+    with pytest.raises(BadSource, match=r"no dataset 'other'; expected one of 'images', 'labels'\."):
+        open_pack(path, x="other")
+    assert len(seen) < 1000
 
 
 def test_two_datasets_for_one_split_are_never_chosen_from_silently(tmp_path):
@@ -169,6 +195,17 @@ def test_the_kind_of_labels_follows_from_dtype_and_shape(tmp_path, labels, kind,
     assert label == first if kind == "class" else torch.equal(label.float(), first.float())
     if labels.dtype.kind == "S":
         assert pack.classes == ("cat", "dog")
+
+
+def test_task_sets_the_kind_of_labels(tmp_path):
+    path = write_hdf5(tmp_path / "p.h5")
+    pack = open_pack(path, x="images", y="labels", task="regression")
+    assert (pack.info.meta["label_kind"], pack.classes, "Inferred" in repr(pack)) == ("regression", (), False)
+    assert pickle.loads(pickle.dumps(pack["train"]))[1][1].item() == 1.0
+    with pytest.raises(BadSource, match=r"the labels are int64 \(30,\); .* or change task="):
+        open_pack(path, task="multilabel")
+    with pytest.raises(InvalidOption, match=r"task='classes' is given, but no labels are"):
+        open_pack(path, x="images", task="classes")
 
 
 @pytest.mark.parametrize("stored", [{}, {"chunks": True, "compression": "gzip"}])
@@ -279,8 +316,9 @@ def test_datasets_that_are_not_samples_with_labels_raise(tmp_path, images):
 
 def test_a_pack_refuses_dataset_names_and_a_broken_pack_never_opens_as_a_foreign_file(tmp_path):
     path = make_pack(tmp_path / "p.h5", train=4)
-    with pytest.raises(InvalidOption, match=r"x= and y= apply only to HDF5 files.*Omit x= and y="):
-        open_pack(path, x="X_train", y="Y_train")
+    for options in ({"x": "X_train", "y": "Y_train"}, {"task": "classes"}):
+        with pytest.raises(InvalidOption, match=r"x=, y= and task= apply only to HDF5 files.*Omit x=, y= and task="):
+            open_pack(path, **options)
     data = path.read_bytes()
     broken = {
         "no seal": bytes(4096) + data[4096:],
@@ -349,6 +387,9 @@ def test_repr_shows_that_there_is_no_seal(tmp_path):
     pack = open_pack(write_hdf5(tmp_path / "p.h5"))
     assert "seal none" in repr(pack)
     assert "images 6x5x3, 4 classes" in repr(pack)
+    found = "samples from 'images' (x=); labels from 'labels' (y=); 4 classes, since labels are whole numbers (task=)"
+    assert f"Inferred: {found}" in repr(pack)
+    assert "4 classes, since" in pack._repr_html_()
     with pytest.raises(NotSealed):
         read_pack(pack.path)
 

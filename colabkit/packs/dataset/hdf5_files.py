@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,17 +23,21 @@ from colabkit.foundation import (
     InvalidOption,
     NotSealed,
     SourceChanged,
+    Text,
     cannot,
+    check_one_of,
     format_things,
+    omit,
     option,
     translated,
 )
 from colabkit.packs.dataset.hdf5_reader import (
     Hdf5Dataset,
     Hdf5Reader,
+    describe_datasets,
     examine_dataset,
     file_stamp,
-    list_datasets,
+    is_dataset,
     open_hdf5,
 )
 from colabkit.packs.dataset.open_split import OpenSplit
@@ -58,7 +62,7 @@ from colabkit.packs.format.layout import (
     stored_splits,
 )
 from colabkit.packs.format.pack_file import META, hdf5_start, is_pack
-from colabkit.packs.labels.label_values import LabelValues, convert_labels, infer_array, number_classes
+from colabkit.packs.labels.label_values import TASKS, LabelValues, Task, convert_labels, infer_array, number_classes
 
 if TYPE_CHECKING:
     import h5py
@@ -81,6 +85,9 @@ _WITH_SPLIT = (
 _WHOLE = tuple(
     itertools.product(("X", "x", "images", "image", "data"), ("Y", "y", "labels", "label", "targets", "target"))
 )
+_COMMON_NAMES = frozenset(name for pair in _WHOLE for name in pair) | {
+    pattern.format(word) for pair in _WITH_SPLIT for pattern in pair for word in SPLIT_NAMES
+}
 
 
 @dataclass(frozen=True)
@@ -113,15 +120,19 @@ def is_plain_hdf5(path: Path) -> bool:
     return start is not None and not (start == HDF5_USER_BLOCK_BYTES and META.encode() in head)
 
 
-def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool) -> Hdf5Contents:
+def inspect_hdf5(
+    path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool, task: Task = "auto"
+) -> Hdf5Contents:
     """Return the contents of an HDF5 file, including its labels; search for common names if no names are given.
 
     Raises:
         BadSource: if a dataset does not exist or cannot be used.
         NotSealed: if the file is a pack that lost its seal.
-        InvalidOption: if `x` or `y` is invalid, `y` is given without `x`, or their splits differ.
+        InvalidOption: if `x`, `y` or `task` is invalid, `y` is given without `x`, `task` without labels, or their
+            splits differ.
     """
     act = f"open {str(path)!r}"
+    check_one_of(act, "task", task, ("auto", *TASKS))
     stamp = file_stamp(path)
     xs, ys = _by_split(act, "x", x), _by_split(act, "y", y)
     with open_hdf5(act, path) as file:
@@ -148,7 +159,17 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
                 other_y = ("Name the labels of these samples with ", option("y"))
                 raise BadSource(cannot(act, unequal, "as many labels as samples", other_y))
         stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in label_sets.items()}
-    labels, meaning = _labels(act, stored)
+    if task != "auto" and not ys:
+        no_labels = (option("task", task), " is given, but no labels are")
+        raise InvalidOption(cannot(act, no_labels, "", ("Name the labels with ", option("y"), ", or ", omit("task"))))
+    labels, meaning = _labels(act, stored, task)
+    inferred = (
+        {}
+        if x is not None
+        else {"x": f"samples from {_listed(xs)}", **({"y": f"labels from {_listed(ys)}"} if ys else {})}
+    )
+    # A foreign file is not packed, so other options of `pack()` do not apply.
+    inferred |= {name: text for name, text in meaning.inferred("", task).items() if name == "task"}
     shape = next(iter(samples.values())).shape[1:]
     layouts = [[split, x.name, x.shape, str(x.dtype), x.offset] for split, x in samples.items()]
     meta = {
@@ -161,6 +182,7 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
         "sample_shape": None if is_ragged else _image_shape(shape) if content == "image" else shape,
         "channels": 3,
         "is_foreign": True,
+        "inferred": inferred,
     }
     data_sets = {
         f"{SAMPLES}_{split}": DataSet(f"{SAMPLES}_{split}", x.shape, x.dtype.str, -1 if x.offset is None else x.offset)
@@ -171,7 +193,7 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
 
 
 def open_hdf5_split(
-    path: Path, x: Mapping[str, str], y: Mapping[str, str], trusted: bool, seal: str, split: str
+    path: Path, x: Mapping[str, str], y: Mapping[str, str], trusted: bool, task: Task, seal: str, split: str
 ) -> OpenSplit:
     """Return a split of the HDF5 file at `path`.
 
@@ -179,7 +201,7 @@ def open_hdf5_split(
         SourceChanged: if the file's digest is no longer `seal`, or the file changes while it is opened.
     """
     stamp = file_stamp(path)
-    contents = inspect_hdf5(path, x, y or None, trusted)
+    contents = inspect_hdf5(path, x, y or None, trusted, task)
     if contents.info.seal != seal or file_stamp(path) != stamp:
         act, next_step = f"reopen {str(path)!r}", "Open it again, and create the dataset again"
         raise SourceChanged(cannot(act, "the file has been replaced or changed", "", next_step))
@@ -192,7 +214,7 @@ def open_hdf5_split(
         array = np.asarray(contents.info.map(f"{SAMPLES}_{split}"))
         column = ArrayColumn(_with_channels(array) if content == "image" else array, content)
     samples = SingleFileSamples(path, split, {SAMPLES: column})
-    reopen = partial(open_hdf5_split, path, x, y, trusted, seal, split)
+    reopen = partial(open_hdf5_split, path, x, y, trusted, task, seal, split)
     return OpenSplit(contents.info, split, samples, contents.labels.get(split), reopen)
 
 
@@ -240,7 +262,7 @@ def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str,
 
 def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
     """Return the datasets of samples and of labels by split, chosen by their common names."""
-    names = list_datasets(file)
+    names = {name for name in _COMMON_NAMES if is_dataset(file, name)}
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:
             pairs = {word: (pattern.format(word), of_labels.format(word)) for word in SPLIT_NAMES}
@@ -266,8 +288,8 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
         for whole, of_labels in _WHOLE:
             if whole in names and (of_labels in names or not has_labels):
                 return {"train": whole}, {"train": of_labels} if has_labels else {}
-    listed = ", ".join(map(repr, names[:20]))
-    found = f"no dataset among {listed} has a common name for samples" if names else "the file itself has no datasets"
+    listed = describe_datasets(file)
+    found = f"no dataset among {listed} has a common name for samples" if listed else "the file itself has no datasets"
     next_step = ("Name the datasets, for example ", option("x", "images"), " and ", option("y", "labels"))
     raise BadSource(cannot(act, found, "a dataset with a name such as 'X_train', 'images' or 'data'", next_step))
 
@@ -305,28 +327,40 @@ def _with_channels(images: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return images.reshape(len(images), *_image_shape(images.shape[1:]))
 
 
-def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, Tensor], LabelValues]:
+def _listed(names: Mapping[str, str]) -> str:
+    return " and ".join(map(repr, names.values()))
+
+
+def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]], task: Task) -> tuple[dict[str, Tensor], LabelValues]:
     """Return each split's labels, converted as `pack()` converts them, and the kind and classes of all labels."""
     if not stored:
         return {}, LabelValues("none", (), None)
     arrays = [array.reshape(len(array)) if array.shape[1:] == (1,) else array for array in stored.values()]
+    basis = {"b": "bools", "i": "whole numbers", "u": "whole numbers"}.get(arrays[0].dtype.kind)
     found = None
-    next_step = ("Name another dataset with ", option("y"))
+    next_step: tuple[Text, ...] = ("Name another dataset with ", option("y"))
     if {array.dtype.kind for array in arrays} <= set("SO") and all(array.ndim == 1 for array in arrays):
-        found = number_classes([_text(value) for array in arrays for value in array.tolist()])
+        if task in ("auto", "classes"):
+            found = number_classes([_text(value) for array in arrays for value in array.tolist()])
     elif len({array.shape[1:] for array in arrays}) == 1:
         try:
-            parts = [convert_labels(array if _is_class(array) else array.astype(np.float64)) for array in arrays]
+            if task == "auto":
+                arrays = [array if _is_class(array) else array.astype(np.float64) for array in arrays]
+            parts = [convert_labels(array, task) for array in arrays]
             if all(part is not None for part in parts):
-                found = infer_array(np.concatenate([part for part in parts if part is not None]))
+                found = infer_array(np.concatenate([part for part in parts if part is not None]), task)
         except ValueError as error:
             raise BadSource(cannot(act, str(error), "labels that a pack can store", next_step)) from error
     if found is None or found.values is None:
         shapes = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
         expected = "class numbers or names [N], 0 and 1 [N, K], or regression targets [N] or [N, K]"
+        if task != "auto":
+            next_step = (*next_step, ", or change ", option("task"))
         raise BadSource(cannot(act, f"the labels are {shapes}", expected, next_step))
     ends = np.cumsum([len(array) for array in arrays])[:-1]
     pieces = map(torch.from_numpy, np.split(found.values, ends))
+    if basis and found.kind != "multilabel":
+        found = replace(found, basis=basis)
     return dict(zip(stored, pieces, strict=True)), found
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ _MOST_EXPANSION = 1032
 # Cache of decompressed chunks for reading single samples; a chunk of images often exceeds HDF5's default of 1 MiB.
 _CACHE_BYTES = 32 << 20
 _NAMES_SHOWN = 20
+_SEARCHED_OBJECTS = 10_000
+_SEARCHED_LEVELS = 16
 _NAME_OTHER: Text = ("Name another dataset with ", option("x"), " or ", option("y"))
 _COPY = "Copy or download the file again"
 
@@ -75,13 +79,46 @@ def _damage_error(act: str, what: str, error: Exception) -> BadSource:
     return BadSource(cannot(act, found, "an undamaged HDF5 file", _COPY))
 
 
-def list_datasets(file: h5py.File) -> list[str]:
-    """Return the paths of all datasets in the file, without following soft or external links."""
+def is_dataset(file: h5py.File, name: str) -> bool:
+    """Return whether the file has a dataset at this path, without following soft or external links."""
     import h5py
 
-    names: list[str] = []
-    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-    return names
+    group: Any = file
+    *groups, last = name.split("/")
+    for part in groups:
+        if not _is_own(group, part, h5py.Group):
+            return False
+        group = group[part]
+    return _is_own(group, last, h5py.Dataset)
+
+
+def _is_own(group: h5py.Group, name: str, kind: type) -> bool:
+    """Return whether a hard link of a group leads to an object of a kind."""
+    import h5py
+
+    return isinstance(group.get(name, getlink=True), h5py.HardLink) and group.get(name, getclass=True) is kind
+
+
+def describe_datasets(file: h5py.File) -> str:
+    """Return the paths of the datasets nearest to the root as text, empty if there are none; links are not followed."""
+    names = list(itertools.islice(_datasets_in(file), _NAMES_SHOWN + 1))
+    return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{' and others' if len(names) > _NAMES_SHOWN else ''}"
+
+
+def _datasets_in(file: h5py.File) -> Iterator[str]:
+    """Yield the paths of datasets, level by level; the search is limited, since a file may nest thousands of groups."""
+    import h5py
+
+    waiting: deque[tuple[str, Any]] = deque([("", file)])
+    left = _SEARCHED_OBJECTS
+    while waiting:
+        path, group = waiting.popleft()
+        for name in itertools.islice(group, left):
+            left -= 1
+            if _is_own(group, name, h5py.Dataset):
+                yield f"{path}{name}"
+            elif path.count("/") < _SEARCHED_LEVELS and _is_own(group, name, h5py.Group):
+                waiting.append((f"{path}{name}/", group[name]))
 
 
 def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: bool) -> Hdf5Dataset:
@@ -100,6 +137,9 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     dtype = np.dtype(dataset.dtype)
     shape = tuple(map(int, dataset.shape))
     varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
+    if 0 in shape:
+        found = f"{name!r} has no samples" if shape[0] == 0 else f"the samples of {name!r} have the shape {shape[1:]}"
+        raise BadSource(cannot(act, found, "at least one sample, of at least one value", _NAME_OTHER))
     if not shape or not (_is_plain(dtype) or h5py.check_string_dtype(dtype) is not None or varies):
         wrong = f"{name!r} has dtype {dtype}" if shape else f"{name!r} is a single value"
         raise BadSource(cannot(act, wrong, "an array of numbers", _NAME_OTHER))
@@ -149,9 +189,8 @@ def _find_dataset(act: str, file: h5py.File, name: str, trusted: bool) -> Any:
         if kind is not h5py.Group:
             break
         group = group[part]
-    names = list_datasets(file)
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    expected = f"one of {', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}" if names else "a file with datasets"
+    names = describe_datasets(file)
+    expected = f"one of {names}" if names else "a file with datasets"
     raise BadSource(cannot(act, f"there is no dataset {name!r}", expected, _NAME_OTHER))
 
 

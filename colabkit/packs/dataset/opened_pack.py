@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from colabkit.foundation import (
+    PYTHON,
     InvalidOption,
     cannot,
     check_whole_number,
@@ -27,7 +29,7 @@ from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.hdf5_files import inspect_hdf5, is_plain_hdf5, open_hdf5_split
 from colabkit.packs.dataset.open_split import OpenSplit, open_sealed
 from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
-from colabkit.packs.format.layout import SAMPLES, PackInfo, find_split
+from colabkit.packs.format.layout import SAMPLES, PackInfo, find_split, name_inferred
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.splits import missing_split
 
@@ -41,6 +43,7 @@ def open_pack(
     *,
     x: str | Mapping[str, str] | None = None,
     y: str | Mapping[str, str] | None = None,
+    task: Literal["auto", "classes", "multilabel", "regression"] = "auto",
     trusted: bool = False,
 ) -> Pack:
     """Open the pack at `path`; `open_pack(path)["train"]` is a dataset.
@@ -58,6 +61,7 @@ def open_pack(
             splits, one dataset for each, as in `{"train": "X_train", "test": "X_test"}`. None searches for common names
             such as `X_train` and `Y_train`, or `images` with `labels` or `targets`.
         y: the datasets with the labels, in the same form; None means no labels if `x` is given.
+        task: for an HDF5 file, the task of the labels, as in `pack()`.
         trusted: for an HDF5 file, also allow links, external storage, virtual datasets, filter plugins, elements of
             varying length, such as text labels, and implausibly high compression. Some of these read other files or
             run third-party code.
@@ -70,7 +74,7 @@ def open_pack(
         BadSource: if the file is not an HDF5 file, or its datasets cannot be used.
         NotSealed: if the file is a pack that was never finished, lost its seal or has another format version.
         Corrupt: if the pack has changed since it was sealed.
-        InvalidOption: if `x` or `y` is invalid, or given for a pack, whose dataset names are fixed.
+        InvalidOption: if `x`, `y` or `task` is invalid, or given for a pack, whose datasets and labels are fixed.
 
     Example:
         >>> import colabkit
@@ -83,13 +87,20 @@ def open_pack(
     act = f"open {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "open a pack"
     found = user_path(path, act).absolute()
     if is_plain_hdf5(found):
-        contents = inspect_hdf5(found, x, y, trusted)
-        reopen = partial(open_hdf5_split, found, contents.x, contents.y, trusted, contents.info.seal)
+        contents = inspect_hdf5(found, x, y, trusted, task)
+        reopen = partial(open_hdf5_split, found, contents.x, contents.y, trusted, task, contents.info.seal)
         return Pack(contents.info, reopen)
     info = read_pack(found)
-    if x is not None or y is not None:
-        message = (option("x"), " and ", option("y"), " apply only to HDF5 files that are not packs")
-        raise InvalidOption(cannot(act, message, "", (omit("x"), " and ", option("y"))))
+    if x is not None or y is not None or task != "auto":
+        message = (
+            option("x"),
+            ", ",
+            option("y"),
+            " and ",
+            option("task"),
+            " apply only to HDF5 files that are not packs",
+        )
+        raise InvalidOption(cannot(act, message, "", (omit("x"), ", ", option("y"), " and ", option("task"))))
     return Pack(info, partial(open_sealed, found, info.seal))
 
 
@@ -176,11 +187,17 @@ class Pack(Mapping[str, PackedDataset]):
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         about = ", ".join(f"{name} {value}" for name, value in self._about())
-        return "\n  ".join([self._line(), *lines, about])
+        inferred = [f"Inferred: {text}"] if (text := self._inferred()) else []
+        return "\n  ".join([self._line(), *lines, about, *inferred])
+
+    def _inferred(self) -> str:
+        """Describe what was inferred from a foreign HDF5 file; `pack()` reports what it inferred itself."""
+        return PYTHON.render(name_inferred(self.info.inferred)) if self.info.meta.get("is_foreign") else ""
 
     def _repr_html_(self) -> str:
         header, *rows = self._split_rows()
-        return html_table(self._line(), rows, header) + html_table("", self._about())
+        inferred = [("inferred", text)] if (text := self._inferred()) else []
+        return html_table(self._line(), rows, header) + html_table("", [*self._about(), *inferred])
 
     def _line(self) -> str:
         splits = ", ".join(f"{split} {format_count(count)}" for split, count in self.splits.items())
