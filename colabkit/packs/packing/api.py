@@ -247,7 +247,7 @@ def pack(
         SourceMissing, BadSource, BadArchive: if the source does not exist, has no classes, or is damaged.
         BadImage: if a file is not an image or differs in size from the others, or if too many files are bad.
         TargetExists: if `to` exists and is not a pack, or is a pack that cannot be reused and `overwrite` is false.
-        NotEnoughSpace: if the pack does not fit; raised before anything is written.
+        NotEnoughSpace: if a file does not fit; raised before it is written if its size is known.
         PackingFailed: if worker processes die.
 
     Example:

@@ -66,7 +66,7 @@ def write_pack(
         BadImage: if more samples are bad than allowed.
         BadSource: if all samples are bad.
         TargetExists: if something exists at `final` and `replace` is false.
-        NotEnoughSpace: if the pack cannot fit; raised before anything is read.
+        NotEnoughSpace: if the pack does not fit; raised before anything is read if its size is known.
     """
     retries = Retries()
     every = {split: np.arange(count) for split, count in plan.counts.items()}

@@ -64,7 +64,7 @@ def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Writt
 
     Raises:
         TargetExists: if a file at the pack's path must not be replaced, or a shard's path holds an unrelated file.
-        NotEnoughSpace: if the pack cannot fit; raised before anything is read.
+        NotEnoughSpace: if a file does not fit; raised before its samples are read if its size is known.
         BadImage: if more samples are bad than allowed.
         BadSource: if all samples are bad.
         PackingFailed: if the executor fails.
