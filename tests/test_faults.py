@@ -1,4 +1,4 @@
-"""The fault scoreboard: its rows are complete, documented, and can fail."""
+"""The fault scoreboard: how it scores the cases of a row, and counts the rows."""
 
 from __future__ import annotations
 

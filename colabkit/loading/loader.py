@@ -71,8 +71,9 @@ class Loader(DataLoaderSource):
       samples keep their shape and dtype. Class labels are `int64 [B]`. Text and bytes are returned as lists.
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
-    - Each sample of a pack is checked against its CRC when this process first reads it, and again if the file was
-      modified before an epoch. A damaged sample, or a file that became shorter, raises `Corrupt`.
+    - Each sample of a pack is checked against its CRC when this process first reads it. Unless samples are loaded one
+      by one, the loader looks at the file before each epoch, and checks the samples of a modified file again. A damaged
+      sample (see `on_bad`), or a file that became shorter, raises `Corrupt`.
     - Under `torch.distributed` every process gets its share of each global batch. No sample is repeated to
       fill a share, and all processes get the same number of batches. A custom sampler must shard its samples itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
@@ -98,30 +99,29 @@ class Loader(DataLoaderSource):
         collate_fn: function that makes a batch from a list of samples, as in `DataLoader`. It may drop samples, but not
             together with a transform of `colabkit.augment`, which draws random numbers for every sample.
         fields: names of the fields that batches hold, in this order; None for all. Packs and files name samples `X`
-            and labels `Y`; the arrays of a tuple are `0`, `1` and so on. `transform` applies to the dataset's first.
+            and labels `Y`; arrays of a tuple are `0`, `1` and so on. `transform` applies to the dataset's first field.
         as_dict: whether batches are dicts keyed by field name, as in `batch["X"]`.
         size: size in pixels of decoded image files: one side, or height and width. Images are resized and cropped as in
             `pack()`. Images decoded to one size are cached if there is room, so later epochs skip decoding. For samples
             that are stored decoded, only the stored size is allowed.
-        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` to choose by the free space, as in `tier`.
-        on_bad: how to handle image files that cannot be decoded or do not match their CRC: `"raise"`, `"skip"` (only in
-            a single process), or `"blank"` for an empty image. Images of unequal sizes are always an error if one size
-            is needed.
+        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` to choose by the free space; see `tier`.
+        on_bad: how to handle image files that cannot be decoded or have a wrong CRC: `"raise"`, `"skip"` (only in a
+            single process), or `"blank"` for an empty image. If one size is needed, other sizes are always an error.
         num_workers: number of worker threads or processes; None for one per usable CPU. With 0, a batch is built in
             your thread when you request it; for a GPU, one thread may still build batches ahead.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
         persistent_workers: whether to keep worker processes between epochs, to save about 0.1 s per epoch. They do not
             see later changes of the dataset. Invalid without worker processes.
-        channels_last: whether images of packs, files and channels-last tensors stay in channels-last memory format, in
-            which they are stored. False makes them contiguous, so that `.view` works. None means True on a GPU, where
-            convolutions are faster with this format, and False on the CPU.
+        channels_last: whether images of packs, files and channels-last tensors keep channels-last memory format. False
+            makes them contiguous, so that `.view` works. None means True on a GPU (faster convolutions), else False.
         rank: rank of this process; None uses that of `torch.distributed`, or 0 without it.
         world_size: number of processes; None uses that of `torch.distributed`, or 1 without it.
 
     Raises:
         InvalidOption: if an argument is invalid.
         BadImage: if an image cannot be decoded and `on_bad` is `"raise"`, or if no image of an epoch can be decoded.
-        Corrupt: during iteration, or with `keep="gpu"` at once, if a sample of a pack does not match its CRC.
+        Corrupt: during iteration, or at once for samples in GPU memory, if a sample of a pack does not match its CRC.
+        SourceChanged, BadArchive, FileFailed, TimedOut: during iteration, if a file of a `FileDataset` cannot be read.
         LoaderFailed: during iteration, if a worker process dies, or if your code fails; its error is then the cause.
 
     Attributes:
@@ -245,7 +245,7 @@ class Loader(DataLoaderSource):
 
     @property
     def bad_samples(self) -> dict[str, str]:
-        """Names of the image files that could not be decoded so far, with the reasons; the first 1,000."""
+        """Names of the bad image files that were found so far, with the reasons; the first 1,000."""
         return dict(self._bad.reasons)
 
     @property

@@ -178,6 +178,7 @@ def demo(
         A report of the throughput, the fraction of time spent waiting for data, and the accuracy.
 
     Raises:
+        InvalidOption: if an argument is invalid.
         SourceMissing, BadSource, BadArchive, BadImage: if the data does not exist, has no classes, or is damaged.
         TargetExists: if `to` is not empty.
         NotEnoughSpace: if the local copy or the pack does not fit.

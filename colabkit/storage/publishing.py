@@ -120,9 +120,9 @@ def publish(
     Args:
         path: a file, for example a pack, or a folder.
         to: the final path, or with a slash at its end, the folder in which the copy keeps the name of `path`. A file
-            also keeps its name in an existing folder. An existing file at the final path is replaced. An existing
-            folder is replaced by a folder if both have the same name, or if all files in it have the path of a
-            published file, as in an earlier copy. The report shows this.
+            also keeps its name in an existing folder, and a folder in the root of a mount. An existing file at the
+            final path is replaced. An existing folder is replaced by a folder if both have the same name, or if all
+            files in it have the path of a published file, as in an earlier copy. The report shows this.
         verify: `"full"` reads the copy back and compares all bytes; `"size"` compares only the sizes.
         progress: show a progress bar.
 
@@ -135,7 +135,7 @@ def publish(
         SourceChanged: if the source changes during the copy.
         TargetExists: if the target is a folder and the source is a file or vice versa, if the target is a folder with
             another name and other files, or if source and target are the same or one contains the other.
-        NotEnoughSpace: if the free space is known and too small; raised before any file is written.
+        NotEnoughSpace: if the copy does not fit; raised before any file is written if the free space is known.
         FileFailed: if the source cannot be read or the target cannot be written.
         Corrupt: if the size of a copied file, or the bytes read back, are wrong.
         TimedOut: if the source does not respond, or the target does not respond for ten minutes, plus one second for

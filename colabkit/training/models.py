@@ -57,7 +57,7 @@ def plain(part: Any) -> Any:
     return part
 
 
-# The classes of sharded modules and tensors, by their modules. A module that is not imported has no instances.
+# The classes of sharded models and tensors, by Python module. As long as a module is not imported, no instances exist.
 _SHARDED = {
     "torch.distributed.fsdp": "FullyShardedDataParallel",
     "torch.distributed.tensor": "DTensor",
@@ -66,7 +66,7 @@ _SHARDED = {
 
 
 def is_sharded(value: object) -> bool:
-    """Return whether a tensor is a `DTensor` or `ShardedTensor`, or a module an FSDP1 wrapper."""
+    """Return whether a value is a `DTensor`, a `ShardedTensor` or the wrapper of FSDP1."""
     loaded = [(sys.modules.get(module), name) for module, name in _SHARDED.items()]
     return any(isinstance(value, getattr(module, name, ())) for module, name in loaded if module is not None)
 

@@ -79,8 +79,8 @@ class TrainReport(Report):
             weights, each with the reason.
         changed_settings: descriptions of the settings that differ from those of the checkpoint; each says if the new
             value is ignored.
-        failed_saves: steps of checkpoints that could not be written or published, with the reason. If the last one is
-            missing, the trained weights exist only in this process.
+        failed_saves: steps of checkpoints that could not be written or published, with the reason. If the checkpoint of
+            the last step could not be written, the trained weights exist only in this process.
         spent: the loader's counters in this call, and how the time of the steps was spent.
         facts: configuration of the loader.
         hosts: host snapshots taken during this call, evenly thinned; empty if the host was not monitored.

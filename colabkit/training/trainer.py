@@ -152,14 +152,14 @@ def train(
     the newest good checkpoint, even in the middle of an epoch. The state is copied between two steps and written in the
     background. Checkpoints due by steps or time are postponed while an earlier one is being written; checkpoints at the
     end of an epoch and of the best state are not. Without `to`, nothing is saved. The first checkpoint is written
-    before the first step, and removed if that step fails.
+    before the first step, and removed if that step, or loading its batch, fails.
 
     Ctrl-C, SIGTERM and SIGHUP end the training after the running step, with a final checkpoint. SIGTERM and SIGHUP are
     then raised again.
 
     Under `torch.distributed`, call this in every process. Rank 0 writes the checkpoints, and its `validate` results
     are used. Every process calls the `state_dict()` of each object in `state`, so it may gather tensors from all
-    processes. Models and tensors that are sharded (FSDP, `DTensor`) are refused.
+    processes. Models and tensors that are sharded (FSDP, `DTensor`) cannot be saved, and are refused.
 
     Args:
         step: function that takes a batch and returns a loss, a dict of numbers, or None. A step with `state_dict` and
@@ -207,7 +207,8 @@ def train(
             written, even the last one, `failed_saves` of the report lists the reason, and a warning is logged.
         NotMounted: if `to` is on Drive and Drive is not mounted.
         TrainingDiverged: if the step returns NaN or infinity and `on_nonfinite` is `"raise"`.
-        BadImage, LoaderFailed: as in `Loader`.
+        BadImage, Corrupt, LoaderFailed: as in `Loader`.
+        LaunchFailed: if another process of `torch.distributed` fails while it validates or saves.
 
     Example:
         >>> import colabkit, torch

@@ -69,7 +69,7 @@ class Plan:
 
     Args:
         signals: three shared numbers: the first becomes 1 when hung requests are released, the second counts faults,
-            and the third changes when another plan replaces this one, which also releases them.
+            and the third changes when another plan replaces this one, which also releases hung requests.
         seed: seed that picks the paths of faults with `one_in`.
         faults: the arguments of each `Fault`; if several are due, the first one occurs.
         mtime_grain_s: modification and change times are rounded down to multiples of this many seconds.

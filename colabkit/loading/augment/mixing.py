@@ -174,7 +174,9 @@ class _LabelMixing(Transform):
         self.alpha = check_number("mix images", "alpha", alpha, 0.001, example=0.2)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the mixed images, of the same dtype, and class probabilities `float32 [B, num_classes]`.
+        """Return the mixed images, of the same dtype, and class probabilities `[B, num_classes]`.
+
+        Class numbers become `float32` probabilities; given probabilities keep their dtype.
 
         Args:
             images: `uint8` or floating-point `[B, C, H, W]`, on any device.

@@ -78,7 +78,7 @@ class DatasetColumns:
     def are_checked(self) -> bool:
         """Look for changes of a pack's files; return False if its samples must be checked against their CRCs.
 
-        Labels were checked when the pack was opened; the decoder of image files checks them.
+        Labels were checked when the pack was opened, and image files are checked when they are decoded.
 
         Raises:
             Corrupt: if a file became shorter.

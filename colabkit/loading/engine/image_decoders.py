@@ -30,7 +30,7 @@ _MOST_LISTED = 1000
 
 @dataclass
 class BadSamples:
-    """The `on_bad` option, and the image files that could not be decoded: names and reasons of the first 1,000."""
+    """The `on_bad` option, and the image files that are bad: names and reasons of the first 1,000."""
 
     on_bad: OnBad = "raise"
     reasons: dict[str, str] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class ImageOptions:
         row_shape: shape of every decoded image, `[H, W, C]`; None if images keep their sizes until they are cropped.
         is_resized: whether images are resized to the row shape; if not, an image of any other size is a bad sample.
         cache: cache of decoded rows.
-        bad: the files that could not be decoded.
+        bad: the bad files.
     """
 
     dataset: ImageDataset

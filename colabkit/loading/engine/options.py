@@ -62,7 +62,7 @@ class LoaderOptions:
         prefetch_batches: number of batches to build ahead; None chooses by their size.
         channels_last: whether images keep channels-last memory format; None becomes True on a GPU, else False.
         counts: the loader's meters.
-        bad: the image files that could not be decoded.
+        bad: the bad image files.
     """
 
     act: str

@@ -236,7 +236,7 @@ class FileReadAhead:
         """Return and drop the bytes of the announced sample at a position; None if it has been cached meanwhile.
 
         Raises:
-            SourceChanged, FileFailed, TimedOut: if the file cannot be read.
+            SourceChanged, BadArchive, FileFailed, TimedOut: if the file cannot be read.
         """
         with self._changed:
             while position not in self._found:

@@ -75,6 +75,7 @@ def doctor(
             `seconds` is not a duration above 0; if `headspace` has another type, or is given for a loader that has not
             been used.
         SourceMissing: if nothing is at the path of the report.
+        FileFailed: if the report cannot be read.
         BadSource: if the file at the path is not a saved report.
 
     Example:

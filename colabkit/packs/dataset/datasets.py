@@ -94,7 +94,8 @@ class PackedDataset(LabelledDataset):
 
     Each sample of a pack is checked against its CRC when this process first reads it; `verify()` checks all samples.
     Other HDF5 files have no CRCs. If a file is cut short while it is open, reading the lost part ends the process with
-    the signal SIGBUS, as with any memory map; a `Loader` looks for this at the start of each epoch.
+    the signal SIGBUS, as with any memory map; a `Loader` looks for this before each epoch, unless it loads samples one
+    by one.
 
     A plain `DataLoader` accepts the dataset; `colabkit.Loader` reads rows at memory speed. Any number of threads and
     processes may read the dataset. A pickle contains the path instead of the samples; unpickling reopens the file.

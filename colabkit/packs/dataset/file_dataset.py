@@ -161,6 +161,7 @@ class FileDataset(LabelledDataset):
 
         Raises:
             SourceChanged: if the file has changed since it was listed.
+            BadArchive: if it is a damaged member of an archive.
             FileFailed: if it cannot be read.
             TimedOut: if the source does not respond.
         """

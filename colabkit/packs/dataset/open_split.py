@@ -53,7 +53,7 @@ class OpenSplit:
                 raise self.samples.damage_error(unchecked.item(matches.argmin()))
 
     def check_files(self) -> None:
-        """Check all samples again when they are next read, if a file was modified in place since it was opened.
+        """Let `check` check all samples again if a file was modified in place since it was opened or last looked at.
 
         Raises:
             Corrupt: if a file became shorter.
