@@ -4,8 +4,9 @@ Every output file or folder is created atomically: it is written to a private pa
 `partials`) and then renamed. At any time, even after a kill, the final path is missing, or holds either the complete
 old version or the complete new one.
 
-Each operation that changes files or folders, and not only their times, first calls `_step`. Tests set a hook there to
-count the operations, or to raise an error or kill the process at the n-th. No other module writes files.
+Each operation that changes files or folders, and not only their times, first calls `_step`; so does opening a file to
+change it. Tests set a hook there to count the operations, or to raise an error or kill the process at the n-th. No
+other module changes files; tests/system/test_file_change_seam.py checks this with `strace`.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def create(path: Path) -> int:
 
 def reopen(path: Path) -> int:
     """Open an existing file for reading and writing and return its descriptor."""
+    _step("open", path)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
@@ -116,6 +118,11 @@ def open_lock(path: Path) -> int:
     """Open a lock file, which is created if missing, and return its descriptor."""
     _step("create", path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+def open_existing_lock(path: Path) -> int:
+    """Open a lock file to test its lock, and return its descriptor; does not call `_step`, since nothing changes."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def reserve(fd: int, size: int, path: Path) -> None:
@@ -274,14 +281,15 @@ class _Hdf5Writes(io.FileIO):
         """Change the size of the file, unless an earlier write failed."""
         try:
             if self.error is None:
+                _step("truncate", self._path)
                 return super().truncate(size)
-        except OSError as error:
+        except BaseException as error:
             self.error = error
         return size or 0
 
 
 def touch(path: Path) -> None:
-    """Set the modification time of a file to now; does not call `_step`, since the file's content does not change."""
+    """Set the modification time of a file to now; does not call `_step`, since the number of calls depends on time."""
     os.utime(path)
 
 

@@ -65,7 +65,7 @@ def try_lock(fd: int) -> bool | None:
 def is_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of a folder."""
     try:
-        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = file_changes.open_existing_lock(folder / LOCK)
     except OSError:
         return False
     try:

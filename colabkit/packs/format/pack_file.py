@@ -80,7 +80,7 @@ def create_pack(
             made = h5py.h5d.create(file.id, one.name.encode(), kind, space, dcpl=properties)
             placed[one.name] = DataSet(one.name, one.shape, one.dtype, int(made.get_offset() or 0))
         file.attrs[META] = json.dumps({name: value for name, value in meta.items() if name not in long})
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = file_changes.reopen(path)
     try:
         file_changes.reserve(fd, os.fstat(fd).st_size, path)
         crcs = {}
@@ -95,7 +95,7 @@ def create_pack(
 def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str, int]) -> str:
     """Write the seal into the user block, sync the file to disk, and return the seal."""
     spans = sorted((one.offset, one.size_bytes) for one in data_sets if one.size_bytes)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = file_changes.reopen(path)
     try:
         length = os.fstat(fd).st_size
         outside = outside_digest(fd, length, spans)

@@ -226,7 +226,7 @@ class Compaction:
     def copy(self, rows: Path, old: Mapping[str, DataSet], path: Path, new: Mapping[str, DataSet]) -> None:
         """Copy all kept samples to the pack, from the spool files and from the datasets `old` of the file `rows`."""
         fd = os.open(rows, os.O_RDONLY | os.O_CLOEXEC)
-        to_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        to_fd = file_changes.reopen(path)
         try:
             for split, kept in self.kept.items():
                 for made in self._plan.maker.fields:
@@ -261,7 +261,7 @@ def _runs(starts: Indices, sizes: Indices) -> Iterator[tuple[int, int]]:
 def _write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], compaction: Compaction) -> dict[str, int]:
     """Write labels, CRCs, offsets and columns, and return the CRC32 of each by dataset name."""
     crcs = {}
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = file_changes.reopen(path)
     try:
         for split, kept in compaction.kept.items():
             for name, values in _tables(plan, split, kept, compaction):

@@ -98,7 +98,7 @@ class SampleWriter:
             BadImage: if a sample cannot be made and bad samples are errors.
             SourceChanged, BadArchive, FileFailed, TimedOut, PackingFailed: if a file cannot be read or packed.
         """
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = file_changes.reopen(self._path)
         try:
             yield from self._write_all(threads, bar)
         finally:
