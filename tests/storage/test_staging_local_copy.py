@@ -6,18 +6,21 @@ import errno
 import json
 import os
 import re
+import zipfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from local_copies import copy, data_of, zipped
-from trees import leftovers
+from local_copies import MemorySource, copy, data_of, tarred, zipped
+from strikes import interrupt_at
+from trees import files_of, leftovers
 
 from colabkit.errors import TargetExists
 from colabkit.foundation import file_changes
 from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources.engine import BLOCK_BYTES
-from colabkit.storage.sources.items import STAGE_SEAL
+from colabkit.storage.sources.items import STAGE_SEAL, Listing
 
 
 def damage(path: Path, at: int) -> None:
@@ -31,10 +34,11 @@ def damage(path: Path, at: int) -> None:
 
 def test_the_seal_lists_every_file_with_its_checksums(image_tree):
     path = copy(image_tree).path
-    head, *lines = (path / STAGE_SEAL).read_text().splitlines()
+    head, times, *lines = (path / STAGE_SEAL).read_text().splitlines()
     assert json.loads(head)["files"] == len(lines) == 24
-    for line in lines:
+    for line, ctime_ns in zip(lines, json.loads(times), strict=True):
         name, size, mtime_ns, crc = json.loads(line)
+        assert (image_tree / name).stat().st_ctime_ns == ctime_ns
         assert (image_tree / name).stat().st_size == size
         assert (image_tree / name).stat().st_mtime_ns == mtime_ns
         assert crc == zlib.crc32((image_tree / name).read_bytes())
@@ -94,6 +98,59 @@ def test_refresh_reads_only_changed_files(image_tree, near_storage):
     assert again.resumed_bytes == again.staged_bytes - len(b"changed" + b"new")
     assert copy(image_tree, refresh=True).reused, "nothing has changed"
     assert leftovers(near_storage) == []
+
+
+def rewrite(path: Path) -> None:
+    """Write other bytes of the same size into a file, and restore its modification time."""
+    found = path.stat()
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def test_refresh_copies_a_file_that_was_rewritten_and_got_its_modification_time_back(image_tree, tmp_path):
+    archive = tarred(image_tree, tmp_path / "a.tar")
+    copy(image_tree, tmp_path / "near")
+    copy(archive)
+    rewrite(image_tree / "bees" / "001.png")
+    again = copy(image_tree, tmp_path / "near", refresh=True)
+    assert data_of(again.path) == files_of(image_tree)
+    assert again.resumed_bytes == again.staged_bytes - (image_tree / "bees" / "001.png").stat().st_size
+    found = archive.stat()
+    tarred(image_tree, archive)
+    os.utime(archive, ns=(found.st_atime_ns, found.st_mtime_ns))
+    # A local archive is compared even without a refresh.
+    assert data_of(copy(archive).path) == files_of(image_tree)
+
+
+@pytest.mark.parametrize("refresh", [False, True])
+def test_full_verification_replaces_files_whose_times_hide_that_they_are_outdated(refresh):
+    class Timed(MemorySource):
+        def list(self) -> Listing:
+            return Listing(tuple(replace(item, mtime_ns=1) for item in super().list().items), ())
+
+    files = {"1.bin": b"one", "2.bin": b"two", "big.bin": bytes(BLOCK_BYTES + 1)}
+    copy(Timed(files))
+    files.update({"2.bin": b"TWO", "big.bin": bytes(BLOCK_BYTES) + b"1"})
+    report = copy(Timed(files), verify="full", refresh=refresh)
+    assert data_of(report.path) == files
+    assert (report.verify, report.resumed_bytes) == ("full", 3)
+
+
+def test_an_archive_that_changed_since_an_interrupted_run_is_extracted_from_the_start(tmp_path, file_hook):
+    archive, time = tmp_path / "a.zip", (2024, 1, 1, 0, 0, 0)
+
+    def write(data: bytes) -> None:
+        with zipfile.ZipFile(archive, "w") as file:
+            for name in ("1.bin", "2.bin", "3.bin"):
+                file.writestr(zipfile.ZipInfo(name, time), data)
+
+    write(b"old")
+    file_hook(interrupt_at("3.bin"))
+    with pytest.raises(KeyboardInterrupt):
+        copy(archive)
+    file_hook(None)
+    write(b"new")
+    assert set(data_of(copy(archive).path).values()) == {b"new"}
 
 
 @pytest.mark.parametrize("taken_by", ["a file", "a folder", "a file instead of its folder"])

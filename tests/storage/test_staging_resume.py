@@ -73,7 +73,7 @@ def test_blocks_of_a_big_file_are_not_read_again(near_storage):
             copy(source, threads=1)
     kept = kept_partials(near_storage)[0]
     ((_, noted),) = read_journal(kept / "journal")[0].items()
-    assert sorted(noted) == sorted(read[:2])
+    assert sorted(noted.crcs) == sorted(read[:2])
     read.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PartialCopy, "write", lambda self, block: read.append(block.offset) or note(self, block))

@@ -165,6 +165,20 @@ def test_a_file_modified_while_it_is_read_is_detected(root, drive, near_storage,
         assert data_of(report.path) == data_of(mount.point / "data")
 
 
+def test_refresh_uses_change_times_on_a_drive_unless_a_new_mount_gives_all_files_new_ones(root, drive):
+    file = root / "data" / "cats" / "003.png"
+    found = file.stat()
+    with drive() as mount:
+        copy(mount.point / "data")
+        file.write_bytes(bytes(found.st_size))
+        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+        assert data_of(copy(mount.point / "data", refresh=True).path) == data_of(root / "data")
+    for path in root.rglob("*.*"):
+        path.chmod(0o600)
+    with drive() as mount:
+        assert copy(mount.point / "data", refresh=True).reused
+
+
 @pytest.mark.full
 def test_a_file_rewritten_within_one_tick_of_a_coarse_clock_is_not_copied_in_part(root, drive, near_storage):
     big = root / "data" / "big.bin"

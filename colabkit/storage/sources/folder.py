@@ -232,7 +232,7 @@ def _stats_of(files: _Files) -> _Found:
         except FileNotFoundError:
             skipped.append((path, "removed while the folder was listed"))
         else:
-            items.append(Item(path, stats.st_size, stats.st_mtime_ns))
+            items.append(Item(path, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns))
     return _Found(items, [], skipped)
 
 
@@ -245,7 +245,7 @@ class FileSource(PathSource):
         """Return the file with its current size and modification time."""
         with translated(f"read {self.name!r}"):
             found = answer_of(self.path.stat, self.can_hang)
-        return Listing((Item(self.path.name, found.st_size, found.st_mtime_ns),), ())
+        return Listing((Item(self.path.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns),), ())
 
     def open(self, item: Item) -> BinaryIO:
         """Open the file."""

@@ -69,11 +69,14 @@ class Item:
         path: path inside the source, with forward slashes.
         size: size in bytes.
         mtime_ns: modification time in nanoseconds since 1970; 0 if unknown.
+        ctime_ns: time of the last change of the file or its attributes, which no program can set; 0 if unknown. Items
+            that differ only in this time are equal, since it also changes when a file is linked or renamed.
     """
 
     path: str
     size: int
     mtime_ns: int = 0
+    ctime_ns: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ from colabkit.storage.sources.concurrency import check_threads
 from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import ArchiveSource, Source
 from colabkit.storage.sources.registry import AnySource, PathTable, open_source
-from colabkit.storage.staging.local_copy import LocalCopy
+from colabkit.storage.staging.local_copy import LocalCopy, Origin, origin_of
 from colabkit.storage.staging.places import Target, candidates, choose, identity_of
 from colabkit.storage.staging.reports import StagePlan, StageReport, UnstageReport
-from colabkit.storage.staging.run import StagingRun, origin_of
+from colabkit.storage.staging.run import StagingRun
 
 _PASS_PATH = ("Pass the path returned by ", call("stage"), "; a copy at a custom path cannot be found by its source")
 
@@ -61,7 +61,7 @@ def stage(
 
     The size of every file is checked against the listing, and no file may change during the copy. The copy appears at
     its path only when it is complete. An existing copy of the same source is reused without accessing the source. Only
-    if the source is a local file are its size and modification time compared: a changed file is copied again. If a
+    if the source is a local file are its size and times compared: a changed file is copied again. If a
     run was stopped by Ctrl-C, a kill or most errors, the next call resumes it and does not read copied files again. If
     another process is staging the same source, the call waits for it.
 
@@ -77,10 +77,11 @@ def stage(
         root: the folder of the relative paths in a table; None uses the folder of the table file, or the working folder
             for a DataFrame or list.
         threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
-        verify: `"size"` compares file sizes; `"full"` reads the source a second time and compares all bytes, unless an
-            existing copy was verified this way.
+        verify: `"size"` compares file sizes; `"full"` reads the source a second time, compares all bytes, and replaces
+            outdated files, unless an existing copy was verified this way.
         extract: False keeps an archive as one file.
-        refresh: check the source again even if a local copy exists, and copy changed files.
+        refresh: check the source again even if a local copy exists, and copy changed files: those with another size,
+            modification time or change time. Change times do not count if those of all files on a mount differ.
         dry_run: copy nothing; the report's `plan` gives the target and the expected sizes, or is None if an existing
             copy would be reused.
         progress: show a progress bar.
@@ -216,8 +217,8 @@ def _local_file(
             kept.start_over()
 
 
-def _local_origin(name: str) -> tuple[int, int] | None:
-    """Return size and modification time if a source is a local file, else None; remote files are not accessed."""
+def _local_origin(name: str) -> Origin | None:
+    """Return the origin of a source that is a local file, else None; remote files are not accessed."""
     if not os.path.isabs(name) or can_hang(name, mounts()) or not os.path.isfile(name):
         return None
     return origin_of(Path(name))

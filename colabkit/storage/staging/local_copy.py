@@ -1,7 +1,8 @@
 """A finished local copy made by `stage()`: its files, and its seal, a hidden file that is written last.
 
-The seal's first line is a JSON object that describes the copy. Each further line is a JSON array for one file, with its
-path, its size and time at the source, and the CRC32 of each of its blocks.
+The seal's first line is a JSON object that describes the copy. The second line is a JSON array with the change times of
+all files at the source. Each further line is a JSON array for one file, with its path, its size and modification time
+at the source, and the CRC32 of each of its blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 from zlib import crc32
 
 from colabkit.foundation import Corrupt, ProgressBar, TargetExists, call, cannot, file_changes
@@ -23,10 +25,19 @@ from colabkit.storage.sources.engine import BLOCK_BYTES, block_offsets
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.staging.reports import StageVerifyReport
 
-_FORMAT = 2
+_FORMAT = 3
 
 Crcs = Mapping[int, int]
 """CRC32 of each block of a file, by the block's offset."""
+
+Origin: TypeAlias = tuple[int, int, int]
+"""Size in bytes, modification time and change time in ns of a source that is a single file."""
+
+
+def origin_of(path: Path, *, can_hang: bool = False) -> Origin:
+    """Return the origin of a file; its change time is 0 on a mount, which may give it a new one when mounted again."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, 0 if can_hang else found.st_ctime_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +55,7 @@ class Seal:
         retries: number of retries of reads and listings.
         skipped: pairs of a skipped path and the reason.
         verify: `"size"` or `"full"`.
-        origin: size in bytes and modification time in ns of the source if it is an archive or a local or downloaded
-            file; otherwise None.
+        origin: the source's `origin_of()` if it is an archive or a local or downloaded file; otherwise None.
         tmpfs: folder of the tmpfs that was mounted for the copy, otherwise empty.
     """
 
@@ -59,13 +69,14 @@ class Seal:
     retries: int
     skipped: tuple[tuple[str, str], ...]
     verify: str
-    origin: tuple[int, int] | None = None
+    origin: Origin | None = None
     tmpfs: str = ""
     format: int = _FORMAT
 
     def write(self, folder: Path, manifest: Iterable[tuple[Item, Crcs]]) -> None:
         """Write the seal into a complete folder."""
-        lines = [json.dumps(dataclasses.asdict(self))]
+        manifest = list(manifest)
+        lines = [json.dumps(dataclasses.asdict(self)), json.dumps([item.ctime_ns for item, _ in manifest])]
         for item, crcs in manifest:
             lines.append(json.dumps([item.path, item.size, item.mtime_ns, *(crcs[offset] for offset in sorted(crcs))]))
         file_changes.write_file(folder / STAGE_SEAL, "\n".join(lines).encode())
@@ -114,19 +125,23 @@ class LocalCopy:
         try:
             with (self.folder / STAGE_SEAL).open("rb") as file:
                 next(file)
-                rows = [json.loads(line) for line in file]
-            return [(Item(path, size, mtime_ns), crcs) for path, size, mtime_ns, *crcs in rows]
+                times, *rows = [json.loads(line) for line in file]
+            return [
+                (Item(path, size, mtime_ns, ctime_ns), crcs)
+                for (path, size, mtime_ns, *crcs), ctime_ns in zip(rows, times, strict=True)
+            ]
         except (OSError, StopIteration, ValueError, TypeError) as error:
             act = f"read the manifest of {str(self.folder)!r}"
             next_step = ("Run ", call("stage", ..., refresh=True))
             raise Corrupt(cannot(act, "the manifest is damaged", "", next_step)) from error
 
     def contents_digest(self) -> tuple[str, int]:
-        """Return a SHA-256 of the files' paths, sizes, times and CRC32s; and the seal's modification time in ns.
+        """Return a SHA-256 of the files' paths, sizes, modification times and CRC32s; and the seal's time in ns.
 
         The digest does not depend on the location of the copy.
         """
         with (self.folder / STAGE_SEAL).open("rb") as file:
+            file.readline()
             file.readline()
             lines = sorted(line.strip() for line in file)
             sealed_ns = os.fstat(file.fileno()).st_mtime_ns

@@ -6,12 +6,12 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 from zlib import crc32
 
 from colabkit.foundation import BadSource, Corrupt, cannot, file_changes
@@ -24,8 +24,16 @@ from colabkit.storage.staging.places import Target
 
 JOURNAL, ARCHIVE_JOURNAL = "journal", "archive-journal"
 
-KnownBlocks: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
-"""CRC32s of written blocks by offset, for each file's path, size and time."""
+
+class KnownFile(NamedTuple):
+    """A file's change time at the source, and the CRC32s of its written blocks by offset."""
+
+    ctime_ns: int
+    crcs: dict[int, int]
+
+
+KnownFiles: TypeAlias = dict[tuple[str, int, int], KnownFile]
+"""Known files by path, size and modification time."""
 
 
 class PartialCopy:
@@ -58,8 +66,12 @@ class PartialCopy:
         for fd in (*self._open.values(), self._journal_fd):
             os.close(fd)
 
-    def resume(self, items: Iterable[Item]) -> list[Item]:
+    def resume(self, items: Iterable[Item], changed: Container[str] = ()) -> list[Item]:
         """Keep the valid blocks of these items that an earlier process recorded; remove all other files.
+
+        Args:
+            items: all items of the source.
+            changed: paths of items that have changed although their sizes and modification times are as recorded.
 
         Returns:
             The complete items; `crcs` holds the CRC32s of all valid blocks.
@@ -67,8 +79,8 @@ class PartialCopy:
         wanted = {item.path: item for item in items}
         for path in list(_files_below(self.folder)):
             item = wanted.get(path)
-            noted = self._known.get((item.path, item.size, item.mtime_ns)) if item else None
-            good = good_blocks(self.folder / path, item, noted) if item and noted else {}
+            noted = self._known.get((item.path, item.size, item.mtime_ns)) if item and path not in changed else None
+            good = good_blocks(self.folder / path, item, noted.crcs) if item and noted else {}
             if good:
                 self.crcs[path] = good
             else:
@@ -80,13 +92,14 @@ class PartialCopy:
                     file_changes.remove_empty_folder(Path(here, name))
         return [wanted[path] for path in self.crcs if self._is_complete(wanted[path])]
 
-    def link_from(self, old: LocalCopy, items: Iterable[Item]) -> list[Item]:
+    def link_from(self, old: LocalCopy, items: Iterable[Item], changed: Container[str]) -> list[Item]:
         """Hard-link unchanged, valid files of an earlier local copy into this one; return the linked items."""
         # A file without a modification time may have changed.
-        unchanged = {item for item in items if item.mtime_ns}
+        unchanged = {item: item for item in items if item.mtime_ns and item.path not in changed}
         linked = []
-        for item, sealed in old.manifest():
-            if item not in unchanged or item.path in self.crcs or not old.has_good(item, sealed):
+        for sealed_item, sealed in old.manifest():
+            item = unchanged.get(sealed_item)
+            if item is None or item.path in self.crcs or not old.has_good(item, sealed):
                 continue
             self._make_parent(item.path)
             try:
@@ -139,14 +152,28 @@ class PartialCopy:
             os.close(fd)
         self._note(item, crcs)
 
-    def check(self, block: Block) -> None:
-        """Raise `Corrupt` if a block that was read a second time differs from the written block."""
+    def check(self, block: Block, earlier: Container[str] = ()) -> bool:
+        """Return whether a block that was read a second time equals the written block.
+
+        Raises:
+            Corrupt: if it differs, unless its path is in `earlier`; the item is removed.
+        """
         with (self.folder / block.item.path).open("rb", buffering=0) as file:
             written = os.pread(file.fileno(), block.size, block.offset)
-        if crc32(written) != block.crc:
+        is_equal = crc32(written) == block.crc
+        if not is_equal and block.item.path not in earlier:
+            # The next run reads the item again, since it is unknown which of the bytes are right.
+            self.drop([block.item])
             act = f"verify {block.item.path!r} of {self._source!r}"
             found = f"the bytes at offset {block.offset} were different in the second read"
             raise Corrupt(cannot(act, found, "the same bytes twice", "Try again; if it fails again, check the source"))
+        return is_equal
+
+    def drop(self, items: Iterable[Item]) -> None:
+        """Remove complete items, so that they can be written again."""
+        for item in items:
+            file_changes.remove(self.folder / item.path)
+            del self.crcs[item.path]
 
     def _fd(self, item: Item) -> int:
         with self._opening:
@@ -179,7 +206,7 @@ class PartialCopy:
 
     def _note(self, item: Item, crcs: Crcs) -> None:
         self.crcs.setdefault(item.path, {}).update(crcs)
-        line = json.dumps([item.path, item.size, item.mtime_ns, *(pair for pair in crcs.items())]).encode() + b"\n"
+        line = json.dumps([item.path, item.size, item.mtime_ns, item.ctime_ns, *crcs.items()]).encode() + b"\n"
         file_changes.write_at(self._journal_fd, line, self._journal_end, self._journal)
         self._journal_end += len(line)
 
@@ -198,16 +225,19 @@ def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs])
             yield Wanted(item, offset, min(BLOCK_BYTES, item.size - offset), file)
 
 
-def read_journal(journal: Path) -> tuple[KnownBlocks, int]:
+def read_journal(journal: Path) -> tuple[KnownFiles, int]:
     """Return the blocks that a journal records, and the size of its valid lines; a kill may truncate the last line."""
-    known: KnownBlocks = {}
+    known: KnownFiles = {}
     end = 0
     with suppress(OSError, ValueError, TypeError), journal.open("rb") as file:
         for line in file:
-            path, size, mtime_ns, *crcs = json.loads(line)
+            path, size, mtime_ns, ctime_ns, *crcs = json.loads(line)
             if not line.endswith(b"\n"):
                 break
-            known.setdefault((path, size, mtime_ns), {}).update((offset, crc) for offset, crc in crcs)
+            key = path, size, mtime_ns
+            if key not in known or known[key].ctime_ns != ctime_ns:
+                known[key] = KnownFile(ctime_ns, {})
+            known[key].crcs.update((offset, crc) for offset, crc in crcs)
             end += len(line)
     return known, end
 
@@ -219,18 +249,36 @@ class PriorCopy:
     Attributes:
         place: the location of the files; None if there are no files.
         sealed: the finished copy, which `StagingRun.find()` did not accept; None for an interrupted run.
-        known: the CRC32s of the existing blocks, for each file.
+        known: the existing blocks of each file.
         archive_bytes: number of bytes of an archive that were already copied, rounded up to full blocks.
     """
 
     place: Target | None = None
     sealed: LocalCopy | None = None
-    known: KnownBlocks = field(default_factory=dict)
+    known: KnownFiles = field(default_factory=dict)
     archive_bytes: int = 0
 
     def lacks(self, item: Item) -> bool:
         """Return whether no data of a file exists locally."""
         return (item.path, item.size, item.mtime_ns) not in self.known
+
+    def changed(self, items: Iterable[Item], *, can_hang: bool) -> set[str]:
+        """Return the paths of known files that have another change time, although size and modification time are equal.
+
+        These files were rewritten and got their earlier modification time back, as `rsync -t` and archive programs do.
+        On a mount, if all change times differ, they do not count: some mounts give files new ones when mounted again.
+        """
+        known = [
+            (item, self.known[key]) for item in items if (key := (item.path, item.size, item.mtime_ns)) in self.known
+        ]
+        changed = {
+            item.path for item, file in known if item.ctime_ns != file.ctime_ns and item.ctime_ns and file.ctime_ns
+        }
+        return set() if can_hang and len(changed) == len(known) else changed
+
+    def without(self, paths: Container[str]) -> PriorCopy:
+        """Return this without the data of the files at these paths."""
+        return replace(self, known={key: file for key, file in self.known.items() if key[0] not in paths})
 
     @classmethod
     def find(cls, places: Sequence[Target]) -> Self:
@@ -239,8 +287,8 @@ class PriorCopy:
             copy = LocalCopy.at(place.path)
             if copy is not None and copy.seal.key == place.key:
                 with suppress(Corrupt):
-                    known: KnownBlocks = {
-                        (item.path, item.size, item.mtime_ns): block_crcs(item, crcs)
+                    known: KnownFiles = {
+                        (item.path, item.size, item.mtime_ns): KnownFile(item.ctime_ns, block_crcs(item, crcs))
                         for item, crcs in copy.manifest()
                         if item.mtime_ns
                     }
@@ -248,7 +296,7 @@ class PriorCopy:
         for place in places:
             folder = place.kept().kept_folder
             if folder.is_dir():
-                blocks = sum(len(crcs) for crcs in read_journal(folder / ARCHIVE_JOURNAL)[0].values())
+                blocks = sum(len(file.crcs) for file in read_journal(folder / ARCHIVE_JOURNAL)[0].values())
                 return cls(place, None, read_journal(folder / JOURNAL)[0], blocks * BLOCK_BYTES)
         return cls()
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from colabkit.foundation import (
     BadArchive,
     BadSource,
+    Corrupt,
     KeptPartial,
     NotEnoughSpace,
     ProgressBar,
@@ -28,7 +28,7 @@ from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import STAGE_SEAL, ArchiveSource, Item, Listing, Source, SourceKind
 from colabkit.storage.sources.reads import Retries, let_tick_pass
 from colabkit.storage.sources.registry import check_outside
-from colabkit.storage.staging.local_copy import Crcs, LocalCopy, Seal
+from colabkit.storage.staging.local_copy import Crcs, LocalCopy, Origin, Seal, origin_of
 from colabkit.storage.staging.partial_copy import (
     ARCHIVE_JOURNAL,
     JOURNAL,
@@ -76,7 +76,7 @@ class StagingRun:
         verify: `"size"` or `"full"`.
         refresh: whether to look for changes even if a local copy exists.
         progress: whether to show a progress bar.
-        origin: size and time of a source that is a single local file.
+        origin: `origin_of()` a source that is a single local file.
         resumed_bytes: size of the complete files that were already local.
         plan: the plan, once it is made.
         is_reused: whether the result is an existing local copy.
@@ -90,7 +90,7 @@ class StagingRun:
     verify: Literal["size", "full"]
     refresh: bool
     progress: bool
-    origin: tuple[int, int] | None = None
+    origin: Origin | None = None
     resumed_bytes: int = 0
     plan: StagePlan | None = None
     is_reused: bool = True
@@ -99,6 +99,7 @@ class StagingRun:
     _kept: KeptPartial | None = None
     _copy: PartialCopy | None = None
     _signed: float = 0.0
+    _changed: Collection[str] = ()
 
     @property
     def key(self) -> str:
@@ -130,6 +131,8 @@ class StagingRun:
                     return found
             prior = PriorCopy.find(self.places)
             listing, ahead = self._list(source, None if dry_run or prior.sealed else reading, prior)
+            self._changed = prior.changed(_files_of(listing), can_hang=source.can_hang)
+            prior = prior.without(self._changed)
             if prior.place and (unchanged := self._find_unchanged(source, prior, listing)):
                 # A previous run may have been killed before its cleanup.
                 prior.place.discard_kept()
@@ -210,7 +213,9 @@ class StagingRun:
         if copy is None or self.verify == "full" or not copy.is_complete():
             return None
         if isinstance(source, ArchiveSource):
-            return copy if copy.seal.origin == origin_of(source.path) else None
+            return copy if copy.seal.origin == origin_of(source.path, can_hang=source.can_hang) else None
+        if self._changed:
+            return None
         items, manifest = set(_files_of(listing)), copy.manifest()
         is_same = items == {item for item, _ in manifest} and all(item.mtime_ns for item in items)
         return copy if is_same and all(copy.has_good(item, crcs) for item, crcs in manifest) else None
@@ -260,10 +265,10 @@ class StagingRun:
     ) -> LocalCopy:
         """Fill the kept partial, seal it and publish it as the local copy."""
         try:
-            kept.note(path=os.fspath(target.path), identity=target.identity)
             if isinstance(source, ArchiveSource):
                 listing, manifest, origin = self._extract(kept, target, source)
             else:
+                kept.note(path=os.fspath(target.path), identity=target.identity)
                 with PartialCopy(self.name, kept.data, kept.folder / JOURNAL) as copy:
                     manifest = self._copy_files(copy, source, reading, _files_of(listing), ahead, prior.sealed)
                 origin = self.origin
@@ -292,9 +297,11 @@ class StagingRun:
                 # Another process, which had seemed dead, has finished first.
                 return found
             kept.publish_as(kept.data, target.path, replace=True)
-        except (OSError, BadArchive, BadSource) as error:
+        except (OSError, BadArchive, BadSource, Corrupt) as error:
             number = error.errno if isinstance(error, OSError) else None
-            if isinstance(error, NotEnoughSpace | BadArchive | BadSource) or number in (errno.ENOSPC, errno.EDQUOT):
+            is_corrupt = isinstance(error, Corrupt) and isinstance(source, ArchiveSource)
+            is_useless = is_corrupt or isinstance(error, NotEnoughSpace | BadArchive | BadSource)
+            if is_useless or number in (errno.ENOSPC, errno.EDQUOT):
                 # Resuming would fail again, so free the space.
                 kept.start_over()
             raise
@@ -316,8 +323,8 @@ class StagingRun:
     ) -> list[tuple[Item, Crcs]]:
         """Copy the items that no earlier run copied, verify all if requested, and return all with their CRC32s."""
         self._copy = copy
-        there = copy.resume(items)
-        there += copy.link_from(old, items) if old else []
+        there = copy.resume(items, self._changed)
+        there += copy.link_from(old, items, self._changed) if old else []
         there_bytes, total_bytes = (sum(item.size for item in some) for some in (there, items))
         self.resumed_bytes += there_bytes
         with self._showing("stage", total_bytes, "B", len(items)):
@@ -325,32 +332,56 @@ class StagingRun:
             rest = (item for item in items if item.path not in ahead)
             for block in reading.blocks(requests(source, rest, copy.crcs)):
                 self._advance(block.size, int(copy.write(block)))
-        if self.verify == "full":
-            with (
-                self._showing("verify", total_bytes, "B"),
-                Reading(source, self.threads, self._retries, self._wait) as second,
-            ):
-                for block in second.blocks(requests(source, items, {})):
-                    copy.check(block)
-                    self._advance(block.size)
+        if self.verify == "full" and (stale := self._find_stale(copy, source, items, {item.path for item in there})):
+            copy.drop(stale)
+            self.resumed_bytes -= sum(item.size for item in stale)
+            with self._showing("stage", sum(item.size for item in stale), "B", len(stale)):
+                for block in reading.blocks(requests(source, stale, copy.crcs)):
+                    self._advance(block.size, int(copy.write(block)))
+            self._find_stale(copy, source, stale)
         return [(item, copy.crcs[item.path]) for item in items]
+
+    def _find_stale(
+        self, copy: PartialCopy, source: Source, items: list[Item], earlier: Container[str] = ()
+    ) -> list[Item]:
+        """Read items a second time, and return those of an earlier run (`earlier`) that differ from the written files.
+
+        Raises:
+            Corrupt: if an item that this run has read differs.
+        """
+        stale: dict[str, Item] = {}
+        with (
+            self._showing("verify", sum(item.size for item in items), "B"),
+            Reading(source, self.threads, self._retries, self._wait) as second,
+        ):
+            for block in second.blocks(requests(source, items, {})):
+                if not copy.check(block, earlier):
+                    stale[block.item.path] = block.item
+                self._advance(block.size)
+        return list(stale.values())
 
     def _extract(
         self, kept: KeptPartial, target: Target, source: ArchiveSource
-    ) -> tuple[Listing, list[tuple[Item, Crcs]], tuple[int, int] | None]:
+    ) -> tuple[Listing, list[tuple[Item, Crcs]], Origin | None]:
         """Extract an archive into the local copy; copy it as one file first if the source can hang."""
-        path, origin = source.path, self.origin
+        file = FileSource(source.path)
+        (item,) = file.list().items
+        # A mount may give the archive a new change time when it is mounted again.
+        origin = (item.size, item.mtime_ns, 0) if source.can_hang else self.origin
+        if kept.record and kept.record.get("origin") != (origin and list(origin)):
+            # The kept files are from another version of the archive.
+            kept.start_over()
+        kept.note(path=os.fspath(target.path), identity=target.identity, origin=origin)
+        path = source.path
         if source.can_hang:
-            file = FileSource(source.path)
-            (item,) = file.list().items
-            path, origin = kept.folder / _ARCHIVE / item.path, (item.size, item.mtime_ns)
+            path = kept.folder / _ARCHIVE / item.path
             with (
                 PartialCopy(self.name, kept.folder / _ARCHIVE, kept.folder / ARCHIVE_JOURNAL) as copy,
                 Reading(file, self.threads, self._retries, self._wait) as reading,
             ):
                 self._copy_files(copy, file, reading, [item])
-        elif origin is not None:
-            let_tick_pass(origin[1])
+        else:
+            let_tick_pass(item.mtime_ns)
         with closing(type(source)(path)) as archive:
             listing = archive.list()
             if not listing.items:
@@ -401,12 +432,6 @@ class StagingRun:
         if self._kept is not None and time.monotonic() - self._signed > _SIGN_S:
             self._signed = time.monotonic()
             self._kept.show_life()
-
-
-def origin_of(path: Path) -> tuple[int, int]:
-    """Return a file's size in bytes and modification time in ns, which reveal whether it was modified."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
 
 
 def _files_of(listing: Listing) -> list[Item]:
