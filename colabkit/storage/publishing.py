@@ -130,6 +130,8 @@ def publish(
         The final path, the size, and the check that was made.
 
     Raises:
+        InvalidOption: if an argument is invalid.
+        NotMounted: if a path begins with `drive:` and Drive is not mounted.
         SourceMissing: if `path` does not exist.
         BadSource: if `path` is neither a file nor a folder.
         SourceChanged: if the source changes during the copy.

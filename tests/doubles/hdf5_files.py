@@ -1,4 +1,4 @@
-"""HDF5 files as other programs write them, with several storage options, and hostile ones."""
+"""HDF5 files as other programs write them, with several storage options, and odd or hostile entries for HDF5 files."""
 
 from __future__ import annotations
 
@@ -74,4 +74,4 @@ ODD: dict[str, Callable[[h5py.File, Path], object]] = {
     "text": lambda file, other: file.update({"Z_train": ["text"]}),
     "group": lambda file, other: file.create_group("Z_train"),
 }
-"""Functions that add a dataset `Z_train`, which no pack has, to an open file."""
+"""Functions that add an entry `Z_train`, which no pack has, to an open pack; the path is that of another pack."""

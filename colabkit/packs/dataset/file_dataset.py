@@ -54,6 +54,7 @@ class FileDataset(LabelledDataset):
     Raises:
         SourceMissing: if the source, or a file that a table lists, does not exist.
         BadSource: if no samples, labels or splits are found, or the archive does not support random access.
+        BadArchive: if the archive is damaged.
         MissingSplit: if the split does not exist.
         InvalidOption: if an option is invalid.
 

@@ -128,8 +128,8 @@ def inspect_hdf5(
     Raises:
         BadSource: if a dataset does not exist or cannot be used.
         NotSealed: if the file is a pack that lost its seal.
-        InvalidOption: if `x`, `y` or `task` is invalid, `y` is given without `x`, `task` without labels, or their
-            splits differ.
+        InvalidOption: if `x`, `y` or `task` is invalid, `y` is given without `x`, `task` without labels, or the splits
+            of `x` and `y` differ.
     """
     act = f"open {str(path)!r}"
     check_one_of(act, "task", task, ("auto", *TASKS))

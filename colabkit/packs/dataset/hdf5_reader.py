@@ -100,7 +100,10 @@ def _is_own(group: h5py.Group, name: str, kind: type) -> bool:
 
 
 def describe_datasets(file: h5py.File) -> str:
-    """Return the paths of the datasets nearest to the root as text, empty if there are none; links are not followed."""
+    """Return the paths of the datasets nearest to the root as text, without following soft or external links.
+
+    The text is empty if the search finds no dataset.
+    """
     names = list(itertools.islice(_datasets_in(file), _NAMES_SHOWN + 1))
     return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{' and others' if len(names) > _NAMES_SHOWN else ''}"
 

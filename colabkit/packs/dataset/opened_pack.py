@@ -70,6 +70,7 @@ def open_pack(
         The pack, a mapping of split names to datasets.
 
     Raises:
+        NotMounted: if the path begins with `drive:` and Drive is not mounted.
         SourceMissing: if the file does not exist.
         BadSource: if the file is not an HDF5 file, or its datasets cannot be used.
         NotSealed: if the file is a pack that was never finished, lost its seal or has another format version.

@@ -86,6 +86,7 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
         A report; its `is_good` is true if nothing is damaged.
 
     Raises:
+        NotMounted: if the path begins with `drive:` and Drive is not mounted.
         SourceMissing, BadSource, NotSealed: if there is no finished pack at the path.
         Corrupt: if the layout, the labels or the table of CRCs is damaged, so samples cannot be checked.
 

@@ -90,6 +90,8 @@ def stage(
         The path of the copy, its number of files, and the time taken.
 
     Raises:
+        InvalidOption: if an argument is invalid.
+        NotMounted: if a path begins with `drive:` and Drive is not mounted.
         SourceMissing: if the source does not exist.
         BadSource: if the source has no files, or the target is inside it.
         BadArchive: if an archive is damaged, truncated or malicious.
@@ -99,6 +101,7 @@ def stage(
         SourceChanged: if a file changed after it was listed, or during the read.
         Corrupt: if, with `verify="full"`, the second read returns different bytes.
         FetchFailed: if an address cannot be fetched, or a bucket cannot be read.
+        FileFailed: if a file cannot be read, or the copy cannot be written.
         TimedOut: if the source does not respond.
 
     Example:
