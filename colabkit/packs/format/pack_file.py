@@ -168,6 +168,9 @@ def _check_meta(info: PackInfo) -> None:
     shape = info.meta["sample_shape"]
     if shape is not None and not (isinstance(shape, list) and all(type(side) is int and side >= 0 for side in shape)):
         raise corrupt(info.path, f"its metadata has the invalid sample shape {shape!r:.80}")
+    classes = info.meta["classes"]
+    if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise corrupt(info.path, f"its metadata has the invalid class names {classes!r:.80}")
     if odd := [shard.name for shard in info.shards if Path(shard.name).name != shard.name or shard.name in ("", "..")]:
         raise corrupt(info.path, f"the shard name {odd[0]!r} is not a plain file name")
 

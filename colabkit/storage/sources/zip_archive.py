@@ -36,6 +36,7 @@ _INFLATE_BYTES = 64 << 20
 # Signature, then the lengths of name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
+_UTF8 = 1 << 11
 _READABLE = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA})
 # Unsupported methods, from section 4.4.5 of PKWARE's APPNOTE.TXT.
 _METHODS: Final = {
@@ -167,11 +168,14 @@ class ZipSource(ArchiveSource):
     def _inflated(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
         assert archive.fp is not None
         fd = archive.fp.fileno()
-        signature, name_length, extra_length = _LOCAL_HEADER.unpack(
-            os.pread(fd, _LOCAL_HEADER.size, member.header_offset)
-        )
+        name = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437")
+        header = os.pread(fd, _LOCAL_HEADER.size + len(name), member.header_offset)
+        signature, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
         if signature != b"PK\x03\x04":
             raise zipfile.BadZipFile("it has no header at the offset in the directory")
+        # The directory has no checksum. A flipped bit could rename a file or hide the next one.
+        if name_length != len(name) or not header.endswith(name):
+            raise zipfile.BadZipFile("its names in the directory and in its header differ")
         offset = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         data = os.pread(fd, member.compress_size, offset)
         if member.compress_type == zipfile.ZIP_DEFLATED:
