@@ -1,5 +1,6 @@
 from .addresses import FSSPEC as FSSPEC
 from .addresses import WEB as WEB
+from .addresses import Address as Address
 from .addresses import address_of as address_of
 from .drive.api import clear_cache as clear_cache
 from .drive.api import flush as flush
@@ -32,6 +33,7 @@ from .sources.concurrency import concurrently as concurrently
 from .sources.engine import Block as Block
 from .sources.engine import Reading as Reading
 from .sources.engine import Wanted as Wanted
+from .sources.folder import FileSource as FileSource
 from .sources.folder import FolderSource as FolderSource
 from .sources.folder import SlowSource as SlowSource
 from .sources.items import ArchiveSource as ArchiveSource
@@ -41,6 +43,7 @@ from .sources.items import SequentialSource as SequentialSource
 from .sources.items import Source as Source
 from .sources.lmdb_records import DATA_FILE as DATA_FILE
 from .sources.lmdb_records import LmdbSource as LmdbSource
+from .sources.manifest import TABLE_SUFFIXES as TABLE_SUFFIXES
 from .sources.manifest import ManifestSource as ManifestSource
 from .sources.manifest import is_frame as is_frame
 from .sources.ranges import RangeSource as RangeSource

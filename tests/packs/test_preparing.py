@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import pickle
+import re
 import shutil
 import tarfile
 import threading
@@ -22,6 +23,7 @@ from far_mounts import FuseMount, has_fuse, wait_for
 from http_servers import served
 from local_copies import zipped
 from packed_files import flip_byte
+from PIL import Image
 from preparations import forget_local, left_over, ready, samples
 from reader_threads import reader_threads
 from trees import leftovers, make_tree, needs
@@ -29,8 +31,10 @@ from trees import leftovers, make_tree, needs
 from colabkit.errors import InvalidOption, SourceMissing
 from colabkit.notebook.command_line import main
 from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verification import verify
-from colabkit.packs.preparing import api as preparing
+from colabkit.packs.preparing import preparation as preparing
+from colabkit.packs.preparing import source_state
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.storage.staging import places
@@ -94,12 +98,24 @@ def test_a_local_pack_is_used_if_the_source_no_longer_exists(image_tree, form):
     assert ready(source).report.way == "local"
 
 
-def test_a_local_pack_is_used_without_reading_the_mount(image_tree, mounted, tmp_path):
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let checks of a mount that hangs end early."""
+    monkeypatch.setattr(preparing, "_CHECK_S", 0.3)
+    monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_local_pack_is_used_although_the_mount_hangs_and_the_report_says_so(image_tree, mounted, tmp_path):
     with mounted(image_tree.parent) as mount:
         ready(mount.point / "tree", to=tmp_path / "kept")
         mount.hang()
-        assert ready(mount.point / "tree", to=tmp_path / "kept").report.way == "local"
+        report = ready(mount.point / "tree", to=tmp_path / "kept").report
+        assert report.way == "local"
+        assert report.checked.startswith("nothing, because the check took more than 0.3 s; use refresh=True")
+        assert "\nChecked: nothing, because" in repr(report)
         mount.go_on()
+        wait_for(lambda: not reader_threads(), "the end of the threads")
 
 
 @pytest.mark.parametrize("name", ["tree", "tree.zip"])
@@ -116,9 +132,6 @@ def test_a_saved_pack_is_staged_without_opening_files_of_the_source(tmp_path, mo
         assert (report.way, report.saved_path, report.packed_s) == ("saved", first.saved_path, None)
         assert report.saved_s > 0
         assert samples(prepared) == 6
-        mount.hang()
-        assert prepare(mount.point / name, to=mount.point / "packs", progress=False).report.way == "local"
-        mount.go_on()
 
 
 def test_the_report_shows_the_way_and_the_known_times(image_tree, near_storage, capsys):
@@ -194,14 +207,94 @@ def test_a_changed_source_is_packed_again(image_tree, near_storage, form, is_new
     assert samples(ready(source)) == 25
 
 
-def test_a_new_image_in_a_class_folder_is_detected_by_the_time_of_the_folder(image_tree):
-    ready(image_tree)
-    shutil.copy(image_tree / "ants" / "000.png", image_tree / "ants" / "more.png")
-    assert samples(ready(image_tree)) == 25
+def rewrite(path: Path, old: Path) -> None:
+    """Write the pixels of another image to a file in place, and keep its size and times."""
+    before, data = path.stat(), old.read_bytes()
+    with path.open("r+b") as file:
+        file.write(data[: before.st_size].ljust(before.st_size, b"\0"))
+        file.truncate(before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace_with_same_times(path: Path, old: Path) -> None:
+    """Replace a file by another of the same size and times."""
+    other = path.with_name("other")
+    shutil.copy2(path, other)
+    rewrite(other, old)
+    other.replace(path)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "move": lambda tree: (tree / "train/ants/001.png").rename(tree / "train/bees/100.png"),
+    "move between splits": lambda tree: (tree / "train/ants/001.png").rename(tree / "val/ants/100.png"),
+    "add": lambda tree: shutil.copy2(tree / "train/ants/000.png", tree / "val/bees/new.png"),
+    "remove": lambda tree: (tree / "train/cats/001.png").unlink(),
+    "rewrite": lambda tree: (tree / "val/cats/001.png").write_bytes((tree / "val/cats/000.png").read_bytes()),
+    "restore": lambda tree: rewrite(tree / "val/cats/001.png", tree / "val/cats/000.png"),
+    "replace": lambda tree: replace_with_same_times(tree / "val/cats/001.png", tree / "val/cats/000.png"),
+}
+
+
+def contents(prepared: PreparedPack) -> dict[str, list[tuple[bytes, int]]]:
+    """Return the pixels and labels of each split."""
+    return {name: [(image.numpy().tobytes(), label) for image, label in prepared[name]] for name in prepared}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_a_local_tree_is_packed(tmp_path, change):
+    tree = tmp_path / "birds"
+    for split in ("train", "val"):
+        # Uncompressed images of one size have files of one size.
+        for path in make_tree(tree, 2, prefix=split).rglob("*.png"):
+            Image.open(path).save(path, compress_level=0)
+    before = contents(ready(tree))
+    assert ready(tree).report.checked == "names, sizes and times of 12 files"
+    CHANGES[change](tree)
+    changed = ready(tree)
+    assert changed.report.way == "packed"
+    assert contents(changed) != before
+    assert contents(changed) == contents(ready(tree, refresh=True))
+    assert ready(tree).report.way == "local"
+
+
+def test_a_changed_file_that_a_table_lists_is_packed(image_tree):
+    table = image_tree / "rows.csv"
+    paths = sorted(path.relative_to(image_tree) for path in image_tree.rglob("*.png"))[::4]
+    table.write_text("\n".join(["path,label", *(f"{path},{path.parent}" for path in paths)]))
+    sources = [table, [str(image_tree / path) for path in paths]]
+    for source in sources:
+        assert ready(source).report.way == "packed"
+        assert ready(source).report.way == "local"
+    shutil.copy(image_tree / paths[1], image_tree / paths[0])
+    for source in sources:
+        assert ready(source).report.way == "packed"
+    table.write_text(table.read_text().replace(",bees", ",ants"))
+    assert ready(table).report.way == "packed"
+
+
+def test_changed_shards_are_packed(image_tree, tmp_path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+
+    def write(name: str, number: str) -> None:
+        with tarfile.open(shards / name, "w") as archive:
+            for kind, text in (("png", None), ("cls", b"1")):
+                path = tmp_path / f"{number}.{kind}"
+                path.write_bytes(text or (image_tree / "ants" / f"{number}.png").read_bytes())
+                archive.add(path, path.name)
+
+    write("a-0.tar", "000")
+    sources = [shards / "a-*.tar", [str(shards / "a-0.tar")], shards]
+    assert [samples(ready(source)) for source in sources] == [1, 1, 1]
+    assert [ready(source).report.way for source in sources] == ["local"] * 3
+    write("a-0.tar", "001")
+    assert [ready(source).report.way for source in sources] == ["packed"] * 3
+    write("a-1.tar", "002")
+    assert [samples(ready(source)) for source in sources] == [2, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["tree", "tree.zip", "tree.tar.gz"])
-def test_a_changed_source_on_a_mount_is_packed_again_in_the_next_session(
+def test_a_changed_source_on_a_mount_is_packed_at_once_and_in_the_next_session(
     tmp_path, mounted, near_storage, monkeypatch, name
 ):
     monkeypatch.setattr(places, "TMPFS", tmp_path)
@@ -209,21 +302,76 @@ def test_a_changed_source_on_a_mount_is_packed_again_in_the_next_session(
     archives(tree)
     with mounted(tmp_path / "root") as mount:
         ready(mount.point / name)
+        (tree / "ants/001.png").rename(tree / "bees/100.png")
+        archives(tree)
+        moved = ready(mount.point / name)
+        assert (moved.report.way, moved["train"].labels.tolist()) == ("packed", [0, 1, 1, 1, 2, 2])
         add_image(tree)
         archives(tree)
-        assert ready(mount.point / name).report.way == "local"
         forget_local(near_storage)
         assert samples(ready(mount.point / name)) == 7
 
 
-def test_refresh_packs_changes_deep_in_the_source_and_replaces_the_saved_pack(image_tree, near_storage):
+def test_the_report_says_which_files_of_a_large_remote_source_were_not_checked(image_tree, mounted, monkeypatch):
+    monkeypatch.setattr(source_state, "_REMOTE_STATS", 8)
+    with mounted(image_tree.parent) as mount:
+        ready(mount.point / "tree", to=None)
+        report = ready(mount.point / "tree", to=None).report
+        counts = "names of 24 files, and sizes and times of 8 of them"
+        assert report.checked == f"{counts}; use refresh=True if the contents of others have changed"
+        (image_tree / "cats/007.png").rename(image_tree / "bees/100.png")
+        assert ready(mount.point / "tree", to=None).report.way == "packed"
+
+
+@pytest.mark.parametrize("place", ["saved", "local"])
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ("source", r"it holds 6 samples of '.*dogs' in 3 classes, and was not prepared from this source"),
+        ("options", r"it was prepared with other options, and holds 24 samples of '.*tree' in 3 classes"),
+        ("state", "the source has changed since it was prepared, when it had 23 samples"),
+        ("pack", r"it holds 24 samples of '.*tree' in 3 classes, and was not prepared from this source"),
+    ],
+)
+def test_another_pack_under_the_right_name_is_never_used(image_tree, tmp_path, near_storage, place, other, difference):
+    def lent() -> Path:
+        """Return another pack."""
+        if other == "pack":
+            return pack(image_tree, tmp_path / "hand.h5", progress=False).path
+        if other == "source":
+            return ready(make_tree(tmp_path / "dogs", 2), to=None).path
+        if other == "options":
+            return ready(image_tree, size=4, to=None).path
+        (removed := image_tree / "cats" / "007.png").rename(tmp_path / "away.png")
+        path = ready(image_tree, to=None).path
+        shutil.copy(path, tmp_path / "earlier.h5")
+        (tmp_path / "away.png").rename(removed)
+        return tmp_path / "earlier.h5"
+
+    another = lent().read_bytes()
+    first = ready(image_tree)
+    expected = contents(first)
+    if place == "saved":
+        first.report.saved_path.write_bytes(another)
+        forget_local(near_storage)
+    else:
+        first.report.path.write_bytes(another)
+        first.report.saved_path.unlink()
+    again = ready(image_tree)
+    assert again.report.way == "packed"
+    assert re.search(rf"^Pack not used: '.*': {difference}$", repr(again.report), re.MULTILINE)
+    assert contents(again) == expected
+    forget_local(near_storage)
+    assert ready(image_tree).report.way == "saved"
+
+
+def test_refresh_packs_again_and_replaces_the_saved_pack(image_tree, near_storage):
     first = ready(image_tree).report
     old = first.saved_path.read_bytes()
-    shutil.copy(image_tree / "cats" / "002.png", image_tree / "bees" / "000.png")
-    assert ready(image_tree).report.way == "local"
+    DAMAGES["a sample"](first.saved_path)
     fresh = ready(image_tree, refresh=True).report
     assert (fresh.way, fresh.saved_path) == ("packed", first.saved_path)
-    assert fresh.saved_path.read_bytes() != old
+    assert fresh.saved_path.read_bytes() == old
     forget_local(near_storage)
     assert ready(image_tree).report.way == "saved"
     assert ready(image_tree, refresh=True).report.way == "packed"
@@ -280,7 +428,9 @@ def test_an_address_is_fetched_once_and_again_with_refresh(image_tree, tmp_path,
         assert (first.report.way, samples(first)) == ("packed", 24)
         assert "secret" not in repr(first)
         requests = len(server.requests)
-        assert ready(address).report.way == "local"
+        again = ready(address).report
+        assert again.way == "local"
+        assert again.checked == "nothing, because the source is an address; use refresh=True to fetch it again"
         forget_local(near_storage)
         assert ready(address).report.way == "saved"
         assert len(server.requests) == requests
@@ -328,7 +478,7 @@ def test_a_damaged_saved_pack_is_replaced(image_tree, near_storage, damage):
     again = ready(image_tree).report
     assert again.way == "packed"
     assert "the pack is damaged" in again.unused
-    assert "\nSaved pack not used: Cannot use " in repr(again)
+    assert "\nPack not used: Cannot use " in repr(again)
     forget_local(near_storage)
     assert ready(image_tree).report.way == "saved"
 

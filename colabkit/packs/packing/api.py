@@ -10,9 +10,9 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,10 +23,8 @@ from colabkit.foundation import (
     InvalidOption,
     ProgressBar,
     Report,
-    SourceMissing,
     TargetExists,
     Text,
-    call,
     cannot,
     check_type,
     check_whole_number,
@@ -49,27 +47,9 @@ from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_plan import PackPlan, UnequalSample
 from colabkit.packs.packing.pack_writer import WrittenPack
 from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions, reclaim, write_plan
+from colabkit.packs.packing.source_opening import opened_source
 from colabkit.packs.packing.verification import shards_of
-from colabkit.storage import (
-    ARCHIVE_SUFFIXES,
-    DATA_FILE,
-    FSSPEC,
-    AnySource,
-    ArchiveSource,
-    LmdbSource,
-    PathTable,
-    RangeSource,
-    Source,
-    check_outside,
-    check_threads,
-    identity_of,
-    open_records,
-    open_source,
-    stage,
-)
-
-_CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
-"""Suffixes of bucket objects that contain many samples; these objects are staged completely."""
+from colabkit.storage import PathTable, Source, check_outside, check_threads
 
 _LISTED = 5
 _REPLACE: Text = ("Use ", option("overwrite", True), " to replace it, or choose another path")
@@ -262,7 +242,7 @@ def pack(
     started = time.monotonic()
     in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""
     as_table: dict[str, Any] = {"path_column": path_column, "root": root, "skips_missing": on_bad == "skip"}
-    opened = None if in_memory else _opened(source, to, as_table, overwrite=overwrite, progress=progress)
+    opened = None if in_memory else opened_source(source, to, as_table, overwrite=overwrite, progress=progress)
     act = f"pack {in_memory if opened is None else opened.name!r}"
     labelled, table = (labels, task, renumber, splits, fields), (path_column, root)
     options = PackOptions(act, size, encoding, quality, channels, *labelled, seed, on_bad, max_bad, layout, *table)
@@ -283,89 +263,49 @@ def pack(
         shard_bytes = SHARD_BYTES
     final = user_path(to, f"pack to {to!r}")
     write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite)
-    pack_call = _PackCall(options, write_options, started, progress)
+    pack_call = PackCall(options, write_options, started, progress)
     with file_changes.translated(act):
         if final.is_dir():
             inside = f"Pack to a file in it, such as {str(final / 'birds.h5')!r}"
             raise TargetExists(cannot(act, f"{str(final)!r} is a folder", "", inside))
-        try:
-            if opened is None:
-                plan = plan_arrays if in_memory == "arrays" else plan_dataset
-                return pack_call.run(plan(source, options))
-            check_outside(act, opened, final)
-            with closing(opened):
-                files = FileCollection(opened, opened.list(), options)
-                if (reused := pack_call.reused(files.key)) is not None:
-                    return reused
-                try:
-                    return pack_call.run(files.plan(final))
-                except UnequalSample:
-                    if options.encoding != "auto" or options.size is not None:
-                        raise
-                return pack_call.run(files.plan(final, is_unequal=True))
-        except UnequalSample as error:
-            # The class matters only above; users handle `BadImage`.
-            raise BadImage(*error.args) from error.__cause__
+        if opened is not None:
+            return pack_call.run_files(opened)
+        with _bad_images():
+            return pack_call.run((plan_arrays if in_memory == "arrays" else plan_dataset)(source, options))
 
 
-def _exchanged(source: object, to: object) -> SourceMissing | None:
-    """Return the error for a missing source if it is named like a pack and the target is not."""
-    names = [str(path) for path in (source, to) if isinstance(path, str | os.PathLike)]
-    if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False]:
-        return None
-    found = f"this file does not exist, and the target {names[1]!r} is not named like a pack"
-    next_step = ("Source and target may be exchanged: use ", call("pack", names[1], names[0]))
-    return SourceMissing(cannot(f"pack {names[0]!r}", found, "", next_step))
-
-
-def _opened(source: AnySource, to: object, as_table: Mapping[str, Any], *, overwrite: bool, progress: bool) -> Source:
-    """Open the source; stage it first if a local copy is faster to read."""
-    address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
-    if address is not None and address.kind != FSSPEC:
-        source = stage(source, extract=False, refresh=overwrite, progress=progress).path
-    elif address is not None and str(source).rstrip("/").lower().endswith(_CONTAINER_SUFFIXES):
-        name = str(source).rstrip("/").rpartition("/")[2]
-        folder = stage(source, extract=False, refresh=overwrite, progress=progress).path
-        source = folder / name if (folder / name).is_file() else folder
-    is_table = as_table["path_column"] is not None or as_table["root"] is not None
+@contextmanager
+def _bad_images() -> Iterator[None]:
+    """Convert `UnequalSample` to `BadImage`, which users handle."""
     try:
-        opened = (None if is_table else open_records(source)) or open_source(source, **as_table)
-    except SourceMissing as error:
-        if exchanged := _exchanged(source, to):
-            raise exchanged from error
-        raise
-    if opened.can_hang and isinstance(opened, RangeSource):
-        return _staged_records(opened, overwrite=overwrite, progress=progress)
-    if opened.can_hang and isinstance(opened, ArchiveSource) and opened.is_sequential:
-        # Stage the archive, because listing and reading the samples each need a full pass over it.
-        opened.close()
-        return type(opened)(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
-    return opened
-
-
-def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> Source:
-    """Stage record files and open the local copy, because reading single samples from a mount is slow."""
-    files = [os.path.abspath(file) for file in remote.files]
-    root = os.path.commonpath([os.path.dirname(file) for file in files])
-    folder = stage(files, extract=False, refresh=overwrite, progress=progress).path
-    local = [os.fspath(folder / os.path.relpath(file, root)) for file in files]
-    given: AnySource = local
-    if isinstance(remote, LmdbSource):
-        given = folder if local[0] == os.fspath(folder / DATA_FILE) else local[0]
-    opened = open_records(given)
-    assert opened is not None
-    opened.name = remote.name
-    return opened
+        yield
+    except UnequalSample as error:
+        raise BadImage(*error.args) from error.__cause__
 
 
 @dataclass(frozen=True)
-class _PackCall:
-    """One call of `pack()`."""
+class PackCall:
+    """One call of `pack()`, or the packing of a source for `prepare()`, whose `request` becomes metadata."""
 
     options: PackOptions
     write_options: WriteOptions
     started: float
     progress: bool
+    request: Mapping[str, str] | None = None
+
+    def run_files(self, opened: Source) -> PackReport:
+        """Pack the files of a source, and close it."""
+        check_outside(self.options.act, opened, self.write_options.final)
+        with closing(opened), _bad_images():
+            files = FileCollection(opened, opened.list(), self.options)
+            if (reused := self.reused(files.key)) is not None:
+                return reused
+            try:
+                return self.run(files.plan(self.write_options.final))
+            except UnequalSample:
+                if self.options.encoding != "auto" or self.options.size is not None:
+                    raise
+            return self.run(files.plan(self.write_options.final, is_unequal=True))
 
     def reused(self, key: str | None) -> PackReport | None:
         """Return the report of the existing pack if it is identical to the one that would be written.
@@ -406,6 +346,8 @@ class _PackCall:
         """Write the planned pack, or reuse an identical one."""
         if (reused := self.reused(plan.about["plan"])) is not None:
             return reused
+        if self.request is not None:
+            plan = replace(plan, about={**plan.about, "request": self.request})
         try:
             with ProgressBar("pack", plan.samples, " samples", self.progress) as bar:
                 written = write_plan(plan, self.write_options, bar)

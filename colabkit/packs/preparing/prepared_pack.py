@@ -44,6 +44,7 @@ class PrepareReport(Report):
     inferred: Mapping[str, str]
     _unsaved: ClassVar[Text] = ""
     _unused: ClassVar[Text] = ""
+    _checked: ClassVar[Text] = ""
 
     @property
     def unsaved(self) -> str:
@@ -52,13 +53,18 @@ class PrepareReport(Report):
 
     @property
     def unused(self) -> str:
-        """Reason why an existing saved pack could not be used; otherwise empty."""
+        """Path of an existing pack that could not be used, and the reason; otherwise empty."""
         return self._words.render(self._unused)
+
+    @property
+    def checked(self) -> str:
+        """What was compared with the source, and what was not; empty if the source was packed or cannot change."""
+        return self._words.render(self._checked)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary of JSON-serializable values."""
-        reasons = {"unsaved": PYTHON.render(self._unsaved), "unused": PYTHON.render(self._unused)}
-        return {**super().to_dict(), **reasons}
+        texts = {"unsaved": self._unsaved, "unused": self._unused, "checked": self._checked}
+        return {**super().to_dict(), **{name: PYTHON.render(text) for name, text in texts.items()}}
 
     def _summary(self) -> str:
         local, saved = f"{str(self.path)!r}, {format_bytes(self.pack_bytes)}", f"{str(self.saved_path)!r}"
@@ -67,7 +73,8 @@ class PrepareReport(Report):
         else:
             lines = [f"{'Used the local pack' if self.way == 'local' else 'Packed the source to'} {local}"]
             lines += [f"Saved at {saved}" if self.saved_path else f"Not saved: {self.unsaved}"]
-        lines += [f"Saved pack not used: {self.unused}"] if self.unused else []
+        lines += [f"Checked: {self.checked}"] if self.checked else []
+        lines += [f"Pack not used: {self.unused}"] if self.unused else []
         lines += count_omitted(self.left_out, self.bad)
         lines += [f"Inferred: {self._words.render(name_inferred(self.inferred))}"] if self.inferred else []
         known = [f"{name} {format_seconds(taken)}" for name, taken in self._seconds.items() if taken is not None]
@@ -80,7 +87,9 @@ class PrepareReport(Report):
         else:
             rows.append(("not saved", self.unsaved))
         if self.unused:
-            rows.append(("saved pack not used", self.unused))
+            rows.append(("pack not used", self.unused))
+        if self.checked:
+            rows.append(("checked", self.checked))
         if self.inferred:
             rows.append(("inferred", self._words.render(name_inferred(self.inferred))))
         seconds = self._seconds.items()
@@ -92,10 +101,11 @@ class PrepareReport(Report):
         return {"local pack": self.local_s, "saved pack": self.saved_s, "packing the source": self.packed_s}
 
 
-def with_reasons(report: PrepareReport, unsaved: Text, unused: Text) -> PrepareReport:
-    """Set the values of `report.unsaved` and `report.unused`, and return the report."""
+def with_reasons(report: PrepareReport, unsaved: Text, unused: Text, checked: Text) -> PrepareReport:
+    """Set the values of `report.unsaved`, `report.unused` and `report.checked`, and return the report."""
     object.__setattr__(report, "_unsaved", unsaved)
     object.__setattr__(report, "_unused", unused)
+    object.__setattr__(report, "_checked", checked)
     return report
 
 

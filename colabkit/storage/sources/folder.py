@@ -81,7 +81,11 @@ class FolderSource(PathSource):
         self._shortcut_targets = f"{holding.point}/{SHORTCUT_TARGETS}/" if holding and is_drive else ""
 
     def list(
-        self, on_found: Callable[[list[Item]], None] | None = None, on_wait: Callable[[], None] | None = None
+        self,
+        on_found: Callable[[list[Item]], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
+        *,
+        has_sizes: bool = True,
     ) -> Listing:
         """Return every regular file below the folder; list many folders concurrently if the source can hang.
 
@@ -91,6 +95,7 @@ class FolderSource(PathSource):
         Args:
             on_found: called with each batch of files as soon as they are found.
             on_wait: called several times a second while a source that can hang does not answer.
+            has_sizes: False leaves all sizes and times at 0, since a mount needs one request for each file's.
 
         Raises:
             SourceChanged: if all listings of a folder differ.
@@ -101,7 +106,9 @@ class FolderSource(PathSource):
         retries = Retries(level.refused)
 
         def look(at: _Folder | _Files) -> _Found:
-            return retries.run(lambda: self._list_folder(at) if isinstance(at, _Folder) else _stats_of(at))
+            if isinstance(at, _Folder):
+                return retries.run(lambda: self._list_folder(at, has_sizes=has_sizes))
+            return retries.run(lambda: _stats_of(at))
 
         with translated(f"list {self.name!r}"):
             for found in self._walk(look, level, on_wait):
@@ -132,7 +139,7 @@ class FolderSource(PathSource):
                     calls.make(at)
                 yield found
 
-    def _list_folder(self, folder: _Folder) -> _Found:
+    def _list_folder(self, folder: _Folder, *, has_sizes: bool) -> _Found:
         inside = folder.inside
         # Resolve the path here, where a timeout applies, since the mount may hang.
         chain = folder.chain or (os.path.realpath(self.path),)
@@ -170,19 +177,21 @@ class FolderSource(PathSource):
                     skipped.append((path, "shortcut to a missing file or folder"))
                 else:
                     skipped.append((path, "special file"))
-            if not self.can_hang:
+            if not self.can_hang and has_sizes:
                 found = _stats_of(_Files(names, files))
                 return _Found(found.items, folders, skipped + found.skipped)
+        items = [] if has_sizes else [Item(path, 0) for path in names]
         step = _STATS_AT_ONCE
-        batches = [_Files(names[at : at + step], files[at : at + step]) for at in range(0, len(names), step)]
+        starts = range(0, len(names), step) if has_sizes else ()
+        batches = [_Files(names[at : at + step], files[at : at + step]) for at in starts]
         # Another listing begins before the sizes are read, so that both take place at the same time.
         again = self._another_listing(folder, chain, frozenset(entry_names))
         steps = [*folders, *batches] if again is None else [again, *folders, *batches]
-        return _Found([], steps, skipped, is_different=bool(again and folder.earlier))
+        return _Found(items, steps, skipped, is_different=bool(again and folder.earlier))
 
     def _another_listing(self, folder: _Folder, chain: _Chain, names: frozenset[str]) -> _Folder | None:
-        """Return the step that lists a folder once more; None if an earlier listing had the same names."""
-        if names in folder.earlier:
+        """Return the step that lists a folder on a mount once more; None if an earlier listing had the same names."""
+        if not self.can_hang or names in folder.earlier:
             return None
         earlier = (*folder.earlier, names)
         if len(earlier) == MOST_LISTINGS:

@@ -160,6 +160,12 @@ class ManifestSource:
         """The folder that item paths are relative to, for a DataFrame or list; empty if the table is a file."""
         return self._table.root if self._file is None else ""
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of the table file, if there is one, and of the files that its rows list."""
+        own = () if self._file is None else (os.path.abspath(self._file),)
+        return (*own, *dict.fromkeys(self._table.paths))
+
     def __getstate__(self) -> Mapping[str, Any]:
         return {**self.__dict__, "_table": _Table(self._table.root, (), {})}
 

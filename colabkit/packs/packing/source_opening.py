@@ -1,0 +1,78 @@
+"""Open a source to pack; stage it first if a local copy is faster to read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from colabkit.foundation import SourceMissing, call, cannot
+from colabkit.storage import (
+    ARCHIVE_SUFFIXES,
+    DATA_FILE,
+    FSSPEC,
+    AnySource,
+    ArchiveSource,
+    LmdbSource,
+    RangeSource,
+    Source,
+    identity_of,
+    open_records,
+    open_source,
+    stage,
+)
+
+_CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
+"""Suffixes of bucket objects that contain many samples; these objects are staged completely."""
+
+
+def _exchanged(source: object, to: object) -> SourceMissing | None:
+    """Return the error for a missing source if it is named like a pack and the target is not."""
+    names = [str(path) for path in (source, to) if isinstance(path, str | os.PathLike)]
+    if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False]:
+        return None
+    found = f"this file does not exist, and the target {names[1]!r} is not named like a pack"
+    next_step = ("Source and target may be exchanged: use ", call("pack", names[1], names[0]))
+    return SourceMissing(cannot(f"pack {names[0]!r}", found, "", next_step))
+
+
+def opened_source(
+    source: AnySource, to: object, as_table: Mapping[str, Any], *, overwrite: bool, progress: bool
+) -> Source:
+    """Open the source; stage it first if a local copy is faster to read."""
+    address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
+    if address is not None and address.kind != FSSPEC:
+        source = stage(source, extract=False, refresh=overwrite, progress=progress).path
+    elif address is not None and str(source).rstrip("/").lower().endswith(_CONTAINER_SUFFIXES):
+        name = str(source).rstrip("/").rpartition("/")[2]
+        folder = stage(source, extract=False, refresh=overwrite, progress=progress).path
+        source = folder / name if (folder / name).is_file() else folder
+    is_table = as_table["path_column"] is not None or as_table["root"] is not None
+    try:
+        opened = (None if is_table else open_records(source)) or open_source(source, **as_table)
+    except SourceMissing as error:
+        if exchanged := _exchanged(source, to):
+            raise exchanged from error
+        raise
+    if opened.can_hang and isinstance(opened, RangeSource):
+        return _staged_records(opened, overwrite=overwrite, progress=progress)
+    if opened.can_hang and isinstance(opened, ArchiveSource) and opened.is_sequential:
+        # Stage the archive, because listing and reading the samples each need a full pass over it.
+        opened.close()
+        return type(opened)(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
+    return opened
+
+
+def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> Source:
+    """Stage record files and open the local copy, because reading single samples from a mount is slow."""
+    files = [os.path.abspath(file) for file in remote.files]
+    root = os.path.commonpath([os.path.dirname(file) for file in files])
+    folder = stage(files, extract=False, refresh=overwrite, progress=progress).path
+    local = [os.fspath(folder / os.path.relpath(file, root)) for file in files]
+    given: AnySource = local
+    if isinstance(remote, LmdbSource):
+        given = folder if local[0] == os.fspath(folder / DATA_FILE) else local[0]
+    opened = open_records(given)
+    assert opened is not None
+    opened.name = remote.name
+    return opened

@@ -1,0 +1,318 @@
+"""One call of `prepare()`: it finds, stages or packs a pack of the source, and saves the pack."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from colabkit.foundation import (
+    ColabkitError,
+    Corrupt,
+    ProgressBar,
+    SourceMissing,
+    Text,
+    TimedOut,
+    can_hang,
+    cannot,
+    file_changes,
+    format_things,
+    mounts,
+    option,
+    partials,
+    try_lock,
+    wait_while_busy,
+)
+from colabkit.packs.format.layout import PackInfo
+from colabkit.packs.format.pack_file import read_pack
+from colabkit.packs.packing.verification import verify
+from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, with_reasons
+from colabkit.packs.preparing.source_state import SourceState
+from colabkit.storage import Threads, answer_of, publish, stage
+
+_LOCK, _NOTES = "lock", "notes.json"
+# Time to check a remote source before an existing local pack is used unchecked.
+_CHECK_S = 10.0
+
+
+@dataclass
+class Preparation:
+    """One call of `prepare()`.
+
+    Attributes:
+        name: name of the source; an absolute path if it has one.
+        folder: folder of the local packs of this source and these options.
+        request: digests of the source's identity and of the options; a pack holds them, with its state, as metadata.
+        save_folder: folder in which packs are saved; None if nothing is saved, for the reason in `unsaved`.
+        pack_to: packs the source to a path, and stores the digest of its state.
+        look: returns the state of the source.
+        is_local: whether the source and all its files are on this machine.
+        state: state of the source; None if it is unknown or the source does not exist.
+        checked: what was compared with the source, for the report.
+    """
+
+    name: str
+    folder: Path
+    request: Mapping[str, str]
+    save_folder: Path | None
+    unsaved: Text
+    pack_to: Callable[[Path, str], None]
+    look: Callable[[Callable[[], None]], SourceState]
+    is_local: bool
+    threads: Threads
+    refresh: bool
+    progress: bool
+    state: SourceState | None = None
+    checked: Text = ""
+    unused: Text = ""
+    local_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.notes = self.read_notes()
+
+    def run(self) -> PreparedPack:
+        """Return the pack by the fastest route."""
+        started = time.monotonic()
+        self.read_state()
+        found = self.find_local()
+        self.local_s = time.monotonic() - started
+        if found is not None and (self.save_folder is None or self.is_saved(found.path)):
+            return self.prepared(found, "local")
+        if found is None and self.state is None:
+            # This raises the error for a missing source, unless the source was created in the meantime.
+            self.pack_to(self.path, "")
+        way: Literal["local", "saved", "packed"] = "local"
+        with self.alone() as is_alone:
+            self.notes = self.read_notes()
+            found = self.find_local()
+            if found is None:
+                way, found = self.make()
+                if is_alone:
+                    self.remove_all_but(found.path)
+            elif is_alone is False and not self.is_saved(found.path):
+                self.save_folder, self.unsaved = None, "another process is saving it"
+            if self.save_folder is not None and not self.is_saved(found.path):
+                self.save(found.path)
+        return self.prepared(found, way)
+
+    def read_state(self) -> None:
+        """Read the source's state; if that is impossible or takes too long, a local pack will be used unchecked."""
+        stop = threading.Event()
+
+        def go_on() -> None:
+            if stop.is_set():
+                raise TimedOut(cannot(f"check {self.name!r}", "the time is up", "", "Try again"))
+
+        try:
+            if self.is_local or self.find_local() is None:
+                self.state = self.look(go_on)
+            else:
+                self.state = answer_of(lambda: self.look(go_on), can_hang=True, stalled_s=_CHECK_S, tries=1)
+            self.checked = self.state.checked
+        except SourceMissing as error:
+            self.checked = ("nothing, because ", error.message.found if error.message else "the source is missing")
+        except ColabkitError as error:
+            if self.is_local or self.find_local() is None:
+                raise
+            cause = f"the check took more than {_CHECK_S:g} s" if isinstance(error, TimedOut) else error.message
+            again = (option("refresh", True), " to pack the source again")
+            self.checked = ("nothing, because ", cause or str(error), "; use ", *again)
+        finally:
+            stop.set()
+
+    def find_local(self) -> PackInfo | None:
+        """Return the local pack for the source's state, or the newest if the state is unknown; None to make one."""
+        if self.refresh:
+            return None
+        paths = _newest_first(self.folder) if self.state is None else [self.path]
+        for info in filter(None, map(_opened, paths)):
+            if not (difference := self.difference_of(info)):
+                return info
+            self.unused = f"{str(info.path)!r}: {difference}"
+        return None
+
+    def difference_of(self, info: PackInfo) -> str:
+        """Say how a pack differs from the one that this call would make; empty if it does not."""
+        found = info.meta.get("request")
+        found = found if isinstance(found, Mapping) else {}
+        samples = format_things(sum(info.meta["splits"].values()), "sample")
+        classes = format_things(len(info.meta["classes"]), "class", "classes")
+        holds = f"{samples} of {info.meta['source']!r} in {classes}"
+        if found.get("source") != self.request["source"]:
+            return f"it holds {holds}, and was not prepared from this source"
+        if found.get("options") != self.request["options"]:
+            return f"it was prepared with other options, and holds {holds}"
+        if self.state is None:
+            return ""
+        # Only local files have a time of change that no program can restore.
+        noted = self.notes.get("changes") or [info.seal, self.state.changes]
+        if found.get("state") != digest_of(self.state.digest):
+            return f"the source has changed since it was prepared, when it had {samples}"
+        if self.state.changes and noted[0] == info.seal and noted[1] != self.state.changes:
+            return "files of the source were changed or replaced, and their sizes and times restored"
+        return ""
+
+    @property
+    def path(self) -> Path:
+        """Path of the local pack for the source's state."""
+        return self.folder / f"{digest_of(self.state.digest if self.state else '')}.h5"
+
+    def saved_path(self, local: Path) -> Path:
+        """Return the path at which a local pack is saved."""
+        assert self.save_folder is not None
+        return self.save_folder / f"{self.folder.name}-{local.name}"
+
+    def is_saved(self, local: Path) -> bool:
+        """Return whether the notes record that a local pack is saved."""
+        return self.save_folder is not None and self.notes.get("saved") == str(self.saved_path(local))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool | None]:
+        """Yield whether this process holds the folder's lock; None if the file system does not support locks.
+
+        If another process holds the lock, wait until the lock is free, the pack exists, or the folder stops changing.
+        """
+        file_changes.make_folder(self.folder)
+        fd = file_changes.open_lock(self.folder / _LOCK)
+        try:
+            is_alone = try_lock(fd)
+            if is_alone is False:
+                with ProgressBar("wait for another process", None, " s", self.progress) as bar:
+                    wait_while_busy(self.folder, lambda: try_lock(fd) is False and self.find_local() is None, bar.wait)
+                is_alone = try_lock(fd)
+            yield is_alone
+        finally:
+            os.close(fd)
+
+    def make(self) -> tuple[Literal["saved", "packed"], PackInfo]:
+        """Stage the saved pack; if that is not possible, or `refresh` is set, pack the source."""
+        way: Literal["saved", "packed"] = "packed"
+        started = time.monotonic()
+        if self.state is not None and self.save_folder is not None and not self.refresh:
+            saved = self.saved_path(self.path)
+            if self.stage_saved(saved):
+                way = "saved"
+                self.note(saved_s=time.monotonic() - started, saved=str(saved))
+        if way == "packed":
+            self.note(saved="")
+            if _opened(self.path) is None:
+                # A file that does not start like a pack would not be replaced.
+                file_changes.remove(self.path)
+            started = time.monotonic()
+            self.pack_to(self.path, digest_of(self.state.digest if self.state else ""))
+            self.note(packed_s=time.monotonic() - started)
+        started = time.monotonic()
+        info = read_pack(self.path)
+        self.local_s = time.monotonic() - started
+        if self.state is not None:
+            self.note(changes=[info.seal, self.state.changes])
+        return way, info
+
+    def stage_saved(self, saved: Path) -> bool:
+        """Stage the saved pack if it exists, is undamaged and is the right one; return whether that succeeded."""
+        act = f"use {str(saved)!r}"
+        copy = self.path.with_suffix(".staged")
+        try:
+            if not answer_of(lambda: os.path.isfile(saved), can_hang(str(saved), mounts())):
+                return False
+            report = stage(saved, copy, threads=self.threads, extract=False, progress=self.progress)
+            with file_changes.translated(act), partials.Partial(self.path) as partial:
+                file_changes.rename(report.path, partial.path)
+                file_changes.remove(copy)
+                info = _opened(partial.path)
+                if info is not None and (difference := self.difference_of(info)):
+                    self.unused = f"{str(saved)!r}: {difference}"
+                    return False
+                if info is None or not _is_whole(partial.path, progress=self.progress):
+                    next_step = "Check the disk or the connection if this happens again"
+                    raise Corrupt(cannot(act, "the pack is damaged", "", next_step))
+                partial.publish(replace=True)
+        except ColabkitError as error:
+            self.unused = error.message or str(error)
+            if isinstance(error, TimedOut):
+                self.save_folder, self.unsaved = None, f"{str(saved.parent)!r} does not respond"
+            return False
+        return True
+
+    def save(self, local: Path) -> None:
+        """Save a local pack, or record why that failed."""
+        try:
+            publish(local, self.saved_path(local), progress=self.progress)
+            self.note(saved=str(self.saved_path(local)))
+        except ColabkitError as error:
+            self.unsaved = error.message or str(error)
+
+    def remove_all_but(self, local: Path) -> None:
+        """Remove packs of earlier states and leftovers of killed processes."""
+        for path in list(self.folder.iterdir()):
+            if path.name not in (local.name, _LOCK, _NOTES):
+                with contextlib.suppress(OSError):
+                    file_changes.remove(path)
+
+    def read_notes(self) -> dict[str, Any]:
+        """Return the notes of earlier calls."""
+        try:
+            return dict(json.loads((self.folder / _NOTES).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def note(self, **values: object) -> None:
+        """Write notes for later calls; failures are ignored because the notes are optional."""
+        self.notes.update(values)
+        with contextlib.suppress(OSError), partials.Partial(self.folder / _NOTES) as partial:
+            file_changes.write_file(partial.path, json.dumps(self.notes).encode())
+            partial.publish(replace=True)
+
+    def prepared(self, info: PackInfo, way: Literal["local", "saved", "packed"]) -> PreparedPack:
+        """Return the pack with its report."""
+        is_saved = self.is_saved(info.path)
+        seconds = {name: self.notes.get(name) for name in ("saved_s", "packed_s")}
+        report = PrepareReport(
+            path=info.path,
+            way=way,
+            local_s=self.local_s,
+            **{name: float(one) if isinstance(one, int | float) else None for name, one in seconds.items()},
+            saved_path=self.saved_path(info.path) if is_saved else None,
+            pack_bytes=info.path.stat().st_size,
+            left_out=info.left_out,
+            bad=info.bad,
+            inferred=info.inferred,
+        )
+        checked = "" if way == "packed" else self.checked
+        return PreparedPack(info, with_reasons(report, "" if is_saved else self.unsaved, self.unused, checked))
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Return the packs in a folder, newest first; other processes may remove them in the meantime."""
+    times = {}
+    for path in folder.glob("*.h5"):
+        with contextlib.suppress(OSError):
+            times[path] = path.lstat().st_mtime_ns
+    return sorted(times, key=lambda path: times[path], reverse=True)
+
+
+def _opened(path: Path) -> PackInfo | None:
+    try:
+        return read_pack(path)
+    except ColabkitError:
+        return None
+
+
+def _is_whole(path: Path, *, progress: bool) -> bool:
+    """Return whether a pack and all its samples match their checksums."""
+    try:
+        return verify(path, progress=progress).is_good
+    except ColabkitError:
+        return False
+
+
+def digest_of(*texts: str) -> str:
+    """Return the first 12 digits of the SHA-256 of texts, in hex."""
+    return hashlib.sha256(os.fsencode("\0".join(texts))).hexdigest()[:12]

@@ -1,0 +1,134 @@
+"""The state of a source, by which `prepare()` recognizes a source that has changed since it was packed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from colabkit.foundation import Text, can_hang, format_things, mounts, option, user_path
+from colabkit.storage import (
+    FSSPEC,
+    STALLED_S,
+    TABLE_SUFFIXES,
+    Address,
+    AnySource,
+    ArchiveSource,
+    FileSource,
+    FolderSource,
+    ManifestSource,
+    RangeSource,
+    Retries,
+    Source,
+    answer_of,
+    concurrently,
+    open_records,
+    open_source,
+)
+
+# On a mount, reading the size and time of a file takes a request of several milliseconds, and listing a folder one for
+# all its names. So of a remote source with more files, the sizes and times of this many are read.
+_REMOTE_STATS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """The state of a source at one time.
+
+    Attributes:
+        digest: digest of the names, sizes and modification times of the source's files; an unchanged source has the
+            same digest in later sessions.
+        changes: digest of the files' inodes and the times of their last changes, which no program can set back; empty
+            for a remote source, since some mounts number files anew.
+        checked: what was compared and what was not, for the report; empty if the source cannot change.
+    """
+
+    digest: str
+    changes: str
+    checked: Text
+
+
+class _Contents(NamedTuple):
+    """Lines that describe a source, and the files whose sizes and times belong to its state too."""
+
+    lines: Sequence[str]
+    files: Sequence[str]
+    is_remote: bool
+
+
+def read_state(
+    source: AnySource, address: Address | None, as_table: Mapping[str, Any], go_on: Callable[[], None]
+) -> SourceState:
+    """Return the state of a source; only names and metadata are read, and tables of paths.
+
+    Args:
+        source: a source of `prepare()`.
+        address: its address, or None.
+        as_table: the arguments of `open_source()` for tables.
+        go_on: called between the requests to a remote source; may raise to stop.
+
+    Raises:
+        SourceMissing: if the source does not exist.
+        ColabkitError: if it cannot be read.
+    """
+    if isinstance(source, str) and source.startswith("samples:"):
+        return SourceState("", "", "")
+    if address is not None and address.kind != FSSPEC:
+        again = (option("refresh", True), " to fetch it again")
+        return SourceState("", "", ("nothing, because the source is an address; use ", *again))
+    lines, files, is_remote = _contents_of(source, as_table, go_on)
+    step = math.ceil(len(files) / _REMOTE_STATS) if is_remote else 1
+    some = files[:: max(step, 1)]
+    retries = Retries()
+
+    def look(path: str) -> tuple[str, os.stat_result | None]:
+        go_on()
+        try:
+            return path, retries.run(lambda: os.stat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return path, None
+
+    found = dict(concurrently(look, some, "auto", stalled_s=STALLED_S if is_remote else None))
+    stats = [found[path] for path in some]
+    sizes = [f"{path}\0{one and (one.st_size, one.st_mtime_ns)}" for path, one in zip(some, stats, strict=True)]
+    changes = "" if is_remote else _digest([f"{one.st_ino}\0{one.st_ctime_ns}" for one in stats if one is not None])
+    counted = format_things(len(files) or len(lines), "file")
+    checked: Text = f"names, sizes and times of {counted}"
+    if len(some) < len(files):
+        rest = f"names of {counted}, and sizes and times of {len(some):,} of them; use "
+        checked = (rest, option("refresh", True), " if the contents of others have changed")
+    return SourceState(_digest([*lines, "", *sizes]), changes, checked)
+
+
+def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable[[], None]) -> _Contents:
+    is_table = as_table["path_column"] is not None or as_table["root"] is not None
+    if isinstance(source, str | os.PathLike) and "://" not in str(source):
+        path = os.path.abspath(user_path(source, f"read {os.fspath(source)!r}"))
+        is_remote = can_hang(path, mounts())
+        # A table also names other files; any other file is not opened, since it may be on a slow mount.
+        if not path.lower().endswith(TABLE_SUFFIXES) and answer_of(lambda: os.path.isfile(path), is_remote):
+            return _Contents((), (path,), is_remote)
+    opened = source if isinstance(source, Source) else None
+    opened = opened or (None if is_table else open_records(source)) or open_source(source, **as_table)
+    with closing(opened):
+        if isinstance(opened, FolderSource):
+            listing = opened.list(lambda _: go_on(), go_on, has_sizes=False)
+            root = os.path.abspath(opened.path)
+            files = [f"{root}/{item.path}" for item in listing.items]
+            return _Contents([*files, *map(str, listing.skipped)], files, opened.can_hang)
+        if isinstance(opened, RangeSource):
+            return _Contents((), [os.path.abspath(file) for file in opened.files], opened.can_hang)
+        if isinstance(opened, ManifestSource):
+            return _Contents((), opened.files, opened.can_hang)
+        if isinstance(opened, FileSource | ArchiveSource):
+            return _Contents((), [os.path.abspath(opened.path)], opened.can_hang)
+        items = opened.list().items
+        return _Contents([f"{item.path}\0{item.size}\0{item.mtime_ns}" for item in items], (), opened.can_hang)
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\0\0".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
