@@ -6,6 +6,7 @@
 - `processes`, `mount_table`, `environment`: child programs, mounts, the platform and its resource limits.
 - `progress`, `plotting`: the progress bar, and the common style of all figures.
 - `meters`, `telemetry`: meters and events of loaders and training, and snapshots of CPU, RAM, storage and GPUs.
+- `image_formats`: the extensions and signatures of image files.
 - `random_numbers`, `permutation`: random numbers and shuffles as pure functions of seed and position.
 """
 

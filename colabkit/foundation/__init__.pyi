@@ -53,6 +53,10 @@ from .errors import TrainingDiverged as TrainingDiverged
 from .errors import UnsentWrites as UnsentWrites
 from .file_changes import HDF5_USER_BLOCK_BYTES as HDF5_USER_BLOCK_BYTES
 from .file_changes import translated as translated
+from .image_formats import IMAGE_EXTENSIONS as IMAGE_EXTENSIONS
+from .image_formats import FileFormat as FileFormat
+from .image_formats import find_format as find_format
+from .image_formats import is_image_head as is_image_head
 from .locks import try_lock as try_lock
 from .locks import wait_while_busy as wait_while_busy
 from .messages import PYTHON as PYTHON

@@ -147,10 +147,8 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         Mistake("an empty folder", 'colabkit.stage("empty")', "BadSource", "it contains no files"),
         Mistake("the same while packing", "colabkit pack empty x.h5", "BadSource", "the source has no files"),
         Mistake("a folder without images", 'colabkit.pack("notes", "x.h5")', "BadSource", "(1 .txt)"),
-        Mistake(
-            "photos of a phone", 'colabkit.pack("heic", "x.h5")', "BadSource", "Convert the files to JPEG", "class"
-        ),
-        Mistake("the same in the launcher", "Source: heic; Pack", "BadSource", "Convert the files to JPEG", "class"),
+        Mistake("photos of a phone", 'colabkit.pack("heic", "x.h5")', "BadImage", "run pip install pillow-heif"),
+        Mistake("the same in the launcher", "Source: heic; Pack", "BadImage", "run pip install pillow-heif"),
         Mistake("images without class folders", 'colabkit.pack("flat", "x.h5")', "BadSource", "labels=None"),
         Mistake("the same in a magic", "%pack flat x.h5", "BadSource", "--labels none", "function of the path"),
         Mistake("the same in the launcher", "Source: flat; Pack", "BadSource", "Labels: none", "--labels"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from pictures import AGREEMENT, by_pillow, distance, exif, fill_row, photo, saved
-from PIL import Image, features
+from PIL import Image, PngImagePlugin, features
 from trees import needs
 
+from colabkit.errors import BadImage
 from colabkit.packs.decode.images import check_image, decode_image, image_size
 
 
@@ -157,6 +160,38 @@ def test_the_first_image_of_an_mpo_file_is_decoded():
     data = saved(Image.fromarray(photo()), "MPO", save_all=True, append_images=[Image.fromarray(photo(30, 20))])
     assert distance(whole(data), by_pillow(data)) <= AGREEMENT
     assert image_size(data) == (45, 61)
+
+
+@pytest.mark.parametrize("kind", ["TGA", "JPEG2000", "AVIF"])
+def test_less_common_formats_are_decoded_like_pillow_does(kind):
+    feature = {"AVIF": "avif", "JPEG2000": "jpg_2000"}.get(kind)
+    needs(f"{kind} in Pillow", feature is None or features.check(feature))
+    for mode in ("RGB", "RGBA", "L"):
+        data = saved(Image.fromarray(photo()).convert(mode), kind)
+        assert (whole(data) == by_pillow(data)).all()
+        assert decode_image(data, size=(8, 8)).shape == (8, 8, 3)
+        for length in range(0, len(data) - 100, 97):
+            with pytest.raises(BadImage):
+                decode_image(data[:length])
+
+
+@pytest.mark.parametrize("name", ["pillow_heif", "pi_heif"])
+def test_a_heic_file_needs_a_package_that_is_named(name, monkeypatch):
+    monkeypatch.setattr(Image, "OPEN", {key: value for key, value in Image.OPEN.items() if key != "HEIF"})
+    for package in ("pillow_heif", "pi_heif"):
+        monkeypatch.setitem(sys.modules, package, None)
+    data = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + saved(photo(), "PNG")
+    with pytest.raises(BadImage, match=r"the file is a HEIC image, .* \(run pip install pillow-heif\)"):
+        decode_image(data)
+
+    def opened(file: io.BytesIO, filename: str) -> object:
+        return PngImagePlugin.PngImageFile(io.BytesIO(file.getvalue()[24:]))
+
+    def register() -> None:
+        Image.OPEN["HEIF"] = opened, None
+
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(register_heif_opener=register))
+    assert (decode_image(data) == photo()).all()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "PPM", "JPEG"])

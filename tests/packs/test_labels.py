@@ -90,7 +90,23 @@ def test_files_that_the_source_skipped_are_listed_too():
 
 
 def test_images_are_recognized_by_their_extensions():
-    for suffix in ("bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp", "JPG"):
+    for suffix in (
+        "bmp",
+        "gif",
+        "jpeg",
+        "jpg",
+        "pgm",
+        "png",
+        "ppm",
+        "tif",
+        "tiff",
+        "webp",
+        "JPG",
+        "HEIC",
+        "avif",
+        "tga",
+        "jp2",
+    ):
         assert len(labelled_paths(f"cats/a.b.{suffix}").splits["train"]) == 1
 
 
@@ -104,6 +120,8 @@ def test_an_image_outside_of_class_folders_raises_with_its_name():
 def test_sources_without_images_or_without_files_raise():
     with pytest.raises(BadSource, match="there is no image among 2 files"):
         labelled_paths("a/1.txt", "b/2.csv")
+    with pytest.raises(BadSource, match=r"Pillow cannot decode the formats of its images \(1 \.txt, 1 \.cr2\)"):
+        labelled_paths("a/1.txt", "b/2.cr2")
     with pytest.raises(BadSource, match=r"Open an HDF5 file directly with open_pack\(path\)"):
         labelled_paths("data.h5")
     with pytest.raises(BadSource, match=r"Load the arrays with numpy\.load\(path\)"):
@@ -195,8 +213,8 @@ def test_a_function_of_the_path_splits_files():
 
 
 def test_files_of_an_unknown_format_are_named_before_hidden_files():
-    labelled = label_samples(listing_of(".DS_Store", "a/1.jpg", "a/2.heic"), "source")
-    assert labelled.left_out == (("a/2.heic", "no image extension"), (".DS_Store", "hidden"))
+    labelled = label_samples(listing_of(".DS_Store", "a/1.jpg", "a/2.cr2"), "source")
+    assert labelled.left_out == (("a/2.cr2", "an image format that Pillow cannot decode"), (".DS_Store", "hidden"))
 
 
 def test_a_text_that_is_no_column_is_answered_with_an_example_of_shares():

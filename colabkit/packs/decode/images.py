@@ -17,7 +17,8 @@ Every image is decoded as follows:
 - Pixel count: more than 89,478,485, Pillow's limit against decompression bombs, is an error before decoding.
 - JPEG: values differ from Pillow's by at most 2 of 255. Bytes after the image are ignored and a truncated file is an
   error. If libjpeg only warns of a flaw, Pillow decodes the file and ignores the flaw.
-- Formats: BMP, GIF, JPEG, PNG, PPM, TIFF and WebP; formats that would run an external program are excluded.
+- Formats: AVIF, BMP, GIF, JPEG, JPEG 2000, MPO, PNG, PPM, TGA, TIFF and WebP, and HEIC if pillow-heif is installed;
+  formats that would run an external program are excluded. The content decides, not the extension.
 
 JPEG files of one or three components are decoded by simplejpeg, torchcodec or torchvision (see `jpeg`), if installed.
 Pillow decodes all other files, and those that the other decoder rejects. All functions can be called from many threads
@@ -137,8 +138,8 @@ def image_size(data: Data) -> Size:
     """Return the upright height and width of an image, if possible from its header alone.
 
     For BMP, GIF, PNG, PPM and JPEG, the first bytes of a file are enough. A JPEG needs its entire header, which may
-    take hundreds of kilobytes with a color profile and a preview. WebP and TIFF need the entire file, and so does a PNG
-    whose orientation is stored at its end.
+    take hundreds of kilobytes with a color profile and a preview. Other formats, such as WebP and TIFF, need the entire
+    file, and so does a PNG whose orientation is stored at its end.
 
     Raises:
         BadImage: like `decode_image`, but only for problems that the header shows.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
-from colabkit.foundation import BadImage
+from colabkit.foundation import BadImage, FileFormat, find_format
 
 Data = bytes | memoryview
 Pixels = npt.NDArray[np.uint8]
@@ -34,14 +36,17 @@ and 23.
 """
 
 
+# Pillow itself tells these formats apart.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+# Packages with decoders of HEIF for Pillow; the second has no encoder.
+_HEIF_PACKAGES = ("pillow_heif", "pi_heif")
 # MPO is a JPEG with several images, as written by some phones.
 _JPEG = ("JPEG", "MPO")
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _ORIENTATION = 0x0112
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+_HEAD_BYTES = 256
 _BOMB_PIXELS = re.compile(r"\((\d+) pixels\)")
-_HEIF = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1")
 
 
 class OtherSize(BadImage):
@@ -167,20 +172,22 @@ def measure_with_pillow(data: Data) -> Size:
 @contextmanager
 def _open(data: Data) -> Iterator[Any]:
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=_formats_of(data)) as image:
             check_pixels(image.height, image.width)
             yield image
     except (BadImage, MemoryError):
         raise
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
         if isinstance(error, UnidentifiedImageError):
-            raise BadImage(_describe_unknown(bytes(data[:256]))) from error
+            raise BadImage(_describe_unknown(bytes(data[:_HEAD_BYTES]))) from error
         # Pillow refuses the image before its width and height can be read.
         pixels = _BOMB_PIXELS.search(str(error))
         count = f"{int(pixels[1]):,}" if pixels else "too many"
         raise BadImage(f"the image has {count} pixels, more than the limit of {MAX_PIXELS:,}") from error
     except Exception as error:
         # Pillow's plugins can raise any error on broken files.
+        if (found := find_format(bytes(data[:_HEAD_BYTES]))) is not None and "not available" in str(error):
+            raise BadImage(_describe_undecodable(found)) from error
         raise BadImage(f"Pillow raised {type(error).__name__}: {error}") from error
 
 
@@ -238,12 +245,42 @@ def _check_mode(image: Any) -> None:
         raise BadImage("the image has floating-point pixels, which have no standard conversion to 8 bits")
 
 
+def _formats_of(data: Data) -> tuple[str, ...]:
+    """Return the names of the formats that the bytes may have; raise `BadImage` for one that cannot be decoded here."""
+    found = find_format(bytes(data[:_HEAD_BYTES]))
+    if found is None or found.name in _FORMATS:
+        return _FORMATS
+    if found.name not in Image.OPEN:
+        Image.init()
+    if found.name == "HEIF":
+        _register_heif()
+    if found.name not in Image.OPEN:
+        raise BadImage(_describe_undecodable(found))
+    return (found.name,)
+
+
+def _register_heif() -> None:
+    """Let Pillow decode HEIF files, if a package for this is installed."""
+    for name in _HEIF_PACKAGES if "HEIF" not in Image.OPEN else ():
+        # A broken package can raise any error.
+        with contextlib.suppress(Exception):
+            import_module(name).register_heif_opener()
+            return
+
+
+def _describe_undecodable(found: FileFormat) -> str:
+    """Return the reason why Pillow cannot decode files of a format."""
+    name = found.extensions[0].upper()
+    article = "an" if name.startswith("A") else "a"
+    return f"the file is {article} {name} image, which Pillow cannot decode here (run pip install {found.package})"
+
+
 def _describe_unknown(head: bytes) -> str:
     """Return the reason why Pillow cannot read a file that starts with these bytes as an image."""
     if not head:
         return "the file is empty"
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "the file is a web page with the name of an image"
-    if head[4:8] == b"ftyp" and head[8:12] in _HEIF:
-        return "the file is a HEIC or AVIF image, which must be converted to JPEG first"
+    if (found := find_format(head)) is not None and found.name == "AVIF" and not features.check("avif"):
+        return _describe_undecodable(found)
     return f"the file is not a readable image (it starts with {head[:8]!r})"

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import (
+    IMAGE_EXTENSIONS,
     BadSource,
     Code,
     InvalidOption,
@@ -48,8 +49,8 @@ LABEL_COLUMNS = (
 """Names of columns that `"auto"` recognizes as labels."""
 
 _SPLIT_COLUMN = "split"
-_IMAGES = frozenset({"bmp", "gif", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"})
-_OTHER_IMAGES = frozenset({"avif", "cr2", "dng", "heic", "heif", "jp2", "jxl", "nef", "raw", "svg"})
+_IMAGES = frozenset(IMAGE_EXTENSIONS)
+_OTHER_IMAGES = frozenset({"arw", "cr2", "cr3", "dng", "eps", "exr", "hdr", "jxl", "nef", "psd", "raw", "svg"})
 _ARRAY = "npy"
 _FUNCTION = in_python(", a function of the path")
 _BY_FUNCTION = in_python(", use a function of the path")
@@ -409,7 +410,9 @@ def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tup
         images = _by_folder(items, chosen)
     if not images:
         raise _no_images(act, items, others.values())
-    reasons |= dict.fromkeys(others.keys() - chosen, "no image extension")
+    for row in others.keys() - chosen:
+        is_image = others[row] in _OTHER_IMAGES
+        reasons[row] = "an image format that Pillow cannot decode" if is_image else "no image extension"
     # List hidden files last: the first name is shown, and a file of an unknown format matters more.
     rows = sorted(reasons, key=lambda row: (reasons[row] == "hidden", row))
     left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in rows))
@@ -422,7 +425,9 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSo
         return BadSource(cannot(act, "the source has no files", "image files or .npy files", "Check the path"))
     named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))
     found = f"there is no image among {format_things(len(items), 'file')}{f' ({named})' if named else ''}"
-    next_step: Text = "Convert the files to JPEG" if _OTHER_IMAGES.intersection(endings) else "Check the path"
+    next_step: Text = "Check the path"
+    if _OTHER_IMAGES.intersection(endings):
+        found, next_step = f"Pillow cannot decode the formats of its images ({named})", "Convert the files to JPEG"
     if {*endings} and {*endings} <= {"csv", "tsv", "parquet"}:
         files: Text = (", and the folder of the files with ", option("root"))
         next_step = ("Name the column of paths in the table with ", option("path_column"), files)

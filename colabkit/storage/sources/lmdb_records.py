@@ -16,14 +16,22 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from colabkit.foundation import BadArchive, BadSource, MissingPackage, TimedOut, cannot, format_things, processes
+from colabkit.foundation import (
+    BadArchive,
+    BadSource,
+    MissingPackage,
+    TimedOut,
+    cannot,
+    format_things,
+    is_image_head,
+    processes,
+)
 from colabkit.storage.sources.concurrency import STALLED_S, still_moving
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
     MOST_TEXT_BYTES,
     Indexing,
     RangeSource,
-    is_image_head,
     text_of,
 )
 from colabkit.storage.sources.reads import pread_all

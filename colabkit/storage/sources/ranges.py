@@ -19,7 +19,7 @@ from colabkit.storage.sources.items import Item, Listing, broken_archive, unknow
 from colabkit.storage.sources.reads import open_listed, pread_all
 
 HEAD_BYTES = 16
-"""Number of bytes that `is_image_head` examines."""
+"""Number of first bytes that `is_image_head` and `compression_of` examine."""
 
 MOST_VALUES = 1024
 """Maximum number of values in one cell of a column; columns stay in memory, so larger data must be a payload."""
@@ -28,12 +28,6 @@ MOST_TEXT_BYTES = 1 << 20
 """Maximum size of a text value in a column, in bytes."""
 
 _MOST_COLUMNS = 256
-# First bytes of JPEG, PNG, GIF, TIFF, BigTIFF, BMP, WebP, PNM, JPEG 2000, AVIF and HEIF files.
-_IMAGE_HEAD = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|II[*+]\0|MM\0[*+]|BM....\0\0\0\0|RIFF....WEBP|P[1-6]\s[\s\d#]"
-    rb"|\0\0\0\x0cjP  |....ftyp(avif|avis|heic|mif1)",
-    re.DOTALL,
-)
 _SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
@@ -199,11 +193,6 @@ class Indexing:
         self._offsets = array("q", [self._offsets[row] for row in order])
         for name, values in self.columns.items():
             self.columns[name] = [values[row] for row in order]
-
-
-def is_image_head(head: bytes) -> bool:
-    """Return whether `head` is the beginning of an image file."""
-    return _IMAGE_HEAD.match(head) is not None
 
 
 def text_of(data: bytes) -> str | None:

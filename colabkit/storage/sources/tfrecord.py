@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-from colabkit.foundation import BadArchive, BadSource, cannot, import_optional
+from colabkit.foundation import BadArchive, BadSource, cannot, import_optional, is_image_head
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
@@ -18,7 +18,6 @@ from colabkit.storage.sources.ranges import (
     MOST_VALUES,
     Indexing,
     RangeSource,
-    is_image_head,
     shard_names,
     split_of,
     text_of,

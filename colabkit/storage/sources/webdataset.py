@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from colabkit.foundation import BadArchive, BadSource, cannot, format_bytes, format_things, kind_of
+from colabkit.foundation import IMAGE_EXTENSIONS, BadArchive, BadSource, cannot, format_bytes, format_things, kind_of
 from colabkit.storage.sources.items import Listing, directory_of
 from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
@@ -25,9 +25,6 @@ from colabkit.storage.sources.ranges import (
 )
 from colabkit.storage.sources.reads import pread_all
 from colabkit.storage.sources.tar_stream import TarStream, compression_of, tar_members
-
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "gif", "tif", "tiff")
-"""Extensions of members that can be a sample's image, in order of preference."""
 
 _NUMBERS, _TEXTS, _JSON = frozenset({"cls"}), frozenset({"txt", "text"}), frozenset({"json"})
 _COLUMNS = _NUMBERS | _TEXTS | _JSON
@@ -53,8 +50,8 @@ class WebDatasetSource(RangeSource):
     """Tar shards in WebDataset's layout.
 
     Adjacent members whose paths are equal up to the first dot of the name form a sample; its path is the shard's name
-    without `.tar`, followed by that common path. One member is the payload: the first image by extension (`jpg`,
-    `jpeg`, `png`, `webp`, `ppm`, `bmp`, `gif`, `tif`, `tiff`; also compound, such as `input.png`), or the `npy` if the
+    without `.tar`, followed by that common path. One member is the payload: the first image by extension (in the order
+    of `foundation.image_formats.FORMATS`; also compound, such as `input.png`), or the `npy` if the
     first shard has no images, or else the only member that is not a label. Columns are `cls` as an integer, `txt` and
     `text` as text, each key of a `json` as `json.KEY` if its value is a number, a string or a list of these, and
     `split` if shard names contain split names. Other members are never read; `skipped` lists their number by extension.
