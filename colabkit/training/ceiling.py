@@ -151,7 +151,10 @@ def headspace(
 
 
 def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
-    """Return copies of the batches to measure, and keep the position of a `Loader` or the state of other generators."""
+    """Return copies of the batches to measure.
+
+    The position of a `Loader` stays the same, and so does the state of the generators of another loader.
+    """
     if isinstance(loader, Loader):
         return loader.peek(batches)
     owners = (loader, getattr(loader, "sampler", None))

@@ -1,4 +1,4 @@
-"""Decode image files into rows of a batch: resize or crop them, and cache them if there is room."""
+"""Decode image files into the rows of a batch: resize and crop images, and cache decoded rows if there is room."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BadSamples:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, error: BadImage) -> None:
-        """Raise the error of a bad sample, or record it.
+        """Raise the error of a bad sample, or record and log the error.
 
         Raises:
             BadImage: with the sample's name, if `on_bad` is `"raise"`, or if the sample is a valid image of another
@@ -219,7 +219,7 @@ class RowDecoder(ImageDecoder):
         work.decode_s += time.perf_counter() - began
         if slot is None:
             return row
-        # The slot was freed if another thread was faster, or if the image is bad.
+        # The slot was freed if another thread was faster, or if the image is bad and will be skipped.
         cached = self._cache.row(index)
         return np.zeros(self.row_shape, np.uint8) if cached is None else cached
 

@@ -222,7 +222,8 @@ def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
     """Return the rank and world size: the arguments, else those of `torch.distributed`, else a single process.
 
     Raises:
-        InvalidOption: if only one of the two is given, or the rank is not below the world size.
+        InvalidOption: if only one of the two is given, if one is not a whole number, or if the rank is not in the range
+            from 0 to the world size - 1.
     """
     if (rank is None) != (world_size is None):
         alone = "world_size= is given without rank=" if rank is None else "rank= is given without world_size="

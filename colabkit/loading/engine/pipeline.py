@@ -63,7 +63,10 @@ class BatchPipeline:
     images: ImageOptions | None = None
 
     def current_engine(self) -> Engine:
-        """Return the engine of the next epoch; in the GPU tier, switch to a GPU engine once all samples are decoded."""
+        """Return the engine of the next epoch.
+
+        In the GPU tier, switch to a GPU engine once all samples are decoded, if they fit in the free GPU memory.
+        """
         cache = None if self.images is None else self.images.cache
         if self.tier.name == "gpu" and self.columns is not None and cache is not None and cache.is_full:
             columns = {**self.columns.by_name, next(iter(self.columns.by_name)): cache.gather()}

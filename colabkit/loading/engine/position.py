@@ -168,7 +168,7 @@ class LoaderPosition:
         self.next = self.received = position
 
     def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
-        """Return the order of a state: the current one, or a new one if it needs only the dataset's size."""
+        """Return the order of a state: the current one, or a new one if policy, seed and dataset size determine it."""
         if policy == self.policy and seed == self._order_seed:
             return self.order
         if isinstance(self.order, Sequential | Shuffled | BlockShuffled):

@@ -192,7 +192,7 @@ class FileReadAhead:
     Args:
         files: the dataset.
         is_cached: function that returns whether a sample is cached and need not be read.
-        counts: meters of the loader, for `read`: the total seconds of all requests.
+        counts: meters of the loader; `read` counts the sum of the seconds of all requests.
     """
 
     def __init__(self, files: FileDataset, is_cached: Callable[[int], bool], counts: LoaderMeters) -> None:

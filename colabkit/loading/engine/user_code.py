@@ -91,7 +91,7 @@ def reporting_loading_errors() -> AbstractContextManager[None]:
 
 
 def check_collated(transform: object, images: Any, samples: int) -> None:
-    """Raise `LoaderFailed` if a custom `collate_fn` dropped samples from a batch that a transform needs.
+    """Raise `LoaderFailed` if a custom `collate_fn` dropped samples, but the transform needs one item per sample.
 
     Args:
         transform: transform to apply; transforms of colabkit draw random numbers for each sample.
@@ -105,7 +105,7 @@ def check_collated(transform: object, images: Any, samples: int) -> None:
 
 
 def describe_samples(epoch: int, indices: Sequence[int], name_of: Callable[[int], str] | None) -> str:
-    """Describe the samples of a batch for a message, as in `"samples 7 ('a/7.png' of 'tree'), 3, 5 and 61 more"`.
+    """Describe the samples of a batch, as in `"samples 7 ('a/7.png' of 'tree'), 3, 5 and 61 more of epoch 0"`.
 
     Args:
         epoch: number of the epoch.

@@ -184,7 +184,11 @@ class RunProfile:
 
     @property
     def worker_s(self) -> float:
-        """Worker seconds per sample, without the reads of a remote source that other threads perform in advance."""
+        """Seconds per sample that workers spend on reading, decoding and transforms.
+
+        Reads of a remote source that other threads perform in advance, and the final transform of batches from worker
+        processes, do not count.
+        """
         others = ("gather", "transfer", "augment") if self.facts.kind == "processes" else ("gather", "transfer")
         own = [part for part in self.spent.parts if part.name not in others and not self._is_ahead(part)]
         return sum(part.busy_s for part in own) / self._handled if self._handled else 0.0

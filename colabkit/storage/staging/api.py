@@ -99,7 +99,7 @@ def stage(
             of a new source file.
         NotEnoughSpace: if the target is too small; raised before anything is written if the sizes are known.
         SourceChanged: if a file changed after it was listed, or during the read.
-        Corrupt: if, with `verify="full"`, the second read returns different bytes.
+        Corrupt: if, with `verify="full"`, two reads of the source return different bytes.
         FetchFailed: if an address cannot be fetched, or a bucket cannot be read.
         FileFailed: if a file cannot be read, or the copy cannot be written.
         TimedOut: if the source does not respond.

@@ -265,8 +265,9 @@ class PriorCopy:
     def changed(self, items: Iterable[Item], *, can_hang: bool) -> set[str]:
         """Return the paths of known files that have another change time, although size and modification time are equal.
 
-        These files were rewritten and got their earlier modification time back, as `rsync -t` and archive programs do.
-        On a mount, if all change times differ, they do not count: some mounts give files new ones when mounted again.
+        These files may have been rewritten and given their earlier modification time, as by `rsync -t` or an archive
+        program. On a mount, if all change times differ, they do not count: some mounts give files new ones when mounted
+        again.
         """
         known = [
             (item, self.known[key]) for item in items if (key := (item.path, item.size, item.mtime_ns)) in self.known

@@ -76,7 +76,7 @@ class StagingRun:
         verify: `"size"` or `"full"`.
         refresh: whether to look for changes even if a local copy exists.
         progress: whether to show a progress bar.
-        origin: `origin_of()` a source that is a single local file.
+        origin: result of `origin_of()` for a source that is a single local file.
         resumed_bytes: size of the complete files that were already local.
         plan: the plan, once it is made.
         is_reused: whether the result is an existing local copy.
