@@ -9,6 +9,8 @@ interleaved epochs:
   memory, and that call with a checkpoint after every 6 steps (`bench_checkpoint.py` measures checkpoints of 500 MB);
 - epochs of `train()` with `small_network` over images of 32x32, 64x64 and 128x128 pixels, contiguous (the default on
   the CPU) and with `channels_last=True`;
+- first epochs of `train()` with `small_network` over raw packs, which check each sample against its CRC, and first
+  epochs over samples that are already checked;
 - longer epochs of `train()` with and without a panel, which is shown as in a notebook, through IPython's display
   publisher; a fake front end counts the bytes and discards them.
 """
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
@@ -46,7 +49,7 @@ ENVELOPE_BYTES = 650
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=6.0, help="approximate time of an epoch with the panel")
-    Bench.main(parser, {"steps": steps, "layout": layout, "panel": panel}, rounds=80)
+    Bench.main(parser, {"steps": steps, "layout": layout, "first": first, "panel": panel}, rounds=80)
 
 
 def steps(bench: Bench) -> None:
@@ -90,6 +93,39 @@ def by_layout(side: int, channels_last: bool | None) -> Callable[[], float]:
 
     def run() -> float:
         record = colabkit.train(step, loader).epochs[-1]
+        return record.seconds / record.steps * 1e6
+
+    return run
+
+
+def first(bench: Bench) -> None:
+    """Compare first epochs of `small_network` over a raw pack with and without the checks of its samples."""
+    for side in SIDES[:2]:
+        images = np.random.default_rng(0).integers(0, 256, (BATCH * STEPS, side, side, 3), np.uint8)
+        path = bench.folder / f"{side}.h5"
+        colabkit.pack({"X": images, "Y": np.arange(len(images)) % 10}, path, progress=False)
+        systems = {"with checks": by_pack(path, side, False), "without": by_pack(path, side, True)}
+        figures = interleaved(systems, bench.rounds)
+        title = f"Microseconds per step of a first epoch: small_network, {side}x{side} images, batch {BATCH}, CPU"
+        report(title, "us", figures, "without", None)
+        ratio, low, high = compared(figures["with checks"], figures["without"])
+        print(f"\nTime with checks relative to without: {ratio:.3f} (95% interval {low:.3f} to {high:.3f})")
+        bench.figures[f"first {side}"] = figures
+        bench.need(
+            f"a first epoch over {side}x{side} images relative to one without checks", ratio, 1.05, "{:.3f}", True
+        )
+
+
+def by_pack(path: Path, side: int, is_checked: bool) -> Callable[[], float]:
+    """Return a function that trains an epoch over a newly opened pack and returns the microseconds per step."""
+    model = colabkit.small_network(10, (side, side, 3))
+    step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def run() -> float:
+        data = colabkit.open_pack(path)["train"]
+        if is_checked:
+            data.check(np.arange(len(data)))
+        record = colabkit.train(step, colabkit.Loader(data, BATCH, shuffle=True)).epochs[-1]
         return record.seconds / record.steps * 1e6
 
     return run
