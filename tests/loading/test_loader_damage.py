@@ -22,6 +22,7 @@ from trainings import nothing, train
 from colabkit.augment import Normalize, RandomCrop
 from colabkit.errors import ColabkitError, Corrupt
 from colabkit.loading import Loader
+from colabkit.loading.engine import columns
 from colabkit.packs import open_pack, pack
 from colabkit.packs.dataset import samples
 from colabkit.packs.format.pack_file import read_pack
@@ -167,6 +168,16 @@ def test_a_file_that_is_cut_short_between_epochs_raises_an_error_instead_of_a_si
     os.truncate(cut, 4096)
     with pytest.raises(Corrupt, match=rf"{cut}.*the file was cut from [\d,]+ to 4,096 bytes.*Stage or pack it again"):
         epoch(loader)
+
+
+def test_a_file_that_is_cut_short_during_an_epoch_raises_an_error_when_it_is_examined_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(columns, "_LOOK_EVERY_S", 0.0)
+    path = PACKS["raw"](tmp_path / "p.h5")
+    batches = iter(Loader(open_pack(path)["train"], 2, num_workers=0, prefetch_batches=1))
+    next(batches)
+    os.truncate(path, 4096)
+    with pytest.raises(Corrupt, match="the file was cut from"):
+        next(batches)
 
 
 def test_a_file_that_is_replaced_or_removed_can_still_be_read(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from colabkit.packs import LABELS, SAMPLES, FileDataset, Pack, PackedDataset
 _CHANNELS = (1, 3, 4)
 # A list of at most 4 arrays with more than 4 rows each probably holds fields, not samples.
 _FEW = 4
+# Interval in seconds at which the files of a pack are examined for changes during an epoch.
+_LOOK_EVERY_S = 1.0
 
 Structure: TypeAlias = Literal["alone", "tuple", "dict"]
 ImageDataset: TypeAlias = PackedDataset | FileDataset
@@ -87,21 +90,34 @@ class DatasetColumns:
         return are_checked or self.images is not None or all(name == LABELS for name in self.by_name)
 
     def checked(self, plans: Iterable[BatchPlan], most_batches: int, counts: LoaderMeters) -> Iterator[BatchPlan]:
-        """Yield plans of at most `most_batches` batches, after checking their samples against their CRCs.
+        """Yield plans after checking their samples; split those with unchecked samples into smaller plans.
+
+        Args:
+            plans: plans of the batches.
+            most_batches: largest number of batches in a plan with unchecked samples.
+            counts: meters of the loader.
 
         Raises:
-            Corrupt: for a damaged sample, after all batches before it.
+            Corrupt: for a damaged sample, after all batches before it; or if a file of the pack became shorter.
         """
-        for plan in split_plans(plans, most_batches):
-            try:
-                self.check(plan.indices, counts)
-            except Corrupt:
-                for number in range(len(plan.sizes)):
-                    batch = plan.slice(number, number + 1)
-                    self.check(batch.indices, counts)
-                    yield batch
-            else:
+        are_checked, look_at_s = False, 0.0
+        for plan in plans:
+            if time.monotonic() >= look_at_s:
+                are_checked = self.are_checked()
+                look_at_s = time.monotonic() + _LOOK_EVERY_S
+            if are_checked:
                 yield plan
+                continue
+            for some in split_plans([plan], most_batches):
+                try:
+                    self.check(some.indices, counts)
+                except Corrupt:
+                    for number in range(len(some.sizes)):
+                        batch = some.slice(number, number + 1)
+                        self.check(batch.indices, counts)
+                        yield batch
+                else:
+                    yield some
 
     def check(self, indices: Indices, counts: LoaderMeters) -> None:
         """Check samples of a pack; count the time as gathering, because the first read loads them from the disk."""

@@ -348,7 +348,7 @@ class ThreadEngine:
                 numbers = None if rows.numbers is None else rows.numbers.numpy()
                 depth = 2 * self.depth.group_batches * self.options.batch_size
                 plans = read_rows_ahead(split_plans(plans, self.depth.group_batches), self.row_files, numbers, depth)
-            if not self.columns.are_checked():
+            if self.columns.packed is not None:
                 plans = self.columns.checked(plans, self.depth.group_batches, self._counts)
             with reporting_loading_errors():
                 rest: Iterator[BatchPlan] | None = plans
@@ -371,11 +371,11 @@ class ThreadEngine:
             given, check_s = 0, clock() - asked
             with closing(gather.batches(plan)) as lists:
                 for made_s, batches in lists:
-                    given += len(batches)
+                    given, spent_s, check_s = given + len(batches), made_s + check_s, 0.0
                     left = clock()
                     while batches:
                         yield batches.pop()
-                    convinced = convinced + 1 if min(made_s + check_s, clock() - left) > _HAND_OVER_S else 0
+                    convinced = convinced + 1 if min(spent_s, clock() - left) > _HAND_OVER_S else 0
                     if convinced == _CONVINCED and self.depth.threads:
                         return itertools.chain([plan.slice(given)] if given < len(plan.sizes) else [], plans)
             asked = clock()
