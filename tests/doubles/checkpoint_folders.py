@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -49,6 +51,23 @@ def steps_at(folder: Path) -> list[int]:
     assert len(seals) == len(files), [path.name for path in folder.iterdir()]
     assert leftovers(folder) == []
     return [int(path.stem.split("-")[1]) for path in seals]
+
+
+class Hostile:
+    """An object that creates a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.path,)
+
+
+def seal_for(path: Path, data: bytes) -> None:
+    """Write `data` as a checkpoint with a valid seal."""
+    path.write_bytes(data)
+    seal = {"format": 2, "file": path.name, "step": 20, "bytes": len(data), "score": None, "judge": "min"}
+    path.with_suffix(".json").write_text(json.dumps({**seal, "sha256": hashlib.sha256(data).hexdigest()}))
 
 
 def near_of(near_storage: Path) -> Path:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 4096
 
@@ -55,6 +58,7 @@ def zeros(data: bytes, step: int = BLOCK_BYTES) -> Iterator[tuple[str, bytes]]:
             yield f"zeros from byte {begin}", data[:begin] + block + data[begin + step :]
 
 
-def spread(cases: list[tuple[str, bytes]], limit: int) -> list[tuple[str, bytes]]:
-    """Return at most `limit` of the cases, evenly spread."""
-    return cases[:: max(1, -(-len(cases) // limit))]
+def spread(cases: list[T], limit: int) -> list[T]:
+    """Return at most `limit` of the cases, a reproducible sample in their order."""
+    chosen = random.Random(len(cases)).sample(range(len(cases)), min(limit, len(cases)))
+    return [cases[number] for number in sorted(chosen)]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_folders import HeldDisk, content, found, save, steps_at
+from checkpoint_folders import HeldDisk, Hostile, content, found, save, seal_for, steps_at
 from far_mounts import wait_for
 
 from colabkit.errors import Corrupt, FileFailed, InvalidOption
@@ -272,23 +272,6 @@ def test_a_checkpoint_without_a_seal_is_ignored_and_removed_by_the_next_save(tmp
     save(tmp_path, 30)
     # `steps_at` also checks that no file of step 20 is left.
     assert steps_at(tmp_path) == [10, 30]
-
-
-class Hostile:
-    """An object that creates a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (self.path,)
-
-
-def seal_for(path: Path, data: bytes) -> None:
-    """Write `data` as a checkpoint with a valid seal."""
-    path.write_bytes(data)
-    seal = {"format": 2, "file": path.name, "step": 20, "bytes": len(data), "score": None, "judge": "min"}
-    path.with_suffix(".json").write_text(json.dumps({**seal, "sha256": hashlib.sha256(data).hexdigest()}))
 
 
 @pytest.mark.parametrize("dump", [functools.partial(pickle.dump, protocol=2), torch.save])
