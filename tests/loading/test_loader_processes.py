@@ -374,6 +374,19 @@ def test_errors_of_collating_and_old_transforms_are_one_line_with_advice(num_wor
         assert "\n" not in str(caught.value)
 
 
+def test_a_full_dev_shm_is_named_instead_of_collate_fn():
+    def collate(samples: list[Any]) -> None:
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_5_6_7>: No space left on device (28)"
+        )
+
+    with pytest.raises(
+        LoaderFailed, match=r"Cannot make a batch: /dev/shm has [\d.]+ \S+ free, too little for the"
+    ) as e:
+        list(Loader(list(range(8)), 4, num_workers=1, collate_fn=collate))
+    assert "collate_fn" not in str(e.value)
+
+
 def test_a_worker_process_that_is_killed_or_exits_raises_an_error_and_does_not_hang():
     def dies(when: int, index: int) -> torch.Tensor:
         if index == when and get_worker_info() is not None:

@@ -282,6 +282,12 @@ def test_a_hostile_pickle_is_not_executed(tmp_path, dump):
     seal_for(tmp_path / "checkpoint-00000020.pt", (tmp_path / "hostile").read_bytes())
     assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
     assert not (tmp_path / "executed").exists()
+    loaded = CheckpointFolder(tmp_path).newest()
+    assert loaded is not None
+    reason = loaded.skipped_checkpoints[0][1]
+    assert (
+        reason == "it contains 'posix.mkdir', so loading it could run code; do not load it unless you trust its origin"
+    )
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
     # Unpickling the object directly does execute its code.
     assert (tmp_path / "executed").exists()

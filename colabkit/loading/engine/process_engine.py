@@ -6,6 +6,7 @@ sample is the same with any number of workers, and after a resume.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import pickle
@@ -16,13 +17,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from colabkit.foundation import ColabkitError, LoaderFailed, cannot, meters
+from colabkit.foundation import ColabkitError, LoaderFailed, cannot, file_changes, format_bytes, meters
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, fields_of, map_tensors
 from colabkit.loading.engine.device import DeviceTransfer, send
@@ -40,6 +42,9 @@ from colabkit.loading.inspection import bytes_in, name_of
 # Interval of the events that report a waiting user.
 _TICK_S = 0.25
 _SENT_AHEAD = 2
+# Worker processes send the tensors of a batch through files in this folder.
+_SHM = Path("/dev/shm")
+_MORE_SHM = "Remove data that is staged there, use a smaller batch_size= or num_workers=, or use num_workers=0"
 
 # The loader's seed, the epoch, and the position and the index of a sample.
 SampleKey: TypeAlias = tuple[int, int, int, int]
@@ -66,6 +71,9 @@ class WorkerFailure:
         """Return the failure for an error; an error that cannot be pickled becomes a `RuntimeError` with its text."""
         text = f"{type(error).__name__}: {error}"
         found = f"{operation} raised {text}"
+        if "shared memory" in text and os.strerror(errno.ENOSPC) in text:
+            free = format_bytes(file_changes.free_bytes(_SHM))
+            found, next_step = f"{_SHM} has {free} free, too little for the batches of the worker processes", _MORE_SHM
         if get_worker_info() is None:
             return cls(found, next_step, error)
         try:

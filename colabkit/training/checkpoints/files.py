@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pickle
 import re
 import sys
 import threading
@@ -269,11 +270,20 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
-        raise DamagedCheckpoint(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        raise DamagedCheckpoint(_flaw_of(error)) from error
     if not isinstance(found, dict) or not is_marked(found.get("made_by")) or not isinstance(found.get("content"), dict):
         raise DamagedCheckpoint("the file is not a colabkit checkpoint")
     content: dict[str, Any] = found["content"]
     return content
+
+
+def _flaw_of(error: Exception) -> str:
+    """Return why torch cannot load a file, without torch's advice to load it unsafely."""
+    if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    unsafe_object = re.search(r"GLOBAL ([\w.]+)", str(error))
+    found = f"it contains {unsafe_object[1]!r}" if unsafe_object else "it contains more than tensors and plain values"
+    return f"{found}, so loading it could run code; do not load it unless you trust its origin"
 
 
 def load_first(
