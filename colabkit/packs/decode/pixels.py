@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import io
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -249,6 +252,8 @@ def _formats_of(data: Data) -> tuple[str, ...]:
     """Return the names of the formats that the bytes may have; raise `BadImage` for one that cannot be decoded here."""
     found = find_format(bytes(data[:_HEAD_BYTES]))
     if found is None or found.name in _FORMATS:
+        if found is not None and found.name == "TIFF":
+            _silence_libtiff()
         return _FORMATS
     if found.name not in Image.OPEN:
         Image.init()
@@ -257,6 +262,23 @@ def _formats_of(data: Data) -> tuple[str, ...]:
     if found.name not in Image.OPEN:
         raise BadImage(_describe_undecodable(found))
     return (found.name,)
+
+
+@functools.cache
+def _silence_libtiff() -> None:
+    """Stop libtiff from printing to stderr for each damaged file, since Pillow raises an error anyway.
+
+    Redirecting stderr instead would affect other threads.
+    """
+    # Python prints the records of a logger without handlers.
+    logging.getLogger("PIL").addHandler(logging.NullHandler())
+    # The library of Pillow finds the functions of the libtiff that it is linked with.
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(import_module("PIL._imaging").__file__)
+        for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
+            set_handler = getattr(library, name)
+            set_handler.argtypes, set_handler.restype = (ctypes.c_void_p,), ctypes.c_void_p
+            set_handler(None)
 
 
 def _register_heif() -> None:
