@@ -23,6 +23,8 @@ from .publishing import SlowMount as SlowMount
 from .publishing import check_written as check_written
 from .publishing import publish as publish
 from .publishing import write_blocks as write_blocks
+from .sources.bucket import BucketSource as BucketSource
+from .sources.bucket import version_of as version_of
 from .sources.concurrency import STALLED_S as STALLED_S
 from .sources.concurrency import Calls as Calls
 from .sources.concurrency import Level as Level

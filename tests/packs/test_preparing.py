@@ -503,6 +503,34 @@ def test_a_full_or_read_only_drive_is_reported_and_the_next_call_saves_the_pack(
     assert again.saved_path is not None
 
 
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
+def test_a_drive_that_dies_while_the_pack_is_saved_loses_nothing(image_tree, tmp_path, file_hook, mounted, operation):
+    (tmp_path / "root").mkdir()
+    with mounted(tmp_path / "root") as mount:
+
+        def die(at: str, path: Path) -> None:
+            if at == operation and path.is_relative_to(mount.point):
+                mount.kill()
+
+        file_hook(die)
+        first = ready(image_tree, to=mount.point / "packs")
+        assert first.report.way == "packed"
+        assert "\nNot saved: Cannot publish " in repr(first.report)
+        file_hook(None)
+        assert ready(image_tree, to=mount.point / "packs").report.way == "local"
+    assert ready(image_tree, to=tmp_path / "packs").report.saved_path is not None
+    shutil.rmtree(tmp_path / "root")
+
+
+def test_a_saved_pack_that_was_deleted_or_cut_is_saved_again(image_tree):
+    saved = ready(image_tree).report.saved_path
+    for damage in (Path.unlink, DAMAGES["cut"]):
+        damage(saved)
+        again = ready(image_tree).report
+        assert (again.way, again.saved_path) == ("local", saved)
+        assert verify(saved, progress=False).is_good
+
+
 def test_a_hanging_drive_is_reported(image_tree, tmp_path, monkeypatch):
     needs("FUSE", has_fuse())
     monkeypatch.setattr("colabkit.storage.sources.concurrency.STALLED_S", 0.3)

@@ -87,11 +87,11 @@ def prepare(
 
     The state of a source is the names, sizes and modification times of all its files, including those that a table
     lists. For a local pack of a source on this machine, changes with restored times count too. For a remote source of
-    more than 1,000 files, sizes and times are read of 1,000 files, and names of all. If checking a remote source takes
-    more than ten seconds, or if the source no longer exists, an existing local pack is used. What is behind a URL is
-    not checked. The report shows what was checked; pass `refresh=True` after other changes. Saved packs of earlier
-    states are never removed. If another process on this machine is preparing the same source with the same options,
-    this call waits for its pack.
+    more than 4,000 files, the names of all files and the sizes and times of at most 4,000 files count. If checking a
+    remote source takes more than ten seconds, or if the source no longer exists, an existing local pack is used. What
+    is behind a URL is not checked. The report shows what was checked; pass `refresh=True` after other changes. Saved
+    packs of earlier states are never removed. If another process on this machine is preparing the same source with the
+    same options, this call waits for its pack.
 
     Args:
         source: any source of `pack()` except arrays and datasets, including a URL.

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +56,7 @@ class Preparation:
         is_local: whether the source and all its files are on this machine.
         state: state of the source; None if it is unknown or the source does not exist.
         checked: what was compared with the source, for the report.
+        seen: whether the file at a path was found to be the saved pack.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Preparation:
     checked: Text = ""
     unused: Text = ""
     local_s: float = 0.0
+    seen: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.notes = self.read_notes()
@@ -91,6 +93,7 @@ class Preparation:
         way: Literal["local", "saved", "packed"] = "local"
         with self.alone() as is_alone:
             self.notes = self.read_notes()
+            self.seen.clear()
             found = self.find_local()
             if found is None:
                 way, found = self.make()
@@ -142,8 +145,9 @@ class Preparation:
         """Say how a pack differs from the one that this call would make; empty if it does not."""
         found = info.meta.get("request")
         found = found if isinstance(found, Mapping) else {}
-        samples = format_things(sum(info.meta["splits"].values()), "sample")
-        classes = format_things(len(info.meta["classes"]), "class", "classes")
+        samples = format_things(sum(map(info.count, info.splits)), "sample")
+        named = info.meta["classes"]
+        classes = format_things(len(named) if isinstance(named, list) else 0, "class", "classes")
         holds = f"{samples} of {info.meta['source']!r} in {classes}"
         if found.get("source") != self.request["source"]:
             return f"it holds {holds}, and was not prepared from this source"
@@ -170,8 +174,21 @@ class Preparation:
         return self.save_folder / f"{self.folder.name}-{local.name}"
 
     def is_saved(self, local: Path) -> bool:
-        """Return whether the notes record that a local pack is saved."""
-        return self.save_folder is not None and self.notes.get("saved") == str(self.saved_path(local))
+        """Return whether a local pack is saved: the notes record it, and the saved file still has the same size.
+
+        If the file system does not respond, the notes are trusted.
+        """
+        if self.save_folder is None or self.notes.get("saved") != (saved := str(self.saved_path(local))):
+            return False
+        if saved not in self.seen:
+            try:
+                size = answer_of(lambda: os.path.getsize(saved), can_hang(saved, mounts()), _CHECK_S, tries=1)
+                self.seen[saved] = size == local.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                self.seen[saved] = False
+            except (OSError, ColabkitError):
+                self.seen[saved] = True
+        return self.seen[saved]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool | None]:
@@ -199,6 +216,7 @@ class Preparation:
             saved = self.saved_path(self.path)
             if self.stage_saved(saved):
                 way = "saved"
+                self.seen[str(saved)] = True
                 self.note(saved_s=time.monotonic() - started, saved=str(saved))
         if way == "packed":
             self.note(saved="")
@@ -244,8 +262,9 @@ class Preparation:
     def save(self, local: Path) -> None:
         """Save a local pack, or record why that failed."""
         try:
-            publish(local, self.saved_path(local), progress=self.progress)
-            self.note(saved=str(self.saved_path(local)))
+            publish(local, saved := self.saved_path(local), progress=self.progress)
+            self.seen[str(saved)] = True
+            self.note(saved=str(saved))
         except ColabkitError as error:
             self.unsaved = error.message or str(error)
 

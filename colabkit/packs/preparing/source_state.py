@@ -18,6 +18,7 @@ from colabkit.storage import (
     Address,
     AnySource,
     ArchiveSource,
+    BucketSource,
     FileSource,
     FolderSource,
     ManifestSource,
@@ -28,11 +29,12 @@ from colabkit.storage import (
     concurrently,
     open_records,
     open_source,
+    version_of,
 )
 
 # On a mount, reading the size and time of a file takes a request of several milliseconds, and listing a folder one for
 # all its names. So of a remote source with more files, the sizes and times of this many are read.
-_REMOTE_STATS = 1000
+_REMOTE_STATS = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,15 @@ class SourceState:
 
 
 class _Contents(NamedTuple):
-    """Lines that describe a source, and the files whose sizes and times belong to its state too."""
+    """Lines that describe a source, and the files whose sizes and times belong to its state too.
+
+    The field `facts` names what the lines and the files' metadata contain.
+    """
 
     lines: Sequence[str]
     files: Sequence[str]
     is_remote: bool
+    facts: str = "names, sizes and times"
 
 
 def read_state(
@@ -80,7 +86,7 @@ def read_state(
     if address is not None and address.kind != FSSPEC:
         again = (option("refresh", True), " to fetch it again")
         return SourceState("", "", ("nothing, because the source is an address; use ", *again))
-    lines, files, is_remote = _contents_of(source, as_table, go_on)
+    lines, files, is_remote, facts = _contents_of(source, as_table, go_on)
     step = math.ceil(len(files) / _REMOTE_STATS) if is_remote else 1
     some = files[:: max(step, 1)]
     retries = Retries()
@@ -97,7 +103,7 @@ def read_state(
     sizes = [f"{path}\0{one and (one.st_size, one.st_mtime_ns)}" for path, one in zip(some, stats, strict=True)]
     changes = "" if is_remote else _digest([f"{one.st_ino}\0{one.st_ctime_ns}" for one in stats if one is not None])
     counted = format_things(len(files) or len(lines), "file")
-    checked: Text = f"names, sizes and times of {counted}"
+    checked: Text = f"{facts} of {counted}"
     if len(some) < len(files):
         rest = f"names of {counted}, and sizes and times of {len(some):,} of them; use "
         checked = (rest, option("refresh", True), " if the contents of others have changed")
@@ -126,8 +132,15 @@ def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable
             return _Contents((), opened.files, opened.can_hang)
         if isinstance(opened, FileSource | ArchiveSource):
             return _Contents((), [os.path.abspath(opened.path)], opened.can_hang)
+        if isinstance(opened, BucketSource):
+            found = opened.facts()
+            has_versions = all(map(version_of, found.values()))
+            facts = "names, sizes and versions" if has_versions else "names and sizes"
+            lines = [f"{path}\0{info.get('size')}\0{version_of(info)}" for path, info in found.items()]
+            return _Contents(lines, (), opened.can_hang, facts)
         items = opened.list().items
-        return _Contents([f"{item.path}\0{item.size}\0{item.mtime_ns}" for item in items], (), opened.can_hang)
+        facts = "names, sizes and times" if all(item.mtime_ns for item in items) else "names and sizes"
+        return _Contents([f"{item.path}\0{item.size}\0{item.mtime_ns}" for item in items], (), opened.can_hang, facts)
 
 
 def _digest(lines: Sequence[str]) -> str:

@@ -25,18 +25,11 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching.transfer import UNCHANGED, FetchJob, FetchResult, TryFailed, digests_of, sync_file
-from colabkit.storage.sources.bucket import BucketSource, items_of, protocol_of
+from colabkit.storage.sources.bucket import BucketSource, items_of, protocol_of, version_of
 from colabkit.storage.sources.engine import BLOCK_BYTES, Reading
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.reads import Retries
 from colabkit.storage.staging.partial_copy import PartialCopy, requests
-
-_VERSION_FIELDS = frozenset(
-    {
-        *("ETag", "etag", "md5Hash", "md5", "crc32c", "generation", "checksum", "oid", "blob_id", "sha", "sha256"),
-        *("version_id", "VersionId", "mtime", "modified", "LastModified", "last_modified", "updated", "created"),
-    }
-)
 
 
 def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
@@ -150,10 +143,5 @@ class _BucketDownload:
 
 def _version_of_all(facts: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a digest of the versions of all files; empty if any file has no version other than its size."""
-    versions = {path: _version(info) for path, info in facts.items()}
+    versions = {path: version_of(info) for path, info in facts.items()}
     return hashlib.sha256(json.dumps(versions).encode()).hexdigest() if all(versions.values()) else ""
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    found = {field: str(info[field]) for field in sorted(_VERSION_FIELDS & info.keys()) if info[field]}
-    return json.dumps([info.get("size"), found]) if found else ""

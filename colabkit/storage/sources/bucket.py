@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import errno
 import io
+import json
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,12 @@ _CLOSE_S = 1.0
 _LISTING_S = 600.0
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _LATEST_S = 1 << 33
+_VERSION_FIELDS = frozenset(
+    {
+        *("ETag", "etag", "md5Hash", "md5", "crc32c", "generation", "checksum", "oid", "blob_id", "sha", "sha256"),
+        *("version_id", "VersionId", "mtime", "modified", "LastModified", "last_modified", "updated", "created"),
+    }
+)
 _NO_NAMES = frozenset({"", ".", ".."})
 _PACKAGES = {
     "gs": "gcsfs",
@@ -129,17 +136,21 @@ class BucketSource:
 
     def list(self) -> Listing:
         """Return every object below the address; objects of unknown size are listed in `skipped`."""
+        facts = self.facts()
+        skipped = [(path, "its size is unknown") for path, info in facts.items() if info.get("size") is None]
+        return Listing(tuple(items_of(facts)), tuple(skipped))
+
+    def facts(self) -> dict[str, Mapping[str, Any]]:
+        """Return the metadata of every object by path, sorted."""
         try:
-            facts = self.find()
+            return self.find()
         except ColabkitError:
             raise
         except OSError as error:
             raise self._unreadable(error) from None
-        skipped = [(path, "its size is unknown") for path, info in facts.items() if info.get("size") is None]
-        return Listing(tuple(items_of(facts)), tuple(skipped))
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return the metadata of every object by path, sorted; raises `OSError` for errors that may be transient."""
+        """Return what `facts()` returns; raises `OSError` for errors that may be transient."""
         found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your permissions"
@@ -273,6 +284,12 @@ def items_of(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
     for path, info in facts.items():
         if info.get("size") is not None:
             yield Item(path, int(info["size"]), _mtime_ns(info))
+
+
+def version_of(info: Mapping[str, Any]) -> str:
+    """Return the size and version of an object as text; empty if nothing but its size is known."""
+    found = {field: str(info[field]) for field in sorted(_VERSION_FIELDS & info.keys()) if info[field]}
+    return json.dumps([info.get("size"), found]) if found else ""
 
 
 class _Object(ByteSpan):
