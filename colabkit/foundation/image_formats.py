@@ -37,8 +37,8 @@ FORMATS = (
     FileFormat("AVIF", ("avif",), rb"....ftypavi[fs]", "--upgrade pillow"),
     FileFormat("JPEG2000", ("jp2", "j2k", "j2c", "jpx"), rb"\0\0\0\x0cjP  |\xffO\xffQ", "--upgrade pillow"),
     FileFormat("HEIF", ("heic", "heif", "hif"), rb"....ftyp(?:" + b"|".join(_HEIF_BRANDS) + rb")", "pillow-heif"),
-    # TGA has no signature. The first byte is the length of a comment. A color map, with 8 bits for each pixel, has
-    # entries; without one, its fields are 0. Width and height are not 0.
+    # TGA has no signature. The first byte is the length of a comment. A color map has entries, and 8 bits for each
+    # pixel; without a color map, the fields that describe it are 0. Width and height are not 0.
     FileFormat(
         "TGA",
         ("tga",),
@@ -56,7 +56,7 @@ _AVIF = next(one for one in FORMATS if one.name == "AVIF")
 
 
 def is_image_head(head: bytes) -> bool:
-    """Return whether the first 16 bytes of a file are the signature of an image format."""
+    """Return whether a file with these first 16 bytes or more has the signature of an image format; TGA has none."""
     return _HEADS.match(head) is not None
 
 

@@ -139,9 +139,9 @@ class KeptPartial(Partial):
     file or folder at `kept.data`, and save the state needed to resume with `note()`. `kept.record` holds the saved
     state, and is empty if there is none. `publish_as()` renames the finished output.
 
-    A lock ensures that only one process uses the kept folder; forked children do not inherit it. A process that cannot
-    get the lock uses a temporary folder, which is not kept: if it does not wait, if the process that holds the lock
-    stalls, or if the file system does not support locks. After a restart of the machine, the work starts over, since
+    A lock ensures that only one process uses the kept folder; forked children do not inherit it. A process uses a
+    temporary folder, which is not kept, if it cannot get the lock: because it does not wait, the process that holds the
+    lock stalls, or the file system does not support locks. After a restart of the machine, the work starts over, since
     data that was not synced may be lost.
 
     Args:

@@ -94,7 +94,7 @@ class PackedDataset(LabelledDataset):
 
     Each sample of a pack is checked against its CRC when this process first reads it; `verify()` checks all samples.
     Other HDF5 files have no CRCs. If a file is cut short while it is open, reading the lost part ends the process with
-    the signal SIGBUS, as with any memory map; a `Loader` looks for this before each epoch, unless it loads samples one
+    the signal SIGBUS, as with any memory map; a `Loader` looks for this about every second, unless it loads samples one
     by one.
 
     A plain `DataLoader` accepts the dataset; `colabkit.Loader` reads rows at memory speed. Any number of threads and

@@ -142,7 +142,10 @@ class PackInfo:
 
     @property
     def inferred(self) -> Mapping[str, str]:
-        """Values that `pack()` inferred, described as text, by the option that overrides each."""
+        """Values that `pack()`, or for other HDF5 files `open_pack()`, inferred, as text.
+
+        The keys are the options that override them.
+        """
         return dict(self.meta.get("inferred", {}))
 
     @property

@@ -297,7 +297,7 @@ class _FolderTree:
         self._has_splits = all(parts and split_named(parts[0]) for parts in self._inside.values())
 
     def check_splits(self, act: str) -> None:
-        """Raise `BadSource` if folders named like splits are mixed with others and all of them have subfolders.
+        """Raise `BadSource` if only some top-level folders are named like splits, and all of them have subfolders.
 
         Otherwise `train` would count as a class, and the class folders inside it would be lost.
         """

@@ -49,13 +49,14 @@ class Preparation:
     Attributes:
         name: name of the source; an absolute path if it has one.
         folder: folder of the local packs of this source and these options.
-        request: digests of the source's identity and of the options; a pack holds them, with its state, as metadata.
+        request: digests of the source's identity and of the options; a pack holds them, and a digest of the source's
+            state, as metadata.
         save_folder: folder in which packs are saved; None if nothing is saved, for the reason in `unsaved`.
         pack_to: packs the source to a path, and stores the digest of its state.
         look: returns the state of the source.
-        is_local: whether the source and all its files are on this machine.
+        is_local: whether the source and all its files are known to be on this machine.
         state: state of the source; None if it is unknown or the source does not exist.
-        checked: what was compared with the source, for the report.
+        checked: the facts about the source that were compared, for the report.
         seen: whether the file at a path was found to be the saved pack.
     """
 
@@ -106,7 +107,11 @@ class Preparation:
         return self.prepared(found, way)
 
     def read_state(self) -> None:
-        """Read the source's state; if that is impossible or takes too long, a local pack will be used unchecked."""
+        """Read the source's state, unless the source does not exist.
+
+        If a check of a remote source fails or takes too long, the state stays unknown, and an existing local pack will
+        be used.
+        """
         stop = threading.Event()
 
         def go_on() -> None:
@@ -155,7 +160,7 @@ class Preparation:
             return f"it was prepared with other options, and holds {holds}"
         if self.state is None:
             return ""
-        # Only local files have a time of change that no program can restore.
+        # Change times, which no program can restore, are compared for local files only.
         noted = self.notes.get("changes") or [info.seal, self.state.changes]
         if found.get("state") != digest_of(self.state.digest):
             return f"the source has changed since it was prepared, when it had {samples}"

@@ -58,7 +58,10 @@ class PrepareReport(Report):
 
     @property
     def checked(self) -> str:
-        """What was compared with the source, and what was not; empty if the source was packed or cannot change."""
+        """The facts about the source that were compared, and those that were not.
+
+        Empty if the source was packed or cannot change.
+        """
         return self._words.render(self._checked)
 
     def to_dict(self) -> dict[str, Any]:

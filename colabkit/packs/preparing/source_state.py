@@ -32,9 +32,9 @@ from colabkit.storage import (
     version_of,
 )
 
-# On a mount, reading the size and time of a file takes a request of several milliseconds, and listing a folder one for
-# all its names. So of a remote source with more files, the sizes and times of this many are read.
-_REMOTE_STATS = 4000
+# On a mount, a request takes several milliseconds. One request lists all names in a folder, but the size and time of
+# each file take another one. So of a remote source with more files, the sizes and times of at most this many are read.
+_REMOTE_STATS = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ def fetch(
         Corrupt: if the file does not have the requested digest; the data is discarded.
         TargetExists: if the final path holds other data or another version and `overwrite` is not set, or if a file
             would replace a folder or vice versa.
-        NotEnoughSpace: if the size is known and the free space is too small.
+        NotEnoughSpace: if the data does not fit; raised before it is written if its size is known.
         MissingPackage: if gdown, fsspec or a file system's package is missing; the message says what to install.
         InvalidOption: if `source` or an option is invalid; for local paths, use `stage()`.
 

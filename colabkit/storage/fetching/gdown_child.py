@@ -121,7 +121,7 @@ def _end_with(parent: int) -> None:
 
 
 def _lock(path: str) -> None:
-    """Lock the folder, after waiting up to 10 s until no child of an earlier, killed parent is writing to it."""
+    """Lock the file at `path`; wait up to 10 s for the child of an earlier, killed parent that still holds the lock."""
     fd = os.open(path, os.O_RDONLY)
     until = time.monotonic() + _LOCK_S
     while True:

@@ -95,7 +95,7 @@ class FolderSource(PathSource):
         Args:
             on_found: called with each batch of files as soon as they are found.
             on_wait: called several times a second while a source that can hang does not answer.
-            has_sizes: False leaves all sizes and times at 0, since a mount needs one request for each file's.
+            has_sizes: False leaves all sizes and times at 0, since a mount takes a request per file to read them.
 
         Raises:
             SourceChanged: if all listings of a folder differ.
@@ -190,7 +190,10 @@ class FolderSource(PathSource):
         return _Found(items, steps, skipped, is_different=bool(again and folder.earlier))
 
     def _another_listing(self, folder: _Folder, chain: _Chain, names: frozenset[str]) -> _Folder | None:
-        """Return the step that lists a folder on a mount once more; None if an earlier listing had the same names."""
+        """Return the step that lists a folder on a mount once more.
+
+        None for a local folder, or if an earlier listing had the same names.
+        """
         if not self.can_hang or names in folder.earlier:
             return None
         earlier = (*folder.earlier, names)
@@ -251,7 +254,7 @@ class FileSource(PathSource):
     kind: ClassVar[SourceKind] = "file"
 
     def list(self) -> Listing:
-        """Return the file with its current size and modification time."""
+        """Return the file with its current size and times."""
         with translated(f"read {self.name!r}"):
             found = answer_of(self.path.stat, self.can_hang)
         return Listing((Item(self.path.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns),), ())

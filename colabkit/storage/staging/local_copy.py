@@ -136,7 +136,7 @@ class LocalCopy:
             raise Corrupt(cannot(act, "the manifest is damaged", "", next_step)) from error
 
     def contents_digest(self) -> tuple[str, int]:
-        """Return a SHA-256 of the files' paths, sizes, modification times and CRC32s; and the seal's time in ns.
+        """Return a SHA-256 of the files' paths, sizes, modification times and CRC32s, and when they were sealed, in ns.
 
         The digest does not depend on the location of the copy.
         """
@@ -178,8 +178,8 @@ class LocalCopy:
         """Hard-link or copy files that users added to this copy into the folder that replaces it.
 
         Raises:
-            TargetExists: if the path of such a file is not free in the new folder: it has a different file or folder
-                there, or a file in place of a parent folder.
+            TargetExists: if the new folder has a different file or a folder at the path of such a file, or a file in
+                place of one of its parent folders.
         """
         sizes = self._sizes()
         try:
