@@ -75,6 +75,15 @@ def test_every_decoder_raises_for_a_jpeg_truncated_at_any_length(package, option
                 refuse(part)
 
 
+def test_pixels_of_a_png_that_do_not_match_their_crc_raise():
+    data = bytearray(saved(noise(), "PNG"))
+    # Pillow stops after the last pixel, before the checksum of the compressed data.
+    data[-40] ^= 1
+    for refuse in (decode_image, check_image, lambda data: fill_row(data, np.empty((33, 47, 3), np.uint8))):
+        with pytest.raises(BadImage, match="do not match their CRC"):
+            refuse(bytes(data))
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_bytes_after_a_jpeg_are_ignored(package, monkeypatch):
     take(package, monkeypatch)

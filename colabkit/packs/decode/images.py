@@ -17,6 +17,7 @@ Every image is decoded as follows:
 - Pixel count: more than 89,478,485, Pillow's limit against decompression bombs, is an error before decoding.
 - JPEG: values differ from Pillow's by at most 2 of 255. Bytes after the image are ignored and a truncated file is an
   error. If libjpeg only warns of a flaw, Pillow decodes the file and ignores the flaw.
+- PNG: pixels that do not match the CRC of their chunk are an error.
 - Formats: AVIF, BMP, GIF, JPEG, JPEG 2000, MPO, PNG, PPM, TGA, TIFF and WebP, and HEIC if pillow-heif is installed;
   formats that would run an external program are excluded. The content decides, not the extension.
 

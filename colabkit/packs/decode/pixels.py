@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +133,8 @@ def decode_with_pillow(data: Data, channels: int, wanted: Size | None) -> tuple[
     A JPEG may be scaled while decoding if the size `wanted` allows it.
     """
     with _open(data) as image:
+        if image.format == "PNG":
+            _check_png(data)
         stored = _load(image, channels, lambda size: choose_factor(size, _orientation(image), wanted))
         return _to_channels(image, channels), stored, _orientation(image)
 
@@ -155,6 +158,8 @@ def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pi
 def check_with_pillow(data: Data) -> Size:
     """Return the upright height and width of an image, after checking that all of its data decodes."""
     with _open(data) as image:
+        if image.format == "PNG":
+            _check_png(data)
         stored = _load(image, 3, lambda _: 8)
         _check_mode(image)
         return turn_size(stored, _orientation(image))
@@ -223,14 +228,24 @@ def _orientation(image: Any) -> int:
 
 def _has_late_metadata(png: Data) -> bool:
     """Return whether a PNG has metadata after its pixels, which may include an orientation."""
-    at, pixels = 8, False
-    while at + 8 <= len(png):
-        kind = bytes(png[at + 4 : at + 8])
-        pixels = pixels or kind == b"IDAT"
-        if pixels and kind in _PNG_METADATA:
-            return True
-        at += 12 + int.from_bytes(png[at : at + 4], "big")
-    return False
+    kinds = [kind for kind, _ in _png_chunks(png)]
+    return b"IDAT" in kinds and not set(_PNG_METADATA).isdisjoint(kinds[kinds.index(b"IDAT") :])
+
+
+def _check_png(png: Data) -> None:
+    """Raise `BadImage` if compressed pixels do not match their CRCs, which Pillow does not check."""
+    for kind, chunk in _png_chunks(png):
+        if kind == b"IDAT" and crc32(chunk[4:-4]) != int.from_bytes(chunk[-4:], "big"):
+            raise BadImage("pixels of the PNG file do not match their CRC")
+
+
+def _png_chunks(png: Data) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield the kind of each chunk of a PNG, and all of its bytes: length, kind, content and CRC."""
+    view, at = memoryview(png), 8
+    while at + 8 <= len(view):
+        end = at + 12 + int.from_bytes(view[at : at + 4], "big")
+        yield bytes(view[at + 4 : at + 8]), view[at:end]
+        at = end
 
 
 def _to_channels(image: Any, channels: int) -> Pixels:
