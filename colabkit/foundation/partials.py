@@ -105,7 +105,7 @@ class Partial:
     def _put(self, path: Path, replace: bool) -> None:
         if not replace and os.path.lexists(self.final):
             act = f"publish {str(self.final)!r}"
-            raise TargetExists(cannot(act, "another process created this path in the meantime", "", "Run it again"))
+            raise TargetExists(cannot(act, "another process created this path in the meantime", "", "Try again"))
         if path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
             # A folder cannot be replaced in one rename: the old one is renamed to a partial first and removed last.
             file_changes.rename(self.final, self._old)

@@ -281,7 +281,7 @@ def _formats_of(data: Data) -> tuple[str, ...]:
 
 @functools.cache
 def _silence_libtiff() -> None:
-    """Stop libtiff from printing to stderr for each damaged file, since Pillow raises an error anyway.
+    """Stop libtiff from printing to stderr; Pillow still raises an error if a file cannot be decoded.
 
     Redirecting stderr instead would affect other threads.
     """

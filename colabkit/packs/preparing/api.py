@@ -85,13 +85,13 @@ def prepare(
     the report contains the reason. A pack that was made from something else is never used, even if it has the right
     name: the report says how it differs, and the source is packed again.
 
-    The state of a source is the names, sizes and modification times of all its files, including those that a table
-    lists. A local pack of a source on this machine is also replaced if a file was changed and its earlier times were
-    restored. For a remote source of more than 4,000 files, the names of all files and the sizes and times of at most
-    4,000 files count. If checking a remote source fails or takes more than ten seconds, or if the source no longer
-    exists, an existing local pack is used. What is behind a URL is not checked. The report shows what was checked; pass
-    `refresh=True` after other changes. Saved packs of earlier states are never removed. If another process on this
-    machine is preparing the same source with the same options, this call waits for its pack.
+    The state of a source is the names, sizes and modification times (in a bucket, versions) of all its files, including
+    those that a table lists. A local pack of a source on this machine is also replaced if a file was changed and its
+    earlier times were restored. For a remote source of more than 4,000 files, the names of all files and the sizes and
+    times of at most 4,000 files count. If checking a remote source fails or takes more than ten seconds, or if the
+    source no longer exists, an existing local pack is used. What is behind a URL is not checked. The report shows what
+    was checked; pass `refresh=True` after other changes. Saved packs of earlier states are never removed. If another
+    process on this machine is preparing the same source with the same options, this call waits for its pack.
 
     Args:
         source: any source of `pack()` except arrays and datasets, including a URL.

@@ -57,7 +57,7 @@ class Preparation:
         is_local: whether the source and all its files are known to be on this machine.
         state: state of the source; None if it is unknown or the source does not exist.
         checked: the facts about the source that were compared, for the report.
-        seen: whether the file at a path was found to be the saved pack.
+        seen: by path, whether the file there was found to be the saved pack.
     """
 
     name: str
