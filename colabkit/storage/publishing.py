@@ -120,9 +120,10 @@ def publish(
     Args:
         path: a file, for example a pack, or a folder.
         to: the final path, or with a slash at its end, the folder in which the copy keeps the name of `path`. A file
-            also keeps its name in an existing folder, and a folder in the root of a mount. An existing file at the
-            final path is replaced. An existing folder is replaced by a folder if both have the same name, or if all
-            files in it have the path of a published file, as in an earlier copy. The report shows this.
+            also keeps its name in an existing folder, and a folder in the root of a mount or in a linked folder. An
+            existing file at the final path is replaced. An existing folder is replaced by a folder if both have the
+            same name, or if all files in it have the path of a published file, as in an earlier copy. The report shows
+            this.
         verify: `"full"` reads the copy back and compares all bytes; `"size"` compares only the sizes.
         progress: show a progress bar.
 
@@ -247,7 +248,9 @@ class _Publication:
 
     def _final(self, target: Path, is_folder: bool, moved: MoveCallback) -> Path:
         local = self.source.path
-        is_inside = self.is_inside or (target.is_dir() and (not is_folder or os.path.ismount(target)))
+        # A mount point or a link to a folder, such as a Drive shortcut, cannot be replaced by a rename.
+        is_fixed = not is_folder or os.path.ismount(target) or target.is_symlink()
+        is_inside = self.is_inside or (target.is_dir() and is_fixed)
         final = target / local.name if is_inside else target
         real, place = Path(os.path.realpath(local)), Path(os.path.realpath(final))
         if place.is_relative_to(real) or real.is_relative_to(place):

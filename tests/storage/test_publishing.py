@@ -96,6 +96,9 @@ def test_a_folder_with_other_files_is_never_replaced_unless_it_has_the_same_name
     (folder / "link").symlink_to(source)
     with pytest.raises(TargetExists, match="'link'"):
         bring(source, folder)
+    (tmp_path / "shortcut").symlink_to(folder)
+    assert [bring(source, tmp_path / "shortcut").replaced for _ in range(2)] == [False, True]
+    assert content(folder / "run") == NEW_FOLDER
     write(tmp_path / "backups" / "run", OLD_FOLDER)
     assert bring(source, tmp_path / "backups" / "run").replaced
     assert content(tmp_path / "backups") == {f"run/{name}": data for name, data in NEW_FOLDER.items()}

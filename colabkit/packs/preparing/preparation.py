@@ -27,6 +27,7 @@ from colabkit.foundation import (
     mounts,
     option,
     partials,
+    shown,
     try_lock,
     wait_while_busy,
 )
@@ -153,7 +154,7 @@ class Preparation:
         samples = format_things(sum(map(info.count, info.splits)), "sample")
         named = info.meta["classes"]
         classes = format_things(len(named) if isinstance(named, list) else 0, "class", "classes")
-        holds = f"{samples} of {info.meta['source']!r} in {classes}"
+        holds = f"{samples} of {shown(info.meta['source'])} in {classes}"
         if found.get("source") != self.request["source"]:
             return f"it holds {holds}, and was not prepared from this source"
         if found.get("options") != self.request["options"]:
