@@ -121,7 +121,7 @@ class Ocamlfuse(DriveMount):
         if finished.status or state != "alive":
             found = _last_line(finished) if finished.status else f"the mount does not work ({reason})"
             command = shlex.join([PROGRAM, *_without_secrets(self.daemon.arguments)])
-            failure = MountFailed(cannot(act, found, "", f"Run this command: {command}"))
+            failure = MountFailed(cannot(act, found, "", f"Run the program again with the same arguments: {command}"))
             raise with_cause("unknown", failure)
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
