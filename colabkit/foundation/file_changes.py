@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import os
 import shlex
 import shutil
@@ -90,7 +91,10 @@ def make_folder(path: Path) -> None:
     """Create a folder and its parents if they do not exist."""
     if not path.is_dir():
         _step("mkdir", path)
-        path.mkdir(parents=True, exist_ok=True)
+        # Not with `parents=True`, which recurses into each missing parent.
+        missing = itertools.takewhile(lambda parent: not parent.is_dir(), (path, *path.parents))
+        for folder in reversed([*missing]):
+            folder.mkdir(exist_ok=True)
 
 
 def make_private_folder(path: Path) -> None:
@@ -296,10 +300,18 @@ def touch(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or a folder with its contents; a missing path is ignored."""
     _step("remove", path)
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+    if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
+        return
+    try:
+        shutil.rmtree(path)
+    except (RecursionError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EMFILE:
+            raise
+        # `rmtree` recurses into each folder and keeps it open, so remove the deepest folders first.
+        for folder in reversed([entry.path for entry in entries_below(path) if entry.is_dir(follow_symlinks=False)]):
+            shutil.rmtree(folder)
+        shutil.rmtree(path)
 
 
 def remove_empty_folder(path: Path) -> None:
@@ -338,13 +350,27 @@ def used_bytes(path: Path) -> int:
 
 def disk_bytes(path: Path) -> int:
     """Return the bytes that a file, or all files in a folder, take on disk; missing files count as 0."""
+    files = (entry for entry in entries_below(path) if not entry.is_dir(follow_symlinks=False))
     total = 0
-    for file in (
-        [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-    ):
+    for file in [path] if path.is_file() else files:
         with contextlib.suppress(FileNotFoundError):
-            total += file.lstat().st_blocks * 512
+            total += file.stat(follow_symlinks=False).st_blocks * 512
     return total
+
+
+def entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield all files and folders below a folder, each folder before its contents, however deep; follow no links.
+
+    Folders that disappear or cannot be listed are ignored.
+    """
+    # `os.walk` recurses into each folder before Python 3.12.
+    waiting = [os.fspath(folder)]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                yield entry
 
 
 def check_space(act: str, needed: int, path: Path, available: int | None = None) -> None:

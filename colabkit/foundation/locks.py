@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,21 +34,21 @@ def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable
         Whether the other process has finished.
     """
     while is_busy():
-        if not _is_changing(folder):
+        if not is_changing(folder):
             return False
         on_wait()
         time.sleep(_BUSY_S)
     return True
 
 
-def _is_changing(folder: Path) -> bool:
+def is_changing(folder: Path) -> bool:
     """Return whether a folder or its contents changed recently, or the folder no longer exists."""
     since = time.time() - STALLED_S
-    for root, _, names in os.walk(folder):
-        for name in ("", *names):
-            with contextlib.suppress(OSError):
-                if os.lstat(os.path.join(root, name)).st_mtime > since:
-                    return True
+    entries: Iterator[Path | os.DirEntry[str]] = itertools.chain([folder], file_changes.entries_below(folder))
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            if entry.stat(follow_symlinks=False).st_mtime > since:
+                return True
     return not folder.exists()
 
 
@@ -106,12 +107,17 @@ def lock_folder(folder: Path) -> int | None:
         if is_ours is False:
             raise BlockingIOError(f"another process holds the lock of {folder}")
         if is_ours is None:
-            with contextlib.suppress(OSError):
-                # The folder is not empty if other processes use it.
-                file_changes.remove(path)
-                file_changes.remove_empty_folder(folder)
+            remove_unused(folder)
             return None
     return None
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove a folder that contains nothing but its lock."""
+    with contextlib.suppress(OSError):
+        if os.listdir(folder) == [LOCK]:
+            file_changes.remove(folder / LOCK)
+            file_changes.remove_empty_folder(folder)
 
 
 def unlock(fd: int) -> None:

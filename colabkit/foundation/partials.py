@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -15,7 +16,15 @@ from typing import Any, Self
 
 from colabkit.foundation import file_changes
 from colabkit.foundation.errors import TargetExists
-from colabkit.foundation.locks import LOCK, is_locked, lock_folder, unlock, wait_while_busy
+from colabkit.foundation.locks import (
+    LOCK,
+    is_changing,
+    is_locked,
+    lock_folder,
+    remove_unused,
+    unlock,
+    wait_while_busy,
+)
 from colabkit.foundation.messages import cannot
 
 _PARTIAL = re.compile(
@@ -24,6 +33,8 @@ _PARTIAL = re.compile(
 # Partials of other machines, or from before a restart, are removed after this time, since it cannot be checked whether
 # their processes have ended.
 _FOREIGN_PARTIAL_S = 24 * 3600.0
+# Limits of attempts, which prevent endless loops.
+_MOST_COLLISIONS, _MOST_RENAMES = 3, 100
 
 
 def discard(final: Path) -> None:
@@ -106,13 +117,23 @@ class Partial:
         if not replace and os.path.lexists(self.final):
             act = f"publish {str(self.final)!r}"
             raise TargetExists(cannot(act, "another process created this path in the meantime", "", "Try again"))
-        if path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
-            # A folder cannot be replaced in one rename: the old one is renamed to a partial first and removed last.
-            file_changes.rename(self.final, self._old)
-            file_changes.rename(path, self.final)
-            file_changes.remove(self._old)
-        else:
-            file_changes.rename(path, self.final)
+        for number in range(_MOST_RENAMES):
+            try:
+                if path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
+                    # A folder cannot be replaced in one rename: first rename the old one to a partial, remove it last.
+                    file_changes.rename(self.final, self._old)
+                    file_changes.rename(path, self.final)
+                    file_changes.remove(self._old)
+                else:
+                    file_changes.rename(path, self.final)
+                return
+            except OSError as error:
+                # Another process may have published to, or emptied, the same path between these steps.
+                is_race = error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST) and os.path.lexists(path)
+                if not is_race or number + 1 == _MOST_RENAMES:
+                    raise
+                if os.path.lexists(self.final):
+                    file_changes.remove(self._old)
 
     def _partials(self) -> list[Path]:
         """Return the partials of all processes for this final path."""
@@ -139,10 +160,13 @@ class KeptPartial(Partial):
     file or folder at `kept.data`, and save the state needed to resume with `note()`. `kept.record` holds the saved
     state, and is empty if there is none. `publish_as()` renames the finished output.
 
-    A lock ensures that only one process uses the kept folder; forked children do not inherit it. A process uses a
-    temporary folder, which is not kept, if it cannot get the lock: because it does not wait, the process that holds the
-    lock stalls, or the file system does not support locks. After a restart of the machine, the work starts over, since
-    data that was not synced may be lost.
+    A lock ensures that only one process uses the kept folder; forked children do not inherit it. Some file systems
+    grant a lock to every process. So each process also puts a mark into the folder, an empty file whose name contains
+    its ID and start time, and leaves the folder to others if it finds the mark of a process that is alive.
+
+    A process uses a temporary folder, which is not kept, if it cannot use the kept folder: because it does not wait,
+    the process that uses the kept folder stalls, or the file system does not support locks. After a restart of the
+    machine, the work starts over, since data that was not synced may be lost.
 
     Args:
         folder: folder of the final path.
@@ -175,8 +199,7 @@ class KeptPartial(Partial):
             if not self.record:
                 self.start_over()
         except BaseException:
-            if self._lock is not None:
-                unlock(self._lock)
+            self._release()
             raise
         return self
 
@@ -195,16 +218,15 @@ class KeptPartial(Partial):
             try:
                 super().__exit__(kind, error, trace)
             finally:
-                if self._lock is not None:
-                    unlock(self._lock)
+                self._release()
 
     def is_begun(self) -> bool:
         """Return whether the folder contains a partial of this work."""
         return bool(self._partials())
 
     def is_busy(self) -> bool:
-        """Return whether another process holds the kept folder."""
-        return is_locked(self.kept_folder)
+        """Return whether another process uses the kept folder."""
+        return is_locked(self.kept_folder) or bool(self._living_marks())
 
     def show_life(self) -> None:
         """Touch the lock file to show waiting processes that this process is alive."""
@@ -212,13 +234,59 @@ class KeptPartial(Partial):
             file_changes.touch(self.folder / LOCK)
 
     def _claim(self) -> int | None:
-        """Lock the kept folder; return None if another process holds it or the file system does not support locks."""
-        while True:
-            try:
-                return lock_folder(self.kept_folder)
-            except BlockingIOError:
-                if self._on_wait is None or not wait_while_busy(self.kept_folder, self.is_busy, self._on_wait):
+        """Lock the kept folder; return None if another process uses it or the file system does not support locks."""
+        collisions = 0
+        while collisions < _MOST_COLLISIONS:
+            with contextlib.suppress(BlockingIOError):
+                if (lock := lock_folder(self.kept_folder)) is None:
                     return None
+                try:
+                    if self._is_only_user():
+                        return lock
+                except BaseException:
+                    _in_use.discard(self.path.name)
+                    remove_unused(self.kept_folder)
+                    unlock(lock)
+                    raise
+                # The file system has granted the lock to several processes.
+                unlock(lock)
+                collisions += 1
+            if self._on_wait is None or not wait_while_busy(self.kept_folder, self.is_busy, self._on_wait):
+                break
+        return None
+
+    def _is_only_user(self) -> bool:
+        """Put this process's mark into the kept folder; remove it and return False if another process uses the folder.
+
+        Of several processes that do this at the same time, at most one remains.
+        """
+        mark = self.kept_folder / self.path.name
+        with contextlib.suppress(FileNotFoundError):
+            os.close(file_changes.create(mark))
+        if self._living_marks() == [mark.name]:
+            return True
+        file_changes.remove(mark)
+        return False
+
+    def _living_marks(self) -> list[str]:
+        """Return the names of the marks of processes that use the kept folder."""
+        living = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.kept_folder) as entries:
+            for entry in entries:
+                if match := _PARTIAL.fullmatch(entry.name):
+                    is_local = match["boot"] == _boot_id()
+                    if is_changing(self.kept_folder) if not is_local else not _is_abandoned(Path(entry), match):
+                        living.append(entry.name)
+        return living
+
+    def _release(self) -> None:
+        """Let other processes use the kept folder."""
+        if self._lock is not None:
+            try:
+                if os.path.lexists(mark := self.kept_folder / self.path.name):
+                    file_changes.remove(mark)
+            finally:
+                unlock(self._lock)
 
     def note(self, **values: Any) -> None:
         """Save JSON values as the record, which a later process reads from `record`."""
@@ -232,7 +300,7 @@ class KeptPartial(Partial):
         """Remove the kept data and the record."""
         self.record = {}
         for path in self.folder.iterdir():
-            if path.name != LOCK:
+            if path.name not in (LOCK, self.path.name):
                 file_changes.remove(path)
 
     def publish_as(self, path: Path, final: Path, replace: bool = False) -> None:
@@ -247,7 +315,10 @@ class KeptPartial(Partial):
 
     def _has_bytes(self) -> bool:
         own = {LOCK, _RECORD, f"{_RECORD}.new"}
-        return any(path.is_file() and path.name not in own and path.stat().st_size for path in self.folder.rglob("*"))
+        return any(
+            entry.name not in own and entry.is_file(follow_symlinks=False) and entry.stat().st_size
+            for entry in file_changes.entries_below(self.folder)
+        )
 
 
 _RECORD = "record"

@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 
 import pytest
-from forks import in_fork, is_killed_at
+from forks import in_fork, is_killed_at, make_pair, pair_text
 from trees import leftovers
 
 from colabkit.errors import TargetExists
-from colabkit.foundation import file_changes
-from colabkit.foundation.partials import KeptPartial
+from colabkit.foundation import file_changes, locks
+from colabkit.foundation.partials import KeptPartial, Partial
 
 
 def die_with(folder: Path, text: str, identity: str = "ab") -> None:
@@ -104,6 +104,56 @@ def test_without_locks_nothing_is_kept(tmp_path, monkeypatch):
         kept.note(version=1)
         file_changes.write_file(kept.data, b"half")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_where_every_process_gets_the_lock_only_one_uses_the_kept_partial_while_it_lives(
+    tmp_path, monkeypatch, is_killed
+):
+    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
+    if is_killed:
+        die_with(tmp_path, "half")
+        with KeptPartial(tmp_path, "ab") as kept:
+            assert (kept.data.read_text(), kept.record) == ("half", {"version": 1})
+        kept = KeptPartial(tmp_path, "ab")
+        assert not kept.is_busy()
+        return
+    with KeptPartial(tmp_path, "ab") as kept:
+        file_changes.write_file(kept.data, b"first")
+
+        def child() -> None:
+            waited = []
+            with KeptPartial(tmp_path, "ab") as other:
+                assert other.is_busy()
+                assert other.folder != kept.folder
+            # The first process seems to stall as soon as another one waits for it.
+            monkeypatch.setattr(locks, "is_changing", lambda folder: not waited)
+            with KeptPartial(tmp_path, "ab", lambda: waited.append(1)) as other:
+                assert waited
+                assert other.folder != kept.folder
+
+        assert in_fork(child) == 0
+        assert kept.data.read_text() == "first"
+
+
+def test_two_processes_that_replace_a_folder_at_the_same_time_leave_one_of_the_new_ones(tmp_path, monkeypatch):
+    final = tmp_path / "final"
+    make_pair(final, "old")
+    rename = file_changes.rename
+
+    def meanwhile(path: Path, to: Path) -> None:
+        monkeypatch.setattr(file_changes, "rename", rename)
+        rename(path, to)
+        with Partial(final) as second:
+            make_pair(second.path, "second")
+            second.publish(replace=True)
+
+    with Partial(final) as first:
+        make_pair(first.path, "first")
+        monkeypatch.setattr(file_changes, "rename", meanwhile)
+        first.publish(replace=True)
+    assert pair_text(final) == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
 @pytest.mark.parametrize("text", ["a restart of the machine", "", "{", "[]", "7", '{"start": 1}'])

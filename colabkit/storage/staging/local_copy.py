@@ -14,13 +14,13 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 from zlib import crc32
 
-from colabkit.foundation import Corrupt, ProgressBar, TargetExists, call, cannot, file_changes
+from colabkit.foundation import Corrupt, FileFailed, ProgressBar, TargetExists, call, cannot, file_changes
 from colabkit.storage.sources.engine import BLOCK_BYTES, block_offsets
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.staging.reports import StageVerifyReport
@@ -74,8 +74,17 @@ class Seal:
     format: int = _FORMAT
 
     def write(self, folder: Path, manifest: Iterable[tuple[Item, Crcs]]) -> None:
-        """Write the seal into a complete folder."""
+        """Write the seal into a complete folder.
+
+        Raises:
+            FileFailed: if another program has removed files from the folder.
+        """
         manifest = list(manifest)
+        present = {path for path, _ in files_below(folder)}
+        if missing := [item.path for item, _ in manifest if item.path not in present]:
+            found = f"{len(missing)} of {len(manifest)} copied files have disappeared, first {missing[0]!r}"
+            next_step = f"Check that no other program removes files from {str(folder.parent)!r}, then try again"
+            raise FileFailed(cannot(f"stage {self.source!r}", found, "", next_step))
         lines = [json.dumps(dataclasses.asdict(self)), json.dumps([item.ctime_ns for item, _ in manifest])]
         for item, crcs in manifest:
             lines.append(json.dumps([item.path, item.size, item.mtime_ns, *(crcs[offset] for offset in sorted(crcs))]))
@@ -199,19 +208,17 @@ class LocalCopy:
 
     def _sizes(self) -> dict[str, int]:
         """Return the size of every file except the seal, by path."""
-        sizes: dict[str, int] = {}
-        waiting = [""]
-        while waiting:
-            inside = waiting.pop()
-            with os.scandir(self.folder / inside) as entries:
-                for entry in entries:
-                    path = f"{inside}/{entry.name}" if inside else entry.name
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(path)
-                    else:
-                        sizes[path] = entry.stat(follow_symlinks=False).st_size
+        sizes = {path: entry.stat(follow_symlinks=False).st_size for path, entry in files_below(self.folder)}
         sizes.pop(STAGE_SEAL, None)
         return sizes
+
+
+def files_below(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the path and the entry of each file and link below a folder."""
+    start = len(os.path.join(folder, ""))
+    for entry in file_changes.entries_below(folder):
+        if not entry.is_dir(follow_symlinks=False):
+            yield entry.path[start:], entry
 
 
 def _are_same(own: Path, other: Path) -> bool:

@@ -19,7 +19,7 @@ from colabkit.storage.sources.concurrency import Threads
 from colabkit.storage.sources.engine import BLOCK_BYTES, Block, Reading, Wanted, block_offsets
 from colabkit.storage.sources.items import ArchiveSource, Item, Source
 from colabkit.storage.sources.reads import Retries, SharedFile, blocks_passed, read_blocks
-from colabkit.storage.staging.local_copy import Crcs, LocalCopy, block_crcs, good_blocks
+from colabkit.storage.staging.local_copy import Crcs, LocalCopy, block_crcs, files_below, good_blocks
 from colabkit.storage.staging.places import Target
 
 JOURNAL, ARCHIVE_JOURNAL = "journal", "archive-journal"
@@ -77,7 +77,7 @@ class PartialCopy:
             The complete items; `crcs` holds the CRC32s of all valid blocks.
         """
         wanted = {item.path: item for item in items}
-        for path in list(_files_below(self.folder)):
+        for path in [path for path, _ in files_below(self.folder)]:
             item = wanted.get(path)
             noted = self._known.get((item.path, item.size, item.mtime_ns)) if item and path not in changed else None
             good = good_blocks(self.folder / path, item, noted.crcs) if item and noted else {}
@@ -85,11 +85,13 @@ class PartialCopy:
                 self.crcs[path] = good
             else:
                 file_changes.remove(self.folder / path)
-        for here, folders, _ in os.walk(self.folder, topdown=False):
-            for name in folders:
-                # Removing a folder that contains files fails.
-                with suppress(OSError):
-                    file_changes.remove_empty_folder(Path(here, name))
+        folders = [
+            Path(entry) for entry in file_changes.entries_below(self.folder) if entry.is_dir(follow_symlinks=False)
+        ]
+        for folder in reversed(folders):
+            # Removing a folder that contains files fails.
+            with suppress(OSError):
+                file_changes.remove_empty_folder(folder)
         return [wanted[path] for path in self.crcs if self._is_complete(wanted[path])]
 
     def link_from(self, old: LocalCopy, items: Iterable[Item], changed: Container[str]) -> list[Item]:
@@ -300,14 +302,6 @@ class PriorCopy:
                 blocks = sum(len(file.crcs) for file in read_journal(folder / ARCHIVE_JOURNAL)[0].values())
                 return cls(place, None, read_journal(folder / JOURNAL)[0], blocks * BLOCK_BYTES)
         return cls()
-
-
-def _files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files and links below a folder."""
-    for here, folders, names in os.walk(folder):
-        inside = os.path.relpath(here, folder)
-        links = (name for name in folders if os.path.islink(os.path.join(here, name)))
-        yield from (name if inside == "." else f"{inside}/{name}" for name in (*names, *links))
 
 
 def extract(
