@@ -34,7 +34,7 @@ from colabkit.storage import (
 
 # On a mount, a request takes several milliseconds. One request lists all names in a folder, but the size and time of
 # each file take another one. So of a remote source with more files, the sizes and times of at most this many are read.
-_REMOTE_STATS = 1000
+_REMOTE_STATS = 4000
 
 
 @dataclass(frozen=True, slots=True)
