@@ -20,11 +20,13 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from colabkit.foundation.errors import InvalidOption, MissingPackage
 from colabkit.foundation.messages import Code, Message, Text, cannot, option
-from colabkit.foundation.units import parse_duration
+from colabkit.foundation.units import format_things, parse_duration
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Public modules of classes whose calls are checked.
+_NAMESPACES = ("augment", "sampler")
 _FLAG_TYPES = ("bool", "bool_", "int")
 # Names of arguments in Keras or in another function of colabkit, with the names that the user may mean.
 _SYNONYMS = {
@@ -214,7 +216,7 @@ def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in flags & kwargs.keys():
                 if type(kwargs[name]).__name__ not in _FLAG_TYPES:
-                    act = f"call {_call_of(function)}"
+                    act = f"call {_call_of(function, args)}"
                     next_step = ("For example, use ", option(name, True))
                     raise InvalidOption(cannot(act, option(name, kwargs[name]), "True or False", next_step))
             try:
@@ -230,10 +232,13 @@ def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _call_of(function: Callable[..., Any], arguments: str = "") -> str:
-    """Return a call of a public function as text; for an `__init__`, a call of its class."""
-    name = function.__qualname__.removesuffix(".__init__")
-    return f"colabkit.{name}({arguments})"
+def _call_of(function: Callable[..., Any], given: Sequence[Any], arguments: str = "") -> str:
+    """Return a call of a public function as text; for an `__init__`, a call of the class of colabkit."""
+    called: Any = function
+    if function.__name__ == "__init__":
+        called = next(one for one in type(given[0]).__mro__ if one.__module__.startswith("colabkit."))
+    space = next((f"{name}." for name in _NAMESPACES if f".{name}" in called.__module__), "")
+    return f"colabkit.{space}{called.__qualname__}({arguments})"
 
 
 def _wrong_call(
@@ -243,20 +248,22 @@ def _wrong_call(
     parameters = {name: one for name, one in inspect.signature(function).parameters.items() if name != "self"}
     given = args[1:] if function.__name__ == "__init__" else args
     by_place = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    required = [name for name, one in parameters.items() if one.default is one.empty]
-    usage = ("Use ", _call_of(function, ", ".join(required)))
-    act = f"call {_call_of(function)}"
+    open_ended = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in open_ended]
+    usage = ("Use ", _call_of(function, args, ", ".join(required)))
+    act = f"call {_call_of(function, args)}"
     for name in [name for name in kwargs if name not in parameters]:
         synonym = _SYNONYMS.get(name, "")
         closest = [synonym] if synonym in parameters else difflib.get_close_matches(name, parameters, n=1)
-        advice: Text = f"See help({_call_of(function).removesuffix('()')})"
+        advice: Text = f"See help({_call_of(function, args).removesuffix('()')})"
         advice = instead.get(name) or (("Use ", option(closest[0])) if closest else advice)
         return cannot(act, f"it has no argument {name}=", "", advice)
     if len(given) > len(by_place):
         named = next((name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY), "")
-        extra = option(named, given[len(by_place)]) if named else usage
-        found = f"{len(given)} arguments are given without a name"
-        return cannot(act, found, f"at most {len(by_place)} ({', '.join(by_place)})", ("For example, use ", extra))
+        example = ("For example, use ", option(named, given[len(by_place)])) if named else usage
+        found = f"{format_things(len(given), 'argument')} without a name {'is' if len(given) == 1 else 'are'} given"
+        most = f"at most {len(by_place)} ({', '.join(by_place)})" if by_place else "none"
+        return cannot(act, found, most, example)
     missing = [name for name in required[len(given) :] if name not in kwargs]
     if not missing:
         twice = next(name for name in by_place[: len(given)] if name in kwargs)

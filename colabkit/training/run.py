@@ -77,6 +77,8 @@ class TrainingRun:
         if type(self.step) is SupervisedStep:
             self._grouped, self._complete = self.step.grouped, self.step.accuracies.compute
         self._recorder = self._recorder_of(SampleMeans())
+        # The numbers that a custom step returns are known after the first step.
+        self._checks_monitor = self._grouped is None and not self.judge.can_validate
         self._always_decides = self.processes.count > 1 or self.stops.deadline is not None or self.schedule.is_timed
 
     def resume(self, resume: bool) -> None:
@@ -296,6 +298,9 @@ class TrainingRun:
         # A supervised step returns new tensors, so they need no copy.
         is_copied = self._grouped is None
         values = values_of(found, is_copied) if grouped is None else cast(Any, found)
+        if self._checks_monitor:
+            judge.check_monitor(values)
+            self._checks_monitor = False
         self._recorder.add(self._steps, samples, values)
         if is_heard:
             given = listened(values, found) if is_copied else cast(Any, found)
@@ -396,9 +401,9 @@ class TrainingRun:
             self._save()
 
     def _save(self, *, random: Mapping[str, Any] | None = None, wait: bool = False) -> None:
+        self._recorder.read()
         if self.saving.folder is None:
             return
-        self._recorder.read()
         begun = self._begun
         means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums))
         begun_now = None

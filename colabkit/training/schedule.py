@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import FrameType, TracebackType
@@ -118,6 +118,10 @@ class Validator:
         patience: number of consecutive ratings without improvement after which training stops, or None.
         min_delta: how much better a value must be to count as an improvement for `patience`.
         ranks: the ranks of the run; the values of rank 0 are used.
+        known: names of the numbers, if they are known before the first step.
+
+    Raises:
+        InvalidOption: if `monitor` is not among `known`.
 
     Attributes:
         rule: mode and name of the monitored number; only scores with the same rule are comparable.
@@ -139,6 +143,7 @@ class Validator:
         patience: int | None,
         min_delta: float,
         ranks: Ranks,
+        known: Collection[str] | None = None,
     ) -> None:
         if mode == "auto":
             mode = "max" if monitor == "accuracy" else "min"
@@ -156,6 +161,8 @@ class Validator:
         self._min_delta = min_delta
         self._is_required = monitor is not None or patience is not None
         self._ranks = ranks
+        if known is not None:
+            self.check_monitor(known)
 
     @property
     def is_out_of_patience(self) -> bool:
@@ -185,21 +192,30 @@ class Validator:
 
         return self._ranks.from_first(self._ranks.together("validate", numbers))
 
+    def check_monitor(self, names: Collection[str]) -> str:
+        """Return the name of the number that rates states.
+
+        Raises:
+            InvalidOption: if `monitor` or `patience` was given and the number is not among `names`.
+        """
+        _, monitor = self.rule
+        # Reports show validation values with the prefix "val_", so accept names with this prefix, too.
+        name = monitor if monitor in names else monitor.removeprefix("val_")
+        if self._is_required and name not in names:
+            found = (option("monitor", monitor), " is not among the returned numbers")
+            expected = " or ".join(map(repr, names)) or "at least one number"
+            next_step = ("Correct ", option("monitor"), " and start the training again")
+            raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
+        return name
+
     def judge(self, values: Mapping[str, float]) -> None:
         """Rate the current state by its values.
 
         Raises:
             InvalidOption: if `monitor` or `patience` was given and the number is not among the values.
         """
-        mode, monitor = self.rule
-        # Reports show validation values with the prefix "val_", so accept names with this prefix, too.
-        name = monitor if monitor in values else monitor.removeprefix("val_")
-        if self._is_required and name not in values:
-            found = (option("monitor", monitor), " is not among the returned numbers")
-            expected = " or ".join(map(repr, values)) or "at least one number"
-            next_step = ("Correct ", option("monitor"), " and start the training again")
-            raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
-        value = values.get(name, math.nan)
+        mode, _ = self.rule
+        value = values.get(self.check_monitor(values), math.nan)
         # Count the rating as one without improvement; for NaN and infinity, this is final.
         self.waited += 1
         if not math.isfinite(value):

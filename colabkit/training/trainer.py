@@ -83,18 +83,22 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
     return dict(state)
 
 
-def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], Values] | None:
-    """Return a function that runs the validation with a given number, or None for no validation.
+def _validation_of(
+    validate: Any, step: Any, loader: Loader
+) -> tuple[Callable[[int], Values] | None, tuple[str, ...] | None]:
+    """Return a function that runs the validation with a given number, and the names of the numbers to monitor.
 
-    A validation loader first moves to the epoch with that number, so a resumed run gets the same batches.
+    The function is None for no validation; the names are None if they are not known yet. A validation loader first
+    moves to the epoch with the given number, so a resumed run gets the same batches.
     """
+    names = ("loss", "accuracy") if isinstance(step, SupervisedStep) else None
     if validate is None:
-        return None
+        return None, names
     if not isinstance(validate, Loader):
         check_callable(
             _ACT, "validate", validate, "Pass a Loader, or a function that returns a dict of numbers", takes=""
         )
-        return lambda _: validate()
+        return lambda _: validate(), None
     if validate is loader:
         same = "validate is the training Loader"
         raise InvalidOption(cannot(_ACT, same, "a separate Loader", "Create a Loader of held-out samples"))
@@ -107,7 +111,7 @@ def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], 
         validate.load_state_dict({**validate.state_dict(), "epoch": number, "samples": 0})
         return step.evaluate(validate)
 
-    return evaluated
+    return evaluated, names
 
 
 @checked_call(
@@ -237,7 +241,7 @@ def train(
         validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)
     timeout_s = None if timeout is None else check_duration(_ACT, "timeout", timeout)
     parts = check_complete(_ACT, state_of(_ACT, state, step, to is not None), to is not None)
-    validation = _validation_of(validate, step, loader)
+    validation, known = _validation_of(validate, step, loader)
     folder = None if to is None else user_path(to, _ACT).absolute()
     schedule = SaveSchedule(save_every)
     if to is None and save_every != "epoch":
@@ -250,7 +254,7 @@ def train(
         check_time_left(ends_at - started, RESERVE_S)
     with ExitStack() as stack:
         processes = stack.enter_context(Ranks())
-        judge = Validator(validation, validate_steps, monitor, mode, patience, min_delta, processes)
+        judge = Validator(validation, validate_steps, monitor, mode, patience, min_delta, processes, known)
         checkpoints = None
         if folder is not None and processes.is_first:
             checkpoints = stack.enter_context(CheckpointFolder(folder, keep_last, *judge.rule, timeout_s))

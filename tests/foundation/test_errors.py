@@ -155,6 +155,23 @@ def test_every_error_gets_its_message_from_cannot():
     assert [found for path in MODULES for found in unformed(path.read_text(), path.name)] == []
 
 
+def test_calls_with_wrong_arguments_name_the_public_class_or_function():
+    class Crop(colabkit.augment.RandomCrop):
+        pass
+
+    calls = {
+        "colabkit.augment.MixUp(): the argument num_classes is missing": colabkit.augment.MixUp,
+        "colabkit.augment.RandomCrop(): the argument size is missing": Crop,
+        "colabkit.augment.Compose(): the argument transforms is missing": colabkit.augment.Compose,
+        "colabkit.sampler.Weighted(): the argument weights is missing": colabkit.sampler.Weighted,
+        "colabkit.runtime(): 1 argument without a name is given; expected none. Use": lambda: colabkit.runtime(3),
+    }
+    for found, wrong in calls.items():
+        with pytest.raises(errors.InvalidOption) as caught:
+            wrong()
+        assert str(caught.value).startswith(f"Cannot call {found}")
+
+
 @pytest.mark.parametrize(
     ("source", "count"),
     [

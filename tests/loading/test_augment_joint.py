@@ -14,6 +14,7 @@ from image_batches import draws, images
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode
 
+import colabkit
 from colabkit.augment import (
     CenterCrop,
     ColorJitter,
@@ -35,6 +36,18 @@ from colabkit.loading import Loader
 
 FLIPS = [RandomHorizontalFlip(), RandomVerticalFlip()]
 BATCH = images(12, 3, 40, 50)
+
+
+def test_masks_of_a_pack_without_labels_follow_the_images(tmp_path):
+    masks = BATCH[:, 0]
+    fields = {"X": BATCH.permute(0, 2, 3, 1).numpy(), "mask": masks.numpy()}
+    pack = colabkit.open_pack(colabkit.pack(fields, tmp_path / "p.h5", progress=False))
+    flip = JointTransform(RandomHorizontalFlip(1))
+    for source in (pack["train"], {"X": BATCH, "Y": torch.zeros(12), "mask": masks}):
+        for batch, cut in Loader(source, 4, transform=flip, fields=("X", "mask")):
+            assert torch.equal(batch[:, 0], cut)
+            assert not torch.equal(batch[:, 0], batch[:, 0].flip(-1))
+    assert all(torch.equal(batch[:, 0], cut) for batch, cut in Loader(pack["train"], 4, transform=flip))
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,24 @@ def test_renumbered_bools_keep_their_names(table, packed):
         assert packed(source, renumber=True, **options)[1].classes == ("False", "True")
 
 
+def test_options_of_labels_that_do_not_apply_are_refused_or_reported(table, packed):
+    texts, targets = table["kind"].tolist(), np.linspace(0, 1, COUNT)
+    for source, options in ((table, {"labels": "kind"}), ((ROWS, texts), {})):
+        assert packed(source, renumber=True, **options)[0].inferred["renumber"].startswith("classes with names are")
+    for source, options in ((table.assign(value=targets), {"labels": "value"}), ((ROWS, targets), {})):
+        with pytest.raises(
+            InvalidOption, match=r"renumber=True is given, but the labels are regression targets; .*Omit"
+        ):
+            packed(source, renumber=True, **options)
+    for source in (table, ROWS):
+        with pytest.raises(InvalidOption, match=r"task='classes' is given, but the samples have no labels\. Name the"):
+            packed(source, task="classes", labels=None)
+        with pytest.raises(InvalidOption, match=r"renumber=True is given, but the samples have no labels"):
+            packed(source, renumber=True, labels=None)
+    with pytest.raises(InvalidOption, match=r"task='regression' is given, but the samples have no labels"):
+        colabkit.FileDataset(table, labels=None, task="regression")
+
+
 def test_labels_of_arrays_may_be_a_tuple_and_splits_may_be_tuples(packed):
     assert packed((ROWS, tuple(AGES)))[1]["train"].labels.tolist() == AGES
     pack = packed({"train": (ROWS, AGES), "dev": (ROWS[:2], AGES[:2])})[1]

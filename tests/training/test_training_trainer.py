@@ -253,6 +253,30 @@ def test_training_and_validation_values_have_different_labels(data):
     assert "loss 1, val_loss 2, f1 3" in report._repr_html_()
 
 
+def test_a_misspelled_monitor_is_refused_as_soon_as_the_names_are_known(tmp_path, data):
+    loader = Loader((torch.rand(12, 4), torch.arange(12) % 2), 4)
+    model = torch.nn.Linear(4, 2)
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), 0.1))
+    for options in ({}, {"validate": Loader((torch.rand(4, 4), torch.arange(4) % 2), 4)}):
+        with pytest.raises(InvalidOption, match=r"monitor='acuracy' is not among .*; expected 'loss' or 'accuracy'"):
+            train(step, loader, monitor="acuracy", to=tmp_path / "folder", **options)
+        assert train(step, loader, monitor="val_accuracy", **options).best_value is not None
+    assert (step.updates, (tmp_path / "folder").exists()) == (6, False)
+    seen: list[object] = []
+    with pytest.raises(InvalidOption, match=r"monitor='los' is not among .*; expected 'loss'"):
+        train(lambda batch: seen.append(batch) or 1.0, Loader(data, 4), monitor="los")
+    assert len(seen) == 1
+
+
+def test_a_stop_within_an_epoch_keeps_the_curve_without_checkpoints(data):
+    def stop(done: meters.StepDone) -> None:
+        if done.step == 4:
+            raise StopIteration
+
+    report = train(lambda batch: 1.0, Loader(data, 4), epochs=2, on_step=stop)
+    assert (report.steps, report.curve["loss"]) == (4, [(step, 1.0) for step in range(1, 5)])
+
+
 def test_a_nan_loss_is_shown_as_nan(data):
     report = train(lambda batch: float("nan"), Loader(data, 4), on_nonfinite="continue")
     assert math.isnan(report.epochs[0].values["loss"])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
+from colabkit.foundation.checks import checked_call
 from colabkit.foundation.environment.limits import (
     DiskReport,
     MemoryReport,
@@ -166,6 +167,7 @@ class RuntimeReport(Report):
     __str__ = Report.text_table
 
 
+@checked_call()
 def runtime() -> RuntimeReport:
     """Report the platform, CPUs and RAM under cgroup limits, tmpfs, disks, mounts, GPUs and package versions.
 

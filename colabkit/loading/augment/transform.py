@@ -12,7 +12,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from colabkit.foundation import GAMMA, MASK, InvalidOption, cannot, check_callable, hashed, kind_of, mixed, uniforms
+from colabkit.foundation import (
+    GAMMA,
+    MASK,
+    InvalidOption,
+    cannot,
+    check_callable,
+    checked_call,
+    hashed,
+    kind_of,
+    mixed,
+    uniforms,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +98,11 @@ class Transform:
 
     whole_batch: bool = False
     changes_labels: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("colabkit.") and "__init__" in vars(cls):
+            cls.__init__ = checked_call()(cls.__init__)  # type: ignore[method-assign]
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
         """Return the transformed images and labels; the arguments are not modified.

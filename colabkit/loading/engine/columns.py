@@ -41,7 +41,7 @@ class DatasetColumns:
     Attributes:
         by_name: columns by name; transforms apply to the first one.
         structure: structure of batches: a single value, a tuple or a dict.
-        labels: name of the column with the labels; None if there is none.
+        labels: name of the column with the labels, or else of the second column; None if there is only one.
         count: number of samples.
         description: description of the dataset for the loader's `repr`.
         packed: split of a pack, whose rows are in mapped files; None for files and arrays.
@@ -167,7 +167,9 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
     if fields is not None:
         columns = _chosen(act, columns, fields)
         structure = "tuple" if len(columns) > 1 else "alone"
-        labels = labels if labels in columns else None
+    # Without labels, transforms of labels apply to the second field, such as masks.
+    if labels not in columns:
+        labels = [*columns][1] if len(columns) > 1 else None
     order = None if fields is None or list(columns) == list(fields) else tuple(fields)
     packed = dataset if name_of is not None and isinstance(dataset, PackedDataset) else None
     structure = "dict" if as_dict else structure

@@ -18,6 +18,7 @@ from colabkit.foundation import (
     Stream,
     Words64,
     cannot,
+    checked_call,
     hashed,
     key_of,
     kind_of,
@@ -65,6 +66,7 @@ class Balanced(PureOrder):
     # Start of each class in _members, [K].
     _starts: Positions
 
+    @checked_call()
     def __init__(self, labels: npt.ArrayLike, *, num_samples: int | None = None, seed: int = 0) -> None:
         checked = _numbers("a Balanced order", "labels", labels)
         if checked.dtype.kind not in "iub":
@@ -162,6 +164,7 @@ class Weighted(PureOrder):
     seed: int
     replacement: bool
 
+    @checked_call()
     def __init__(
         self, weights: npt.ArrayLike, *, num_samples: int | None = None, seed: int = 0, replacement: bool = True
     ) -> None:

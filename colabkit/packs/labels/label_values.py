@@ -10,7 +10,17 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, Text, cannot, format_bytes, format_things, kind_of, option
+from colabkit.foundation import (
+    BadSource,
+    InvalidOption,
+    Text,
+    cannot,
+    format_bytes,
+    format_things,
+    kind_of,
+    omit,
+    option,
+)
 from colabkit.storage import Item
 
 LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
@@ -50,14 +60,33 @@ class LabelValues:
     values: npt.NDArray[Any] | None
     basis: str = ""
 
-    def inferred(self, labels: str, task: Task) -> dict[str, str]:
+    def check_options(self, act: str, task: Task, *, renumber: bool) -> None:
+        """Raise `InvalidOption` if `task` or `renumber` is requested, but does not apply to these labels."""
+        kind = {
+            "none": "the samples have no labels",
+            "regression": "the labels are regression targets",
+            "multilabel": "each sample has several labels",
+        }.get(self.kind)
+        if self.kind == "none" and task != "auto":
+            found = (option("task", task), f" is given, but {kind}")
+            raise InvalidOption(
+                cannot(act, found, "", ("Name the labels with ", option("labels"), ", or ", omit("task")))
+            )
+        if renumber and kind is not None:
+            found = (option("renumber", True), f" is given, but {kind}")
+            raise InvalidOption(cannot(act, found, "class labels", omit("renumber")))
+
+    def inferred(self, labels: str, task: Task, *, renumber: bool = False) -> dict[str, str]:
         """Return descriptions of the values inferred from the labels, by the option that overrides each.
 
         Args:
             labels: the inferred origin of the labels; empty if the user named it.
             task: the requested task.
+            renumber: whether numbering the classes in order was requested.
         """
         found = {"labels": labels} if labels else {}
+        if renumber and self.basis in ("", "bools", "text"):
+            found["renumber"] = "classes with names are always numbered in order"
         if self.values is None:
             return found
         count, columns = format_things(len(self.classes), "class"), self.values.shape[1:]

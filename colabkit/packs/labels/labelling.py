@@ -153,7 +153,8 @@ def label_samples(
         origin = f"labels from the column {column!r}" if column is not None and column is not labels else ""
     by_folder = _Places(tree.splits()[order], tree.split_names)
     found = _split_samples(f"split {name!r}", listing.columns, by_folder, items, splits, meaning, seed)
-    inferred = meaning.inferred(origin, task)
+    meaning.check_options(act, task, renumber=renumber)
+    inferred = meaning.inferred(origin, task, renumber=renumber)
     if splits is None:
         own = _split_column(listing.columns)
         folders_or_none = "splits from the folder names" if tree.split_names else "all samples are 'train'"

@@ -115,7 +115,8 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     # Add only nchw, so that existing packs, made before layouts were distinguished, are still reused.
     digests += [[layout]] if layout == "nchw" else []
     about = _about("arrays", encoding, labels.kind, labels.classes, x.shape, digest_of(options.plain(), digests))
-    about["inferred"] = labels.inferred("", options.task)
+    labels.check_options(options.act, options.task, renumber=options.renumber)
+    about["inferred"] = labels.inferred("", options.task, renumber=options.renumber)
     if options.layout == "auto" and len(x.shape) > 1:
         order = {"nhwc": "[N, H, W, C]", "nchw": "[N, C, H, W]"}.get(layout)
         kind = f"{np.dtype(x.dtype)} [N, {', '.join(map(str, x.shape))}]"
