@@ -265,7 +265,7 @@ def _unsaved_end(report: TrainReport) -> str:
     newest = report.checkpoint
     if not report.failed_saves or report.failed_saves[-1][0] != report.steps:
         return ""
-    if newest is not None and int(newest.stem.split("-")[1]) == report.steps:
+    if newest is not None and newest.name.startswith(f"checkpoint-{report.steps:08d}"):
         return ""
     rest = f"the newest checkpoint is {str(newest)!r}" if newest else "there is no checkpoint"
     return f"the state after step {report.steps} is not saved, and {rest}. Save the model before this process ends"
