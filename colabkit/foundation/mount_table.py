@@ -82,8 +82,11 @@ def mounts(read: Reader = read_file) -> list[Mount]:
     except OSError:
         return []
     found = []
-    for line in filter(None, lines):
-        source, point, fstype, options, *_ = line.split(" ")
+    for fields in (line.split(" ") for line in lines):
+        # Sandboxes may emulate this file with lines of another form.
+        if len(fields) < 4:
+            continue
+        source, point, fstype, options, *_ = fields
         found.append(Mount(_unescaped(point), fstype, _unescaped(source), tuple(options.split(","))))
     return found
 
@@ -205,6 +208,10 @@ def _log_path(home: str | None) -> str:
     return os.path.join(home or os.path.expanduser("~"), DRIVEFS_LOG)
 
 
+class WriteError(OSError):
+    """A write or flush failed, so that its cause is not the number of files in a folder."""
+
+
 def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[Text, Text] | None:
     """Explain an error for a file on a remote mount.
 
@@ -238,6 +245,9 @@ def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[Text, Tex
                 "Wait a few hours, or copy the file to your own Drive and read the copy; "
                 "one archive requires far fewer requests than many files",
             )
+        if isinstance(error, WriteError):
+            found = f"{where} did not store the written data ({error.strerror})"
+            return found, "Try again; if the error persists, check the free space and the permissions at its other end"
         return (
             f"{where} returned an input/output error" if error.errno == errno.EIO else f"{where} timed out",
             "Try again; if the error persists, split folders of more than a few thousand files, or store them as one "

@@ -27,7 +27,6 @@ from .sources.bucket import BucketSource as BucketSource
 from .sources.bucket import version_of as version_of
 from .sources.concurrency import STALLED_S as STALLED_S
 from .sources.concurrency import Calls as Calls
-from .sources.concurrency import Level as Level
 from .sources.concurrency import Threads as Threads
 from .sources.concurrency import answer_of as answer_of
 from .sources.concurrency import check_threads as check_threads
@@ -43,6 +42,7 @@ from .sources.items import Item as Item
 from .sources.items import Listing as Listing
 from .sources.items import SequentialSource as SequentialSource
 from .sources.items import Source as Source
+from .sources.level import Level as Level
 from .sources.lmdb_records import DATA_FILE as DATA_FILE
 from .sources.lmdb_records import LmdbSource as LmdbSource
 from .sources.manifest import TABLE_SUFFIXES as TABLE_SUFFIXES

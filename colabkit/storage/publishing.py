@@ -39,9 +39,10 @@ from colabkit.foundation import (
     partials,
     user_path,
 )
-from colabkit.storage.sources.concurrency import Calls, Level, answer_of, still_moving
+from colabkit.storage.sources.concurrency import Calls, answer_of, still_moving
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.level import Level
 from colabkit.storage.sources.reads import Retries, read_blocks
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -136,6 +137,31 @@ def test_memory_is_read_from_psutil_without_meminfo(monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", fake)
     report = memory_limits(reader({}))
     assert (report.total_bytes, report.available_bytes) == (5 * GIB, 2 * GIB)
+
+
+ODD_TABLES = ("", "MemTotal:", "MemTotal: many kB\n", "\0\0\n", "no colons at all")
+
+
+@pytest.mark.parametrize("meminfo", [None, *ODD_TABLES])
+def test_the_memory_is_known_although_meminfo_is_missing_or_odd(monkeypatch, meminfo):
+    fake = ModuleType("psutil")
+
+    def fail() -> None:
+        raise KeyError("MemTotal:")
+
+    fake.virtual_memory = fail
+    monkeypatch.setitem(sys.modules, "psutil", fake)
+    files = {} if meminfo is None else {"/proc/meminfo": meminfo}
+    report = memory_limits(reader({**files, "/proc/self/cgroup": "odd\n\n0::\n"}))
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert report.total_bytes == os.sysconf("SC_PHYS_PAGES") * page
+    assert 0 < report.available_bytes < report.total_bytes
+
+
+def test_odd_lines_of_meminfo_are_ignored():
+    text = f"odd\nMemTotal: {8 << 20} kB\nMemFree:\nMemAvailable: {3 << 20} kB\nHugePages_Total: ?\n"
+    report = memory_limits(reader({"/proc/meminfo": text}))
+    assert (report.total_bytes, report.available_bytes) == (8 * GIB, 3 * GIB)
 
 
 MEMORY = (

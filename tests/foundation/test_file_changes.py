@@ -7,13 +7,14 @@ import hashlib
 import itertools
 import os
 import re
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forks import make_pair
+from forks import in_fork, make_pair
 
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
 from colabkit.foundation import file_changes, partials
@@ -169,6 +170,23 @@ def test_remove_and_discard_remove_files_and_trees_but_only_the_symlink_itself(t
     for name in ("link", "missing"):
         file_changes.remove(tmp_path / name)
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("files", [None, 200])
+def test_folders_nested_too_deeply_for_recursion_are_made_measured_and_removed(tmp_path, files):
+    deep = tmp_path / "x" / "/".join("d" * 1200)
+
+    def work() -> None:
+        if files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+        file_changes.make_folder(deep)
+        file_changes.write_file(deep / "1.bin", b"data")
+        assert file_changes.disk_bytes(tmp_path / "x") > 0
+        file_changes.remove(tmp_path / "x")
+
+    assert in_fork(work) == 0
+    assert not (tmp_path / "x").exists()
 
 
 def test_discard_never_leaves_a_part_of_a_tree_at_its_path(tmp_path, monkeypatch):

@@ -57,6 +57,12 @@ def test_a_missing_table_means_no_mounts(tmp_path):
     assert mounts(lambda path: read_file(str(tmp_path / "missing"))) == []
 
 
+def test_odd_lines_of_the_table_are_ignored():
+    assert mounts(lambda path: "odd\n\none /two three\n/dev/x /y ext4 rw 0 0\n") == [
+        Mount("/y", "ext4", "/dev/x", ("rw",))
+    ]
+
+
 def test_mounts_served_by_another_program_are_remote():
     for fstype in ("fuse.drive", "fuse.rclone", "fuse", "nfs4", "9p"):
         assert Mount("/m", fstype, "x", ("rw",)).is_remote
@@ -207,6 +213,20 @@ def test_a_quota_error_in_the_drivefs_log_is_reported(monkeypatch, tmp_path):
     cause, advice = trouble(failing(errno.EIO), [ROOT, COLAB])
     assert "QUOTA_EXCEEDED" in PYTHON.render(cause)
     assert "your own Drive" in PYTHON.render(advice)
+
+
+@pytest.mark.parametrize("failing_call", ["fsync", "pwrite"])
+def test_a_failed_write_to_drive_is_not_blamed_on_large_folders(monkeypatch, tmp_path, failing_call):
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, failing_call, fail)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        file_changes.write_file(tmp_path / "x", b"data", durable=True)
+    caught.value.filename = "/content/drive/MyDrive/x"
+    cause, advice = trouble(caught.value, [ROOT, COLAB])
+    assert "did not store the written data" in PYTHON.render(cause)
+    assert "thousand" not in PYTHON.render(advice)
 
 
 OTHER_ERRORS = (

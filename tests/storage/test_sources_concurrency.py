@@ -15,9 +15,10 @@ import pytest
 from reader_threads import no_reader_threads, reader_threads
 from waiting import LONG_S, comes_true
 
-from colabkit.errors import BadSource, TimedOut
+from colabkit.errors import BadSource, FileFailed, TimedOut
 from colabkit.storage.sources import concurrency
-from colabkit.storage.sources.concurrency import Calls, Level, concurrently, still_moving
+from colabkit.storage.sources.concurrency import Calls, concurrently, still_moving
+from colabkit.storage.sources.level import Level
 
 
 @pytest.fixture(autouse=True)
@@ -249,6 +250,25 @@ def test_large_calls_are_fewer_at_once():
         )
     )
     assert most <= 4
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+def test_a_system_that_allows_few_threads_gets_fewer_or_one_typed_error(monkeypatch, allowed, stalled_s):
+    start, started = threading.Thread.start, itertools.count()
+
+    def limited(thread: threading.Thread) -> None:
+        if next(started) >= allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    results = concurrently(lambda task: task, range(100), 64, stalled_s=stalled_s)
+    if allowed:
+        assert sorted(results) == list(range(100))
+    else:
+        with pytest.raises(FileFailed, match="does not allow another thread"):
+            list(results)
 
 
 def test_tiny_calls_run_in_the_callers_thread(monkeypatch):

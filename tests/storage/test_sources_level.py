@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from colabkit.storage.sources.concurrency import MOST_IN_FLIGHT, Level
+from colabkit.storage.sources.level import MOST_IN_FLIGHT, Level
 
 LEVELS = [1, 2, 4, 8, 16, 32, 64, 128]
 MS = 1e-3

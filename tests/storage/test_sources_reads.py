@@ -288,6 +288,14 @@ def test_a_file_whose_status_cannot_be_read_is_closed(tmp_path, monkeypatch):
     assert len(os.listdir("/dev/fd")) == len(before)
 
 
+def test_a_file_that_always_ends_early_is_not_blamed_on_permissions(tmp_path):
+    (tmp_path / "1.bin").write_bytes(b"12345")
+    source = OddFolder(tmp_path, lambda number, file, size: b"")
+    with pytest.raises(FileFailed, match=r"it ended after 0 of 5 bytes.* Try again") as caught:
+        read_item(source, source.list().items[0], Retries())
+    assert "permission" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("ahead_s", "fraction_ns", "tick_s"), [(0, 0, 2.0), (30, 0, 2.0), (30, 1, 0.02)])
 @pytest.mark.parametrize("can_hang", [False, True])
 def test_a_file_is_not_read_before_a_change_would_show_in_its_time(

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import threading
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from local_copies import MemorySource, copy, data_of, kept_partials, state_of, tarred, zipped
 from sampling import sampled
 from strikes import full, struck_runs
+from tar_files import tar_of
 from trees import leftovers, make_tree, needs
 
 from colabkit.errors import (
@@ -332,6 +334,26 @@ def test_a_slow_source_is_read_concurrently(tmp_path, threads):
     report = copy(slow, tmp_path / "local", threads=threads)
     assert report.files == len(counting.files)
     assert counting.most == wanted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["folder", "tar", "zip"])
+def test_a_source_of_1500_nested_folders_is_staged_and_removed(tmp_path, near_storage, kind):
+    inner = "/".join("d" * 1500)
+    source = tmp_path / f"a.{kind}"
+    if kind == "folder":
+        file_changes.make_folder(source / inner)
+        file_changes.write_file(source / inner / "1.bin", b"data")
+    elif kind == "tar":
+        tar_of(source, {f"{inner}/1.bin": b"data"})
+    else:
+        with zipfile.ZipFile(source, "w") as file:
+            file.writestr(f"{inner}/1.bin", b"data")
+    report = copy(source)
+    assert (report.path / inner / "1.bin").read_bytes() == b"data"
+    assert unstage(source).path == report.path
+    assert list(near_storage.iterdir()) == []
+    file_changes.remove(source)
 
 
 def test_a_failure_leaves_no_descriptor_open(archive, tmp_path, file_hook):

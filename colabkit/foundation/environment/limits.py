@@ -9,6 +9,7 @@ Paths on remote mounts, other than `/`, are not accessed, since a dead mount wou
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -78,18 +79,7 @@ def memory_limits(read: Reader) -> MemoryReport:
 
     tmpfs counts as used RAM; reclaimable page cache does not.
     """
-    meminfo = {}
-    try:
-        for line in read("/proc/meminfo").splitlines():
-            key, _, value = line.partition(":")
-            meminfo[key] = int(value.split()[0]) * 1024
-    except OSError:
-        import psutil
-
-        memory = psutil.virtual_memory()
-        meminfo = {"MemTotal": memory.total, "MemAvailable": memory.available}
-    total = meminfo["MemTotal"]
-    available = meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
+    total, available = _machine_memory(read)
     limited_by = "machine"
     for version, folder in cgroup_folders(read, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -104,6 +94,29 @@ def memory_limits(read: Reader) -> MemoryReport:
         reclaimable = sum(_number(read, f"{folder}/memory.stat", key) for key in _RECLAIMABLE[version])
         available = min(available, max(0, limit - max(0, used - reclaimable)))
     return MemoryReport(total, available, limited_by)
+
+
+def _machine_memory(read: Reader) -> tuple[int, int]:
+    """Return the machine's total and available RAM in bytes."""
+    meminfo = {}
+    with contextlib.suppress(OSError):
+        for line in read("/proc/meminfo").splitlines():
+            key, _, value = line.partition(":")
+            # Sandboxes emulate this file with lines of other forms.
+            with contextlib.suppress(ValueError, IndexError):
+                meminfo[key] = int(value.split()[0]) * 1024
+    if "MemTotal" in meminfo:
+        return meminfo["MemTotal"], meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
+    try:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return memory.total, memory.available
+    # On Linux, psutil reads the same file, and raises many types of errors if it is missing or odd.
+    except Exception:
+        pages = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+        total, available = (max(0, number) * os.sysconf("SC_PAGE_SIZE") for number in pages)
+        return total, available
 
 
 def _number(read: Reader, path: str, key: str = "") -> int:
@@ -122,7 +135,8 @@ def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
     except OSError:
         return
     for line in lines:
-        number, controllers, path = line.split(":", 2)
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
             version, roots = 2, (_CGROUP, f"{_CGROUP}/unified")
         elif controller in controllers.split(","):

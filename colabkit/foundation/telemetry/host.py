@@ -277,7 +277,7 @@ def _cgroup_cpu_s(read: Reader) -> float | None:
 
 def _tmpfs_bytes(read: Reader, limited_by: str) -> int | None:
     """Return the bytes in tmpfs and shared memory, of the machine or of the cgroup that limits the RAM."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, IndexError):
         if limited_by == "machine":
             lines = (line.split() for line in read("/proc/meminfo").splitlines())
             return next((int(words[1]) * 1024 for words in lines if words and words[0] == "Shmem:"), None)

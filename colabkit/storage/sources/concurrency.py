@@ -1,4 +1,4 @@
-"""Run calls in concurrent threads, with adaptive concurrency and a timeout for stalled calls."""
+"""Run calls in concurrent threads, with a timeout for stalled calls."""
 
 from __future__ import annotations
 
@@ -13,107 +13,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
-from colabkit.foundation import TimedOut, call, cannot, check_whole_number, usable_cpus
-
-# A mount takes tens of milliseconds per small file, so starting with fewer requests would waste time.
-FIRST = 64
-MOST_IN_FLIGHT = 128
-# The rate must grow by this factor when the level doubles; otherwise the source has reached its limit.
-_GAIN = 1.08
-# A lower level is kept while its rate is above this share of the best rate.
-_LOSS = 0.95
-# Number of busy cores above which more threads only compete for the interpreter lock.
-_BUSY = 0.85
-# Conditions may change, so try a higher level again after this many windows.
-_SETTLED_WINDOWS = 24
-_WINDOW_S = 0.01
-
-
-class Level:
-    """Adaptive number of concurrent requests: it grows while throughput grows, and halves on errors.
-
-    Calls are measured in windows of about one round of calls. From 64 by default, the number doubles, up to 128, while
-    the rate rises by over 8%; then it keeps the best value for 24 windows. If the first calls keep over 0.85 cores
-    busy, the number is divided by 4 instead, while the rate stays above 95% of the best. An error halves the number,
-    but only once per window, since concurrent calls often fail together. `note()` and `refused()` are thread-safe.
-
-    Attributes:
-        now: the current number of requests.
-        is_fixed: whether the number never changes.
-    """
-
-    def __init__(self, now: int = FIRST, is_fixed: bool = False) -> None:
-        self.now = now
-        self.is_fixed = is_fixed
-        self._best = (now, 0.0)
-        self._direction = 1
-        self._settled = 0
-        self._was_refused = False
-        self._lock = threading.Lock()
-        self._since: float | None = None
-        self._weight = 0.0
-        self._cpu_s = 0.0
-
-    def begin(self, time: float) -> None:
-        """Record the time of the first call, in seconds of a monotonic clock."""
-        if self._since is None:
-            self._since = time
-
-    def note(self, time: float, weight: float, cpu_s: float) -> None:
-        """Record the end of a call: its time, its weight in requests, and its CPU seconds."""
-        with self._lock:
-            if self.is_fixed or self._since is None:
-                return
-            self._weight += weight
-            self._cpu_s += cpu_s
-            elapsed = time - self._since
-            if self._weight < self.now or elapsed < _WINDOW_S:
-                return
-            rate, busy = self._weight / elapsed, self._cpu_s / elapsed
-            self._since, self._weight, self._cpu_s = time, 0.0, 0.0
-            self._step(rate, busy)
-
-    def refused(self) -> None:
-        """Record a failed call: unless the number of requests is fixed, halve it, at most once per window."""
-        with self._lock:
-            if self.is_fixed or self._was_refused:
-                return
-            self._was_refused = True
-            self._settle(max(1, self.now // 2), 0.0)
-            self._weight = self._cpu_s = 0.0
-
-    def _step(self, rate: float, busy: float) -> None:
-        self._was_refused = False
-        best_level, best_rate = self._best
-        if self._settled:
-            self._settled -= 1
-            # Smooth the rate, since windows are noisy.
-            self._best = (self.now, best_rate + (rate - best_rate) / 4 if best_rate else rate)
-            if not self._settled:
-                self._direction = 1
-                self._move(busy)
-        elif not best_rate:
-            self._best = (self.now, rate)
-            self._direction = -1 if busy > _BUSY else 1
-            self._move(busy)
-        elif rate > best_rate * (_GAIN if self._direction > 0 else _LOSS):
-            self._best = (self.now, rate)
-            self._move(busy)
-        else:
-            self._settle(best_level, best_rate)
-
-    def _move(self, busy: float) -> None:
-        level = self.now * 2 if self._direction > 0 else math.ceil(self.now / 4)
-        if (self._direction > 0 and busy > _BUSY) or not 1 <= level <= MOST_IN_FLIGHT or level == self.now:
-            self._settle(*self._best)
-        else:
-            self.now = level
-
-    def _settle(self, level: int, rate: float) -> None:
-        self.now = level
-        self._best = (level, rate)
-        self._settled = _SETTLED_WINDOWS
-
+from colabkit.foundation import FileFailed, TimedOut, call, cannot, check_whole_number, usable_cpus
+from colabkit.storage.sources.level import Level
 
 Threads: TypeAlias = int | Literal["auto"]
 T = TypeVar("T")
@@ -207,6 +108,8 @@ class Calls(Generic[T, R]):
         self._unended_weight = 0.0
         # Number of threads, excluding abandoned ones.
         self._running = 0
+        # Number of threads that the system allows.
+        self._most_threads = math.inf
 
     @property
     def under_way(self) -> int:
@@ -246,18 +149,34 @@ class Calls(Generic[T, R]):
         return max(1, round(self._level.now / weight))
 
     def _start_threads(self) -> None:
-        """Start missing threads. Only the caller's thread does this, so `__exit__` knows all of them."""
+        """Start missing threads. Only the caller's thread does this, so `__exit__` knows all of them.
+
+        Raises:
+            FileFailed: if the system does not allow a single thread.
+        """
         with self._lock:
-            missing = min(self._wanted_threads(), self._unended) - self._running
+            missing = min(self._wanted_threads(), self._unended, self._most_threads) - self._running
         if missing <= 0:
             return
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        for _ in range(missing):
+        while missing > 0:
+            missing -= 1
             thread = threading.Thread(target=self._work, name=_THREADS, daemon=True)
             self._threads.append(thread)
             with self._lock:
                 self._running += 1
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._threads.pop()
+                with self._lock:
+                    self._running -= 1
+                    self._most_threads = max(1, self._running)
+                if self._threads:
+                    return
+                next_step = "Close other programs, or raise the limits of memory (ulimit -v) and processes (ulimit -u)"
+                found = "the system does not allow another thread"
+                raise FileFailed(cannot("read the source", found, "", next_step)) from error
 
     def _work(self) -> None:
         while (call := self._tasks.get()) is not None:

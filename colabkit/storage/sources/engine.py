@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,8 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
-from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, Threads, concurrently
+from colabkit.storage.sources.concurrency import STALLED_S, Calls, Threads, concurrently
 from colabkit.storage.sources.items import Item, SequentialSource, Source, changed_item, unknown_item
+from colabkit.storage.sources.level import Level
 from colabkit.storage.sources.reads import Retries, SharedFile, blocks_passed, read_item
 
 if TYPE_CHECKING:
@@ -170,8 +172,10 @@ class Reading:
         if any(file.is_open for file in list(self._shared)):
             # On a hanging mount, closing a file can hang too.
             closing = threading.Thread(target=self._close_shared, name="colabkit-read-close", daemon=True)
-            closing.start()
-            closing.join(_CLOSE_S if self._source.can_hang else None)
+            # If the system allows no more threads, the files are closed when they are deleted.
+            with contextlib.suppress(RuntimeError):
+                closing.start()
+                closing.join(_CLOSE_S if self._source.can_hang else None)
 
     def _close_shared(self) -> None:
         for file in list(self._shared):

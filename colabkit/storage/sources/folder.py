@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, TypeAlias
 
 from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts, translated
-from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, answer_of
+from colabkit.storage.sources.concurrency import STALLED_S, Calls, answer_of
 from colabkit.storage.sources.items import (
     MOST_LISTINGS,
     STAGE_SEAL,
@@ -22,6 +22,7 @@ from colabkit.storage.sources.items import (
     SourceKind,
     unsteady_listing,
 )
+from colabkit.storage.sources.level import Level
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
 # The source's resolved root folder, followed by the resolved targets of the shortcuts on a path.
