@@ -66,7 +66,10 @@ _SHARDED = {
 
 
 def is_sharded(value: object) -> bool:
-    """Return whether a value is a `DTensor`, a `ShardedTensor` or the wrapper of FSDP1."""
+    """Return whether a value is a `DTensor`, a `ShardedTensor`, or the wrapper or a parameter of FSDP1."""
+    # FSDP1 sets this attribute on parameters, which are otherwise plain with `use_orig_params=True`.
+    if isinstance(value, Tensor) and getattr(value, "_fsdp_flattened", False):
+        return True
     loaded = [(sys.modules.get(module), name) for module, name in _SHARDED.items()]
     return any(isinstance(value, getattr(module, name, ())) for module, name in loaded if module is not None)
 
@@ -77,9 +80,9 @@ def shard_in(part: Any) -> str:
         tensors = itertools.chain(part.named_parameters(), part.named_buffers())
         found = [name for name, tensor in tensors if is_sharded(tensor)]
         wrapped = "the model is wrapped in FullyShardedDataParallel" if any(map(is_sharded, part.modules())) else ""
-        return wrapped or (f"{found[0]!r} of the model is sharded over processes (DTensor)" if found else "")
+        return wrapped or (f"{found[0]!r} of the model is sharded over processes" if found else "")
     if isinstance(part, Optimizer) and any(map(is_sharded, _parameters_of(part))):
-        return "parameters of the optimizer are sharded over processes (DTensor)"
+        return "parameters of the optimizer are sharded over processes"
     return ""
 
 
