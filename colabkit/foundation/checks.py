@@ -233,7 +233,7 @@ def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _call_of(function: Callable[..., Any], given: Sequence[Any], arguments: str = "") -> str:
-    """Return a call of a public function as text; for an `__init__`, a call of the class of colabkit."""
+    """Return a call of a public function as text; for an `__init__`, a call of the object's class in colabkit."""
     called: Any = function
     if function.__name__ == "__init__":
         called = next(one for one in type(given[0]).__mro__ if one.__module__.startswith("colabkit."))

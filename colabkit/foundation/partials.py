@@ -162,7 +162,7 @@ class KeptPartial(Partial):
 
     A lock ensures that only one process uses the kept folder; forked children do not inherit it. Some file systems
     grant a lock to every process. So each process also puts a mark into the folder, an empty file whose name contains
-    its ID and start time, and leaves the folder to others if it finds the mark of a process that is alive.
+    its ID and start time, and does not use the folder if it finds the mark of another process that is alive.
 
     A process uses a temporary folder, which is not kept, if it cannot use the kept folder: because it does not wait,
     the process that uses the kept folder stalls, or the file system does not support locks. After a restart of the

@@ -217,7 +217,7 @@ def rewrite(path: Path, old: Path) -> None:
 
 
 def replace_with_same_times(path: Path, old: Path) -> None:
-    """Replace a file by another of the same size and times."""
+    """Replace a file with another of the same size and times."""
     other = path.with_name("other")
     shutil.copy2(path, other)
     rewrite(other, old)
