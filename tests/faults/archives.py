@@ -23,8 +23,8 @@ from trees import files_of, leftovers
 from colabkit.storage.sources import items
 from colabkit.storage.sources.items import STAGE_SEAL
 
-from .board import COLABKIT, Outcome, Result, attempts, fault
-from .mutations import cuts, flips, overwrites, spread
+from .board import COLABKIT, Outcome, Result, attempts, fault, spread
+from .mutations import cuts, flips, overwrites
 from .tools import COPIERS, Copier
 
 _MOST_BYTES = 16 << 20

@@ -32,8 +32,8 @@ from colabkit.foundation import file_changes
 from colabkit.packs import open_pack
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
-from .board import COLABKIT, Outcome, Result, attempts, fault
-from .mutations import cuts, flips, overwrites, spread
+from .board import COLABKIT, Outcome, Result, attempts, fault, spread
+from .mutations import cuts, flips, overwrites
 
 _Cases = list[tuple[str, Callable[[], Outcome | None]]]
 

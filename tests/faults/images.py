@@ -23,8 +23,8 @@ from colabkit.loading import Loader
 from colabkit.packs import FileDataset, open_pack
 from colabkit.packs.packing.api import pack
 
-from .board import COLABKIT, Outcome, Result, attempts, fault
-from .mutations import overwrites, spread
+from .board import COLABKIT, Outcome, Result, attempts, fault, spread
+from .mutations import overwrites
 
 Pixels = list[np.ndarray]
 Way = Callable[[Path, str], tuple[Pixels, list[str]]]

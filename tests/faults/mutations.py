@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import TypeVar
-
-T = TypeVar("T")
 
 BLOCK_BYTES = 4096
 
@@ -56,9 +53,3 @@ def zeros(data: bytes, step: int = BLOCK_BYTES) -> Iterator[tuple[str, bytes]]:
         if any(data[begin : begin + step]):
             block = bytes(len(data[begin : begin + step]))
             yield f"zeros from byte {begin}", data[:begin] + block + data[begin + step :]
-
-
-def spread(cases: list[T], limit: int) -> list[T]:
-    """Return at most `limit` of the cases, a reproducible sample in their order."""
-    chosen = random.Random(len(cases)).sample(range(len(cases)), min(limit, len(cases)))
-    return [cases[number] for number in sorted(chosen)]

@@ -24,8 +24,8 @@ from colabkit.packs.format.layout import DataSet
 from colabkit.packs.format.pack_file import create_pack, seal_pack
 from colabkit.packs.packing.api import pack
 
-from .board import COLABKIT, Outcome, Result, attempts, fault
-from .mutations import cuts, flips, overwrites, spread, zeros
+from .board import COLABKIT, Outcome, Result, attempts, fault, spread
+from .mutations import cuts, flips, overwrites, zeros
 
 Content = list[Any]
 Cases = list[tuple[str, Callable[[], Outcome | None]]]
