@@ -120,6 +120,7 @@ class TrainingRun:
         before, trained_before, steps_before = self.loader.meters.snapshot(), len(self._epochs), self._steps
         seconds_before = self._seconds
         error: BaseException | None = None
+        unsaved: str | None = None
         is_left = len(self._epochs) < epochs and not self.judge.is_out_of_patience
         if is_left:
             self.stops.reserve_s = self._reserve_s
@@ -135,7 +136,7 @@ class TrainingRun:
             if not self._is_saved:
                 self._save()
             self.stops.let_go(signal.SIGINT)
-            self.saving.finish()
+            unsaved = self.saving.finish()
         except BaseException as raised:
             error = raised
             if isinstance(raised, Exception) and self.saving.checkpoints is not None:
@@ -151,7 +152,7 @@ class TrainingRun:
             raise
         finally:
             if is_left:
-                name = type(error).__name__ if error else self.stops.reason
+                name = type(error).__name__ if error else unsaved or self.stops.reason
                 meters.publish(meters.RunEnded("KeyboardInterrupt" if name == "Ctrl-C" else name))
         done = self.loader.meters.snapshot() - before
         seconds = self._seconds - seconds_before

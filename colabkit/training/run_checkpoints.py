@@ -269,12 +269,15 @@ class RunCheckpoints:
         else:
             begin()
 
-    def finish(self) -> None:
-        """Wait until no checkpoint is being written or published; log a warning if the last one cannot be written."""
+    def finish(self) -> str | None:
+        """Wait until no checkpoint is being written or published.
 
-        def finish() -> None:
+        If the last one cannot be written, log a warning and return the name of the error, in rank 0 only.
+        """
+
+        def finish() -> str | None:
             if self.checkpoints is None:
-                return
+                return None
             try:
                 self.checkpoints.finish()
             except (NotEnoughSpace, FileFailed, TimedOut) as error:
@@ -282,8 +285,10 @@ class RunCheckpoints:
                 newest = self.checkpoints.latest
                 rest = "there is no earlier one" if newest is None else f"the newest one is {str(newest)!r}"
                 logger.warning("the last checkpoint is not saved, and %s: %s", rest, str(error).splitlines()[0])
+                return type(error).__name__
+            return None
 
-        self._processes.together("end the training", finish)
+        return self._processes.together("end the training", finish)
 
 
 def check_complete(act: str, state: dict[str, Stateful], is_saved: bool) -> dict[str, Stateful]:

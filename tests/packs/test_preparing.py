@@ -105,6 +105,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("impatient")
 def test_a_local_pack_is_used_although_the_mount_hangs_and_the_report_says_so(image_tree, mounted, tmp_path):
     with mounted(image_tree.parent) as mount:
@@ -257,6 +258,7 @@ def test_every_change_of_a_local_tree_is_packed(tmp_path, change):
     assert ready(tree).report.way == "local"
 
 
+@pytest.mark.full
 def test_a_changed_file_that_a_table_lists_is_packed(image_tree):
     table = image_tree / "rows.csv"
     paths = sorted(path.relative_to(image_tree) for path in image_tree.rglob("*.png"))[::4]
@@ -468,6 +470,7 @@ def test_a_damaged_local_pack_is_made_again(image_tree, damage, is_saved):
     DAMAGES[damage](ready(image_tree, to=to).path)
     again = ready(image_tree, to=to)
     assert again.report.way == ("saved" if is_saved else "packed")
+    assert "\nPack not used: Cannot open " in repr(again)
     assert samples(again) == 24
 
 

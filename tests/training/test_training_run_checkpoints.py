@@ -205,7 +205,7 @@ def full_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
 
 @pytest.mark.parametrize("save_every", ["epoch", 100])
 def test_without_room_for_the_last_checkpoint_the_report_warns_and_the_earlier_one_loads(
-    tmp_path, data, monkeypatch, caplog, save_every
+    tmp_path, data, monkeypatch, caplog, heard, save_every
 ):
     with monkeypatch.context() as patches:
         full_after(patches, 1)
@@ -213,6 +213,7 @@ def test_without_room_for_the_last_checkpoint_the_report_warns_and_the_earlier_o
     assert (report.trained, report.steps, report.checkpoint) == (1, 6, tmp_path / "checkpoint-00000000.pt")
     assert [step for step, _ in report.failed_saves] == [6]
     assert not report.is_good
+    assert heard[-1] == meters.RunEnded("NotEnoughSpace")
     warning = "the state after step 6 is not saved, and the newest checkpoint is"
     assert f"\nWarning: {warning}" in repr(report)
     assert warning in report._repr_html_()

@@ -105,7 +105,7 @@ class EpochDone:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The end of `train()`; `error` is the name of the exception that stopped it, if any."""
+    """The end of `train()`; `error` is the name of the error that stopped it or prevented its last checkpoint."""
 
     error: str | None
 

@@ -140,11 +140,17 @@ class Preparation:
         """Return the local pack for the source's state, or the newest if the state is unknown; None to make one."""
         if self.refresh:
             return None
-        paths = _newest_first(self.folder) if self.state is None else [self.path]
-        for info in filter(None, map(_opened, paths)):
+        for path in _newest_first(self.folder) if self.state is None else [self.path]:
+            try:
+                info = read_pack(path)
+            except SourceMissing:
+                continue
+            except ColabkitError as error:
+                self.unused = error.message or str(error)
+                continue
             if not (difference := self.difference_of(info)):
                 return info
-            self.unused = f"{str(info.path)!r}: {difference}"
+            self.unused = f"{str(path)!r}: {difference}"
         return None
 
     def difference_of(self, info: PackInfo) -> str:
