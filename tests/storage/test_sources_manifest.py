@@ -273,6 +273,13 @@ def test_missing_files_are_counted_and_the_first_is_named(tree):
         source.list()
 
 
+def test_a_missing_root_folder_is_named_instead_of_all_its_files(tree):
+    with pytest.raises(SourceMissing, match=r"root='.*/gone' is not a folder"):
+        ManifestSource(["a/1.png", "b/1.png"], root=tree / "gone").list()
+    with pytest.raises(SourceMissing, match="files are missing for 1 of 1 row"):
+        ManifestSource([str(tree / "no such")], root=tree / "gone").list()
+
+
 def test_folders_and_special_files_are_named_by_their_row(tree):
     os.mkfifo(tree / "pipe")
     with pytest.raises(BadSource, match=r"row 2 contains .*, a folder"):

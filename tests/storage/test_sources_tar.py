@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import tarfile
 
@@ -64,6 +65,26 @@ def test_long_names_of_every_format_are_read(tmp_path, layout):
     names += [] if layout == tarfile.USTAR_FORMAT else ["/".join(["d" * 200] * 5), f"{'é' * 120}.jpg"]
     files = {name: name.encode() for name in names}
     assert contents(TarSource(tar_of(tmp_path / "a.tar", files, layout))) == files
+
+
+@pytest.mark.parametrize("layout", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("name", ["1.bin", "/".join(["d" * 60] * 3)])
+def test_a_file_that_was_archived_twice_keeps_its_bytes_and_a_link_to_another_file_replaces_it(tmp_path, layout, name):
+    def write(linked: str) -> TarSource:
+        with tarfile.open(tmp_path / "a.tar", "w", format=layout) as file:
+            for member in (tarfile.TarInfo(name), tarfile.TarInfo("other" * 19)):
+                member.size = 4
+                file.addfile(member, io.BytesIO(b"data"))
+            # GNU tar and `tarfile` write a hard link if the same file follows again.
+            again = tarfile.TarInfo(name)
+            again.type, again.linkname = tarfile.LNKTYPE, linked
+            file.addfile(again)
+        return TarSource(tmp_path / "a.tar")
+
+    twice = write(name)
+    assert contents(twice) == {name: b"data", "other" * 19: b"data"}
+    assert twice.list().skipped == ((name, "repeated by a later member"),)
+    assert list(contents(write("other" * 19))) == ["other" * 19]
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tar.gz", ".tar.zst"])

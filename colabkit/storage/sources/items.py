@@ -289,7 +289,8 @@ class Member(NamedTuple, Generic[H]):
     """A member of an archive, as its header describes it.
 
     Name and size are taken from the header unchecked. `handle` locates the bytes in a form that depends on the archive
-    type. `oddity` names the type of a member that is neither a regular file nor a folder.
+    type. `oddity` names the type of a member that is neither a regular file nor a folder. `hard_link` is the name to
+    which a hard link refers; tar programs write a hard link if they archive the same file twice.
     """
 
     name: str
@@ -298,6 +299,7 @@ class Member(NamedTuple, Generic[H]):
     handle: H
     is_folder: bool = False
     oddity: str = ""
+    hard_link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +328,8 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
         path = _inner_path(act, member)
         if member.is_folder:
             _add_folder(path, folders)
+        elif member.hard_link == member.name and path in last:
+            skipped.append((path, "repeated by a later member"))
         elif path != STAGE_SEAL:
             if path in last:
                 skipped.append((path, "replaced by a later member with the same path"))

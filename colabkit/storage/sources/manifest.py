@@ -189,14 +189,19 @@ class ManifestSource:
             found = dict(concurrently(look, unique, "auto", stalled_s=stalled_s))
         missing = [path for path in table.paths if found[path] is None]
         if missing and not (self._skips_missing and len(missing) < len(table.paths)):
+            root, is_below = self._folder or "", all(_is_below(path, self._folder or "") for path in table.paths)
+            if self._folder and is_below and not answer_of(lambda: os.path.isdir(root), self.can_hang):
+                next_step = ("Check the path, or run ", call("mount"), " if the folder is on Drive")
+                no_folder = (option("root", root), " is not a folder")
+                raise SourceMissing(cannot(self._act, no_folder, "the folder of the relative paths", next_step))
             rows = format_things(len(table.paths), "row")
             lost = f"files are missing for {len(missing)} of {rows}, first {missing[0]!r}"
             folder = ("set the folder of relative paths with ", option("root"))
             skip: Text = ""
             if self._skips_missing is False and len(missing) < len(table.paths):
                 skip = (", or leave these rows out with ", option("on_bad", "skip"))
-            next_step = ("Check the paths, ", folder, ", or run ", call("mount"), " if the files are on Drive", skip)
-            raise SourceMissing(cannot(self._act, lost, "", next_step))
+            advice = ("Check the paths, ", folder, ", or run ", call("mount"), " if the files are on Drive", skip)
+            raise SourceMissing(cannot(self._act, lost, "", advice))
         items, columns = [], table.columns
         for row, path in enumerate(table.paths, 1):
             if (stats := found[path]) is not None:

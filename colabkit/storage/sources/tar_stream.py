@@ -174,6 +174,7 @@ def tar_members(stream: TarStream) -> Iterator[Member[int]]:
     general: dict[bytes, bytes] = {}
     own: dict[bytes, bytes] = {}
     long_name: bytes | None = None
+    long_link: bytes | None = None
     is_extended = False
     while (header := _next_header(stream)) is not None:
         if header.type in _LONG_NAMES | _PAX:
@@ -182,15 +183,17 @@ def tar_members(stream: TarStream) -> Iterator[Member[int]]:
                 long_name = data.split(b"\0", 1)[0]
             elif header.type == tarfile.XGLTYPE:
                 general |= _pax_records(stream, data)
-            elif header.type != tarfile.GNUTYPE_LONGLINK:
+            elif header.type == tarfile.GNUTYPE_LONGLINK:
+                long_link = data.split(b"\0", 1)[0]
+            else:
                 own |= _pax_records(stream, data)
             is_extended |= header.type != tarfile.XGLTYPE
             continue
-        member = _member(stream, header, general | own, long_name)
+        member = _member(stream, header, general | own, long_name, long_link)
         yield member
         if header.type not in _LINKS | _SPECIAL and not member.is_folder:
             stream.skip(_padded(member.size))
-        own, long_name, is_extended = {}, None, False
+        own, long_name, long_link, is_extended = {}, None, None, False
     if is_extended:
         raise _broken(stream, "its last header belongs to no member")
 
@@ -220,13 +223,15 @@ def _extension(stream: TarStream, header: tarfile.TarInfo) -> bytes:
 
 
 def _member(
-    stream: TarStream, header: tarfile.TarInfo, records: Mapping[bytes, bytes], long_name: bytes | None
+    stream: TarStream,
+    header: tarfile.TarInfo,
+    records: Mapping[bytes, bytes],
+    long_name: bytes | None,
+    long_link: bytes | None,
 ) -> Member[int]:
-    name, size, mtime_ns = header.name, header.size, int(header.mtime) * 10**9
-    if long_name is not None:
-        name = long_name.decode("utf-8", "surrogateescape")
-    if b"path" in records:
-        name = records[b"path"].decode("utf-8", "surrogateescape")
+    size, mtime_ns = header.size, int(header.mtime) * 10**9
+    name = _name(header.name, long_name, records.get(b"path"))
+    linked = _name(header.linkname, long_link, records.get(b"linkpath")) if header.type == tarfile.LNKTYPE else ""
     if b"mtime" in records:
         mtime_ns = _time_ns(records[b"mtime"])
     if abs(mtime_ns) >= _MOST_NS:
@@ -246,7 +251,13 @@ def _member(
         oddity = "special file"
     elif header.type not in _FILES and not is_folder:
         oddity = f"member of type {header.type!r}"
-    return Member(name, size, mtime_ns, stream.position, is_folder, oddity)
+    return Member(name, size, mtime_ns, stream.position, is_folder, oddity, linked)
+
+
+def _name(short: str, long: bytes | None, extended: bytes | None) -> str:
+    """Return a name from a header, or from the GNU or pax record that replaces it."""
+    found = long if extended is None else extended
+    return short if found is None else found.decode("utf-8", "surrogateescape")
 
 
 def _pax_records(stream: TarStream, data: bytes) -> dict[bytes, bytes]:
