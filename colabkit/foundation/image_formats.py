@@ -16,13 +16,13 @@ class FileFormat:
         name: name of the format in Pillow.
         extensions: extensions of its files in lower case, without a dot.
         head: pattern of the first bytes.
-        package: arguments of `pip install` if Pillow cannot decode the format; empty if it always can.
+        package: arguments of `pip install` for a Pillow that cannot decode the format.
     """
 
     name: str
     extensions: tuple[str, ...]
     head: bytes
-    package: str = ""
+    package: str = "--upgrade pillow"
 
 
 # Webdataset sources prefer the formats in this order.
@@ -34,8 +34,8 @@ FORMATS = (
     FileFormat("BMP", ("bmp",), rb"BM....\0\0\0\0"),
     FileFormat("GIF", ("gif",), rb"GIF8[79]a"),
     FileFormat("TIFF", ("tif", "tiff"), rb"II[*+]\0|MM\0[*+]"),
-    FileFormat("AVIF", ("avif",), rb"....ftypavi[fs]", "--upgrade pillow"),
-    FileFormat("JPEG2000", ("jp2", "j2k", "j2c", "jpx"), rb"\0\0\0\x0cjP  |\xffO\xffQ", "--upgrade pillow"),
+    FileFormat("AVIF", ("avif",), rb"....ftypavi[fs]"),
+    FileFormat("JPEG2000", ("jp2", "j2k", "j2c", "jpx"), rb"\0\0\0\x0cjP  |\xffO\xffQ"),
     FileFormat("HEIF", ("heic", "heif", "hif"), rb"....ftyp(?:" + b"|".join(_HEIF_BRANDS) + rb")", "pillow-heif"),
     # TGA has no signature. The first byte is the length of a comment. A color map has entries, and 8 bits for each
     # pixel; without a color map, the fields that describe it are 0. Width and height are not 0.

@@ -327,6 +327,7 @@ VERBS: tuple[Verb, ...] = (
             Option("model", "a model or a supervised_step: a variable, or FILE.py:NAME in a terminal", kind="object"),
             Option("loader", "as for train, or any other loader", kind="object"),
             Option("loss", "function of the output and the labels; by default the loss of the step", None, "object"),
+            Option("checkpoint", "checkpoint of train() whose weights are loaded into the model first", None, "path"),
         ),
     ),
     Verb(

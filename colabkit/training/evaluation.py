@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,9 +27,11 @@ from colabkit.foundation import (
     kind_of,
     omit,
     option,
+    user_path,
 )
 from colabkit.loading import Loader, may_be_loader, samples_in
 from colabkit.training.models import StepOptions
+from colabkit.training.run_checkpoints import load_weights
 from colabkit.training.steps import SupervisedStep
 
 _STORED_ORDERS = ("sequential", "shuffle", "block")
@@ -63,6 +66,8 @@ def evaluate(
     model: nn.Module | SupervisedStep,
     loader: Iterable[Any],
     loss: Callable[[Any, Tensor], Tensor] | None = None,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> EvaluateReport:
     """Return the mean loss of a model over all samples of a loader, and its accuracy if defined.
 
@@ -77,12 +82,17 @@ def evaluate(
         loader: `Loader` of images and labels, or any other iterable of such batches.
         loss: function of the model's output and the labels that returns the mean loss; None means cross entropy for a
             model, and the loss of the step for a step.
+        checkpoint: path of a checkpoint of `train()`, such as `report.best`. The weights of the object `"model"` in it
+            are loaded into the model first, and stay there.
 
     Returns:
         The means, and the number of samples.
 
     Raises:
-        InvalidOption: if an argument is invalid, there are no batches, or a batch does not fit the model.
+        InvalidOption: if an argument is invalid, there are no batches, or a batch or the checkpoint does not fit the
+            model.
+        SourceMissing, Corrupt: if there is no such checkpoint, or it is damaged.
+        TimedOut, NotMounted, FileFailed: if the checkpoint cannot be read.
 
     Example:
         >>> import colabkit
@@ -97,6 +107,8 @@ def evaluate(
     if not may_be_loader(loader):
         usage = ("Use ", call("evaluate", Code("model"), Code("loader")))
         check_type(act, "loader", loader, Loader, "an iterable of batches", usage)
+    if checkpoint is not None:
+        load_weights(act, step.parts["model"], user_path(checkpoint, act).absolute())
     samples = 0
 
     def counted(batches: Iterable[Any]) -> Iterator[Any]:

@@ -14,19 +14,26 @@ from typing import Any
 import torch
 
 from colabkit.foundation import (
+    Corrupt,
     FileFailed,
     InvalidOption,
     NotEnoughSpace,
+    SourceMissing,
     TargetExists,
+    Text,
     TimedOut,
     TrainingDiverged,
+    can_hang,
     cannot,
+    file_changes,
     format_things,
+    mounts,
     option,
 )
 from colabkit.loading import Loader
-from colabkit.training.checkpoints.files import LoadedCheckpoint
+from colabkit.training.checkpoints.files import LoadedCheckpoint, RemoteFolder, load
 from colabkit.training.checkpoints.folder import CheckpointFolder
+from colabkit.training.checkpoints.seals import DamagedCheckpoint, sealed_in
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state, sharded
 from colabkit.training.models import Stateful, plain, shard_in
 from colabkit.training.ranks import Ranks
@@ -207,17 +214,7 @@ class RunCheckpoints:
         if self._step is not None and found.content["step"] is not None:
             parts.append(("step", self._step, found.content["step"]))
         for name, part, values in parts:
-            try:
-                part.load_state_dict(values)
-            # Each class raises a different type of error if a state does not fit.
-            except Exception as error:
-                act = f"resume {name!r} from {str(found.path)!r}"
-                if difference := _architectures_differ(part, values):
-                    message = f"the checkpoint is of another architecture: {difference}"
-                    raise InvalidOption(cannot(act, message, "", _REBUILD)) from error
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
-                raise InvalidOption(cannot(act, f"its saved state does not fit ({reason})", "", _REBUILD)) from error
+            _load_into(f"resume {name!r} from {str(found.path)!r}", part, values, _REBUILD)
         return changed_settings
 
     def save(
@@ -289,6 +286,50 @@ class RunCheckpoints:
             return None
 
         return self._processes.together("end the training", finish)
+
+
+def load_weights(act: str, model: Stateful, path: Path) -> None:
+    """Load the weights of the object `"model"` of a checkpoint into a model.
+
+    Raises:
+        SourceMissing: if `path` is not the file of a checkpoint.
+        Corrupt: if the checkpoint is damaged.
+        InvalidOption: if the checkpoint has no object of this name, or its weights do not fit.
+        TimedOut, NotMounted, FileFailed: if the file cannot be read.
+    """
+
+    def read(_: object = None) -> Mapping[str, Any] | None:
+        sealed = next((one for one in sealed_in(path.parent) if one.path == path), None)
+        return None if sealed is None else load(sealed)
+
+    try:
+        with file_changes.translated(act):
+            is_remote = can_hang(str(path), mounts())
+            content = RemoteFolder(path.parent, None).ask(act, read, path.stat().st_size) if is_remote else read()
+    except DamagedCheckpoint as error:
+        raise Corrupt(cannot(act, str(error), "an undamaged checkpoint", "Use another checkpoint")) from error
+    if content is None:
+        found = f"{str(path)!r} is not the file of a checkpoint"
+        raise SourceMissing(cannot(act, found, "", "Pass the path in the report of train(), such as report.best"))
+    if "model" not in content["state"]:
+        names = ", ".join(map(repr, content["state"])) or "nothing"
+        next_step = "Load the weights yourself: torch.load(path, weights_only=True)['content']['state']"
+        raise InvalidOption(cannot(act, f"the checkpoint contains {names}", "an object named 'model'", next_step))
+    _load_into(act, plain(model), content["state"]["model"], "Create the same model as for training")
+
+
+def _load_into(act: str, part: Any, values: Any, next_step: Text) -> None:
+    """Call `load_state_dict()`, and raise `InvalidOption` with the difference if the state does not fit."""
+    try:
+        part.load_state_dict(values)
+    # Each class raises a different type of error if a state does not fit.
+    except Exception as error:
+        if difference := _architectures_differ(part, values):
+            message = f"the checkpoint is of another architecture: {difference}"
+            raise InvalidOption(cannot(act, message, "", next_step)) from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
+        raise InvalidOption(cannot(act, f"its saved state does not fit ({reason})", "", next_step)) from error
 
 
 def check_complete(act: str, state: dict[str, Stateful], is_saved: bool) -> dict[str, Stateful]:

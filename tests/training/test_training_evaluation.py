@@ -12,8 +12,8 @@ from sampling import sampled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from colabkit import evaluate, predict, supervised_step
-from colabkit.errors import InvalidOption
+from colabkit import evaluate, predict, supervised_step, train
+from colabkit.errors import Corrupt, InvalidOption, SourceMissing
 from colabkit.loading import Loader, Sequential
 from colabkit.packs import FileDataset, PackedDataset
 
@@ -55,6 +55,31 @@ def test_evaluate_returns_the_means_over_all_samples_and_changes_nothing(data, w
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_the_weights_of_a_checkpoint_are_evaluated(tmp_path, data):
+    trained, loader = network(), Loader(data, 5)
+    step = supervised_step(trained, sgd(trained))
+    path = train(step, loader, epochs=2, to=tmp_path / "run").checkpoint
+    expected = evaluate(trained, loader).values
+    assert evaluate(network(), loader).values != expected
+    for wrapped in (network(), supervised_step(model := network(), sgd(model))):
+        assert evaluate(wrapped, loader, checkpoint=path).values == expected
+    with pytest.raises(
+        InvalidOption, match=r"Cannot evaluate the model: the checkpoint is of another architecture: '1\."
+    ):
+        evaluate(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), loader, checkpoint=path)
+    for wrong in (tmp_path / "run", tmp_path / "none.pt", tmp_path / "none" / "none.pt"):
+        with pytest.raises(
+            SourceMissing, match=r"is not the file of a checkpoint\. Pass the path in the report of train"
+        ):
+            evaluate(network(), loader, checkpoint=wrong)
+    other = train(lambda batch: None, loader, state={"net": trained}, to=tmp_path / "other").checkpoint
+    with pytest.raises(InvalidOption, match=r"the checkpoint contains 'net'; expected an object named 'model'"):
+        evaluate(network(), loader, checkpoint=other)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(Corrupt, match=r"the file has \d+ bytes instead of"):
+        evaluate(network(), loader, checkpoint=path)
 
 
 def test_evaluate_takes_another_loss_and_another_loader(data):

@@ -50,6 +50,8 @@ _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _ORIENTATION = 0x0112
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 _HEAD_BYTES = 256
+# Formats that Pillow does not recognize if it was built without them.
+_OPTIONAL = ("AVIF", "WEBP")
 _BOMB_PIXELS = re.compile(r"\((\d+) pixels\)")
 
 
@@ -318,6 +320,6 @@ def _describe_unknown(head: bytes) -> str:
         return "the file is empty"
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "the file is a web page with the name of an image"
-    if (found := find_format(head)) is not None and found.name == "AVIF" and not features.check("avif"):
+    if (found := find_format(head)) is not None and found.name in _OPTIONAL and not features.check(found.name.lower()):
         return _describe_undecodable(found)
     return f"the file is not a readable image (it starts with {head[:8]!r})"
