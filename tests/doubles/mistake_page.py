@@ -47,7 +47,8 @@ def shown() -> dict[Mistake, str]:
     try:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, {"COLABKIT_LOCAL": str(home / "local"), "COLUMNS": "100"}))
-            stack.enter_context(mock.patch("colabkit.foundation.mount_table.mounts", list))
+            for module in ("foundation.mount_table", "storage.drive.mountpoints", "storage.drive.drivefs"):
+                stack.enter_context(mock.patch(f"colabkit.{module}.mounts", list))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             home.chmod(0o755)
