@@ -37,6 +37,7 @@ from colabkit.packs.preparing import preparation as preparing
 from colabkit.packs.preparing import source_state
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.prepared_pack import PreparedPack
+from colabkit.storage import stage
 from colabkit.storage.staging import places
 
 
@@ -256,6 +257,22 @@ def test_every_change_of_a_local_tree_is_packed(tmp_path, change):
     assert contents(changed) != before
     assert contents(changed) == contents(ready(tree, refresh=True))
     assert ready(tree).report.way == "local"
+
+
+def test_a_pack_of_the_same_samples_has_the_same_fingerprint_so_that_training_resumes(image_tree, tmp_path):
+    (image_tree / "notes.txt").write_text("old")
+    copy = stage(image_tree, tmp_path / "copy", progress=False).path
+    before = [ready(source)["train"].fingerprint for source in (image_tree, copy)]
+    packed = pack(image_tree, tmp_path / "hand.h5", progress=False)
+    assert open_pack(packed.path)["train"].fingerprint == before[0]
+    (image_tree / "notes.txt").write_text("new")
+    for path in copy.rglob("*.png"):
+        os.utime(path, (1, 1))
+    again = [ready(source) for source in (image_tree, copy)]
+    assert [prepared.report.way for prepared in again] == ["packed", "packed"]
+    assert [prepared["train"].fingerprint for prepared in again] == before
+    shutil.copy(image_tree / "ants/000.png", image_tree / "ants/001.png")
+    assert ready(image_tree)["train"].fingerprint != before[0]
 
 
 @pytest.mark.full

@@ -121,7 +121,7 @@ class PackedDataset(LabelledDataset):
         self.split_name = opened.split
         self.classes: tuple[str, ...] = tuple(opened.info.meta["classes"])
         self.fields: tuple[str, ...] = tuple(opened.info.fields)
-        self.fingerprint = f"{opened.info.seal[:32]}/{opened.split}"
+        self.fingerprint = f"{opened.info.fingerprint[:32]}/{opened.split}"
         self.labels = opened.labels
         self.numbers: Tensor | None = None
         if numbers is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ import numpy.typing as npt
 
 from colabkit.foundation import Corrupt, FileFailed, Text, call, cannot, format_things, option
 
+NOTES = "colabkit_notes"
+"""Name of the dataset that holds long metadata."""
 CRC = "crc"
 """Name of the field that holds the CRC32 of each sample."""
 SAMPLES = "X"
@@ -130,6 +134,18 @@ class PackInfo:
     meta: Mapping[str, Any]
     table_crcs: Mapping[str, int]
     seal: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the samples, labels and fields; unlike the seal, it does not depend on when the pack was prepared.
+
+        The files of a source can get other times while their contents stay the same, for example in a new local copy.
+        """
+        if self.shards or "plan" not in self.meta:
+            return self.seal
+        crcs = {name: crc for name, crc in self.table_crcs.items() if name != NOTES}
+        about = [self.meta["plan"], self.meta["splits"], self.meta["fields"], crcs]
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -23,14 +23,13 @@ from colabkit.foundation import (
     cannot,
     file_changes,
 )
-from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, PackInfo, corrupt, unreadable
+from colabkit.packs.format.layout import CRC, LABELS, NOTES, SAMPLES, DataSet, PackInfo, corrupt, unreadable
 
 if TYPE_CHECKING:
     import h5py
 
 
 META = "colabkit_meta"
-NOTES = "colabkit_notes"
 _FORMAT_VERSION = 2
 _NAME = b"colabkit pack "
 SEAL_MARK = _NAME + b"%d\n" % _FORMAT_VERSION
