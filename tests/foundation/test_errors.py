@@ -49,6 +49,7 @@ OTHERWISE_WORDED = {
     # Decoders and datasets do not know the name of the file: their callers add the name to the error's text.
     *((path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()),
     ("dataset_samples.py", "BadImage"),
+    ("image_decoders.py", "BadImage"),
     # `bucket.py` and the `api.py` of packing repeat the message of another error.
     ("bucket.py", "FetchFailed"),
     ("api.py", "BadImage"),

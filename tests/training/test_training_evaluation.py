@@ -57,6 +57,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@pytest.mark.full
 def test_the_weights_of_a_checkpoint_are_evaluated(tmp_path, data):
     trained, loader = network(), Loader(data, 5)
     step = supervised_step(trained, sgd(trained))
