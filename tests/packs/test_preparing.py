@@ -242,8 +242,9 @@ def contents(prepared: PreparedPack) -> dict[str, list[tuple[bytes, int]]]:
     return {name: [(image.numpy().tobytes(), label) for image, label in prepared[name]] for name in prepared}
 
 
+@pytest.mark.parametrize("is_new_session", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_a_local_tree_is_packed(tmp_path, change):
+def test_every_change_of_a_local_tree_is_packed(tmp_path, near_storage, change, is_new_session):
     tree = tmp_path / "birds"
     for split in ("train", "val"):
         # Uncompressed images of one size have files of one size.
@@ -252,6 +253,8 @@ def test_every_change_of_a_local_tree_is_packed(tmp_path, change):
     before = contents(ready(tree))
     assert ready(tree).report.checked == "names, sizes and times of 12 files"
     CHANGES[change](tree)
+    if is_new_session:
+        forget_local(near_storage)
     changed = ready(tree)
     assert changed.report.way == "packed"
     assert contents(changed) != before

@@ -159,13 +159,14 @@ def prepare(
     save_folder, unsaved = _save_folder(to, name)
     folder = local_root(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{digest_of(*request.values())}"
 
-    def pack_to(path: Path, state: str) -> None:
+    def pack_to(path: Path, state: SourceState | None) -> None:
         started = time.monotonic()
         # overwrite=True also checks fetched or staged copies of the source for changes.
         opened = opened_source(source, path, as_table, overwrite=True, progress=progress)
         packing = replace(options, act=f"pack {opened.name!r}")
         writing = WriteOptions(path, threads, None, None, resume=True, overwrite=True)
-        PackCall(packing, writing, started, progress, {**request, "state": state}).run_files(opened)
+        made_of = {"state": digest_of(state.digest), "changes": state.changes} if state else {}
+        PackCall(packing, writing, started, progress, {**request, **made_of}).run_files(opened)
 
     def look(go_on: Callable[[], None]) -> SourceState:
         return read_state(source, address, as_table, go_on)

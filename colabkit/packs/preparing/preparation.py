@@ -53,7 +53,7 @@ class Preparation:
         request: digests of the source's identity and of the options; a pack holds them, and a digest of the source's
             state, as metadata.
         save_folder: folder in which packs are saved; None if nothing is saved, for the reason in `unsaved`.
-        pack_to: packs the source to a path, and stores the digest of its state.
+        pack_to: packs the source to a path, and stores its state.
         look: returns the state of the source.
         is_local: whether the source and all its files are known to be on this machine.
         state: state of the source; None if it is unknown or the source does not exist.
@@ -66,7 +66,7 @@ class Preparation:
     request: Mapping[str, str]
     save_folder: Path | None
     unsaved: Text
-    pack_to: Callable[[Path, str], None]
+    pack_to: Callable[[Path, SourceState | None], None]
     look: Callable[[Callable[[], None]], SourceState]
     is_local: bool
     threads: Threads
@@ -91,7 +91,7 @@ class Preparation:
             return self.prepared(found, "local")
         if found is None and self.state is None:
             # This raises the error for a missing source, unless the source was created in the meantime.
-            self.pack_to(self.path, "")
+            self.pack_to(self.path, None)
         way: Literal["local", "saved", "packed"] = "local"
         with self.alone() as is_alone:
             self.notes = self.read_notes()
@@ -167,11 +167,14 @@ class Preparation:
             return f"it was prepared with other options, and holds {holds}"
         if self.state is None:
             return ""
-        # Change times, which no program can restore, are compared for local files only.
-        noted = self.notes.get("changes") or [info.seal, self.state.changes]
         if found.get("state") != digest_of(self.state.digest):
             return f"the source has changed since it was prepared, when it had {samples}"
-        if self.state.changes and noted[0] == info.seal and noted[1] != self.state.changes:
+        # The notes are newer than the metadata, for example after a saved pack was staged on another machine.
+        noted = self.notes.get("changes")
+        changes = (noted.get(info.seal) if isinstance(noted, Mapping) else None) or found.get("changes")
+        # Inodes and times of changes are comparable only within one running system, whose identifier comes first.
+        is_comparable = str(changes).partition(" ")[0] == self.state.changes.partition(" ")[0]
+        if is_comparable and changes != self.state.changes:
             return "files of the source were changed or replaced, and their sizes and times restored"
         return ""
 
@@ -236,13 +239,13 @@ class Preparation:
                 # A file that does not start like a pack would not be replaced.
                 file_changes.remove(self.path)
             started = time.monotonic()
-            self.pack_to(self.path, digest_of(self.state.digest if self.state else ""))
+            self.pack_to(self.path, self.state)
             self.note(packed_s=time.monotonic() - started)
         started = time.monotonic()
         info = read_pack(self.path)
         self.local_s = time.monotonic() - started
         if self.state is not None:
-            self.note(changes=[info.seal, self.state.changes])
+            self.note(changes={info.seal: self.state.changes})
         return way, info
 
     def stage_saved(self, saved: Path) -> bool:

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from colabkit.foundation import Text, can_hang, format_things, mounts, option, user_path
+from colabkit.foundation import Text, can_hang, format_things, mounts, option, partials, user_path
 from colabkit.storage import (
     FSSPEC,
     STALLED_S,
@@ -44,8 +44,8 @@ class SourceState:
     Attributes:
         digest: digest of the names, sizes and modification times of the source's files; an unchanged source has the
             same digest in later sessions.
-        changes: digest of the files' inodes and the times of their last changes, which no program can set back; empty
-            for a remote source, since some mounts number files anew.
+        changes: identifier of the running system, a space, and a digest of the files' inodes and the times of their
+            last changes, which no program can restore; empty for a remote source, since mounts may renumber files.
         checked: what was compared and what was not, for the report; empty if the source cannot change.
     """
 
@@ -101,7 +101,8 @@ def read_state(
     found = dict(concurrently(look, some, "auto", stalled_s=STALLED_S if is_remote else None))
     stats = [found[path] for path in some]
     sizes = [f"{path}\0{one and (one.st_size, one.st_mtime_ns)}" for path, one in zip(some, stats, strict=True)]
-    changes = "" if is_remote else _digest([f"{one.st_ino}\0{one.st_ctime_ns}" for one in stats if one is not None])
+    inodes = [f"{one.st_ino}\0{one.st_ctime_ns}" for one in stats if one is not None]
+    changes = "" if is_remote else f"{partials.owner().partition('-')[0]} {_digest(inodes)}"
     counted = format_things(len(files) or len(lines), "file")
     checked: Text = f"{facts} of {counted}"
     if len(some) < len(files):
