@@ -19,7 +19,7 @@ from local_copies import WalkedSource, copy, data_of, tarred, zipped
 from sampling import sampled
 from trees import leftovers
 
-from colabkit.errors import BadArchive, MissingPackage, SourceChanged, SourceMissing
+from colabkit.errors import BadArchive, MissingPackage, NotSealed, SourceChanged, SourceMissing
 from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources import items, registry
 from colabkit.storage.sources.engine import BLOCK_BYTES
@@ -246,6 +246,22 @@ def test_unstage_frees_an_interrupted_download(near_storage, monkeypatch):
     assert list((near_storage / "downloads").iterdir()) == []
     with pytest.raises(SourceMissing, match="it has no local copy"):
         unstage("https://example.com/birds.zip")
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_unstage_finds_the_copies_of_a_table_with_all_options(image_tree, tmp_path, near_storage, is_file):
+    pandas = pytest.importorskip("pandas")
+    names = [path.relative_to(image_tree).as_posix() for path in image_tree.rglob("*.png")]
+    table = pandas.DataFrame({"mine": names, "other": names[::-1]})
+    table.to_csv(tmp_path / "t.csv", index=False)
+    source = tmp_path / "t.csv" if is_file else table
+    for column in ("mine", "other"):
+        copy(source, path_column=column, root=image_tree)
+    assert len(list(near_storage.iterdir())) == 2
+    unstage(source)
+    assert list(near_storage.iterdir()) == []
+    with pytest.raises(SourceMissing if not is_file else NotSealed):
+        unstage(source)
 
 
 def test_the_source_may_disappear_after_staging(image_tree):

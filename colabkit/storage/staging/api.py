@@ -36,7 +36,7 @@ from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import ArchiveSource, Source
 from colabkit.storage.sources.registry import AnySource, PathTable, open_source
 from colabkit.storage.staging.local_copy import LocalCopy, Origin, origin_of
-from colabkit.storage.staging.places import Target, candidates, choose, identity_of
+from colabkit.storage.staging.places import Target, candidates, choose, identity_of, keys_of_copies
 from colabkit.storage.staging.reports import StagePlan, StageReport, UnstageReport
 from colabkit.storage.staging.run import StagingRun
 
@@ -146,8 +146,8 @@ def unstage(
     """Remove a local copy made by `stage()`, or the data of an interrupted run, to free the space.
 
     Args:
-        path: the copy's path, the report of `stage()`, or the source if it was staged without a custom path,
-            `path_column` and `root`.
+        path: the copy's path, the report of `stage()`, or the source if it was staged without a custom path. Data of an
+            interrupted run with `path_column` or `root` is found only by the path.
 
     Returns:
         The removed path, and the bytes freed.
@@ -189,8 +189,9 @@ def _targets_of(source: AnySource, name: str, act: str, *, is_local: bool) -> It
             yield Target(copy.seal.target, copy.folder, copy.seal.key, mounted_at=tmpfs)
             return
         yield Target("path", folder, "")
-    for extract in (True, False):
-        yield from candidates(name, "auto", identity_of(source, extract=extract)[1], act)
+    keys = [identity_of(source, extract=extract)[1] for extract in (True, False)]
+    for key in dict.fromkeys([*keys, *sorted(keys_of_copies(name, keys[0], act))]):
+        yield from candidates(name, "auto", key, act)
 
 
 def _download(address: Address) -> Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import stat
@@ -52,6 +53,8 @@ RESERVE_BYTES = 2 << 30
 _TABLE = "a table of paths"
 # Names of this length, with part of a key and a suffix, have at most 255 bytes, even with 4 bytes per character.
 _NAME_CHARS = 60
+# Number of digits of the digests in a key.
+_HALF = 32
 _CAP_SYS_ADMIN = 21
 _MOUNT_S = 10.0
 # Extra space of a tmpfs for folders and journals.
@@ -91,9 +94,10 @@ def identity_of(
         raise InvalidOption(cannot("read ''", "the path is empty", expected, "Pass the path of the source"))
     else:
         name, words = _TABLE, [os.getcwd(), *_table_lines(source)]
-    words += [] if path_column is None else [f"path_column={path_column}"]
-    words += [] if root is None else [f"root={os.path.abspath(user_path(root, f'read {name!r}'))}"]
-    return name, _digest(*words, str(extract)), address
+    options = [] if path_column is None else [f"path_column={path_column}"]
+    options += [] if root is None else [f"root={os.path.abspath(user_path(root, f'read {name!r}'))}"]
+    # The first half identifies the source alone, so that `keys_of_copies` finds the copies with all options.
+    return name, _digest(*words)[:_HALF] + _digest(*words, *options, str(extract))[:_HALF], address
 
 
 def short_name(name: str) -> str:
@@ -242,7 +246,7 @@ class Target:
 
 def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
     """Return the targets that `to` allows for a local copy, the preferred one first."""
-    name = f"{short_name(source)}-{key[:8]}"
+    name = f"{short_name(source)}-{key[:4]}{key[-4:]}"
     disk = local_root(os.environ)
     shared, own = TMPFS / f"colabkit-{os.getuid()}", disk / f"{name}.tmpfs"
     places = [Target("tmpfs", own / name, key, mounted_at=own), Target("disk", disk / name, key)]
@@ -251,6 +255,18 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
     if isinstance(to, str) and to in ("auto", "tmpfs", "disk"):
         return [place for place in places if to in ("auto", place.name)]
     return [Target("path", user_path(to, act).absolute(), key, "as requested")]
+
+
+def keys_of_copies(source: str, key: str, act: str) -> set[str]:
+    """Return the keys of all local copies of a source that `candidates` can find, made with any options."""
+    found = set()
+    pattern = f"{glob.escape(short_name(source))}-{key[:4]}*"
+    for parent in {place.path.parent for place in candidates(source, "auto", key, act) if place.mounted_at is None}:
+        for path in parent.glob(pattern):
+            copy = LocalCopy.at(path) or LocalCopy.at(path / path.name.removesuffix(".tmpfs"))
+            if copy is not None and copy.seal.key[:_HALF] == key[:_HALF]:
+                found.add(copy.seal.key)
+    return found
 
 
 def choose(places: list[Target], needed: int, is_requested: bool) -> Target:
