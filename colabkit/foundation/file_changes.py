@@ -40,6 +40,8 @@ HDF5_USER_BLOCK_BYTES = 4096
 _COPY_BYTES = 1 << 20
 _RECURSION = 100
 _SENT_BYTES = 16 << 20
+# Memory for the blocks that this process holds while it writes to a tmpfs. The kernel would kill a process without it.
+_OWN_BYTES = 64 << 20
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 hook: Callable[[str, Path], None] | None = None
 """Called before each change with the name of the operation and the path; set only by tests."""
@@ -400,7 +402,7 @@ def check_space(act: str, needed: int, path: Path, available: int | None = None)
     free = free_bytes(path)
     # Files on tmpfs take RAM, and a cgroup may allow less of it than the file system reports as free.
     if is_tmpfs(path):
-        free = min(free, memory_limits(read_file).available_bytes)
+        free = min(free, max(0, memory_limits(read_file).available_bytes - _OWN_BYTES))
     if available is not None:
         free = min(free, available)
     if needed > free:

@@ -42,7 +42,7 @@ _SHARED_MEMORY = "/dev/shm"
 _NOT_RUN = "not run here"
 _HANGS = "hangs"
 # Modules of this folder that contain no rows.
-_OTHER_MODULES = ("__main__", "board", "copies", "soak", "tools")
+_OTHER_MODULES = ("__main__", "board", "copies", "packers", "soak", "tools")
 # Imported once before the processes of the rows are forked. A process with torch would be slow to fork for each case.
 _PRELOADED = ["tests.faults.board", "h5py", "PIL.Image", "fsspec", "pandas", "colabkit.storage.staging.api"]
 
@@ -221,11 +221,14 @@ def _score_and_exit(
 ) -> NoReturn:
     # Keeps the garbage collections of `_leaks` short.
     gc.freeze()
-    for work in works:
-        data = json.dumps(_score(work, after, refusals)).encode() + b"\n"
-        while data:
-            data = data[os.write(writer, data) :]
-    os._exit(0)
+    # Without `finally`, an error would return to the code of the parent process.
+    try:
+        for work in works:
+            data = json.dumps(_score(work, after, refusals)).encode() + b"\n"
+            while data:
+                data = data[os.write(writer, data) :]
+    finally:
+        os._exit(0)
 
 
 def _score(

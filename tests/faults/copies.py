@@ -7,7 +7,7 @@ import random
 import shutil
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,26 +42,38 @@ class Originals:
 
     Args:
         root: where the sources are written.
-        sizes: size of each file by path.
+        sizes: size of each file by path; files named `zeros.bin` contain only zeros and take no space in the folder.
+        kinds: kinds of the sources.
     """
 
-    def __init__(self, root: Path, sizes: Mapping[str, int] = SMALL) -> None:
+    def __init__(self, root: Path, sizes: Mapping[str, int] = SMALL, kinds: Collection[str] = tuple(FORMS)) -> None:
         generator = random.Random(5)
         self.root = root
-        self.files = {path: generator.randbytes(size) for path, size in sizes.items()}
+        self.files = {
+            path: bytes(size) if path == "zeros.bin" else generator.randbytes(size) for path, size in sizes.items()
+        }
         for path, data in self.files.items():
             (root / "tree" / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / "tree" / path).write_bytes(data)
-        with zipfile.ZipFile(root / FORMS["zip"], "w", zipfile.ZIP_STORED) as zipped:
-            for path in self.files:
-                zipped.write(root / "tree" / path, path)
-        for kind in ("tar", "tar.gz"):
+            with (root / "tree" / path).open("wb") as file:
+                file.truncate(len(data))
+                file.write(b"" if path == "zeros.bin" else data)
+        for kind in kinds:
+            self._write(kind)
+
+    def _write(self, kind: str) -> None:
+        root = self.root
+        if kind == "zip":
+            with zipfile.ZipFile(root / FORMS["zip"], "w", zipfile.ZIP_STORED) as zipped:
+                for path in self.files:
+                    zipped.write(root / "tree" / path, path)
+        elif kind in ("tar", "tar.gz"):
             with tarfile.open(root / FORMS[kind], "w:gz" if kind == "tar.gz" else "w") as tarred:
                 for path in self.files:
                     tarred.add(root / "tree" / path, path)
-        (root / FORMS["table"]).write_text(
-            "".join(f"{line}\n" for line in ("path", *(f"tree/{p}" for p in self.files)))
-        )
+        elif kind == "table":
+            (root / FORMS["table"]).write_text(
+                "".join(f"{line}\n" for line in ("path", *(f"tree/{p}" for p in self.files)))
+            )
 
     def expected(self, kind: str) -> Content:
         """Return the content of a correct copy."""
@@ -121,29 +133,56 @@ def checked_copy(
     target = folder / "copy"
     omitted: set[str] = set()
 
-    def check(found: Content | None) -> None:
+    def check() -> None:
+        found = content(target)
         wanted = {path: data for path, data in expected.items() if path not in omitted}
         is_good = found == wanted or (found is not None and is_correct is not None and is_correct(found))
         assert is_good, f"the copy is incomplete or differs: {_difference(found, wanted)}"
 
-    def work() -> Outcome:
+    def make() -> bool:
         report = copier.copy(source, target)
         omitted.update(path for path, _ in getattr(report, "skipped", ()))
-        check(content(target))
-        return Outcome.DEGRADED if omitted else Outcome.SURVIVED
+        return not omitted
+
+    return checked_work(case, make, target, check, repair, refusals=copier.refusals, **options)
+
+
+def checked_work(
+    case: str,
+    make: Callable[[], bool | None],
+    target: Path,
+    check: Callable[[], object],
+    repair: Callable[[], object] | None = lambda: None,
+    **options: Any,
+) -> Result:
+    """Make a file or folder while a fault occurs, and score the outcome, as described in `checked_copy`.
+
+    Args:
+        case: what is done.
+        make: creates the target; returns false if the report lists what it left out.
+        target: the file or folder.
+        check: raises `AssertionError` if the existing target is wrong or incomplete.
+        repair: ends the fault; None if the same call cannot be repeated in the process of the case.
+        options: arguments of `attempt()`.
+    """
+
+    def work() -> Outcome:
+        is_complete = make()
+        check()
+        return Outcome.DEGRADED if is_complete is False else Outcome.SURVIVED
 
     def after() -> None:
-        found = content(target)
-        if found is not None:
-            check(found)
+        is_there = os.path.lexists(target)
+        if is_there:
+            check()
         if repair is not None:
             repair()
-            if found is None:
+            if not is_there:
                 work()
-            left = leftovers(folder) + leftovers(Path(os.environ["COLABKIT_LOCAL"]))
+            left = leftovers(target.parent) + leftovers(Path(os.environ["COLABKIT_LOCAL"]))
             assert not left, f"unfinished files are left: {left}"
 
-    return attempt(case, work, after, refusals=copier.refusals, **options)
+    return attempt(case, work, after, **options)
 
 
 @contextmanager

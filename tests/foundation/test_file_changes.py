@@ -11,6 +11,7 @@ import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -265,6 +266,15 @@ def test_check_space_names_both_sizes_and_uses_the_tighter_limit(tmp_path, monke
         file_changes.check_space("copy 'x'", 4 << 20, tmp_path / "x", available=8 << 20)
     with pytest.raises(NotEnoughSpace, match=r"1\.0 MiB free"):
         file_changes.check_space("copy 'x'", 2 << 20, tmp_path / "x", available=1 << 20)
+
+
+def test_a_copy_in_a_tmpfs_leaves_memory_for_the_process_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: 1 << 30)
+    monkeypatch.setattr(file_changes, "is_tmpfs", lambda path: True)
+    monkeypatch.setattr(file_changes, "memory_limits", lambda read: SimpleNamespace(available_bytes=200 << 20))
+    file_changes.check_space("copy 'x'", 136 << 20, tmp_path / "x")
+    with pytest.raises(NotEnoughSpace, match=r"has 136 MiB free"):
+        file_changes.check_space("copy 'x'", 137 << 20, tmp_path / "x")
 
 
 @pytest.mark.parametrize("in_the_kernel", [True, False])
