@@ -225,6 +225,9 @@ VERBS: tuple[Verb, ...] = (
             ),
             Option("to", "auto, tmpfs, disk, or the path of the copy", "auto", "path", words=("auto", "tmpfs", "disk")),
             *_TABLE,
+            Option(
+                "on_bad", "skip missing files of a table, or raise", "raise", words=("raise", "skip"), is_closed=True
+            ),
             _THREADS,
             Option(
                 "verify",
@@ -234,9 +237,7 @@ VERBS: tuple[Verb, ...] = (
                 is_closed=True,
             ),
             Option("extract", "extract an archive", True, "flag"),
-            Option(
-                "refresh", "check the source again even if a local copy exists, and copy changed files", False, "flag"
-            ),
+            Option("refresh", "check the source even if a local copy exists, and copy changed files", False, "flag"),
             Option("dry_run", "show the plan without copying", False, "flag"),
             _PROGRESS,
         ),

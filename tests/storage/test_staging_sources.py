@@ -19,7 +19,7 @@ from local_copies import WalkedSource, copy, data_of, tarred, zipped
 from sampling import sampled
 from trees import leftovers
 
-from colabkit.errors import BadArchive, MissingPackage, NotSealed, SourceChanged, SourceMissing
+from colabkit.errors import BadArchive, InvalidOption, MissingPackage, NotSealed, SourceChanged, SourceMissing
 from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources import items, registry
 from colabkit.storage.sources.engine import BLOCK_BYTES
@@ -246,6 +246,19 @@ def test_unstage_frees_an_interrupted_download(near_storage, monkeypatch):
     assert list((near_storage / "downloads").iterdir()) == []
     with pytest.raises(SourceMissing, match="it has no local copy"):
         unstage("https://example.com/birds.zip")
+
+
+def test_rows_with_missing_files_are_an_error_or_skipped_and_reported(image_tree, near_storage):
+    paths = [str(image_tree / "ants" / "000.png"), str(image_tree / "gone.png")]
+    report = copy(paths, on_bad="skip")
+    assert list(data_of(report.path)) == ["ants/000.png"]
+    assert report.skipped == ((paths[1], "the file is missing"),)
+    with pytest.raises(SourceMissing, match=r"missing for 1 of 2 rows.*on_bad='skip'"):
+        copy(paths)
+    with pytest.raises(InvalidOption, match=r"on_bad='skip' applies only to a table of paths\. Omit on_bad="):
+        copy(image_tree, on_bad="skip")
+    unstage(paths)
+    assert list(near_storage.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_file", [False, True])

@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from colabkit.foundation import (
+    InvalidOption,
     NotSealed,
     SourceMissing,
     call,
@@ -27,6 +28,7 @@ from colabkit.foundation import (
     file_changes,
     local_root,
     mounts,
+    omit,
     option,
 )
 from colabkit.storage.addresses import FSSPEC, Address
@@ -34,6 +36,7 @@ from colabkit.storage.fetching.api import fetch
 from colabkit.storage.sources.concurrency import check_threads
 from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import ArchiveSource, Source
+from colabkit.storage.sources.manifest import ManifestSource
 from colabkit.storage.sources.registry import AnySource, PathTable, open_source
 from colabkit.storage.staging.local_copy import LocalCopy, Origin, origin_of
 from colabkit.storage.staging.places import Target, candidates, choose, identity_of, keys_of_copies
@@ -50,6 +53,7 @@ def stage(
     *,
     path_column: str | None = None,
     root: str | os.PathLike[str] | None = None,
+    on_bad: Literal["raise", "skip"] = "raise",
     threads: int | Literal["auto"] = "auto",
     verify: Literal["size", "full"] = "size",
     extract: bool = True,
@@ -76,6 +80,8 @@ def stage(
             or `image`.
         root: the folder of the relative paths in a table; None uses the folder of the table file, or the working folder
             for a DataFrame or list.
+        on_bad: action for a row of a table whose file is missing: `"raise"` raises an error, and `"skip"` leaves out
+            the row and lists it in the report.
         threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
         verify: `"size"` compares file sizes; `"full"` reads the source a second time, compares all bytes, and replaces
             outdated files, unless an existing copy was verified this way.
@@ -113,8 +119,11 @@ def stage(
         True
     """
     started = time.monotonic()
-    name, key, address = identity_of(source, extract=extract, path_column=path_column, root=root)
+    is_skipping = on_bad == "skip"
+    as_table: dict[str, Any] = {"path_column": path_column, "root": root, "skips_missing": is_skipping}
+    name, key, address = identity_of(source, extract=extract, **as_table)
     act = f"stage {name!r}"
+    check_one_of(act, "on_bad", on_bad, ("raise", "skip"))
     check_threads(act, threads)
     check_type(act, "to", to, (str, os.PathLike), "'auto', 'tmpfs', 'disk' or a path", ("Use ", option("to", "auto")))
     check_one_of(act, "verify", verify, ("size", "full"))
@@ -130,7 +139,7 @@ def stage(
                 return _report(run, _plan_of_address(run), started)
             # Another process may have fetched and staged the source meanwhile.
             if not (found := run.find()):
-                with closing(_open(local, extract=extract, path_column=path_column, root=root)) as opened:
+                with closing(_open(act, local, extract=extract, **as_table)) as opened:
                     path = getattr(opened, "path", "")
                     if run.origin is None and not opened.can_hang and os.path.isfile(path):
                         # The source is a download or data included in colabkit.
@@ -228,8 +237,12 @@ def _local_origin(name: str) -> Origin | None:
     return origin_of(Path(name))
 
 
-def _open(source: AnySource, *, extract: bool, path_column: str | None, root: str | os.PathLike[str] | None) -> Source:
-    opened = open_source(source, path_column=path_column, root=root)
+def _open(act: str, source: AnySource, *, extract: bool, **as_table: Any) -> Source:
+    opened = open_source(source, **as_table)
+    if as_table["skips_missing"] and not isinstance(opened, ManifestSource):
+        opened.close()
+        not_table = (option("on_bad", "skip"), " applies only to a table of paths")
+        raise InvalidOption(cannot(act, not_table, "", omit("on_bad")))
     if isinstance(opened, ArchiveSource) and not extract:
         opened.close()
         return FileSource(opened.path)

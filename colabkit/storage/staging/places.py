@@ -70,6 +70,7 @@ def identity_of(
     extract: bool,
     path_column: str | None = None,
     root: str | os.PathLike[str] | None = None,
+    skips_missing: bool = False,
 ) -> tuple[str, str, Address | None]:
     """Return a source's name for messages, the key of the source and its options, and its address or None.
 
@@ -96,6 +97,7 @@ def identity_of(
         name, words = _TABLE, [os.getcwd(), *_table_lines(source)]
     options = [] if path_column is None else [f"path_column={path_column}"]
     options += [] if root is None else [f"root={os.path.abspath(user_path(root, f'read {name!r}'))}"]
+    options += ["on_bad=skip"] if skips_missing else []
     # The first half identifies the source alone, so that `keys_of_copies` finds the copies with all options.
     return name, _digest(*words)[:_HALF] + _digest(*words, *options, str(extract))[:_HALF], address
 
