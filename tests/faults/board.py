@@ -337,7 +337,9 @@ def run_row(module: str, number: int, tool: str, limit: int) -> Score:
         results.append(Result("the row itself", Outcome.WRONG, traceback.format_exc()[-_MOST_OUTPUT:]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if not results and not not_run:
+    if not results and not not_run and tool != COLABKIT:
+        not_run = "the fault does not apply to this tool"
+    elif not results and not not_run:
         results.append(Result("no case", Outcome.WRONG, "the row has no case"))
     return Score(number, tool, tuple(results), time.monotonic() - started, not_run)
 
@@ -399,7 +401,9 @@ def table(scores: Sequence[Score]) -> str:
         counts = Counter(result.outcome for result in own.results)
         shown = ", ".join(f"{outcome.name} {counts[outcome]}" for outcome in Outcome if counts[outcome])
         plain = "; ".join(
-            f"{score.tool}: {score.shown}" for score in scores if score.number == own.number and score.tool != COLABKIT
+            f"{score.tool}: {score.shown}"
+            for score in scores
+            if score.number == own.number and score.tool != COLABKIT and score.results
         )
         shown = shown or _NOT_RUN
         row = f"| {own.number} | {ROWS[own.number].title} | {len(own.results)} | {shown} | {plain} |"

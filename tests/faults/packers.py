@@ -57,7 +57,7 @@ def write_images(folder: Path, per_class: int = 4) -> Path:
         (folder / label).mkdir(parents=True)
         for number in range(per_class):
             pixels = generator.integers(0, 256, _SHAPE, dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / label / f"{number}.png")
+            Image.fromarray(pixels).save(folder / label / f"{number:03}.png")
     return folder
 
 

@@ -29,12 +29,14 @@ class Copier:
         update: the same, to bring an existing copy up to date.
         refusals: the tool's orderly errors.
         kinds: the kinds of sources that the tool supports.
+        is_program: whether it runs in another process, in which the scoreboard cannot act.
     """
 
     copy: Callable[[Any, Path], object]
     update: Callable[[Any, Path], object]
     refusals: type[Exception]
     kinds: tuple[str, ...] = ("folder",)
+    is_program: bool = False
 
 
 def _command(*words: str) -> Callable[[Path, Path], object]:
@@ -65,14 +67,14 @@ COPIERS = {
         ColabkitError,
         ("folder", "zip", "tar", "tar.gz", "table"),
     ),
-    "cp -r": Copier(_cp, _cp, subprocess.CalledProcessError),
+    "cp -r": Copier(_cp, _cp, subprocess.CalledProcessError, is_program=True),
     "shutil.copytree": Copier(shutil.copytree, partial(shutil.copytree, dirs_exist_ok=True), Exception),
     "zipfile.extractall": Copier(_unzip, _unzip, Exception, ("zip",)),
     "tarfile.extractall": Copier(_untar, _untar, Exception, ("tar", "tar.gz")),
 }
 if shutil.which("rsync"):
     _rsync = _command("rsync", "-a")
-    COPIERS["rsync"] = Copier(_rsync, _rsync, subprocess.CalledProcessError)
+    COPIERS["rsync"] = Copier(_rsync, _rsync, subprocess.CalledProcessError, is_program=True)
 if shutil.which("rclone"):
     _rclone = _command("rclone", "copy", "--config", "")
-    COPIERS["rclone"] = Copier(_rclone, _rclone, subprocess.CalledProcessError)
+    COPIERS["rclone"] = Copier(_rclone, _rclone, subprocess.CalledProcessError, is_program=True)

@@ -1,0 +1,175 @@
+"""Faults 21, 22, 34 and 41: several processes with the same files, locks that lie, and workers that fail."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import h5py
+import numpy as np
+from trees import leftovers
+
+from colabkit.foundation import file_changes, locks
+
+from .board import COLABKIT, Outcome, Result, attempt, fault, spread
+from .copies import FORMS, Originals, content, make_quick, new_folder
+from .packers import PACKERS, write_images
+from .tools import COPIERS, Copier
+
+_SIZES = {f"{number % 2}/{number}.bin": 500 + 900 * number for number in range(6)}
+
+
+def _in_processes(count: int, work: Callable[[int], object]) -> list[int]:
+    """Do the work in this many processes at once, and return the exit status of each: 0, 1 for an error or -9."""
+    reader, writer = os.pipe()
+    pids = []
+    for number in range(count):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.close(writer)
+                # Wait until all processes have started.
+                os.read(reader, 1)
+                work(number)
+                status = 0
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    os.close(reader)
+    os.close(writer)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def _staged_at_once(
+    copier: Copier,
+    folder: Path,
+    limit: int,
+    cases: list[tuple[str, int, str]],
+    begin: Callable[[str, int], None] = lambda how, number: None,
+) -> Iterator[Result]:
+    """Copy one source in several processes; all that succeed must find a complete copy, and one must succeed."""
+    make_quick()
+    locks._BUSY_S = 0.01
+    originals = Originals(folder / "originals", _SIZES)
+    for kind, count, how in spread([case for case in cases if case[0] in copier.kinds], limit):
+        with new_folder(folder / "case") as made:
+            source, target, expected = originals.root / FORMS[kind], made / "copy", originals.expected(kind)
+
+            def copy(number: int, source: Path = source, target: Path = target, how: str = how) -> None:
+                begin(how, number)
+                copier.copy(source, target)
+
+            def work(
+                copy: Callable[[int], None] = copy,
+                count: int = count,
+                source: Path = source,
+                target: Path = target,
+                expected: object = expected,
+            ) -> Outcome:
+                ends = _in_processes(count, copy)
+                assert content(target) in (None, expected), "the copy is incomplete or differs"
+                if not target.exists():
+                    copier.copy(source, target)
+                assert content(target) == expected, "the next call makes a copy that differs"
+                if leftovers(target.parent):
+                    copier.update(source, target)
+                assert not leftovers(target.parent), "unfinished files are left"
+                return Outcome.REFUSED if any(end == 1 for end in ends) else Outcome.SURVIVED
+
+            yield attempt(f"{kind}: {count} processes{how and ', '}{how}", work, refusals=copier.refusals)
+
+
+@fault(21, "several processes stage the same source at once", COPIERS)
+def many_stagers(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
+    cases = [(kind, count, f"run {run}") for kind, count, run in itertools.product(FORMS, (2, 3, 5, 8), range(10))]
+    yield from _staged_at_once(copier, folder, min(limit, 60), cases)
+
+
+def _lie(how: str, number: int) -> None:
+    """Make locks of this process lie, or end it at a file change."""
+    if how.startswith("locks always succeed"):
+        fcntl.flock = lambda fd, operation: None  # type: ignore[assignment]
+    elif how.startswith("locks fail"):
+
+        def fail(fd: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        fcntl.flock = fail  # type: ignore[assignment]
+    place = int(how.rpartition(" ")[2])
+    if "killed" in how and number == 0:
+        changes = itertools.count(1)
+
+        def kill(operation: str, path: Path) -> None:
+            if next(changes) == place:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        file_changes.hook = kill
+
+
+@fault(22, "locks lie, and their holders are killed", {COLABKIT: COPIERS[COLABKIT]})
+def locks_that_lie(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
+    ways = ["locks always succeed, run", "locks fail, run", "the first is killed at file change"]
+    ways += ["locks always succeed, and the first is killed at file change"]
+    cases = [
+        (kind, count, f"{way} {place}")
+        for kind, count, way, place in itertools.product(("folder", "zip", "tar"), (2, 4, 8), ways, range(1, 20, 3))
+    ]
+    yield from _staged_at_once(copier, folder, min(limit, 80), cases, _lie)
+
+
+def _read_pack(how: str, path: Path, expected: list[bytes], is_own: bool) -> None:
+    """Read random rows in several workers at once, from one object that is opened before they start."""
+    from colabkit.packs import open_pack
+
+    data = open_pack(path)["train"] if is_own else h5py.File(path)["X"]
+
+    def read(number: int) -> None:
+        rows = np.random.default_rng(number).integers(0, len(expected), 300)
+        for row in rows:
+            sample = data[int(row)]
+            found = np.asarray(sample[0] if isinstance(sample, tuple) else sample).tobytes()
+            assert found == expected[row], "a worker reads a wrong row"
+
+    if how == "threads":
+        failed: list[BaseException] = []
+
+        def read_or_keep(number: int) -> None:
+            try:
+                read(number)
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=read_or_keep, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed, failed
+    else:
+        read(99)
+        assert _in_processes(4, read) == [0] * 4, "a worker reads a wrong row"
+
+
+@fault(34, "several workers read one pack", {COLABKIT: True, "h5py": False})
+def many_readers(is_own: bool, folder: Path, limit: int) -> Iterator[Result]:
+    packer = PACKERS[COLABKIT if is_own else "h5py"]
+    source = write_images(folder / "images", per_class=20)
+    variants = ("raw", "shards") if is_own else ("raw",)
+    for variant in variants:
+        with new_folder(folder / variant) as made:
+            path = made / "pack.h5"
+            packer.pack(source, path, variant)
+            with new_folder(folder / "plain") as plain:
+                PACKERS["h5py"].pack(source, plain / "pack.h5", "raw")
+                with h5py.File(plain / "pack.h5") as file:
+                    expected = [image.tobytes() for image in file["X"]]
+            for how, run in spread([*itertools.product(("threads", "fork"), range(15))], limit // len(variants)):
+                yield attempt(f"{variant}: {how}, run {run}", partial(_read_pack, how, path, expected, is_own))
