@@ -148,10 +148,10 @@ class Message:
     """The message of an error; `str()` shows its options and calls in Python syntax.
 
     Attributes:
-        action: what was attempted: a verb and its object, such as `"stage 'birds'"`.
-        found: what was found instead of what was expected, with numbers and units.
-        expected: what was expected; empty if `found` implies it.
-        next_step: what to do next, one sentence without the final period.
+        action: the attempted action, a verb and its object, such as `"stage 'birds'"`.
+        found: the problem that was found, with numbers and units.
+        expected: the expected value or state; empty if `found` implies it.
+        next_step: advice on how to continue, one sentence without the final period.
     """
 
     action: Text

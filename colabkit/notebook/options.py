@@ -292,7 +292,7 @@ class LineWords(Words):
         return f"omit {(option and (option.flag or option.name)) or super().option(name, ...)}"
 
     def python_only(self, text: Text) -> str:
-        """Return an empty string, because advice for Python does not apply to a line."""
+        """Return an empty string, because advice about Python code does not apply to a line."""
         return ""
 
     def call(self, call: CallRef) -> str:

@@ -195,7 +195,7 @@ def litdata_array(file: tuple[str, int]) -> dict[str, Any]:
 def litdata_image(file: tuple[str, int]) -> dict[str, Any]:
     from PIL import Image
 
-    # For an image that Pillow opened, litdata stores the original bytes of the file.
+    # For a JPEG file that Pillow opened, litdata stores the original bytes.
     return {"image": Image.open(file[0]), "label": file[1]}
 
 

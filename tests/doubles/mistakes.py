@@ -20,7 +20,7 @@ class Mistake:
         error: the class of the error; for argparse's errors in a terminal, `usage`.
         must: a fragment that the message contains.
         never: a fragment that it does not contain.
-        scene: what is simulated: `full disk`, or a package that is not installed.
+        scene: simulated condition: `full disk`, or the name of a package that is not installed.
     """
 
     what: str

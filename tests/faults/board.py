@@ -65,7 +65,7 @@ class Result:
     """The outcome of one case.
 
     Args:
-        case: what was done, such as `"EIO at read 3"`.
+        case: description of the case, such as `"EIO at read 3"`.
         outcome: how it ended.
         detail: the error; for a wrong outcome also the traceback.
         is_silent: whether the outcome was wrong and nobody would have noticed: no error, no crash, no hang.
@@ -137,7 +137,7 @@ def attempt(
     """Run one case in a forked process and score it.
 
     Args:
-        case: what is done.
+        case: description of the case, such as `"EIO at read 3"`.
         work: raises `AssertionError` if its result is wrong, and returns the outcome; None means SURVIVED.
         after: called after success and after a refusal; raises `AssertionError` if earlier results have changed or
             unfinished files are left.

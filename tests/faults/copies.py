@@ -121,9 +121,9 @@ def checked_copy(
     files, not even those kept to resume the work.
 
     Args:
-        case: what is done.
+        case: description of the case, as in `attempt()`.
         copier: the tool.
-        source: what is copied.
+        source: path or address of the source.
         expected: content of a correct copy.
         folder: folder for the copy; it should be empty.
         is_correct: returns whether another content is correct too, such as that of a changed source.

@@ -280,7 +280,7 @@ def _outputs(work: Callable[[], Any]) -> str:
 
 
 def _plain_fetch(address: str, to: Path) -> str:
-    """Return the output of a download with `urllib` that fails or succeeds, and of the list of what was downloaded."""
+    """Return the output of a download with `urllib` that fails or succeeds, and the list of the downloaded files."""
     import urllib.request
 
     shown = io.StringIO()

@@ -100,7 +100,7 @@ def test_utilization_is_the_mean_of_the_drivers_samples_since_the_last_snapshot(
 def test_without_new_samples_the_drivers_own_utilization_is_used():
     chip = Chip("GPU-a")
     asked = gpus(FakeNvml(chip))
-    # NOT_FOUND means that the buffer is empty.
+    # For an empty buffer of samples, the fake driver raises NOT_FOUND, as NVML does.
     assert asked.snapshot()[0].utilization_rate == 0.4
     chip.samples.append((10, 90))
     assert [asked.snapshot()[0].utilization_rate for _ in range(2)] == [0.9, 0.4]

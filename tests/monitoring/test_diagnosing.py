@@ -378,7 +378,7 @@ def test_huge_predicted_speedups_are_capped() -> None:
     assert "640 images/s in a typical step, over 64,000 images/s if data were always ready" in repr(found)
     assert "(over 100 times as fast" in repr(found)
     (more,) = [advice for advice in found.advice if advice.rule == "more_workers"]
-    # There are four workers instead of two.
+    # The advised four workers, instead of two, would double the 640 images/s.
     assert more.samples_per_s == pytest.approx(1280, rel=0.01)
 
 

@@ -154,8 +154,8 @@ def test_unusual_headers_are_left_to_pillow():
 
 def test_a_jpeg_with_a_flaw_that_pillow_ignores_is_decoded():
     data = saved(photo(), "JPEG")
-    # The first file has bytes between the image data and the end marker,
-    # the second an end marker inside the image data.
+    # The first file has extra bytes between the image data and the end marker.
+    # In the second file, the image data is truncated and followed by an end marker.
     stray = data[:-2] + b"\0\0\0" + data[-2:]
     ended = data[: len(data) * 2 // 3] + b"\xff\xd9"
     for flawed in (stray, ended):

@@ -220,7 +220,7 @@ class Host:
 
     def _core_shares(self) -> list[float]:
         cores = _ask(lambda: self._system.cpu_times(percpu=True)) or []
-        # If some cores are offline, list positions differ from core indices.
+        # Select by index only if needed: if some cores are offline, core indices differ from positions in this list.
         if len(cores) != len(self._allowed):
             in_order = sorted(self._allowed)
             cores = [cores[core] for core in in_order] if in_order and in_order[-1] < len(cores) else []

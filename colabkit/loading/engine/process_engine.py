@@ -52,11 +52,11 @@ SampleKey: TypeAlias = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """An error of user code, on its way from a worker to the user.
+    """An error while a batch was made or sent, on its way from a worker to the user.
 
     Attributes:
-        text: the operation that raised the error, and the error's own text.
-        next_step: how to reproduce the error.
+        text: the operation that raised the error and the error's own text, or the cause if it is known.
+        next_step: how to reproduce or fix the error.
         error: the error, pickled if it comes from a worker process.
         traceback: traceback in the worker process, as text.
     """

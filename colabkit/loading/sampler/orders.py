@@ -61,7 +61,7 @@ def set_whole_number(order: object, name: str, value: int, least: int, most: int
 
 
 class PureOrder:
-    """Base class of the sample orders; subclasses compute the samples of a range of positions in `_samples`."""
+    """Base class of the sample orders; subclasses implement `_samples` for a range of positions, or `indices`."""
 
     def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the sample indices at positions `start` to `stop` of an epoch, `int64 [stop - start]`.

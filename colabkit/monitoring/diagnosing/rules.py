@@ -23,7 +23,8 @@ class Rule:
     Attributes:
         look: returns advice about a run, or None.
         is_urgent: whether its advice is listed before all advice about speed.
-        silences: rules whose advice is dropped if this rule gives advice, which theirs would repeat or contradict.
+        silences: names of the rules whose advice is dropped if this rule gives advice, because it would repeat or
+            contradict this advice.
     """
 
     look: Callable[[RunProfile], Advice | None]

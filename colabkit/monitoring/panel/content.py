@@ -61,7 +61,7 @@ class PanelState:
         validation: values returned by the last validation, by label, for example `"val_loss"`.
         host: the newest snapshot of the machine.
         gpu_number: index of the GPU that the batches go to.
-        load_curve: utilization of that GPU, or of the CPUs without one, in [0, 1].
+        load_curve: utilization of that GPU, or of the CPUs if there is no GPU, in [0, 1].
         speed_curve: samples per second.
         data_curve: bytes per second.
         queue_curve: fill level of the queue, in [0, 1].

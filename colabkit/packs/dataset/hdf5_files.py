@@ -123,7 +123,7 @@ def is_plain_hdf5(path: Path) -> bool:
 def inspect_hdf5(
     path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool, task: Task = "auto"
 ) -> Hdf5Contents:
-    """Return the contents of an HDF5 file, including its labels; search for common names if no names are given.
+    """Return the contents of an HDF5 file, including its labels; without `x`, search for names such as `images`.
 
     Raises:
         BadSource: if a dataset does not exist or cannot be used.
@@ -261,7 +261,7 @@ def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str,
 
 
 def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the datasets of samples and of labels by split, chosen by their common names."""
+    """Return the datasets of samples and of labels by split, chosen by names such as `X_train` and `images`."""
     names = {name for name in _COMMON_NAMES if is_dataset(file, name)}
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:

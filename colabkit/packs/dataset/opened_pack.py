@@ -192,7 +192,7 @@ class Pack(Mapping[str, PackedDataset]):
         return "\n  ".join([self._line(), *lines, about, *inferred])
 
     def _inferred(self) -> str:
-        """Describe what was inferred from a foreign HDF5 file; `pack()` reports what it inferred itself."""
+        """Describe the values inferred from a foreign HDF5 file; `pack()` itself reports those that it inferred."""
         return PYTHON.render(name_inferred(self.info.inferred)) if self.info.meta.get("is_foreign") else ""
 
     def _repr_html_(self) -> str:

@@ -228,6 +228,11 @@ def pack(
         BadImage: if a file is not an image or differs in size from the others, or if too many files are bad.
         TargetExists: if `to` exists and is not a pack, or is a pack that cannot be reused and `overwrite` is false.
         NotEnoughSpace: if a file does not fit; raised before it is written if its size is known.
+        NotMounted: if a path begins with `drive:` and Drive is not mounted.
+        SourceChanged: if a file changed after it was listed, or if all listings of a folder differ.
+        FetchFailed: if an address cannot be fetched, or a bucket cannot be read.
+        FileFailed: if a file cannot be read, or the pack cannot be written.
+        TimedOut: if the source does not respond.
         PackingFailed: if worker processes die.
 
     Example:

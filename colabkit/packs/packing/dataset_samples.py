@@ -97,7 +97,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         act: verb and object for messages.
         datasets: the dataset of each split.
         images: how images are stored.
-        label: key of the labels in mappings; "auto" tries common keys, None ignores labels.
+        label: key of the labels in mappings; "auto" tries keys such as `label` and `target`, None ignores labels.
         classes: class names; text labels are converted to their index.
         skips_bad: whether the first samples may be bad.
         task: task of the labels; "auto" infers it from the first label.
@@ -256,7 +256,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return places
 
     def _by_key(self, sample: Mapping[Any, Any], within: KeyPath) -> dict[str, KeyPath]:
-        """Return the locations of the fields in a mapping; common keys determine `X` and `Y`."""
+        """Return the locations of the fields in a mapping; keys such as `image` and `label` determine `X` and `Y`."""
         label = next((key for key in LABEL_KEYS if key in sample and _may_be_label(sample[key])), None)
         if self._label not in ("auto", None):
             label = self._label

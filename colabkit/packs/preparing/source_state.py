@@ -46,7 +46,7 @@ class SourceState:
             same digest in later sessions.
         changes: identifier of the running system, a space, and a digest of the files' inodes and the times of their
             last changes, which no program can restore; empty for a remote source, since mounts may renumber files.
-        checked: what was compared and what was not, for the report; empty if the source cannot change.
+        checked: the facts that were compared, and those that were not; empty if the source cannot change.
     """
 
     digest: str

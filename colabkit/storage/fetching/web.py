@@ -85,7 +85,10 @@ class _WebDownload:
         self.authorization = f"Basic {base64.b64encode(plain).decode()}" if userinfo else None
 
     def can_resume(self) -> bool:
-        """Return whether the rest can be requested: the server supports ranges, and stored bytes have a version."""
+        """Return whether the rest of the file can be requested.
+
+        This requires stored data whose version is known, and a server that supports range requests.
+        """
         return bool(self.sink.size and self.kept.record.get("validator") and self.has_ranges)
 
     def attempt(self) -> FetchResult:

@@ -152,7 +152,7 @@ class ProbeReport(Report):
         return self._words.render(advise(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dictionary of JSON-serializable values, with the recommendation for Python."""
+        """Return the report as a dictionary of JSON-serializable values, with the recommendation in Python syntax."""
         return {**super().to_dict(), "recommendation": PYTHON.render(advise(self))}
 
     @property

@@ -215,6 +215,7 @@ def open_records(source: Any) -> Source | None:
         InvalidOption: if a pattern has more than 100,000 shards, or a number with more than 18 digits.
         NotMounted: if the source begins with `drive:` and Drive is not mounted.
         FileFailed: if the source cannot be accessed.
+        SourceChanged: if all listings of a folder on a mount differ.
         TimedOut: if there is no answer in two attempts.
     """
     if isinstance(source, list | tuple):

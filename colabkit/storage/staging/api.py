@@ -104,7 +104,7 @@ def stage(
         TargetExists: if something else is at the target path, or a file that you added to the local copy has the path
             of a new source file.
         NotEnoughSpace: if the target is too small; raised before anything is written if the sizes are known.
-        SourceChanged: if a file changed after it was listed, or during the read.
+        SourceChanged: if a file changed after it was listed or during the read, or if all listings of a folder differ.
         Corrupt: if, with `verify="full"`, two reads of the source return different bytes.
         FetchFailed: if an address cannot be fetched, or a bucket cannot be read.
         FileFailed: if a file cannot be read, or the copy cannot be written.
