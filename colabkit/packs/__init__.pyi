@@ -1,10 +1,12 @@
+from .dataset.columns import POPULATE_READ as POPULATE_READ
+from .dataset.columns import ImageFiles as ImageFiles
+from .dataset.columns import find_madvise as find_madvise
+from .dataset.columns import stack_samples as stack_samples
 from .dataset.datasets import PackedDataset as PackedDataset
 from .dataset.file_dataset import FileDataset as FileDataset
 from .dataset.opened_pack import Pack as Pack
 from .dataset.opened_pack import open_pack as open_pack
 from .dataset.sample_grid import SampleGrid as SampleGrid
-from .dataset.samples import ImageFiles as ImageFiles
-from .dataset.samples import stack_samples as stack_samples
 from .decode.images import decode_image as decode_image
 from .decode.images import decode_region as decode_region
 from .decode.images import image_size as image_size

@@ -215,7 +215,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
     def put(**options: Any) -> Kernel:
         made = Kernel(**options)
         monkeypatch.setattr(read_ahead, "_STEP_BYTES", 2 * PAGE)
-        monkeypatch.setattr(read_ahead, "_madvise", lambda: made)
+        monkeypatch.setattr(read_ahead, "find_madvise", lambda: made)
         return made
 
     return put
@@ -377,7 +377,7 @@ def test_the_populator_ends_when_the_kernel_refuses(kernel, fail_at):
 
 
 def test_nothing_happens_without_the_system_call(monkeypatch):
-    monkeypatch.setattr(read_ahead, "_madvise", lambda: None)
+    monkeypatch.setattr(read_ahead, "find_madvise", lambda: None)
     populator = PagePopulator(maps_of(3))
     populator.start()
     assert threads() == []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, make_shards, seal_fields
+from forks import in_fork
 from loader_batches import epoch
 from packed_files import flip_byte, photos
 from sampling import sampled
@@ -178,6 +179,22 @@ def test_a_file_that_is_cut_short_during_an_epoch_raises_an_error_when_it_is_exa
     os.truncate(path, 4096)
     with pytest.raises(Corrupt, match="the file was cut from"):
         next(batches)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "source"])
+def test_a_large_sample_in_a_part_that_was_cut_off_raises_an_error_instead_of_a_signal(tmp_path, encoding):
+    source = photos(tmp_path / "photos", 3, (200, 300), "PNG")
+    path = pack(source, tmp_path / "p.h5", encoding=encoding, progress=False).path
+    data = open_pack(path)["train"]
+    os.truncate(path, 4096)
+
+    def read() -> None:
+        for work in (lambda: data[8], lambda: data[2:4], lambda: data.encoded(5) if encoding == "source" else data[5]):
+            with pytest.raises(Corrupt, match=r"the file was cut from .* to 4,096 bytes"):
+                work()
+
+    # A signal would end this process.
+    assert in_fork(read) == 0
 
 
 def test_a_file_that_is_replaced_or_removed_can_still_be_read(tmp_path):

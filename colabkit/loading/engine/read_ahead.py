@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import mmap
 import os
 import threading
@@ -21,12 +19,10 @@ from torch import Tensor
 from colabkit.foundation import ColabkitError, LoaderMeters
 from colabkit.loading.engine.batches import BatchPlan, Indices, announce_plans
 from colabkit.loading.engine.gather import RowGather
-from colabkit.packs import FileDataset, PackedDataset
+from colabkit.packs import POPULATE_READ, FileDataset, PackedDataset, find_madvise
 from colabkit.storage import STALLED_S, Calls, Item, Level, Retries, read_item
 
 _STEP_BYTES = 32 << 20
-# MADV_POPULATE_READ, since Linux 5.14; Python's mmap module does not define it.
-_POPULATE_READ = 22
 _HELD_BYTES = 256 << 20
 _TICK_S = 0.25
 
@@ -119,7 +115,7 @@ class PagePopulator:
         """Start or resume the thread if it is not running; call `stop` once for each call."""
         with self._lock:
             self._users += 1
-            if self._thread is None and self._reached is not None and (madvise := _madvise()) is not None:
+            if self._thread is None and self._reached is not None and (madvise := find_madvise()) is not None:
                 # Each thread has its own event, because an earlier thread may still wait for a slow disk.
                 self._is_over = threading.Event()
                 self._thread = threading.Thread(
@@ -146,7 +142,7 @@ class PagePopulator:
             first, stop = self._ranges[number].tolist()
             size = stop - first
             while place < size:
-                if is_over.is_set() or madvise(first + place, min(_STEP_BYTES, size - place), _POPULATE_READ):
+                if is_over.is_set() or madvise(first + place, min(_STEP_BYTES, size - place), POPULATE_READ):
                     self._reached = (number, place) if is_over.is_set() else None
                     return
                 place += _STEP_BYTES
@@ -173,17 +169,6 @@ def _ranges_of(maps: Sequence[Tensor], numbers: Tensor | None) -> Indices:
         firsts, lasts = np.append(True, is_apart), np.append(is_apart, True)
         found.append(np.stack([pages[firsts] * mmap.PAGESIZE, ends[lasts]], 1))
     return np.concatenate(found)
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    try:
-        found = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    found.restype = ctypes.c_int
-    return found
 
 
 class FileReadAhead:

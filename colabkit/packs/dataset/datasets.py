@@ -23,9 +23,9 @@ from colabkit.foundation import (
     format_count,
     format_things,
 )
+from colabkit.packs.dataset.columns import Batch, ImageFiles, stack_samples
 from colabkit.packs.dataset.indices import index_error, missing_sample, resolve_indices
 from colabkit.packs.dataset.open_split import OpenSplit
-from colabkit.packs.dataset.samples import Batch, ImageFiles, stack_samples
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 

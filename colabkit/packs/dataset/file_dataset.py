@@ -21,8 +21,8 @@ from colabkit.foundation import (
     checked_call,
     format_things,
 )
+from colabkit.packs.dataset.columns import ImageFiles, convert_pixels
 from colabkit.packs.dataset.datasets import LabelledDataset
-from colabkit.packs.dataset.samples import ImageFiles, convert_pixels
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices, find_split, name_inferred
 from colabkit.packs.labels.labelling import label_samples

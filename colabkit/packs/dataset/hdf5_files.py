@@ -31,6 +31,7 @@ from colabkit.foundation import (
     option,
     translated,
 )
+from colabkit.packs.dataset.columns import ArrayColumn, Batch, Column, RaggedColumn, Stored, convert_rows
 from colabkit.packs.dataset.hdf5_reader import (
     Hdf5Dataset,
     Hdf5Reader,
@@ -41,15 +42,7 @@ from colabkit.packs.dataset.hdf5_reader import (
     open_hdf5,
 )
 from colabkit.packs.dataset.open_split import OpenSplit
-from colabkit.packs.dataset.samples import (
-    ArrayColumn,
-    Batch,
-    Column,
-    RaggedColumn,
-    SingleFileSamples,
-    Stored,
-    convert_rows,
-)
+from colabkit.packs.dataset.samples import SingleFileSamples
 from colabkit.packs.format.layout import (
     LABELS,
     SAMPLES,

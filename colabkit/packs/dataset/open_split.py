@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from colabkit.foundation import InvalidOption, cannot
-from colabkit.packs.dataset.samples import Flags, ShardedSamples, SingleFileSamples, file_samples, read_table
+from colabkit.packs.dataset.columns import Flags
+from colabkit.packs.dataset.samples import ShardedSamples, SingleFileSamples, file_samples, read_table
 from colabkit.packs.format.layout import LABELS, Indices, PackInfo
 from colabkit.packs.format.pack_file import read_pack
 

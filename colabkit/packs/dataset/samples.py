@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, cast
 from zlib import crc32
 
 import numpy as np
@@ -21,146 +21,27 @@ from torch import Tensor
 from colabkit.foundation import (
     BadImage,
     Corrupt,
+    FileFailed,
     SourceMissing,
     call,
     cannot,
     option,
 )
+from colabkit.packs.dataset.columns import (
+    ArrayColumn,
+    Batch,
+    Column,
+    Flags,
+    ImageFiles,
+    RaggedColumn,
+    Stored,
+    UnreadablePages,
+    stored_rows,
+)
 from colabkit.packs.dataset.hdf5_reader import file_stamp
-from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.format.layout import CRC, LABELS, Field, Indices, PackInfo, Shard, corrupt
 from colabkit.packs.format.pack_file import read_pack
-
-Batch: TypeAlias = Tensor | list[Any]
-"""One field of several samples: one tensor, or a list for text, bytes, and samples whose shapes may differ."""
-Stored: TypeAlias = npt.NDArray[Any] | bytes
-Flags: TypeAlias = npt.NDArray[np.bool_]
-
-# Rows of fewer bytes are gathered before their CRCs are computed.
-_LARGE_ROW = 16 << 10
-# Bytes gathered at once, which fit in a processor's L2 cache.
-_GATHERED_BYTES = 512 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFiles:
-    """Decoding settings for images stored as files.
-
-    Attributes:
-        channels: number of channels after decoding.
-        blank: height and width of the black image that replaces an empty file; None makes an empty file an error.
-    """
-
-    channels: int
-    blank: tuple[int, int] | None
-
-
-class Column(Protocol):
-    """Interface for reading one field of one split from one file."""
-
-    def stored(self, row: int) -> Stored:
-        """Return a copy of the stored bytes or values of a sample."""
-
-    def value(self, stored: Stored) -> Any:
-        """Convert stored bytes or values to the value returned to the user."""
-
-    def many(self, rows: Indices) -> Batch:
-        """Return the values of several samples."""
-
-
-def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
-    """Convert one or more stored rows to the values returned to the user; images become channels-first."""
-    if array.dtype.kind == "S":
-        values = array.tolist()
-        return [value.decode("utf-8", "surrogateescape") for value in values] if content == "text" else values
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    tensor = torch.from_numpy(array)
-    if content != "image":
-        return tensor
-    return tensor.permute(2, 0, 1) if array.ndim == 3 else tensor.permute(0, 3, 1, 2)
-
-
-def convert_pixels(pixels: npt.NDArray[np.uint8]) -> Tensor:
-    """Convert decoded pixels `[H, W, C]`, possibly read-only, to a writable image `[C, H, W]`."""
-    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
-
-
-def stack_samples(field: Batch) -> Batch:
-    """Stack the values of a field into one tensor if all are tensors of one shape; otherwise return them unchanged."""
-    if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
-        return torch.stack(field) if len({value.shape for value in field}) == 1 else field
-    return field
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayColumn:
-    """A field whose samples are rows of one array, `[N, ...]`, in memory or memory-mapped."""
-
-    array: npt.NDArray[Any]
-    content: str
-
-    def stored(self, row: int) -> Stored:
-        """Return a copy of a sample."""
-        return np.array(self.array[row, ...])
-
-    def value(self, stored: Stored) -> Any:
-        """Convert a stored sample to a tensor, text or bytes."""
-        assert isinstance(stored, np.ndarray)
-        if stored.dtype.kind == "S":
-            return convert_rows(stored.reshape(1), self.content)[0]
-        return convert_rows(stored, self.content)
-
-    def many(self, rows: Indices) -> Batch:
-        """Return the values of several samples, gathered in one thread because threads do not survive a fork."""
-        gathered = np.empty((len(rows), *self.array.shape[1:]), self.array.dtype)
-        # With mode="raise", NumPy would buffer the output and copy it once more.
-        np.take(self.array, rows, axis=0, out=gathered, mode="clip")
-        return convert_rows(gathered, self.content)
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedColumn:
-    """A field whose samples are stored back to back in one flat array: image files, text or bytes.
-
-    Attributes:
-        flat: the bytes of all samples.
-        index: offset and length of each sample, `[N, 2]`.
-        content: content of the samples, as in `Field`.
-        channels: number of channels after decoding.
-        blank: height and width of the black image for a sample that was bad when packed and has no bytes.
-    """
-
-    flat: npt.NDArray[np.uint8]
-    index: Indices
-    content: str
-    channels: int = 3
-    blank: tuple[int, int] = (1, 1)
-
-    def stored(self, row: int) -> Stored:
-        """Return a copy of a sample."""
-        offset, length = self.index[row].tolist()
-        return self.flat[offset : offset + length].tobytes()
-
-    def value(self, stored: Stored) -> Any:
-        """Convert a stored sample to a tensor, text or bytes."""
-        assert isinstance(stored, bytes)
-        match self.content:
-            case "image" if not stored:
-                return torch.zeros((self.channels, *self.blank), dtype=torch.uint8, device="cpu")
-            case "image":
-                return convert_pixels(decode_image(stored, self.channels))
-            case "text":
-                return stored.decode("utf-8", "surrogateescape")
-            case "bytes":
-                return stored
-            case _:
-                return torch.from_numpy(np.frombuffer(bytearray(stored), np.uint8))
-
-    def many(self, rows: Indices) -> Batch:
-        """Return a list of the values, each converted separately."""
-        return [self.value(self.stored(row)) for row in rows.tolist()]
 
 
 @dataclass(eq=False)
@@ -226,8 +107,11 @@ class SingleFileSamples:
             return np.ones(len(rows), bool)
         crcs: Iterable[int] = itertools.repeat(0, len(rows))
         for number in self._checked:
-            crcs = map(crc32, cast("Iterator[bytes]", _stored_rows(self._in_order[number], rows)), crcs)
-        return np.equal(np.fromiter(crcs, np.uint32, len(rows)), self.crcs[rows])
+            crcs = map(crc32, cast("Iterator[bytes]", stored_rows(self._in_order[number], rows)), crcs)
+        try:
+            return np.equal(np.fromiter(crcs, np.uint32, len(rows)), self.crcs[rows])
+        except UnreadablePages as error:
+            raise self._read_error(f"read {self.split} of {str(self.path)!r}") from error
 
     def damage_error(self, row: int) -> Corrupt:
         """Return the error for a sample that does not match its CRC."""
@@ -267,7 +151,10 @@ class SingleFileSamples:
 
     def _stored(self, row: int) -> list[Stored]:
         """Return the stored fields of one sample, checked against its CRC."""
-        stored = [column.stored(row) for column in self._in_order]
+        try:
+            stored = [column.stored(row) for column in self._in_order]
+        except UnreadablePages as error:
+            raise self._read_error(self._act("read", row)) from error
         if self.crcs is not None:
             crc = 0
             for number in self._checked:
@@ -275,6 +162,16 @@ class SingleFileSamples:
             if crc != self.crcs.item(row):
                 raise self.damage_error(row)
         return stored
+
+    def _read_error(self, act: str) -> FileFailed:
+        """Return the error for a part of the file that cannot be read.
+
+        Raises:
+            Corrupt: if the reason is that the file became shorter.
+        """
+        self.has_changed()
+        next_step = ("Copy it to local storage with ", call("stage"), ", or check the disk or mount")
+        return FileFailed(cannot(act, "its disk or mount returned an error", "", next_step))
 
     def _act(self, verb: str, row: int) -> str:
         return f"{verb} {self.split}[{self.first + row}] of {str(self.path)!r}"
@@ -372,19 +269,6 @@ class ShardedSamples:
             info = _read_shard(self._info, self._shards[number], self._split)
             self._opened[number] = file_samples(info, self._split, self._starts[number])
         return self._opened[number]
-
-
-def _stored_rows(column: Column, rows: Indices) -> Iterator[Stored]:
-    """Yield copies of the stored bytes of samples; small rows are gathered many at a time, which is faster."""
-    row_bytes = column.array[:1].nbytes if isinstance(column, ArrayColumn) else _LARGE_ROW
-    if not isinstance(column, ArrayColumn) or row_bytes >= _LARGE_ROW:
-        yield from map(column.stored, rows.tolist())
-        return
-    step = _GATHERED_BYTES // max(1, row_bytes)
-    for start in range(0, len(rows), step):
-        some = rows[start : start + step]
-        gathered = np.take(column.array, some, axis=0, mode="clip")
-        yield from gathered.view(np.uint8).reshape(len(some), row_bytes)
 
 
 def file_samples(info: PackInfo, split: str, first: int = 0) -> SingleFileSamples:

@@ -1,0 +1,207 @@
+"""The columns of a file of samples: arrays, and bytes stored back to back; and the values that users get from them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from colabkit.packs.decode.images import decode_image
+from colabkit.packs.format.layout import Indices
+
+Batch: TypeAlias = Tensor | list[Any]
+"""One field of several samples: one tensor, or a list for text, bytes, and samples whose shapes may differ."""
+Stored: TypeAlias = npt.NDArray[Any] | bytes
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+POPULATE_READ = 22
+"""MADV_POPULATE_READ, since Linux 5.14; Python's mmap module does not define it."""
+
+# Samples of fewer bytes are gathered many at a time, and their pages are not read in advance.
+_LARGE_ROW = 16 << 10
+# Bytes gathered at once, which fit in a processor's L2 cache.
+_GATHERED_BYTES = 512 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    """Decoding settings for images stored as files.
+
+    Attributes:
+        channels: number of channels after decoding.
+        blank: height and width of the black image that replaces an empty file; None makes an empty file an error.
+    """
+
+    channels: int
+    blank: tuple[int, int] | None
+
+
+class UnreadablePages(OSError):
+    """A part of a mapped file cannot be read."""
+
+
+class Column(Protocol):
+    """Interface for reading one field of one split from one file."""
+
+    def stored(self, row: int) -> Stored:
+        """Return a copy of the stored bytes or values of a sample.
+
+        Raises:
+            UnreadablePages: if a large sample is mapped and its part of the file cannot be read.
+        """
+
+    def value(self, stored: Stored) -> Any:
+        """Convert stored bytes or values to the value returned to the user."""
+
+    def many(self, rows: Indices) -> Batch:
+        """Return the values of several samples."""
+
+
+def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
+    """Convert one or more stored rows to the values returned to the user; images become channels-first."""
+    if array.dtype.kind == "S":
+        values = array.tolist()
+        return [value.decode("utf-8", "surrogateescape") for value in values] if content == "text" else values
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    tensor = torch.from_numpy(array)
+    if content != "image":
+        return tensor
+    return tensor.permute(2, 0, 1) if array.ndim == 3 else tensor.permute(0, 3, 1, 2)
+
+
+def convert_pixels(pixels: npt.NDArray[np.uint8]) -> Tensor:
+    """Convert decoded pixels `[H, W, C]`, possibly read-only, to a writable image `[C, H, W]`."""
+    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
+
+
+def stack_samples(field: Batch) -> Batch:
+    """Stack the values of a field into one tensor if all are tensors of one shape; otherwise return them unchanged."""
+    if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
+        return torch.stack(field) if len({value.shape for value in field}) == 1 else field
+    return field
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayColumn:
+    """A field whose samples are rows of one array, `[N, ...]`, in memory or memory-mapped."""
+
+    array: npt.NDArray[Any]
+    content: str
+
+    def stored(self, row: int) -> Stored:
+        """Return a copy of a sample."""
+        _read_pages(found := self.array[row, ...])
+        return np.array(found)
+
+    def value(self, stored: Stored) -> Any:
+        """Convert a stored sample to a tensor, text or bytes."""
+        assert isinstance(stored, np.ndarray)
+        if stored.dtype.kind == "S":
+            return convert_rows(stored.reshape(1), self.content)[0]
+        return convert_rows(stored, self.content)
+
+    def many(self, rows: Indices) -> Batch:
+        """Return the values of several samples, gathered in one thread because threads do not survive a fork."""
+        gathered = np.empty((len(rows), *self.array.shape[1:]), self.array.dtype)
+        # With mode="raise", NumPy would buffer the output and copy it once more.
+        np.take(self.array, rows, axis=0, out=gathered, mode="clip")
+        return convert_rows(gathered, self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedColumn:
+    """A field whose samples are stored back to back in one flat array: image files, text or bytes.
+
+    Attributes:
+        flat: the bytes of all samples.
+        index: offset and length of each sample, `[N, 2]`.
+        content: content of the samples, as in `Field`.
+        channels: number of channels after decoding.
+        blank: height and width of the black image for a sample that was bad when packed and has no bytes.
+    """
+
+    flat: npt.NDArray[np.uint8]
+    index: Indices
+    content: str
+    channels: int = 3
+    blank: tuple[int, int] = (1, 1)
+
+    def stored(self, row: int) -> Stored:
+        """Return a copy of a sample."""
+        offset, length = self.index[row].tolist()
+        _read_pages(found := self.flat[offset : offset + length])
+        return found.tobytes()
+
+    def value(self, stored: Stored) -> Any:
+        """Convert a stored sample to a tensor, text or bytes."""
+        assert isinstance(stored, bytes)
+        match self.content:
+            case "image" if not stored:
+                return torch.zeros((self.channels, *self.blank), dtype=torch.uint8, device="cpu")
+            case "image":
+                return convert_pixels(decode_image(stored, self.channels))
+            case "text":
+                return stored.decode("utf-8", "surrogateescape")
+            case "bytes":
+                return stored
+            case _:
+                return torch.from_numpy(np.frombuffer(bytearray(stored), np.uint8))
+
+    def many(self, rows: Indices) -> Batch:
+        """Return a list of the values, each converted separately."""
+        return [self.value(self.stored(row)) for row in rows.tolist()]
+
+
+def stored_rows(column: Column, rows: Indices) -> Iterator[Stored]:
+    """Yield copies of the stored bytes of samples; small rows are gathered many at a time, which is faster.
+
+    Raises:
+        UnreadablePages: if a large sample is mapped and its part of the file cannot be read.
+    """
+    row_bytes = column.array[:1].nbytes if isinstance(column, ArrayColumn) else _LARGE_ROW
+    if not isinstance(column, ArrayColumn) or row_bytes >= _LARGE_ROW:
+        yield from map(column.stored, rows.tolist())
+        return
+    step = _GATHERED_BYTES // max(1, row_bytes)
+    for start in range(0, len(rows), step):
+        some = rows[start : start + step]
+        gathered = np.take(column.array, some, axis=0, mode="clip")
+        yield from gathered.view(np.uint8).reshape(len(some), row_bytes)
+
+
+def _read_pages(array: npt.NDArray[Any]) -> None:
+    """Read the pages of a large mapped array into memory, because an error of a later access would end the process.
+
+    For small arrays, this would take longer than reading them.
+
+    Raises:
+        UnreadablePages: if the file is too short, or its disk or mount returns an error.
+    """
+    if array.nbytes >= _LARGE_ROW and (madvise := find_madvise()) is not None:
+        address = array.__array_interface__["data"][0]
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        # Old kernels reject the advice with another error number.
+        if madvise(start, address + array.nbytes - start, POPULATE_READ) and ctypes.get_errno() == errno.EFAULT:
+            raise UnreadablePages
+
+
+@functools.cache
+def find_madvise() -> Callable[[int, int, int], int] | None:
+    """Return the function `madvise` of the C library, which sets `ctypes.get_errno()`; None if there is none."""
+    try:
+        found = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    found.restype = ctypes.c_int
+    return found
