@@ -71,9 +71,9 @@ class Loader(DataLoaderSource):
       samples keep their shape and dtype. Class labels are `int64 [B]`. Text and bytes are returned as lists.
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
-    - Each sample of a pack is checked against its CRC when this process first reads it. Unless samples are loaded one
-      by one, the loader looks at the file about every second, and checks the samples of a modified file again. A
-      damaged sample (see `on_bad`), or a file that became shorter, raises `Corrupt`.
+    - Each sample of a pack is checked against its CRC when this process first reads it. About every
+      second, the loader looks for changes of the file, and checks the samples of a modified file again. A damaged
+      sample (see `on_bad`), or a file that became shorter, raises `Corrupt`.
     - Under `torch.distributed` every process gets its share of each global batch. No sample is repeated to
       fill a share, and all processes get the same number of batches. A custom sampler must shard its samples itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,

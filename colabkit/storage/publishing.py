@@ -272,8 +272,9 @@ class _Publication:
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         if final.is_dir() and final.name != local.name and (other := self._other_file(final, moved)):
             found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"
-            inside = f"To publish to {str(final / local.name)!r}, end the target with a slash"
-            raise TargetExists(cannot(self.act, found, "a new path, or an earlier copy of the source", inside))
+            inside = f"publish to {str(final / local.name)!r} with a slash at the end of the target"
+            next_step = f"If the folder is an earlier copy of the source, remove it and try again; otherwise {inside}"
+            raise TargetExists(cannot(self.act, found, "a new path, or a folder without other files", next_step))
         return final
 
     def _other_file(self, folder: Path, moved: MoveCallback) -> str:

@@ -33,7 +33,7 @@ from colabkit.foundation import (
 from colabkit.loading import Loader
 from colabkit.training.checkpoints.files import LoadedCheckpoint, RemoteFolder, load
 from colabkit.training.checkpoints.folder import CheckpointFolder
-from colabkit.training.checkpoints.seals import DamagedCheckpoint, sealed_in
+from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpoint, sealed_in
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state, sharded
 from colabkit.training.models import Stateful, plain, shard_in
 from colabkit.training.ranks import Ranks
@@ -298,19 +298,22 @@ def load_weights(act: str, model: Stateful, path: Path) -> None:
         TimedOut, NotMounted, FileFailed: if the file cannot be read.
     """
 
-    def read(_: object = None) -> Mapping[str, Any] | None:
+    def find(_: object = None) -> tuple[SealedCheckpoint, int] | None:
         sealed = next((one for one in sealed_in(path.parent) if one.path == path), None)
-        return None if sealed is None else load(sealed)
+        return None if sealed is None else (sealed, path.stat().st_size)
 
+    remote = RemoteFolder(path.parent, None) if can_hang(str(path), mounts()) else None
+    content = None
     try:
         with file_changes.translated(act):
-            is_remote = can_hang(str(path), mounts())
-            content = RemoteFolder(path.parent, None).ask(act, read, path.stat().st_size) if is_remote else read()
+            if (found := find() if remote is None else remote.ask(act, find)) is not None:
+                sealed, size = found
+                content = load(sealed) if remote is None else remote.ask(act, lambda _: load(sealed), size)
     except DamagedCheckpoint as error:
         raise Corrupt(cannot(act, str(error), "an undamaged checkpoint", "Use another checkpoint")) from error
     if content is None:
-        found = f"{str(path)!r} is not the file of a checkpoint"
-        raise SourceMissing(cannot(act, found, "", "Pass the path in the report of train(), such as report.best"))
+        missing = f"{str(path)!r} is not the file of a checkpoint"
+        raise SourceMissing(cannot(act, missing, "", "Pass the path in the report of train(), such as report.best"))
     if "model" not in content["state"]:
         names = ", ".join(map(repr, content["state"])) or "nothing"
         next_step = "Load the weights yourself: torch.load(path, weights_only=True)['content']['state']"

@@ -25,7 +25,7 @@ from colabkit.errors import ColabkitError, Corrupt
 from colabkit.loading import Loader
 from colabkit.loading.engine import columns
 from colabkit.packs import open_pack, pack
-from colabkit.packs.dataset import samples
+from colabkit.packs.dataset import open_split, samples
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.sampler import Shuffled
 from colabkit.training.checkpoints.folder import CheckpointFolder
@@ -157,6 +157,30 @@ def test_a_file_that_was_modified_between_epochs_is_checked_again(tmp_path):
     assert torch.equal(epoch(loader)[0], before)
     flip_sample(path, 3)
     with pytest.raises(Corrupt, match=r"train\[3\]"):
+        epoch(loader)
+
+
+def test_other_fields_of_cached_images_are_checked_again_after_the_file_was_modified(tmp_path):
+    fields = {"mask": lambda _: np.full(1000, 7, np.uint8)}
+    pack(photos(tmp_path / "photos", 3), path := tmp_path / "p.h5", encoding="source", fields=fields, progress=False)
+    loader = Loader(open_pack(path)["train"], 4, size=8, fields=["X", "mask"])
+    before = epoch(loader)[0]
+    assert loader.tier.name == "ram"
+    os.utime(path, ns=(1, 1))
+    assert torch.equal(epoch(loader)[0], before)
+    flip_byte(path, path.read_bytes().index(b"\7" * 1000) + 5)
+    with pytest.raises(Corrupt, match=r"train\[\d\]"):
+        epoch(loader)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_file_that_is_cut_short_raises_an_error_if_samples_are_loaded_one_by_one(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(open_split, "_LOOK_EVERY_S", 0.0)
+    path = PACKS["raw"](tmp_path / "p.h5")
+    loader = Loader(open_pack(path)["train"], 4, num_workers=workers, collate_fn=default_collate)
+    epoch(loader)
+    os.truncate(path, 4096)
+    with pytest.raises(Corrupt, match="the file was cut from"):
         epoch(loader)
 
 

@@ -87,7 +87,7 @@ def test_a_folder_with_other_files_is_never_replaced_unless_it_has_the_same_name
     source = write(tmp_path / "run", NEW_FOLDER)
     for number, other in enumerate(["precious.txt", "deep/er/precious.txt", "run/a.png"]):
         folder = write(tmp_path / f"backups{number}", {other: b"mine", "a.png": b"old"})
-        advice = f"To publish to '{folder}/run', end the target with a slash"
+        advice = f"otherwise publish to '{folder}/run' with a slash at the end of the target"
         with pytest.raises(TargetExists, match=f"has a file that the source lacks, '{other}'.* {advice}"):
             bring(source, folder)
         assert content(folder) == {other: b"mine", "a.png": b"old"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,9 @@ from colabkit import evaluate, predict, supervised_step, train
 from colabkit.errors import Corrupt, InvalidOption, SourceMissing
 from colabkit.loading import Loader, Sequential
 from colabkit.packs import FileDataset, PackedDataset
+from colabkit.training import run_checkpoints
+from colabkit.training.checkpoints import files
+from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 def network() -> nn.Module:
@@ -81,6 +87,35 @@ def test_the_weights_of_a_checkpoint_are_evaluated(tmp_path, data):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(Corrupt, match=r"the file has \d+ bytes instead of"):
         evaluate(network(), loader, checkpoint=path)
+
+
+@pytest.mark.full
+def test_the_checkpoint_of_an_evaluation_is_read_from_a_mount_only_in_a_thread_that_can_be_abandoned(
+    tmp_path, data, monkeypatch
+):
+    trained, loader = network(), Loader(data, 5)
+    with CheckpointFolder(tmp_path / "run") as folder:
+        content = {"state": {"model": trained.state_dict()}}
+        folder.save(1, content, wait=True)
+        path = folder.latest
+    expected = evaluate(trained, loader).values
+    for module in (run_checkpoints, files):
+        monkeypatch.setattr(module, "can_hang", lambda *_: True)
+    threads: set[threading.Thread] = set()
+    stat = Path.stat
+
+    def recorded(file: Path, **options: bool) -> os.stat_result:
+        if file.is_relative_to(tmp_path):
+            threads.add(threading.current_thread())
+        return stat(file, **options)
+
+    monkeypatch.setattr(Path, "stat", recorded)
+    assert evaluate(network(), loader, checkpoint=path).values == expected
+    for missing in (tmp_path / "run" / "none.pt", tmp_path / "none" / "none.pt"):
+        with pytest.raises(SourceMissing, match="is not the file of a checkpoint"):
+            evaluate(network(), loader, checkpoint=missing)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_evaluate_takes_another_loss_and_another_loader(data):

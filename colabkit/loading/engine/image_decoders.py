@@ -19,7 +19,17 @@ from colabkit.loading.engine.batches import BatchGroup
 from colabkit.loading.engine.columns import ImageDataset
 from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.loading.engine.tiers import Pixels, RowCache
-from colabkit.packs import LABELS, SAMPLES, ImageFiles, OtherSize, decode_image, decode_region, image_size, row_decoder
+from colabkit.packs import (
+    LABELS,
+    SAMPLES,
+    ImageFiles,
+    OtherSize,
+    PackedDataset,
+    decode_image,
+    decode_region,
+    image_size,
+    row_decoder,
+)
 
 logger = logging.getLogger("colabkit")
 
@@ -178,8 +188,15 @@ class RowDecoder(ImageDecoder):
     def __post_init__(self) -> None:
         self._decode = row_decoder(self.row_shape, self.options.is_resized)
         self._cache = self.options.cache
+        dataset = self.options.dataset
+        has_others = isinstance(dataset, PackedDataset) and not {SAMPLES, LABELS}.issuperset(dataset.fields)
+        self._others = dataset if isinstance(dataset, PackedDataset) and has_others else None
 
     def _fill(self, work: _DecodingWork, draws: Draws) -> None:
+        if self._others is not None:
+            # The images of these samples are not read again, but their other fields are.
+            indices = work.group.plan.indices[work.start : work.stop]
+            self._others.check(indices[self._cache.holds(indices)])
         rows = [self._row(work, place) for place in range(len(work.out))]
         began = time.perf_counter()
         if self.geometry is not None:

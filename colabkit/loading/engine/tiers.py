@@ -237,6 +237,10 @@ class RowCache:
         slot = self._slots.item(index)
         return self.at(slot) if slot >= 0 else None
 
+    def holds(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return whether each sample is cached, `bool [B]`."""
+        return self._slots[indices] >= 0
+
     def claim(self) -> int | None:
         """Claim and return a free slot, or return None if there is none; end each claim with `settle` or `release`."""
         with self._lock:

@@ -94,8 +94,7 @@ class PackedDataset(LabelledDataset):
 
     Each sample of a pack is checked against its CRC when this process first reads it; `verify()` checks all samples.
     Other HDF5 files have no CRCs. If a file is cut short while it is open, reading the lost part ends the process with
-    the signal SIGBUS, as with any memory map; a `Loader` looks for this about every second, unless it loads samples one
-    by one.
+    the signal SIGBUS, as with any memory map; reads of samples look for this about every second.
 
     A plain `DataLoader` accepts the dataset; `colabkit.Loader` reads rows at memory speed. Any number of threads and
     processes may read the dataset. A pickle contains the path instead of the samples; unpickling reopens the file.
@@ -323,7 +322,7 @@ class PackedDataset(LabelledDataset):
             place = self._place(index)
         except TypeError:
             raise index_error(index, len(self)) from None
-        fields = self._opened.samples.one(place if self._numbers is None else self._numbers.item(place))
+        fields = self._opened.one(place if self._numbers is None else self._numbers.item(place))
         if self.labels is None:
             return fields if len(fields) > 1 else fields[0]
         return *fields[: self._label_place], self._label(place), *fields[self._label_place :]

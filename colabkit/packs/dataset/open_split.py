@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +18,11 @@ from colabkit.packs.dataset.samples import ShardedSamples, SingleFileSamples, fi
 from colabkit.packs.format.layout import LABELS, Indices, PackInfo
 from colabkit.packs.format.pack_file import read_pack
 
+# Interval in seconds at which the files of an open split are examined for changes.
+_LOOK_EVERY_S = 1.0
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class OpenSplit:
     """An opened split, shared by all views of it in this process.
 
@@ -36,16 +41,27 @@ class OpenSplit:
     labels: Tensor | None
     reopen: partial[OpenSplit]
     is_checked: Flags = field(init=False, repr=False)
+    _look_at_s: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "is_checked", np.zeros(self.info.count(self.split), bool))
+        self.is_checked = np.zeros(self.info.count(self.split), bool)
+
+    def one(self, row: int) -> tuple[Any, ...]:
+        """Return the fields of one sample except the labels, checked against its CRC.
+
+        Raises:
+            Corrupt: if the sample does not match its CRC, or a file became shorter.
+        """
+        self._look()
+        return self.samples.one(row)
 
     def check(self, rows: Indices) -> None:
         """Check samples against their CRCs, each only once in this process.
 
         Raises:
-            Corrupt: for the first sample that does not match its CRC.
+            Corrupt: for the first sample that does not match its CRC, or if a file became shorter.
         """
+        self._look()
         unchecked = rows[~self.is_checked[rows]]
         if len(unchecked):
             matches = self.samples.matches(unchecked)
@@ -61,6 +77,12 @@ class OpenSplit:
         """
         if self.samples.has_changed():
             self.is_checked[:] = False
+
+    def _look(self) -> None:
+        """Call `check_files()` about every second."""
+        if time.monotonic() >= self._look_at_s:
+            self.check_files()
+            self._look_at_s = time.monotonic() + _LOOK_EVERY_S
 
 
 def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:

@@ -323,7 +323,7 @@ def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO
         found = os.fstat(fd)
         if not is_as_listed(found, item):
             raise changed_item(source, item, found.st_size)
-        let_tick_pass(item.mtime_ns)
+        let_tick_pass(item)
         return cast(BinaryIO, open(fd, "rb", buffering=0))
     except BaseException:
         os.close(fd)
@@ -332,7 +332,7 @@ def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO
 
 def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
     """Return all bytes of a small local file with few system calls; None if it is unreadable or has changed."""
-    let_tick_pass(item.mtime_ns)
+    let_tick_pass(item)
     try:
         fd = os.open(path, _FLAGS | flags)
     except OSError:
@@ -346,16 +346,19 @@ def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
         os.close(fd)
 
 
-def let_tick_pass(mtime_ns: int) -> None:
+def let_tick_pass(item: Item) -> None:
     """Wait until any further change of a file gives it another modification time than this recent one.
 
     Changes within one tick of the file system's clock have the same time, so a file that is read and changed in the
     tick of an earlier change would seem unchanged. The time itself shows whether the clock may be a coarse one.
     """
-    age_ns = time.time_ns() - mtime_ns
+    age_ns = time.time_ns() - item.mtime_ns
     if age_ns >= _COARSE_TICK_NS or age_ns < -_MOST_AHEAD_NS:
         return
-    tick_ns = _TICK_NS if mtime_ns % _COARSE_UNIT_NS else _COARSE_TICK_NS
+    # A program, such as unzip in another time zone, has set a future time that is later than the last change.
+    if age_ns < 0 < item.ctime_ns < item.mtime_ns - _COARSE_TICK_NS:
+        return
+    tick_ns = _TICK_NS if item.mtime_ns % _COARSE_UNIT_NS else _COARSE_TICK_NS
     if age_ns < tick_ns:
         # The clock of a remote file system may be ahead.
         time.sleep(min(tick_ns - age_ns, tick_ns) / 1e9)

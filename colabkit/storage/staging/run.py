@@ -381,7 +381,7 @@ class StagingRun:
             ):
                 self._copy_files(copy, file, reading, [item])
         else:
-            let_tick_pass(item.mtime_ns)
+            let_tick_pass(item)
         with closing(type(source)(path)) as archive:
             listing = archive.list()
             if not listing.items:
