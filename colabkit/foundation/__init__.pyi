@@ -96,6 +96,7 @@ from .mount_table import user_path as user_path
 from .partials import KeptPartial as KeptPartial
 from .partials import Partial as Partial
 from .partials import discard as discard
+from .partials import discard_abandoned as discard_abandoned
 from .partials import discard_kept as discard_kept
 from .permutation import CHUNK as CHUNK
 from .permutation import MAX_SAMPLES as MAX_SAMPLES

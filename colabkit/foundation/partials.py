@@ -43,6 +43,17 @@ def discard(final: Path) -> None:
         file_changes.rename(final, partial.path)
 
 
+def discard_abandoned(final: Path) -> int:
+    """Remove the partials that ended processes left behind for a final path, and return the freed bytes.
+
+    If a process was killed while it replaced a folder, the old folder is restored instead.
+    """
+    partial = Partial(final)
+    freed = sum(file_changes.disk_bytes(path) for path in partial.abandoned() if not path.stem.endswith("-old"))
+    partial.reclaim()
+    return freed
+
+
 def kept_for(final: Path) -> str:
     """Return the identity of the interrupted work for a final path; empty if there is none."""
     for folder in final.parent.glob(".colabkit-*-kept.partial"):
@@ -83,7 +94,7 @@ class Partial:
 
     def __enter__(self) -> Self:
         file_changes.make_folder(self.final.parent)
-        self._reclaim()
+        self.reclaim()
         self.path = self.final.parent / f".colabkit-{self._key}-{owner()}-{time.monotonic_ns()}.partial"
         self._old = self.path.with_name(self.path.name.replace(".partial", "-old.partial"))
         _in_use.update((self.path.name, self._old.name))
@@ -141,13 +152,17 @@ class Partial:
             return [Path(entry.path) for entry in entries if entry.name.startswith(f".colabkit-{self._key}-")]
         return []
 
-    def _reclaim(self) -> None:
-        for path in self._partials():
-            match = _PARTIAL.fullmatch(path.name)
-            if not match or not _is_abandoned(path, match):
-                continue
-            if match["old"] and not os.path.lexists(self.final):
-                # The process was killed between the two renames of `publish`; restore the old folder.
+    def abandoned(self) -> list[Path]:
+        """Return the partials that ended processes left behind for this final path."""
+        return [
+            path for path in self._partials() if (name := _PARTIAL.fullmatch(path.name)) and _is_abandoned(path, name)
+        ]
+
+    def reclaim(self) -> None:
+        """Remove the partials that ended processes left behind for this final path, or restore the old folder."""
+        for path in self.abandoned():
+            if path.stem.endswith("-old") and not os.path.lexists(self.final):
+                # The process was killed between the two renames of `publish`.
                 file_changes.rename(path, self.final)
             else:
                 file_changes.remove(path)

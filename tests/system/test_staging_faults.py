@@ -152,6 +152,18 @@ def test_after_a_kill_at_any_operation_of_unstage_the_copy_is_absent_or_complete
     assert leftovers(tmp_path) == []
 
 
+def test_unstage_frees_the_rest_of_an_interrupted_removal(source, tmp_path, file_hook):
+    local = copy(source("folder"), tmp_path / "near", "folder")
+    file_hook(Strike(2, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        unstage(local)
+    file_hook(None)
+    assert content(local) is None
+    assert leftovers(tmp_path)
+    assert unstage(local).freed_bytes
+    assert leftovers(tmp_path) == []
+
+
 @pytest.mark.parametrize("threads", sampled([1, 3], 1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_operation_leaves_no_thread_and_the_next_run_resumes(

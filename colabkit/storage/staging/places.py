@@ -23,6 +23,7 @@ from colabkit.foundation import (
     call,
     cannot,
     discard,
+    discard_abandoned,
     discard_kept,
     file_changes,
     format_bytes,
@@ -177,14 +178,14 @@ class Target:
         return discard_kept(self.path, identity) if identity else 0
 
     def clear(self, act: str) -> int | None:
-        """Remove the local copy, data of interrupted runs and an empty tmpfs.
+        """Remove the local copy, data of interrupted runs, the rest of an interrupted removal, and an empty tmpfs.
 
         Returns:
-            The bytes freed; None if neither a local copy nor data of interrupted runs was removed.
+            The bytes freed; None if nothing was removed.
         """
-        freed: int | None = None
+        freed = discard_abandoned(self.path) or None
         if (copy := LocalCopy.at(self.path)) is not None and copy.seal.key == self.key:
-            freed = copy.seal.staged_bytes
+            freed = (freed or 0) + copy.seal.staged_bytes
             discard(self.path)
         if left := self.discard_kept():
             freed = (freed or 0) + left
