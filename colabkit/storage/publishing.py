@@ -122,8 +122,8 @@ def publish(
         path: a file, for example a pack, or a folder.
         to: the final path, or with a slash at its end, the folder in which the copy keeps the name of `path`. A file
             also keeps its name in an existing folder, and a folder in the root of a mount or in a linked folder. An
-            existing file at the final path is replaced. An existing folder is replaced by a folder if both have the
-            same name, or if all files in it have the path of a published file, as in an earlier copy. The report shows
+            existing file at the final path is replaced. An existing folder is replaced by a folder if all files in it
+            have the path of a published file, as in an earlier copy, so no other file is removed. The report shows
             this.
         verify: `"full"` reads the copy back and compares all bytes; `"size"` compares only the sizes.
         progress: show a progress bar.
@@ -138,7 +138,7 @@ def publish(
         BadSource: if `path` is neither a file nor a folder.
         SourceChanged: if the source changes during the copy.
         TargetExists: if the target is a folder and the source is a file or vice versa, if the target is a folder with
-            another name and other files, or if source and target are the same or one contains the other.
+            other files, or if source and target are the same or one contains the other.
         NotEnoughSpace: if the copy does not fit; raised before any file is written if the free space is known.
         FileFailed: if the source cannot be read or the target cannot be written.
         Corrupt: if the size of a copied file, or the bytes read back, are wrong.
@@ -270,10 +270,10 @@ class _Publication:
                 else f"the target {name} is a folder, but the source is a file"
             )
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
-        if final.is_dir() and final.name != local.name and (other := self._other_file(final, moved)):
+        if final.is_dir() and (other := self._other_file(final, moved)):
             found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"
-            inside = f"publish to {str(final / local.name)!r} with a slash at the end of the target"
-            next_step = f"If the folder is an earlier copy of the source, remove it and try again; otherwise {inside}"
+            next_step = "If the folder is an earlier copy of the source, remove it and try again; otherwise publish to "
+            next_step += "a new path" if self.is_inside else f"{str(final / local.name)!r} with a slash at the end"
             raise TargetExists(cannot(self.act, found, "a new path, or a folder without other files", next_step))
         return final
 

@@ -146,6 +146,9 @@ class RunCheckpoints:
             if new != now_rates[name]
         ]
         self.changed_settings = tuple(changed_settings)
+        if self.checkpoints is not None:
+            # Publish what an earlier run could not publish because the mount failed.
+            self.checkpoints.publish_soon()
         self.resumed_from = found.path
         self.skipped_checkpoints = tuple((path.name, reason) for path, reason in found.skipped_checkpoints)
         run: Mapping[str, Any] = content["run"]

@@ -11,7 +11,7 @@ from reader_threads import reader_threads
 from colabkit.storage.publishing import PublishReport, publish
 
 OLD, NEW = {"": b"old"}, {"": b"new" * 5000}
-OLD_FOLDER = {"a.png": b"old", "deep/b.png": b"old too", "c.txt": b""}
+OLD_FOLDER = {"a.png": b"old", "deep/er/d.png": b"old too"}
 NEW_FOLDER = {"a.png": b"new" * 900, "deep/er/d.png": b"newer", "e.txt": b""}
 
 

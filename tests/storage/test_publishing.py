@@ -83,11 +83,11 @@ def test_a_folder_that_is_published_twice_to_one_path_replaces_its_first_copy(tm
     assert inside == [tmp_path / "results" / "run"] * 2
 
 
-def test_a_folder_with_other_files_is_never_replaced_unless_it_has_the_same_name(tmp_path):
+def test_a_folder_with_other_files_is_never_replaced(tmp_path):
     source = write(tmp_path / "run", NEW_FOLDER)
     for number, other in enumerate(["precious.txt", "deep/er/precious.txt", "run/a.png"]):
         folder = write(tmp_path / f"backups{number}", {other: b"mine", "a.png": b"old"})
-        advice = f"otherwise publish to '{folder}/run' with a slash at the end of the target"
+        advice = f"otherwise publish to '{folder}/run' with a slash at the end"
         with pytest.raises(TargetExists, match=f"has a file that the source lacks, '{other}'.* {advice}"):
             bring(source, folder)
         assert content(folder) == {other: b"mine", "a.png": b"old"}
@@ -99,9 +99,11 @@ def test_a_folder_with_other_files_is_never_replaced_unless_it_has_the_same_name
     (tmp_path / "shortcut").symlink_to(folder)
     assert [bring(source, tmp_path / "shortcut").replaced for _ in range(2)] == [False, True]
     assert content(folder / "run") == NEW_FOLDER
-    write(tmp_path / "backups" / "run", OLD_FOLDER)
-    assert bring(source, tmp_path / "backups" / "run").replaced
-    assert content(tmp_path / "backups") == {f"run/{name}": data for name, data in NEW_FOLDER.items()}
+    write(tmp_path / "backups" / "run", mine := {"a.png": b"old", "notes": b"mine"})
+    for to in (tmp_path / "backups" / "run", f"{tmp_path}/backups/"):
+        with pytest.raises(TargetExists, match="has a file that the source lacks, 'notes'"):
+            bring(source, to)
+    assert content(tmp_path / "backups" / "run") == mine
 
 
 def test_drive_is_the_folder_in_the_environment_and_is_never_replaced(tmp_path, monkeypatch):

@@ -240,6 +240,26 @@ def test_a_newer_remote_checkpoint_is_loaded_and_a_damaged_one_is_skipped(tmp_pa
         CheckpointFolder(folder).newest()
 
 
+def test_a_checkpoint_that_could_not_be_published_can_be_published_later(tmp_path, file_hook, monkeypatch):
+    folder = pretend_far(monkeypatch, tmp_path / "far")
+
+    def fail(operation: str, path: Path) -> None:
+        if folder in path.parents:
+            raise OSError(5, "Input/output error")
+
+    with CheckpointFolder(folder) as checkpoints:
+        file_hook(fail)
+        checkpoints.save(10, content(10))
+        checkpoints.finish()
+        file_hook(None)
+    assert steps_at(folder) == []
+    with CheckpointFolder(folder) as resumed:
+        assert resumed.newest().step == 10
+        resumed.publish_soon()
+        resumed.finish()
+    assert steps_at(folder) == [10]
+
+
 def test_only_the_newest_and_the_best_of_several_pending_checkpoints_are_published(
     tmp_path, near_storage, monkeypatch, file_hook
 ):

@@ -115,7 +115,8 @@ class SingleFileSamples:
 
     def damage_error(self, row: int) -> Corrupt:
         """Return the error for a sample that does not match its CRC."""
-        next_step = ("Stage or pack it again, or list all damaged samples with ", call("verify"))
+        again = ("Stage or pack it again (", call("prepare", refresh=True), " does so)")
+        next_step = (*again, ", or list all damaged samples with ", call("verify"))
         return Corrupt(cannot(self._act("read", row), "it does not match its CRC32", "", next_step))
 
     def has_changed(self) -> bool:

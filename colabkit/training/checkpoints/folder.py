@@ -90,8 +90,7 @@ class CheckpointFolder:
         monitor: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        self.folder = Path(os.path.abspath(to))
-        self.local_folder = self.folder
+        self.folder = self.local_folder = Path(os.path.abspath(to))
         self._remote: RemoteFolder | None = None
         if can_hang(str(self.folder), mounts()):
             name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
@@ -301,7 +300,7 @@ class CheckpointFolder:
             self._began[job.step] = job.started
             self._job = None
             self._changed.notify_all()
-            self._publish_soon()
+            self.publish_soon()
 
     def _sealed(self, job: SaveJob) -> list[SealedCheckpoint]:
         """Write and seal a checkpoint, remove old ones, and return the remaining ones."""
@@ -316,8 +315,7 @@ class CheckpointFolder:
             )
 
         def pruned(keep_last: int) -> list[SealedCheckpoint]:
-            publishing = self._publishing
-            needed = [] if publishing is None else [publishing.step]
+            needed = [one.step] if (one := self._publishing) else []
             return prune(self.local_folder, job.step, keep_last, self._metric, self._damaged, needed)
 
         with file_changes.translated(act):
@@ -332,13 +330,15 @@ class CheckpointFolder:
             self._damaged.discard(path)
             return pruned(self._keep_last)
 
-    def _publish_soon(self) -> None:
-        self._tried.clear()
-        if self._remote is not None and self._publisher is None and not self._is_over:
-            publisher = threading.Thread(target=self._publish, name="colabkit-publish", daemon=True)
-            publisher.start()
-            self._publisher = publisher
-            self._threads.append(publisher)
+    def publish_soon(self) -> None:
+        """Publish the newest and the best local checkpoint in the background if `to` lacks them."""
+        with self._changed:
+            self._tried.clear()
+            if self._remote is not None and self._publisher is None and not self._is_over:
+                publisher = threading.Thread(target=self._publish, name="colabkit-publish", daemon=True)
+                publisher.start()
+                self._publisher = publisher
+                self._threads.append(publisher)
 
     def _publish(self) -> None:
         """Publish checkpoints until none is left; runs in the publisher thread."""
