@@ -21,6 +21,7 @@ from pictures import png
 
 from colabkit.errors import BadSource, ColabkitError, Corrupt, InvalidOption, NotSealed, SourceChanged, SourceMissing
 from colabkit.loading import Loader
+from colabkit.packs.dataset import hdf5_reader
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 
@@ -145,6 +146,15 @@ def test_thousands_of_nested_groups_are_not_searched(tmp_path, monkeypatch):
     with pytest.raises(BadSource, match=r"no dataset 'other'; expected one of 'images', 'labels'\."):
         open_pack(path, x="other")
     assert len(seen) < 1000
+
+
+def test_the_search_for_datasets_stops_after_a_number_of_objects(tmp_path, monkeypatch):
+    monkeypatch.setattr(hdf5_reader, "_SEARCHED_OBJECTS", 3)
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        for number in range(9):
+            file[f"data{number}"] = LABELS
+    with pytest.raises(BadSource, match=r"expected one of 'data0', 'data1', 'data2'\."):
+        open_pack(tmp_path / "p.h5", x="other")
 
 
 def test_two_datasets_for_one_split_are_never_chosen_from_silently(tmp_path):

@@ -223,6 +223,17 @@ def test_links_and_datasets_that_are_not_contiguous_are_corrupt(tmp_path, packed
         read_pack(packed)
 
 
+def test_hdf5_never_parses_a_pack_that_does_not_match_its_seal(packed, monkeypatch):
+    data = bytearray(packed.read_bytes())
+    # The HDF5 superblock begins after the seal.
+    data[4096 + 20] ^= 1
+    packed.write_bytes(data)
+    monkeypatch.setattr(h5py, "File", lambda *_, **__: pytest.fail("parsed"))
+    for read in (read_pack, open_pack):
+        with pytest.raises(Corrupt, match="do not match the seal"):
+            read(packed)
+
+
 def test_a_truncated_or_extended_pack_raises(tmp_path, packed):
     data = packed.read_bytes()
     for length in {*range(0, len(data), 97), *range(4), len(data) - 1, len(data) - 4096}:
