@@ -1,4 +1,4 @@
-"""Faults 21, 22, 34 and 41: several processes with the same files, locks that lie, and workers that fail."""
+"""Faults 21 and 22: several processes that stage the same source, and locks that lie."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ import fcntl
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
-import h5py
-import numpy as np
 from trees import leftovers
 
 from colabkit.foundation import file_changes, locks
 
 from .board import COLABKIT, Outcome, Result, attempt, fault, spread
 from .copies import FORMS, Originals, content, make_quick, new_folder
-from .packers import PACKERS, write_images
 from .tools import COPIERS, Copier
 
 _SIZES = {f"{number % 2}/{number}.bin": 500 + 900 * number for number in range(6)}
 
 
-def _in_processes(count: int, work: Callable[[int], object]) -> list[int]:
+def in_processes(count: int, work: Callable[[int], object]) -> list[int]:
     """Do the work in this many processes at once, and return the exit status of each: 0, 1 for an error or -9."""
     reader, writer = os.pipe()
     pids = []
@@ -74,7 +69,7 @@ def _staged_at_once(
                 target: Path = target,
                 expected: object = expected,
             ) -> Outcome:
-                ends = _in_processes(count, copy)
+                ends = in_processes(count, copy)
                 assert content(target) in (None, expected), "the copy is incomplete or differs"
                 if not target.exists():
                     copier.copy(source, target)
@@ -123,53 +118,3 @@ def locks_that_lie(copier: Copier, folder: Path, limit: int) -> Iterator[Result]
         for kind, count, way, place in itertools.product(("folder", "zip", "tar"), (2, 4, 8), ways, range(1, 20, 3))
     ]
     yield from _staged_at_once(copier, folder, min(limit, 80), cases, _lie)
-
-
-def _read_pack(how: str, path: Path, expected: list[bytes], is_own: bool) -> None:
-    """Read random rows in several workers at once, from one object that is opened before they start."""
-    from colabkit.packs import open_pack
-
-    data = open_pack(path)["train"] if is_own else h5py.File(path)["X"]
-
-    def read(number: int) -> None:
-        rows = np.random.default_rng(number).integers(0, len(expected), 300)
-        for row in rows:
-            sample = data[int(row)]
-            found = np.asarray(sample[0] if isinstance(sample, tuple) else sample).tobytes()
-            assert found == expected[row], "a worker reads a wrong row"
-
-    if how == "threads":
-        failed: list[BaseException] = []
-
-        def read_or_keep(number: int) -> None:
-            try:
-                read(number)
-            except BaseException as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=read_or_keep, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failed, failed
-    else:
-        read(99)
-        assert _in_processes(4, read) == [0] * 4, "a worker reads a wrong row"
-
-
-@fault(34, "several workers read one pack", {COLABKIT: True, "h5py": False})
-def many_readers(is_own: bool, folder: Path, limit: int) -> Iterator[Result]:
-    packer = PACKERS[COLABKIT if is_own else "h5py"]
-    source = write_images(folder / "images", per_class=20)
-    variants = ("raw", "shards") if is_own else ("raw",)
-    for variant in variants:
-        with new_folder(folder / variant) as made:
-            path = made / "pack.h5"
-            packer.pack(source, path, variant)
-            with new_folder(folder / "plain") as plain:
-                PACKERS["h5py"].pack(source, plain / "pack.h5", "raw")
-                with h5py.File(plain / "pack.h5") as file:
-                    expected = [image.tobytes() for image in file["X"]]
-            for how, run in spread([*itertools.product(("threads", "fork"), range(15))], limit // len(variants)):
-                yield attempt(f"{variant}: {how}, run {run}", partial(_read_pack, how, path, expected, is_own))
