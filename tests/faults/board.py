@@ -317,6 +317,8 @@ def run_row(module: str, number: int, tool: str, limit: int) -> Score:
     """Run one row of a module with one tool, in a folder of its own."""
     importlib.import_module(module)
     row = ROWS[number]
+    # This process inherits the start method of its parent, but cases must use the default one.
+    multiprocessing.set_start_method(None, force=True)
     # Forked processes need not copy objects that are never collected.
     gc.collect()
     gc.freeze()

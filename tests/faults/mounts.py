@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,13 @@ def _rewritten_before_an_update(copier: Copier, folder: Path, limit: int) -> Ite
             data = path.read_bytes()
             at = data.index(originals.files[name][:64])
             new = data[:at] + originals.files[name].translate(_LARGER) + data[at + len(originals.files[name]) :]
+            if kind == "zip":
+                # The checksum of the member changes too.
+                checks = [
+                    zlib.crc32(one).to_bytes(4, "little")
+                    for one in (originals.files[name], new[at:][: len(originals.files[name])])
+                ]
+                new = new.replace(*checks)
             _write(path, new, is_renamed=way != "in place", time_ns=time_ns)
             expected = {
                 place: one.translate(_LARGER) if place.endswith(name) else one

@@ -1,8 +1,10 @@
-"""Fault 34: several workers that read one pack."""
+"""Faults 34 and 41: several workers that read one pack, and workers of a loader that fail."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +14,10 @@ from typing import Any
 import h5py
 import numpy as np
 from PIL import Image
+from torch.utils.data import DataLoader, get_worker_info
 
+import colabkit
+from colabkit.errors import LoaderFailed
 from colabkit.packs.dataset.opened_pack import open_pack
 
 from .board import COLABKIT, Result, attempt, fault, spread
@@ -78,3 +83,40 @@ def _row(data: Any, number: int) -> bytes:
     """Return the pixels of a sample, by rows, then columns, then channels."""
     sample = data[number]
     return (np.moveaxis(np.asarray(sample[0]), 0, -1) if isinstance(sample, tuple) else sample).tobytes()
+
+
+class FailingSamples:
+    """Numbers as samples; a worker fails at one of them: it raises, is killed or exits."""
+
+    def __init__(self, count: int, at: int, how: str) -> None:
+        self.count = count
+        self.at = at
+        self.how = how
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> int:
+        if number == self.at and get_worker_info() is not None:
+            if self.how == "raises":
+                raise ValueError(f"sample {number} is bad")
+            if self.how == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(3)
+        return number
+
+
+@fault(41, "a worker of a loader raises or dies", {COLABKIT: colabkit.Loader, "DataLoader": DataLoader})
+def a_failing_worker(loader: Any, folder: Path, limit: int) -> Iterator[Result]:
+    refusals = LoaderFailed if loader is colabkit.Loader else (RuntimeError, ValueError)
+    cases = itertools.product(("raises", "is killed", "exits"), (1, 2), (0, 3, 5, 11), (2, 3))
+    # Each case starts worker processes.
+    for how, workers, at, size in spread([*cases], min(limit, 12)):
+
+        def load(how: str = how, workers: int = workers, at: int = at, size: int = size) -> None:
+            batches = loader(FailingSamples(12, at, how), batch_size=size, num_workers=workers)
+            numbers = [int(number) for batch in batches for number in batch]
+            raise AssertionError(f"no error is raised: {numbers}")
+
+        case = f"a worker {how} at sample {at}, {workers} workers, batches of {size}"
+        yield attempt(case, load, refusals=refusals, seconds=20.0)
