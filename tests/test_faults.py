@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from faults import board
+
 from colabkit.errors import FileFailed
-from tests.faults import board
 
 ROOT = Path(__file__).parents[1]
 

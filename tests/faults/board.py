@@ -350,7 +350,7 @@ def load_rows() -> None:
     """Import the modules of all groups, which register their rows."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem not in _OTHER_MODULES:
-            importlib.import_module(f"tests.faults.{path.stem}")
+            importlib.import_module(f"{__package__}.{path.stem}")
 
 
 def run_rows(
