@@ -125,6 +125,12 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def new_files_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the wait before a file is read that was changed in this tick of the clock: most files of tests are new."""
+    monkeypatch.setattr("colabkit.storage.sources.reads._TICK_NS", 0)
+
+
 @pytest.fixture
 def image_tree(tmp_path: Path) -> Path:
     """Return a folder of 24 PNG images of 6x5 pixels in the classes ants, bees and cats."""
