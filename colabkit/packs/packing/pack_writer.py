@@ -225,9 +225,11 @@ class Compaction:
 
     def copy(self, rows: Path, old: Mapping[str, DataSet], path: Path, new: Mapping[str, DataSet]) -> None:
         """Copy all kept samples to the pack, from the spool files and from the datasets `old` of the file `rows`."""
-        fd = os.open(rows, os.O_RDONLY | os.O_CLOEXEC)
-        to_fd = file_changes.reopen(path)
-        try:
+        with contextlib.ExitStack() as files:
+            fd = os.open(rows, os.O_RDONLY | os.O_CLOEXEC)
+            files.callback(os.close, fd)
+            to_fd = file_changes.reopen(path)
+            files.callback(os.close, to_fd)
             for split, kept in self.kept.items():
                 for made in self._plan.maker.fields:
                     name = made.data_set(split)
@@ -243,9 +245,6 @@ class Compaction:
                     for start, size in _runs(starts, sizes):
                         file_changes.copy_range(from_fd, start, size, to_fd, to, path)
                         to += size
-        finally:
-            os.close(to_fd)
-            os.close(fd)
 
 
 def _runs(starts: Indices, sizes: Indices) -> Iterator[tuple[int, int]]:
