@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def in_fork(work: Callable[[], object]) -> int:
         try:
             work()
         except BaseException:
+            traceback.print_exc()
             os._exit(1)
         os._exit(0)
     return os.waitpid(pid, 0)[1]

@@ -170,6 +170,7 @@ def test_ocamlfuse_keeps_its_cache_if_uploads_do_not_finish_in_time(ocamlfuse):
     assert report.loss == "2 files not uploaded"
 
 
+@pytest.mark.full
 def test_uploads_found_only_after_unmounting_are_kept_and_counted(tmp_path):
     mounted = Ocamlfuse(tmp_path / "gd")
     mounted.environ["OCAMLFUSE_UNSENT"] = "2"

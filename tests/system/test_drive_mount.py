@@ -87,6 +87,7 @@ def test_a_dead_mount_is_removed_and_mounted_again(colab):
     assert "may be lost" in repr(report)
 
 
+@pytest.mark.full
 def test_a_hanging_mount_raises_in_time_and_is_replaced_only_with_force(colab):
     colabkit.mount()
     colab.served.hang()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,8 @@ def tree(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     """Check that no process, zombie, descriptor or thread remains after the test."""
+    # Earlier tests may have left objects with open files to the garbage collector.
+    gc.collect()
     before = descriptors(), set(children()), threading.active_count()
     yield
     assert (descriptors(), set(children()), threading.active_count()) == before

@@ -78,6 +78,7 @@ def test_the_measured_rates_match_the_latency_of_the_mount_and_no_file_is_read_t
     assert report.seconds < 3.0 + SLACK_S
 
 
+@pytest.mark.full
 def test_the_best_concurrency_of_a_mount_is_found(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 400)
     report = probe_quietly(mounted(latency_s=LATENCY_S, at_once=4).point, 2.0)
@@ -87,6 +88,7 @@ def test_the_best_concurrency_of_a_mount_is_found(tmp_path: Path, mounted: Mount
     assert "threads=4)" in report.recommendation
 
 
+@pytest.mark.full
 def test_a_slow_mount_is_measured_and_not_reported_as_stalled(tmp_path: Path, mounted: Mounted) -> None:
     fill(tmp_path / "root", 200)
     report = probe_quietly(mounted(latency_s=0.35).point, 2.5)
