@@ -19,6 +19,18 @@ from colabkit.packs.packing.verification import verify
 ROW = 6 * 5 * 3
 """Size in bytes of an image of `make_tree()`."""
 
+META: dict[str, Any] = {
+    "source": "made",
+    "encoding": "raw",
+    "fields": {"X": ["image", False], "Y": ["labels", False]},
+    "classes": ["a"],
+    "label_kind": "class",
+    "splits": {"train": 2},
+    "sample_shape": [2, 2, 3],
+    "channels": 3,
+}
+"""Description of a raw pack of two images of 2x2 pixels, as `create_pack` takes it."""
+
 ENCODINGS: list[dict[str, Any]] = [{"encoding": "raw"}, {"encoding": "source"}, {"encoding": "jpeg"}]
 
 WORKS: dict[str, dict[str, Any]] = {

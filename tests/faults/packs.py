@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import torch
 from hdf5_files import HOSTILE, ODD, write_hdf5
-from packed_files import photos, sharded
+from packed_files import META, photos, sharded
 
 from colabkit.errors import ColabkitError
 from colabkit.loading import Loader
@@ -168,19 +168,7 @@ def broken_files(formats: tuple[Format, ...], folder: Path, limit: int) -> Itera
 _SECRET = 201
 """Value of every byte of the file that a hostile pack refers to; no other sample contains it."""
 
-_META = {
-    "source": "made",
-    "encoding": "raw",
-    "fields": {"X": ["image", False], "Y": ["labels", False]},
-    "classes": ["a"],
-    "label_kind": "class",
-    "splits": {"train": 2},
-    "sample_shape": [2, 2, 3],
-    "channels": 3,
-    "options": {},
-    "left_out": [],
-    "bad": [],
-}
+_META = {**META, "options": {}, "left_out": [], "bad": []}
 _LAYOUTS = (DataSet("X_train", (2, 2, 2, 3), "|u1"), DataSet("Y_train", (2,), "<i8"), DataSet("crc_train", (2,), "<u4"))
 
 

@@ -15,23 +15,13 @@ import numpy as np
 import pytest
 from contract import make_pack, whole_content
 from hdf5_files import ODD
+from packed_files import META
 
 from colabkit.errors import BadSource, ColabkitError, Corrupt, NotSealed, SourceMissing
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.layout import DataSet
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 from colabkit.packs.packing.verification import verify
-
-META = {
-    "source": "made",
-    "encoding": "raw",
-    "fields": {"X": ["image", False], "Y": ["labels", False]},
-    "classes": ["a"],
-    "label_kind": "class",
-    "splits": {"train": 2},
-    "sample_shape": [2, 2, 3],
-    "channels": 3,
-}
 
 
 @pytest.fixture
