@@ -44,14 +44,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
         see_own_mounts_only()
-    # A shell starts background jobs with SIGINT ignored, and child processes inherit that. They do not inherit a
-    # handler, so programs that tests start get the default action again.
+    # A shell starts background jobs with SIGINT ignored, and their child processes ignore it too. With a handler set
+    # here, programs that tests start get the default action.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("full" if config.getoption("--full") else "fast")
 
 
 def see_own_mounts_only() -> None:
-    """Enter a new mount namespace, so that no test worker finds a Drive that another one mounts.
+    """Enter a new mount namespace if permitted, so that test workers do not see each other's mounts.
 
     The numbers are `CLONE_NEWNS` of `<linux/sched.h>`, and `MS_REC` and `MS_PRIVATE` of `<linux/mount.h>`.
     """
@@ -62,7 +62,7 @@ def see_own_mounts_only() -> None:
 
 @pytest.fixture
 def report_row(pytestconfig: pytest.Config) -> Callable[[str, str, object], None]:
-    """Return a function that adds a row to the `--report` table: a failure, colabkit's reaction, and its message."""
+    """Return a function that adds a row to the `--report` table: symptom, reaction, and message or report."""
     rows = pytestconfig.stash.setdefault(ROWS, [])
     return lambda symptom, act, text: rows.append((symptom, act, repr(text) if isinstance(text, Report) else str(text)))
 
@@ -79,14 +79,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def main_module_stays() -> Iterator[None]:
-    """Restore the main module, which IPython's shells replace but spawned processes import by path."""
+    """Restore the main module after each test: IPython's shells replace it, and spawned processes import it."""
     yield
     sys.modules["__main__"] = MAIN
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark all but a few cases of each test as `full`, and deselect the tests that only `--full` runs."""
+    """Select which tests run without `--full`.
+
+    These are the tests not marked `full`, each with at most `MOST_CASES` cases unless marked `every_case`.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("full") and not item.get_closest_marker("every_case"):
@@ -100,19 +103,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    # Start the slowest tests first, so that no worker is left with them at the end.
+    # Start with the slowest tests, those in `tests/system`, so that all workers stay busy until the end.
     items.sort(key=lambda item: item.path.parent.name != "system")
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the modules from garbage collection, since each collection and each fork would touch all of them."""
+    """Exclude imported modules from garbage collection, to save time, and memory after forks."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a new folder that holds this test's local copies, except those in tmpfs."""
+    """Set `COLABKIT_LOCAL` to a new folder, which is deleted after the test."""
     # mktemp() would list the folders of all previous tests.
     folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
     folder.mkdir()
@@ -121,13 +124,12 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     try:
         folder.rmdir()
     except OSError:
-        # The test left files in the folder.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def new_files_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the wait before a file is read that was changed in this tick of the clock: most files of tests are new."""
+    """Do not wait before reading files that were changed in the current clock tick, as most files in tests are."""
     monkeypatch.setattr("colabkit.storage.sources.reads._TICK_NS", 0)
 
 
@@ -150,7 +152,6 @@ def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]
 
 @pytest.fixture(scope="module")
 def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
-    """Return a function that kills work at its `number`-th file change, and returns whether the work got that far."""
     with Killing() as killing:
         yield killing.at
 
@@ -163,7 +164,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
 
 @pytest.fixture
 def heard() -> Iterator[list[meters.Event]]:
-    """Return a list that receives the events published by loaders and training runs."""
     events: list[meters.Event] = []
     unsubscribe = meters.subscribe(events.append)
     yield events
@@ -172,7 +172,7 @@ def heard() -> Iterator[list[meters.Event]]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Compute in one thread, so that results are bit-identical to those of forked processes, which must use one."""
+    """Limit torch to one CPU thread, so that results equal those of forked processes bit for bit."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

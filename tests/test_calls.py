@@ -1,4 +1,4 @@
-"""Public calls have the same name, arguments and defaults in Python, as a magic and as a command."""
+"""Compare names, arguments and defaults of public calls in Python, as magics and as commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every public function and class has one example, which runs as written."""
+"""The docstrings of public functions and classes have one example each, and all examples run as written."""
 
 from __future__ import annotations
 
@@ -42,13 +42,11 @@ PUBLIC = {
 
 
 def documentation(name: str) -> str:
-    """Return the docstring of a public name; a class does not inherit its base class's docstring."""
     return inspect.cleandoc(PUBLIC[name].__doc__ or "")
 
 
 @pytest.fixture
 def hosted_drive(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pretend to be in hosted Colab, where Drive is a FUSE mount of a folder."""
     needs("FUSE", has_fuse())
     with hosted_colab(tmp_path_factory.mktemp("colab"), monkeypatch):
         yield
@@ -76,7 +74,6 @@ def shell() -> Iterator[None]:
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make IPython return a shell with a kernel, and display nothing."""
     monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=object(), execution_count=1))
     monkeypatch.setattr(IPython.display, "display", lambda *_, **__: None)
 

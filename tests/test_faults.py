@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def planted(wrong: str) -> board.Score:
-    """Return the score of a row with one case, which is wrong in this way."""
-
     def work() -> board.Outcome | None:
         if wrong == "silent":
             raise AssertionError("the copy differs")

@@ -25,7 +25,6 @@ _NEVER = (
 
 
 def _flaws(mistake: Mistake, text: str) -> list[str]:
-    """List the flaws in the message about a mistake."""
     names_class = mistake.surface in (PYTHON, MAGIC)
     flaws = [f"never {word!r}" for word in (mistake.never, *_NEVER) if word in text]
     flaws += [] if mistake.must in text else [f"must contain {mistake.must!r}"]

@@ -1,4 +1,4 @@
-"""The README's code blocks run, its links exist, and its newest version is the package's."""
+"""The README's code blocks run, its links exist, and the changelog's newest entry is the package's version."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 PROMPT = re.compile(r"^In \[\d+\]: (.*)\n(?:Out\[\d+\]: ((?:(?!In \[).*\n)+))?", re.MULTILINE)
-# The output of these magics differs between machines.
+# The output of these magics differs between machines, so only the type of the result is compared.
 OF_THE_MACHINE = {"%runtime": "RuntimeReport", "%doctor": "Diagnosis"}
 AMOUNT = re.compile(r"<?\d[\d,.]*( (ms|s|µs|KiB|MiB|GiB)\b)?")
 QUOTED = re.compile(r"'[^']*'")

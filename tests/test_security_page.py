@@ -1,4 +1,4 @@
-"""The security page names existing tests, and SECURITY.md and the README link the page."""
+"""The security page names only existing tests, and SECURITY.md and the README link to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ PAGE = (ROOT / "docs/security.md").read_text(encoding="utf-8")
 
 
 def _tests_in(path: str) -> set[str]:
-    """Return the names of the test functions of a file, without running it; none if the file does not exist."""
     file = ROOT / path
     tree = ast.parse(file.read_text(encoding="utf-8") if file.is_file() else "")
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}

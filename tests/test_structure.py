@@ -1,4 +1,4 @@
-"""The package's structure: imports between subpackages, no cycles, unique class names, and short files."""
+"""Rules for the package's structure, such as imports without cycles, unique class names and short files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(file: Path) -> str:
-    """Return the dotted name of a module; a package has the name of its folder."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -33,7 +32,6 @@ MODULES = {name_of(file): file for file in FILES}
 
 
 def subpackage_of(module: str) -> str:
-    """Return the subpackage of a module, empty for the public namespaces."""
     subpackage = module.split(".")[1] if "." in module else ""
     return subpackage if subpackage in SUBPACKAGES else ""
 
@@ -45,7 +43,7 @@ def tree_of(file: Path) -> ast.Module:
 
 @cache
 def imports_of(module: str) -> tuple[tuple[str, str], ...]:
-    """Return the colabkit modules that a module imports, also for type checking, each with the import statement."""
+    """Return pairs of an imported colabkit module and its import statement, including imports inside functions."""
     file = MODULES[module]
     found = []
     for node in ast.walk(tree_of(file)):
@@ -162,7 +160,7 @@ def test_init_modules_describe_every_module_and_export_only_used_names() -> None
 
 @cache
 def used_names() -> dict[str, set[str]]:
-    """Return the names that other code imports from each subpackage."""
+    """Return the names that the package, its tests and notebooks import from each subpackage."""
     used: dict[str, set[str]] = defaultdict(set)
     line = re.compile(r"from (?:colabkit)?\.(\w+) import (\([^)]*\)|[^\n\\(\"]*)")
     for root in (PACKAGE, ROOT / "tests", ROOT / "notebooks"):
@@ -228,7 +226,7 @@ def test_no_test_module_imports_another() -> None:
 
 
 def test_test_files_are_named_after_what_they_test() -> None:
-    """Names have the form `tests/<subpackage>/test_<module>_<aspect>.py`.
+    """Names have the form `tests/<subpackage>/test_<module>_<aspect>.py`; the aspect is optional.
 
     The subpackage's name may precede the module's.
     """

@@ -28,7 +28,8 @@ ENTERPRISE = {"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}
 LIGHTNING, STUDIO_LAB = "/teamspace/studios/this_studio", "/home/studio-lab-user"
 
 
-# Columns: environment, shell, variables, paths; name, kind of shell, whether Drive can be mounted.
+# Columns: environment variables, shell, names in the notebook, existing paths; then the expected name, kind of shell,
+# and whether Drive can be mounted.
 PLACES = (
     ({}, None, (), (), "Python", "script", False),
     ({}, TERMINAL, (), (), "IPython", "IPython", False),
@@ -113,7 +114,6 @@ def test_every_tmpfs_for_data_is_listed_and_those_of_the_system_are_not(tmp_path
 
 
 def record_touches(monkeypatch) -> list[str]:
-    """Return a list that records the paths of later calls of `statvfs`, `stat`, `lstat` and `access`."""
     touched: list[str] = []
 
     def recorded(real):

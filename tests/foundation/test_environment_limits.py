@@ -28,8 +28,6 @@ V1_MEMORY = f"{V2}/memory"
 
 
 def reader(files: dict[str, str]):
-    """Return a reader of simulated files; all other files are missing."""
-
     def read(path: str) -> str:
         if path not in files:
             raise FileNotFoundError(errno.ENOENT, "No such file", path)
@@ -39,7 +37,6 @@ def reader(files: dict[str, str]):
 
 
 def v2_memory(folder: str, limit: int | str, used: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
-    """Return the memory files of a cgroup v2 folder."""
     return {
         f"{folder}/memory.max": f"{limit}\n",
         f"{folder}/memory.current": f"{used}\n",
@@ -48,7 +45,6 @@ def v2_memory(folder: str, limit: int | str, used: int, inactive: int = 0, activ
 
 
 def v1_memory(folder: str, limit: int, used: int, inactive: int = 0) -> dict[str, str]:
-    """Return the memory files of a cgroup v1 folder."""
     return {
         f"{folder}/memory.limit_in_bytes": f"{limit}\n",
         f"{folder}/memory.usage_in_bytes": f"{used}\n",

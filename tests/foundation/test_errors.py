@@ -46,7 +46,7 @@ BUILTINS = {
     "TrainingDiverged": FloatingPointError,
 }
 OTHERWISE_WORDED = {
-    # Decoders and datasets do not know the name of the file: their callers add the name to the error's text.
+    # These modules do not know the name of the file: their callers add it to the error's text.
     *((path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()),
     ("dataset_samples.py", "BadImage"),
     ("image_decoders.py", "BadImage"),
@@ -78,7 +78,6 @@ def test_each_error_is_also_the_matching_builtin_and_is_listed_in_the_docstring(
 
 
 def raised(error: Exception) -> Exception:
-    """Return the error with a traceback and a cause."""
     try:
         try:
             raise OSError(errno.EIO, "deep cause")
@@ -103,7 +102,7 @@ def test_a_notebook_shows_one_line_and_colabkit_debug_shows_the_full_traceback_w
 
 
 def unformed(source: str, module: str) -> list[str]:
-    """Return the lines that create or raise a colabkit error without a message from `cannot`."""
+    """Return the statements that create or raise a colabkit error without a message from `cannot`, unless exempted."""
     tree = ast.parse(source)
     makers = {"cannot"} | {
         function.name
@@ -132,7 +131,6 @@ def unformed(source: str, module: str) -> list[str]:
 
 
 def message_names(tree: ast.AST, makers: set[str]) -> set[str]:
-    """Return the names of variables that are only assigned messages, and of parameters of the type `Message`."""
     good, bad = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -144,7 +142,6 @@ def message_names(tree: ast.AST, makers: set[str]) -> set[str]:
 
 
 def named(node: ast.AST | None) -> str:
-    """Return the last part of a dotted name, such as `"a"` for `a` and `b.a`; empty for other expressions."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
@@ -217,7 +214,7 @@ CREATING_FLAGS = frozenset({"O_APPEND", "O_CREAT", "O_TRUNC"})
 
 
 def changes(source: str) -> Iterator[str]:
-    """Yield the lines of a module that change files without `file_changes`, or that hide such changes."""
+    """Yield the code that changes files without `file_changes`, and the imports that hide such changes."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in CREATING_FLAGS:
             yield f"{node.lineno}: {node.attr}"
@@ -250,7 +247,7 @@ def modes(call: ast.Call) -> list[str]:
 
 
 def opens_for_writing(call: ast.Call, owner: str, name: str) -> bool:
-    """Return whether a call opens a file with a mode that writes, or `h5py.File` is called without the mode "r"."""
+    """Return whether a call opens a file for writing; `h5py.File` without the mode "r" does."""
     if owner == "os" and name == "open":
         # Flags that create files are found separately, and writing requires `os.write`.
         return False
@@ -312,7 +309,7 @@ def test_changes_of_files_are_found_and_reading_is_allowed():
 
 
 class MLP:
-    """A class whose name is spelled letter by letter."""
+    pass
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ SetHook = Callable[[Callable[[str, Path], None] | None], None]
 
 
 def operations(set_hook: SetHook) -> list[tuple[str, str]]:
-    """Return a list to which all later operations are added."""
     seen: list[tuple[str, str]] = []
     set_hook(lambda operation, path: seen.append((operation, path.name)))
     return seen

@@ -37,7 +37,7 @@ def test_snapshots_can_be_subtracted():
     counts.batches, counts.samples, counts.ready, counts.passes = 5, 50, 3, 2
     counts.spent = StepTotals(wait_s=1.5, copy_s=0.125, compute_s=3.5, other_s=0.25, first_s=0.5, steps=4)
     counts.add("gather", 30, 300, 0.25)
-    # The first snapshot did not contain this part.
+    # The earlier snapshot does not contain this part.
     counts.add("transform", 30, 300, 4.0)
     parts = (
         PartSnapshot("gather", 30, 300, 0.25, calls=1, p95_s=0.5),
@@ -111,7 +111,7 @@ def test_the_totals_of_the_first_pass_are_saved_when_the_second_begins():
 
 def test_work_before_the_first_pass_does_not_count_as_part_of_it():
     counts = LoaderMeters()
-    # `peek()` counts work in this way.
+    # `peek()` counts work without beginning a pass.
     counts.add("decode", 5, 50, 0.5)
     before = counts.snapshot()
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_a_part_reports_its_typical_worst_call_and_its_cpu_time():
 
 @pytest.mark.parametrize("is_same", [False, True])
 def test_a_pass_that_ends_during_another_count_is_counted_exactly_once(is_same):
-    """The garbage collector may end an abandoned pass in the thread that counts, in the middle of counting."""
+    """The garbage collector may end an abandoned pass in the middle of counting, in the thread that counts."""
     counts = LoaderMeters()
 
     class Left:

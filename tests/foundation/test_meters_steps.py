@@ -17,7 +17,7 @@ from colabkit.foundation.meters.steps import DeviceClock, HostClock, StepTimes
 
 @dataclass
 class Stream:
-    """A GPU's stream: work is queued at the host's time and runs in order."""
+    """A stream of a GPU: work starts when the host has queued it and all earlier work has ended."""
 
     host_s: float = 0.0
     ends_s: float = 0.0
@@ -46,7 +46,7 @@ class Mark:
 
 @dataclass
 class Loop:
-    """A loop on a simulated GPU, defined by the seconds that the parts of a step take."""
+    """A training loop on a simulated GPU, defined by the seconds that the parts of a step take."""
 
     wait_s: float = 0.0
     copy_ends_after_s: float = 0.0

@@ -175,7 +175,6 @@ def test_causes_are_read_from_the_new_part_of_the_log(tmp_path):
     with log.open("a") as file:
         file.write("W QueryManager timed out after 60 s\n")
     assert log_causes(start, str(tmp_path)) == {"root folder"}
-    # The log was restarted and is shorter than before.
     write_log(tmp_path, "QUOTA_EXCEEDED")
     assert log_causes(start, str(tmp_path)) == {"quota"}
 

@@ -179,7 +179,6 @@ def test_two_partials_of_one_process_do_not_collide(tmp_path):
 
 
 def left_by(tmp_path: Path, **changes: str) -> Path:
-    """Create a file that is named like a partial of `final`, except for the changed parts of the name."""
     with partials.Partial(tmp_path / "final") as partial:
         match = partials._PARTIAL.fullmatch(partial.path.name)
     assert match

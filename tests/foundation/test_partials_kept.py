@@ -1,4 +1,4 @@
-"""Kept partials: they survive their process, belong to one process at a time, and are never confused."""
+"""Kept partials survive their process, and each is used by one process at a time."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_tables_contain_the_values_of_the_hash(n, monkeypatch):
 
 
 def permutations(size: int, count: int, key: int = 1) -> np.ndarray:
-    """Return permutations of [0, size), `[count, size]`."""
+    """Return `count` permutations of `range(size)`, `[count, size]`."""
     positions = np.tile(np.arange(size), count)
     network.permute_each(positions, np.full_like(positions, size), hashed(key, np.arange(count)).repeat(size))
     return positions.reshape(count, size)

@@ -15,14 +15,11 @@ from colabkit.foundation.progress import Progress, ProgressBar, heartbeat, shown
 
 
 class Terminal(io.StringIO):
-    """A stream that claims to be a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Replace `sys.stderr` with a stream that claims to be a terminal, and return the stream."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     return stream

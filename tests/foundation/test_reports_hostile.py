@@ -45,7 +45,6 @@ def test_a_pack_shows_hostile_classes_and_paths_as_text(name: str, tmp_path: Pat
 
 
 def packed(folder: Path, name: str) -> colabkit.Pack:
-    """Return a pack of two images; `name` is the name of a class, of the pack and of its source."""
     for place in (name, "b"):
         (folder / name / place).mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(folder / name / place / f"{name[:40]}.png")

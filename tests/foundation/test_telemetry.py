@@ -30,7 +30,7 @@ def test_a_snapshot_of_this_machine_has_plausible_values():
     assert 0 < found.cpus <= os.cpu_count()
     assert 0 < found.ram_used_bytes < found.ram_total_bytes <= psutil.virtual_memory().total
     assert 0 < found.own_ram_bytes < found.ram_total_bytes
-    # Measure only this loop, regardless of the CPU time of other processes.
+    # Compare with the CPU time of this loop alone, regardless of other processes.
     assert found.own_cpu_rate > 0.3 * used_rate / found.cpus
 
 

@@ -24,7 +24,6 @@ from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot, gpu_reports
 
 
 def gpus(nvml: Any, visible: str | None = None, torch: Any = None) -> Gpus:
-    """Return the `Gpus` of a process; None means that CUDA_VISIBLE_DEVICES is unset, or torch is not imported."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     return Gpus(nvml, environ, {} if torch is None else {"torch": torch})
 
@@ -254,7 +253,7 @@ def test_a_partially_imported_or_unusual_torch_only_loses_its_own_values(torch):
 
 def test_different_gpus_are_in_the_order_of_torch():
     nvml = FakeNvml(Chip("GPU-slow"), Chip("GPU-fast", used=7))
-    # CUDA gives the fastest GPU the number 0.
+    # CUDA numbers the fastest GPU first.
     asked = gpus(nvml, "0", fake_torch(["fast"], {0: (1, 2)}))
     (gpu,) = asked.snapshot()
     assert (gpu.uuid, gpu.used_bytes, gpu.torch_bytes) == ("GPU-fast", 7, 1)

@@ -26,13 +26,12 @@ Times = namedtuple("Times", "user system children_user children_system")  # noqa
 
 
 def core(busy: float, idle: float) -> Core:
-    """Return the times of a core; the user time includes guests."""
     return Core(busy, 0, 0, idle / 2, idle / 2, 0, 0, 0, busy / 2, 0)
 
 
 @dataclass(eq=False)
 class FakeProcess:
-    """A fake `psutil.Process`; if `fails` is set, all methods raise it."""
+    """A fake `psutil.Process`; if `fails` is set, its methods raise it."""
 
     cpu: tuple[float, float] = (0.0, 0.0)
     read: int = 0
@@ -92,7 +91,6 @@ class Machine:
         )
 
     def after(self, seconds: float, **changes: Any) -> HostSnapshot:
-        """Return a snapshot that is taken some seconds later, after these changes."""
         self.now += seconds
         for name, value in changes.items():
             setattr(self, name, value)

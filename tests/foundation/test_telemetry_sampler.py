@@ -27,8 +27,6 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class FakeTelemetry:
-    """A fake telemetry whose snapshots are numbered and take `cost_s` CPU seconds each; those in `failing` fail."""
-
     def __init__(self, failing: set[int] = frozenset(), cost_s: float = 0.0) -> None:
         self.now = self.cpu_s = 0.0
         self.taken = 0
@@ -50,7 +48,6 @@ class FakeTelemetry:
         self.closed += 1
 
     def sampler(self, **options: object) -> Sampler:
-        """Return a sampler that uses the clocks of this fake."""
         options = {"period_s": 0.0, **options}
         return Sampler(self, clock=lambda: self.now, cpu_clock=lambda: self.cpu_s, **options)
 
@@ -128,12 +125,11 @@ def test_the_cost_is_the_threads_share_of_cpu_time():
         wait_until(lambda: telemetry.taken > 2)
     assert sampler.cost_share == pytest.approx(0.002)
     telemetry.now *= 100
-    # The sampler has stopped, so its share of the CPU no longer changes.
     assert sampler.cost_share == pytest.approx(0.002)
 
 
 def test_costly_snapshots_are_taken_less_often():
-    # A hundredth of a CPU allows one such snapshot in 100 s.
+    # With snapshots limited to a hundredth of a CPU, this one is the only one in 100 s.
     telemetry = FakeTelemetry(cost_s=1.0)
     with telemetry.sampler() as sampler:
         wait_until(lambda: sampler.latest is not None)

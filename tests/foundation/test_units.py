@@ -102,7 +102,6 @@ def test_a_longer_duration_is_never_shown_as_shorter(one, other):
 
 
 def seconds_of(text: str) -> float:
-    """Parse a formatted duration and return its seconds."""
     factors = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
     words = text.split(" ")
     return sum(float(number) * factors[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
