@@ -167,7 +167,7 @@ def check_duration(
 
 
 def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
-    """Convert a positive integer, or a pair of them, to (height, width); raise `InvalidOption` for other values."""
+    """Convert a positive integer or a pair of positive integers to (height, width), else raise `InvalidOption`."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2 or not all(_is_whole(side) and side >= 1 for side in sides):
         meant = _whole(value) if isinstance(value, float | str) else None
@@ -233,7 +233,7 @@ def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _call_of(function: Callable[..., Any], given: Sequence[Any], arguments: str = "") -> str:
-    """Return a call of a public function as text; for an `__init__`, a call of the object's class in colabkit."""
+    """Return a call as text; for an `__init__`, a call of the first class in the object's MRO that is colabkit's."""
     called: Any = function
     if function.__name__ == "__init__":
         called = next(one for one in type(given[0]).__mro__ if one.__module__.startswith("colabkit."))
@@ -244,7 +244,6 @@ def _call_of(function: Callable[..., Any], given: Sequence[Any], arguments: str 
 def _wrong_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], instead: Mapping[str, Text]
 ) -> Message:
-    """Return the message for a call whose arguments do not match the parameters."""
     parameters = {name: one for name, one in inspect.signature(function).parameters.items() if name != "self"}
     given = args[1:] if function.__name__ == "__init__" else args
     by_place = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]

@@ -40,7 +40,7 @@ HDF5_USER_BLOCK_BYTES = 4096
 _COPY_BYTES = 1 << 20
 _RECURSION = 100
 _SENT_BYTES = 16 << 20
-# Memory for the blocks that this process holds while it writes to a tmpfs. The kernel would kill a process without it.
+# RAM for the buffers of this process while it writes to a tmpfs; if it ran out, the kernel could kill the process.
 _OWN_BYTES = 64 << 20
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 hook: Callable[[str, Path], None] | None = None
@@ -54,7 +54,7 @@ def _step(operation: str, path: Path) -> None:
 
 @contextmanager
 def translated(act: str) -> Iterator[None]:
-    """Convert an `OSError` raised in the block to a colabkit error that names `act` and the cause."""
+    """Convert an `OSError` raised in the block to a colabkit error that names `act` and the cause, unless it is one."""
     try:
         yield
     except ColabkitError:
@@ -82,7 +82,7 @@ def translated(act: str) -> Iterator[None]:
 def _refusal(number: int, path: Path) -> tuple[str, str]:
     """Return the finding and the advice for a path that the file system refuses to access.
 
-    Both name the path that causes the refusal: the path itself or, if it does not exist, its deepest existing parent.
+    The finding names the path itself or, if it does not exist, its deepest existing parent.
     """
     at = next((one for one in (path, *path.parents) if one.name and os.path.lexists(one)), path)
     shown = repr(str(at))
@@ -203,7 +203,7 @@ def sync(fd: int, path: Path) -> None:
 
 
 class BackgroundSync:
-    """A background thread that flushes a file to the storage device during writes, so that the final `sync` is short.
+    """A context manager that flushes a file in the background during writes, so that the final `sync` is short.
 
     It does not call `_step`, since it does not change the file. It ignores errors, which the final `sync` reports.
 
@@ -222,7 +222,7 @@ class BackgroundSync:
         if self._unsent >= _SENT_BYTES and (self._thread is None or not self._thread.is_alive()):
             self._unsent = 0
             self._thread = threading.Thread(target=self._send, name="colabkit-sync", daemon=True)
-            # Without another thread, the final `sync` flushes everything.
+            # If no thread can be started, the final `sync` flushes everything.
             with contextlib.suppress(RuntimeError):
                 self._thread.start()
 
@@ -275,7 +275,7 @@ def create_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 class _Hdf5Writes(io.FileIO):
-    """A file that HDF5 writes to, which keeps the first error instead of raising it.
+    """A file for HDF5 that stores the first write error in `error` instead of raising it.
 
     HDF5 raises an unrelated `RuntimeError`, or crashes, if a write of its metadata fails.
     """
@@ -286,7 +286,6 @@ class _Hdf5Writes(io.FileIO):
         self._path = path
 
     def write(self, data: Buffer) -> int:
-        """Write all of `data` at the current position, unless an earlier write failed."""
         try:
             if self.error is None:
                 write_at(self.fileno(), data, self.tell(), self._path)
@@ -295,7 +294,6 @@ class _Hdf5Writes(io.FileIO):
         return memoryview(data).nbytes
 
     def truncate(self, size: int | None = None) -> int:
-        """Change the size of the file, unless an earlier write failed."""
         try:
             if self.error is None:
                 _step("truncate", self._path)
@@ -321,7 +319,7 @@ def remove(path: Path) -> None:
     except (RecursionError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EMFILE:
             raise
-        # `rmtree` recurses into each folder and keeps it open, so remove the deepest folders first, 100 levels at once.
+        # `rmtree` recurses into each folder and keeps it open, so first remove every 100th folder, children first.
         folders = [entry.path for entry in entries_below(path) if entry.is_dir(follow_symlinks=False)]
         for folder in folders[::-_RECURSION]:
             shutil.rmtree(folder)
@@ -377,7 +375,7 @@ def entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
 
     Folders that disappear or cannot be listed are ignored.
     """
-    # `os.walk` recurses into each folder before Python 3.12.
+    # Before Python 3.12, `os.walk` recurses into each folder.
     waiting = [os.fspath(folder)]
     while waiting:
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:

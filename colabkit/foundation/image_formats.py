@@ -37,8 +37,8 @@ FORMATS = (
     FileFormat("AVIF", ("avif",), rb"....ftypavi[fs]"),
     FileFormat("JPEG2000", ("jp2", "j2k", "j2c", "jpx"), rb"\0\0\0\x0cjP  |\xffO\xffQ"),
     FileFormat("HEIF", ("heic", "heif", "hif"), rb"....ftyp(?:" + b"|".join(_HEIF_BRANDS) + rb")", "pillow-heif"),
-    # TGA has no signature. The first byte is the length of a comment. A color map has entries, and 8 bits for each
-    # pixel; without a color map, the fields that describe it are 0. Width and height are not 0.
+    # TGA has no signature. The first byte is the length of a comment. If there is a color map, its length is not 0;
+    # otherwise, the fields that describe it are 0. Width and height are not 0.
     FileFormat(
         "TGA",
         ("tga",),
@@ -69,6 +69,6 @@ def find_format(head: bytes) -> FileFormat | None:
 
 
 def _is_avif(head: bytes) -> bool:
-    """Return whether a file with a brand of HEIF in first place lists the brand of AVIF among its compatible brands."""
+    """Return whether a file whose first brand is that of HEIF has the compatible brand `avif`."""
     brands = head[16 : int.from_bytes(head[:4], "big")]
     return b"avif" in (brands[at : at + 4] for at in range(0, len(brands), 4))

@@ -17,7 +17,7 @@ LOCK = "lock"
 STALLED_S = 120.0
 """If a process has not changed its folder for this many seconds, other processes stop waiting for it."""
 _BUSY_S = 0.2
-# Other processes may take and release the lock between attempts; a limit prevents an endless loop.
+# Other processes may remove the folder during each attempt; a limit prevents an endless loop.
 _LOCK_TRIES = 100
 _locks: set[int] = set()
 
@@ -42,7 +42,7 @@ def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable
 
 
 def is_changing(folder: Path) -> bool:
-    """Return whether a folder or its contents changed recently, or the folder no longer exists."""
+    """Return whether a folder or its contents changed in the last `STALLED_S` seconds, or the folder does not exist."""
     since = time.time() - STALLED_S
     entries: Iterator[Path | os.DirEntry[str]] = itertools.chain([folder], file_changes.entries_below(folder))
     for entry in entries:

@@ -182,7 +182,7 @@ class Message:
 
 
 def has_references(value: object) -> bool:
-    """Return whether a value is a reference or a `Message`, or a tuple that contains one of them."""
+    """Return whether a value is a reference or a `Message`, or a tuple that contains a reference or a `Message`."""
     if isinstance(value, tuple):
         return any(map(has_references, value))
     return isinstance(value, OptionRef | CallRef | PythonOnly | Message)

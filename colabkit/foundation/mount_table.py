@@ -76,7 +76,7 @@ def read_file(path: str) -> str:
 
 
 def mounts(read: Reader = read_file) -> list[Mount]:
-    """Return all mounts in the kernel's order, none without `/proc`; a later mount hides earlier ones at its point."""
+    """Return all mounts in the kernel's order, none without `/proc`; a mount hides earlier ones at its mount point."""
     try:
         lines = read("/proc/mounts").rstrip("\n").split("\n")
     except OSError:
@@ -166,7 +166,6 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
 
 
 def _no_single_drive(act: str, text: str, found: list[Mount]) -> Message:
-    """Return the message for a `drive:` path if Drive is not mounted, or mounted more than once."""
     if found:
         points = " and ".join(repr(mount.point) for mount in found)
         several = f"Google Drive is mounted at {points}, so {text!r} is ambiguous"
@@ -176,7 +175,7 @@ def _no_single_drive(act: str, text: str, found: list[Mount]) -> Message:
 
 
 def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
-    """Return the causes of failures found in the DriveFS log: `"quota"` or `"root folder"`.
+    """Return the causes of failures found in the DriveFS log: any of `"quota"` and `"root folder"`.
 
     Args:
         start: byte offset at which to start reading; if the log is shorter, it was restarted and is read from its
@@ -209,7 +208,7 @@ def _log_path(home: str | None) -> str:
 
 
 class WriteError(OSError):
-    """A write or flush failed, so that its cause is not the number of files in a folder."""
+    """A failure of a write or flush, which is never caused by the number of files in a folder."""
 
 
 def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[Text, Text] | None:
@@ -220,7 +219,8 @@ def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[Text, Tex
         table: the mounts; by default the current ones.
 
     Returns:
-        The cause and advice for a message; None if the file is not on a remote mount or the cause is unknown.
+        The cause and advice for a message; None if the file is unknown or not on a remote mount, or the cause is
+            unknown.
     """
     if not isinstance(error.filename, str | bytes | os.PathLike):
         return None

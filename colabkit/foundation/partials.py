@@ -46,7 +46,7 @@ def discard(final: Path) -> None:
 def discard_abandoned(final: Path) -> int:
     """Remove the partials that ended processes left behind for a final path, and return the freed bytes.
 
-    If a process was killed while it replaced a folder, the old folder is restored instead.
+    If a process was killed while it replaced a folder, and the final path is missing, the old folder is restored.
     """
     partial = Partial(final)
     freed = sum(file_changes.disk_bytes(path) for path in partial.abandoned() if not path.stem.endswith("-old"))
@@ -147,7 +147,6 @@ class Partial:
                     file_changes.remove(self._old)
 
     def _partials(self) -> list[Path]:
-        """Return the partials of all processes for this final path."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.final.parent) as entries:
             return [Path(entry.path) for entry in entries if entry.name.startswith(f".colabkit-{self._key}-")]
         return []
@@ -179,9 +178,9 @@ class KeptPartial(Partial):
     grant a lock to every process. So each process also puts a mark into the folder, an empty file whose name contains
     its ID and start time, and does not use the folder if it finds the mark of another process that is alive.
 
-    A process uses a temporary folder, which is not kept, if it cannot use the kept folder: because it does not wait,
-    the process that uses the kept folder stalls, or the file system does not support locks. After a restart of the
-    machine, the work starts over, since data that was not synced may be lost.
+    A process that cannot use the kept folder, for example because the file system does not support locks, uses a
+    temporary folder, which is not kept. After a restart of the machine, the work starts over, since data that was not
+    synced may be lost.
 
     Args:
         folder: folder of the final path.
@@ -236,7 +235,7 @@ class KeptPartial(Partial):
                 self._release()
 
     def is_begun(self) -> bool:
-        """Return whether the folder contains a partial of this work."""
+        """Return whether a partial of this work exists."""
         return bool(self._partials())
 
     def is_busy(self) -> bool:
@@ -273,7 +272,7 @@ class KeptPartial(Partial):
     def _is_only_user(self) -> bool:
         """Put this process's mark into the kept folder; remove it and return False if another process uses the folder.
 
-        Of several processes that do this at the same time, at most one remains.
+        If several processes call this at the same time, at most one of the calls returns True.
         """
         mark = self.kept_folder / self.path.name
         with contextlib.suppress(FileNotFoundError):
@@ -295,7 +294,6 @@ class KeptPartial(Partial):
         return living
 
     def _release(self) -> None:
-        """Let other processes use the kept folder."""
         if self._lock is not None:
             try:
                 if os.path.lexists(mark := self.kept_folder / self.path.name):
@@ -389,7 +387,7 @@ def _boot_id() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in clock ticks, which differs if a PID is reused; `"gone"` if it has ended."""
+    """Return the start time of a process in clock ticks; `"gone"` if it has ended, `"0"` if `/proc` is missing."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

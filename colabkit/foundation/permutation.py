@@ -3,10 +3,10 @@
 Up to 65,536 samples are sorted by random words, all at once. This takes less than 1 ms if NumPy sorts with vector
 instructions (for example 2.0 or later on x86 with AVX2), otherwise up to 3 ms. The last few orders are cached.
 
-Larger permutations use a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells. Positions that map to
-one of the few cells beyond n are permuted again (cycle walking). Rounds mix with the 32-bit finalizer of MurmurHash3,
-without its first shift. On grids of up to 4,096 columns, rounds use tables of a few times sqrt(n) entries, which are
-cached for the last few permutations.
+Larger permutations, and `permute_each` above 32 samples, use a balanced Feistel network over a grid of about
+sqrt(n) x sqrt(n) cells. Positions that map to one of the few cells beyond n are permuted again (cycle walking). Rounds
+mix with the 32-bit finalizer of MurmurHash3, without its first shift. On grids of up to 4,096 columns, `permute` uses
+tables of a few times sqrt(n) entries, which are cached for the last few permutations.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): network on a grid, cycle walking.
 """
@@ -37,7 +37,7 @@ _INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
 _RANDOM_BITS = np.array(~_INDEX_BITS)
 # Up to this size, numbers are sorted, since the network would return some permutations too often.
 _EACH_SORTED_UP_TO = 32
-# Maximum number of columns for which tables are used. Larger ones take milliseconds and megabytes to build, and make
+# Maximum number of columns for which tables are used. Larger tables take milliseconds and megabytes to build, and make
 # permutations only a third faster.
 _TABLES_UP_TO = 4096
 _UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)
@@ -172,7 +172,6 @@ def _samples(words: Words64) -> Positions:
 
 
 def _permute_cells(cells: Positions, rows: int, columns: int, key: int) -> None:
-    """Permute cells of a grid in place."""
     if columns <= _TABLES_UP_TO:
         _look_up_cells(cells, columns, _tables(rows, columns, key))
     else:
@@ -181,7 +180,6 @@ def _permute_cells(cells: Positions, rows: int, columns: int, key: int) -> None:
 
 
 def _look_up_cells(cells: Positions, columns: int, tables: list[Positions]) -> None:
-    """Permute cells in place with precomputed tables."""
     *rounds, of_rows, of_columns = tables
     row = cells // columns
     added = row * columns

@@ -17,7 +17,7 @@ from colabkit.foundation.messages import Text, cannot, option
 from colabkit.foundation.mount_table import mount_holding, mounts
 from colabkit.foundation.units import format_seconds
 
-# A killed child that still exists after this time is blocked in the kernel, where signals have no effect.
+# A killed child that still exists after this time is probably blocked in the kernel, where signals have no effect.
 _GRACE_S = 1.0
 _TICK_S = 0.2
 

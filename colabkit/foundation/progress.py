@@ -51,7 +51,8 @@ _show: ContextVar[Show | None] = ContextVar("_show", default=None)
 def shown_by(show: Show) -> Iterator[None]:
     """Pass all progress in the block to `show` instead of drawing `tqdm` bars.
 
-    `show` is called when an operation begins, a few times per second while it continues, and with None when it ends.
+    `show` is called when an operation begins, at most a few times per second while it continues, and with None when it
+    ends.
     """
     token = _show.set(show)
     try:

@@ -4,7 +4,8 @@ In a container, `/proc/meminfo` and `os.cpu_count()` describe the host, so these
 and the limits of all cgroups that contain this process. Functions that parse system files take a file reader, so that
 tests can simulate any system.
 
-Paths on remote mounts, other than `/`, are not accessed, since a dead mount would hang the process.
+Except in `local_root`, paths on remote mounts other than `/` are not accessed, since a dead mount would hang the
+process.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _number(read: Reader, path: str, key: str = "") -> int:
 
 
 def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) of the cgroups that contain this process, innermost first; folders may be missing."""
+    """Yield (version, folder) of the cgroups that contain this process; folders may be missing."""
     try:
         lines = read("/proc/self/cgroup").splitlines()
     except OSError:
@@ -189,7 +190,7 @@ class DiskReport(Report):
 
 
 def can_hang(path: str, table: Iterable[Mount]) -> bool:
-    """Return whether accessing an absolute path can hang, since it leads to a remote mount, directly or by symlinks.
+    """Return whether an absolute path leads to a remote mount, directly or by symlinks, so that access can hang.
 
     Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, does not count,
     since Python itself runs from it.
@@ -263,7 +264,7 @@ def disks(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
 
 
 def tmpfs(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
-    """Return every tmpfs that this user can write to, except those reserved for the system."""
+    """Return every tmpfs that this user can write to, except in system folders other than `_FOR_USERS`."""
     points = dict.fromkeys(
         mount.point for mount in table if mount.fstype == "tmpfs" and not mount.readonly and not _is_system(mount.point)
     )

@@ -28,11 +28,11 @@ _PACKAGES = (
     *("colabkit", "torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg"),
     *("ipython", "ipykernel", "ipywidgets", "tqdm", "psutil", "gdown", "fsspec"),
 )
-# Exists on hosted runtimes; google.colab.drive checks for the same file.
+# Exists on Colab's hosted runtimes; google.colab.drive checks for the same file.
 _HOSTNAME = "/var/colab/hostname"
 # Set in every notebook by VS Code's Jupyter extension.
 _VS_CODE = "__vsc_ipynb_file__"
-# PAPERSPACE_API_KEY is not listed, since users set it on any machine.
+# PAPERSPACE_API_KEY is not listed, since users may set it on any machine.
 _PAPERSPACE = ("PAPERSPACE_FQDN", "PAPERSPACE_METRIC_WORKLOAD_ID")
 _JUPYTERHUB = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_API_TOKEN")
 _BY_FOLDER = {
@@ -126,7 +126,7 @@ class RuntimeReport(Report):
         memory: RAM under cgroup limits.
         tmpfs: every tmpfs that data can be written to.
         disks: the disks of the usual data folders, such as `/content`, and of the working folder.
-        mounts: (mount point, type) of all remote mounts, including FUSE.
+        mounts: (mount point, type) of all remote mounts, such as NFS and most FUSE mounts.
         drive: mount point of Google Drive; None if it is not mounted, or mounted more than once.
         gpus: the GPUs that the driver lists.
         versions: versions of colabkit and the packages that it works with.
@@ -216,7 +216,6 @@ def _package_folders(table: list[Mount]) -> list[str]:
 
 
 def _versions(folders: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, version) of the packages in `_PACKAGES` that are installed."""
     for package in _PACKAGES:
         for found in importlib.metadata.distributions(name=package, path=folders):
             yield package, found.version

@@ -105,7 +105,7 @@ class EpochDone:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The end of `train()`; `error` is the name of the error that stopped it or prevented its last checkpoint."""
+    """The end of `train()`; `error` names the error that stopped it or prevented its last checkpoint, if any."""
 
     error: str | None
 

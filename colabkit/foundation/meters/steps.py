@@ -56,7 +56,7 @@ _Step: TypeAlias = tuple[float, float, float, float, int, bool]
 
 @dataclass(slots=True)
 class StepTotals:
-    """Totals of all complete steps, and the newest steps; `left_s` is the end of the last one, by `time.perf_counter`.
+    """Totals of complete steps, and the newest steps; `left_s` is the end of the last step, by `time.perf_counter`.
 
     Clocks refer to this object instead of the meters, so that no reference cycle keeps the meters alive.
     """

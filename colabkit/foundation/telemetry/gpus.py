@@ -206,7 +206,7 @@ def _devices(nvml: ModuleType) -> list[_Device]:
             found.append(_Device(None, None, is_lost=getattr(error, "value", None) == _IS_LOST))
             continue
         uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", card))
-        # The current mode, and the mode after the next reset.
+        # The query returns the current mode and the mode after the next reset.
         mode = _ask(nvml, "nvmlDeviceGetMigMode", card)
         is_sliced = None if mode is None else bool(mode[0])
         found.append(_Device(card, card, () if uuid is None else (uuid,), is_sliced=is_sliced))
@@ -230,7 +230,7 @@ def _instances(nvml: ModuleType, card: Any, card_uuid: str | None) -> list[_Devi
 
 
 def _visible(known: list[_Device], environ: Mapping[str, str]) -> list[_Device]:
-    """Return the devices visible to CUDA; an invalid entry of CUDA_VISIBLE_DEVICES hides those listed after it."""
+    """Return the devices visible to CUDA; an invalid entry of CUDA_VISIBLE_DEVICES hides the entries after it."""
     instances = [device for device in known if device.is_instance]
     sliced = [instance.card for instance in instances]
     numbered = instances[:1] or [device for device in known if not device.is_instance]
@@ -306,7 +306,7 @@ class Gpus:
         self._nvml, self._known, self._cards = None, [], {}
 
     def _cuda(self) -> Any:
-        """Return `torch.cuda` if it is already initialized; this method never initializes it."""
+        """Return `torch.cuda` if it is already initialized, else None."""
         cuda = getattr(self._modules.get("torch"), "cuda", None)
         try:
             if cuda is None or not cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""A thread that takes a snapshot of the machine every second and stores the recent ones.
+"""A thread that regularly takes a snapshot of the machine and stores the recent ones.
 
 The thread draws nothing and never initializes CUDA. Panels and reports read its snapshots from their own threads.
 """
@@ -31,7 +31,7 @@ class Sampler:
     Args:
         telemetry: takes the snapshots; by default a new `Telemetry`, opened and closed in the thread because drivers
             can be slow.
-        period_s: seconds between snapshots.
+        period_s: minimum seconds between snapshots.
         points: maximum number of newest snapshots to keep, and of snapshots in `curve()`.
         clock: returns the current time in seconds, on the scale of `HostSnapshot.at_s`.
         cpu_clock: returns the CPU seconds of the calling thread.

@@ -79,7 +79,7 @@ class Family:
         self._uncounted: tuple[float, ...] = (0.0, 0.0, 0, 0)
 
     def totals(self) -> Totals:
-        """Return the totals. The work of a child counts from when it is found, at most 5 s after its start."""
+        """Return the totals. The work of a child counts only from the call that first finds the child."""
         started = self._started_children()
         if self._clock() >= self._due_s or started != self._started:
             self._started = started
