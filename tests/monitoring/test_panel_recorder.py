@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from time import time as now
 
 import pytest
 from panel_states import DIAGNOSIS, GPU, HOST, FakeTime, Machine, render, took
@@ -77,9 +78,18 @@ def test_the_state_follows_a_run(recorder: RunRecorder, time: FakeTime) -> None:
     assert (seen(recorder).phase, seen(recorder).stopped_by) == ("stopped", "ValueError")
 
 
+def test_a_state_carries_its_time_and_after_the_run_the_time_of_its_end(recorder: RunRecorder, time: FakeTime) -> None:
+    first = seen(recorder).at_s
+    assert first == pytest.approx(now(), abs=5)
+    recorder.note(meters.RunEnded(None))
+    ended = seen(recorder).at_s
+    time.now_s += 3600
+    assert seen(recorder).at_s == pytest.approx((ended or 0) - 3600, abs=5)
+
+
 def test_before_the_first_event_only_the_machine_is_known(recorder: RunRecorder) -> None:
     state = seen(recorder)
-    assert state == replace(PanelState("starting"), host=HOST, load_curve=(0.47,))
+    assert state == replace(PanelState("starting"), host=HOST, load_curve=(0.47,), at_s=state.at_s)
     assert seen(recorder, ()).host is None
 
 

@@ -190,6 +190,13 @@ def test_a_loss_that_is_not_finite_is_shown_before_all_advice(loss: float) -> No
     assert "lr inf" in text_of(html)
 
 
+def test_a_frame_shows_its_time_and_a_headline_in_place_of_the_verdict() -> None:
+    for shown in render(replace(RUNNING, at_s=86_399.0, headline="The run no longer exists")):
+        assert "panel 0.2% · 23:59:59 UTC" in shown
+        assert "The run no longer exists" in shown
+        assert DIAGNOSIS.sentence not in shown
+
+
 def test_gauges_show_used_and_total_in_one_unit_and_tmpfs_separately_within_ram() -> None:
     html, text = render(RUNNING)
     assert "GPU memory 10.0/15.0 GiB · RAM 6.0/12.0 GiB (tmpfs 2.0 GiB)" in text

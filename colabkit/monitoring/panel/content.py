@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -67,6 +68,9 @@ class PanelState:
         queue_curve: fill level of the queue, in [0, 1].
         loss_curve: training loss.
         cost_share: share of the time that the panel takes, including its measurements, in [0, 1].
+        at_s: time of the state in seconds since 1970, which shows whether a frame is old; after the run, that of its
+            end.
+        headline: text shown in place of the verdict, for example because the run no longer exists.
     """
 
     phase: Phase
@@ -92,6 +96,8 @@ class PanelState:
     queue_curve: tuple[float, ...] = ()
     loss_curve: tuple[float, ...] = ()
     cost_share: float | None = None
+    at_s: float | None = None
+    headline: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -155,6 +161,8 @@ def clipped(text: object, most: int) -> str:
 
 def verdict(state: PanelState) -> tuple[str, str]:
     """Return the verdict, and a separate suffix that changes with every frame, which may be empty."""
+    if state.headline:
+        return clipped(state.headline, 140), ""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
         return "Waiting for data", f"since {format_seconds(state.waiting_s)}"
     sentence = clipped(state.diagnosis.sentence, 140) if state.diagnosis else ""
@@ -264,8 +272,9 @@ def values(state: PanelState) -> str:
 
 
 def cost(state: PanelState) -> str:
-    """Return the share of the time that the panel takes, as text."""
-    return f"panel {UNKNOWN if state.cost_share is None else format_share(state.cost_share)}"
+    """Return the share of the time that the panel takes, and the time of the state, as text."""
+    share = f"panel {UNKNOWN if state.cost_share is None else format_share(state.cost_share)}"
+    return share if state.at_s is None else f"{share} · {time.strftime('%H:%M:%S UTC', time.gmtime(state.at_s))}"
 
 
 def thinned(points: Sequence[float], most: int) -> tuple[float, ...]:

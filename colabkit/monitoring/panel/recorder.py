@@ -167,6 +167,7 @@ class RunRecorder:
             queue_curve=self._queue.whole if is_over else self._queue.newest,
             loss_curve=self._loss.whole,
             cost_share=cost_share,
+            at_s=time.time() - self._clock() + now_s,
         )
 
     def _read(self, is_over: bool) -> None:
