@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from message_table import TABLE, sites, table
 
 
+@pytest.mark.full
 def test_the_page_of_messages_is_up_to_date() -> None:
     assert TABLE.read_text() == table(), "run python tests/doubles/message_table.py"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from mistake_page import PAGE, page, shown
 from mistakes import LAUNCHER, MAGIC, MISTAKES, PYTHON, TERMINAL, Mistake
 
@@ -36,6 +37,7 @@ def _flaws(mistake: Mistake, text: str) -> list[str]:
     return flaws
 
 
+@pytest.mark.full
 def test_every_mistake_gets_a_message_that_names_its_cause_in_the_words_of_its_surface() -> None:
     wrong = [
         f"{mistake.typed}\n    {text}\n    {'; '.join(flaws)}"
@@ -45,6 +47,7 @@ def test_every_mistake_gets_a_message_that_names_its_cause_in_the_words_of_its_s
     assert not wrong, "\n".join(["", *wrong])
 
 
+@pytest.mark.full
 def test_the_page_of_mistakes_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run python tests/doubles/mistake_page.py"
 

@@ -65,6 +65,7 @@ def shape(output: str) -> str:
     return AMOUNT.sub("#", QUOTED.sub("'...'", output.strip()))
 
 
+@pytest.mark.full
 def test_notebook_blocks_run_and_have_the_printed_output(inside: Path, shell: InteractiveShell) -> None:
     shell.run_cell(blocks("python")[0]).raise_error()
     for block in blocks("ipython"):

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import colabkit
 
 ROOT = Path(__file__).parents[1]
@@ -203,6 +205,7 @@ def test_files_stay_short() -> None:
     assert {name: length for name, length in lengths.items() if length > 450} == {}
 
 
+@pytest.mark.full
 def test_no_test_module_imports_another() -> None:
     """Code that tests share is in `tests/doubles` or in a `conftest.py`; `tests/faults` is a program of its own."""
     files = sorted((ROOT / "tests").rglob("*.py"))

@@ -186,16 +186,13 @@ def authority() -> trustme.CA:
     return trustme.CA()
 
 
-@pytest.fixture(scope="session", params=["gdown==5.2.2", "gdown>=6"])
+@pytest.fixture(scope="session", params=[pytest.param("gdown==5.2.2", marks=pytest.mark.full), "gdown>=6"])
 def gdown(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> str:
     """Return a folder with gdown from PyPI, cached by pytest; a test can choose the version with a mark."""
     return installed(request.param, pytestconfig)
 
 
 only_old = pytest.mark.parametrize("gdown", ["gdown==5.2.2"], indirect=True)
-old_in_full = pytest.mark.parametrize(
-    "gdown", [pytest.param("gdown==5.2.2", marks=pytest.mark.full), "gdown>=6"], indirect=True
-)
 only_new = pytest.mark.parametrize("gdown", ["gdown>=6"], indirect=True)
 
 

@@ -144,6 +144,7 @@ CALLS = (
 )
 
 
+@pytest.mark.full
 def test_every_function_accepts_drive_paths_and_reports_a_missing_mount(monkeypatch):
     for call in CALLS:
         monkeypatch.delenv("COLABKIT_DRIVE", raising=False)

@@ -316,6 +316,7 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_as_escapes(tmp_path: Path
     assert rb"v\xf6gel" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("output", "said"),
     [("| true", ""), (">&-", ""), ("> /dev/full", "Cannot write the output: No space left on device.")],
@@ -337,6 +338,7 @@ def test_errors_do_not_go_to_standard_output_if_standard_error_is_closed() -> No
     assert (done.returncode, done.stdout) == (2, "")
 
 
+@pytest.mark.full
 def test_the_line_of_an_epoch_shows_any_name_in_the_encoding_of_the_terminal(experiment: Path) -> None:
     code = "def step(batch):\n    return {'loss': 1.0, 'précision\\x1b': 0.5}\n"
     (experiment / "experiment.py").write_text(EXPERIMENT + code)

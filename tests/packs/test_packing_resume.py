@@ -122,6 +122,7 @@ def test_too_little_space_for_all_shards_is_an_error_before_anything_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]
 
 
+@pytest.mark.full
 def test_packing_resumes_after_a_disk_filled_up_at_any_operation(tmp_path, small_tree, file_hook):
     out = tmp_path / "made" / "p.h5"
     expected = content(sharded(small_tree, tmp_path / "whole.h5", None).path)

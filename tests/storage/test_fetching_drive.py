@@ -14,7 +14,7 @@ from pathlib import Path
 
 import http_servers as servers
 import pytest
-from fake_drive import children, drive_id, old_in_full, only_new, running
+from fake_drive import children, drive_id, only_new, running
 from http_servers import cut_after
 from trees import leftovers
 from waiting import wait_until
@@ -84,7 +84,6 @@ def test_a_refusal_names_its_cause_and_remedy(drive, gdown, tmp_path, page, caus
         report_row(SYMPTOMS[page], "one error with cause and remedy", caught.value)
 
 
-@old_in_full
 def test_a_busy_drive_is_retried(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "busy")
     report = get("birds", tmp_path)
@@ -107,7 +106,6 @@ SPLICES = {
 }
 
 
-@old_in_full
 @pytest.mark.parametrize("second", SPLICES.values(), ids=SPLICES)
 def test_a_response_that_does_not_continue_the_part_is_never_appended(drive, tmp_path, second):
     drive.add("birds.zip", CONTENT, "small", cut_after(1_500_000), servers.serve, second, servers.serve)
@@ -117,7 +115,6 @@ def test_a_response_that_does_not_continue_the_part_is_never_appended(drive, tmp
     assert leftovers(tmp_path) == []
 
 
-@old_in_full
 def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(drive, tmp_path):
     file = drive.add("birds.zip", CONTENT)
     other = random.Random(2).randbytes(len(CONTENT))
@@ -130,7 +127,6 @@ def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(dr
     assert get("birds", tmp_path).path.read_bytes() == other
 
 
-@old_in_full
 @pytest.mark.parametrize(
     ("plan", "resumes"),
     [(servers.silent, False), (servers.hang_after(1_000_000), True)],
@@ -155,7 +151,6 @@ def is_half_there(folder: Path) -> bool:
     return "validator" in notes and kept_bytes > 1_000_000
 
 
-@old_in_full
 def test_ctrl_c_stops_at_once_and_the_next_call_resumes(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "small", servers.hang_after(1_500_000), servers.serve)
 
@@ -176,7 +171,6 @@ def test_ctrl_c_stops_at_once_and_the_next_call_resumes(drive, tmp_path):
     assert report.resumed_bytes > 1_000_000
 
 
-@old_in_full
 def test_a_killed_fetch_leaves_no_child_and_resumes_in_a_new_process(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "small", servers.hang_after(1_500_000), servers.serve)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1])])}
@@ -193,7 +187,6 @@ def test_a_killed_fetch_leaves_no_child_and_resumes_in_a_new_process(drive, tmp_
     assert leftovers(tmp_path) == []
 
 
-@old_in_full
 def test_a_web_page_sent_as_a_file_is_refused(drive, tmp_path):
     drive.add("birds.zip", b"<!doctype html><title>Sign in</title>")
     with pytest.raises(FetchFailed, match="a web page titled 'Sign in'"):
@@ -201,7 +194,6 @@ def test_a_web_page_sent_as_a_file_is_refused(drive, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@old_in_full
 def test_a_google_document_is_fetched_in_the_format_that_gdown_exports(drive, tmp_path):
     drive.add("notes.docx", CONTENT, "document")
     assert get("notes", tmp_path).path == tmp_path / "notes.docx"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import http_servers as servers
 import pytest
-from fake_drive import DriveFolder, FakeDrive, drive_id, old_in_full, only_new, only_old
+from fake_drive import DriveFolder, FakeDrive, drive_id, only_new, only_old
 from http_servers import cut_after
 from trees import files_of, leftovers
 
@@ -51,7 +51,6 @@ def test_a_folder_is_fetched_with_its_own_name(drive, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-@old_in_full
 def test_a_folder_gets_the_requested_name_and_replaces_the_old_one(drive, tmp_path):
     plant(drive)
     assert get(tmp_path / "mine").path == tmp_path / "mine"
@@ -71,7 +70,6 @@ def test_a_broken_connection_is_resumed(drive, tmp_path):
     assert len(set(drive.ranges())) == 2
 
 
-@old_in_full
 def test_the_next_call_resumes_an_interrupted_folder(drive, tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "TRIES", 1)
     plant(drive)
@@ -85,7 +83,6 @@ def test_the_next_call_resumes_an_interrupted_folder(drive, tmp_path, monkeypatc
     assert leftovers(tmp_path) == []
 
 
-@old_in_full
 def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(drive, tmp_path):
     plant(drive)
     file = drive.files[drive_id("one")]
@@ -99,7 +96,6 @@ def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(dr
     assert files_of(get(tmp_path).path) == {**TREE, "one.bin": other}
 
 
-@old_in_full
 def test_a_folder_that_cannot_be_fetched_is_refused_with_the_cause(drive, tmp_path):
     def refused(cause: str) -> None:
         with pytest.raises(FetchFailed, match=cause):

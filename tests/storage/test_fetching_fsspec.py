@@ -224,6 +224,7 @@ def test_a_hanging_file_system_times_out(tmp_path, remote, monkeypatch):
     assert time.monotonic() - began < 3
 
 
+@pytest.mark.full
 def test_opening_a_file_system_is_retried_and_times_out(tmp_path, remote, monkeypatch):
     remote.pipe("/x", CONTENT)
     opens, fails, released = fsspec.core.url_to_fs, [ConnectionError("reset by peer")], threading.Event()

@@ -125,6 +125,7 @@ ALLOWED = {
 """Changes, as regular expressions of the trace, that need no announcement, each with the reason."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_file_change_is_announced(tmp_path: Path, name: str) -> None:
     needs("strace", shutil.which("strace") is not None)

@@ -63,6 +63,7 @@ def test_pip_sees_colabs_versions_without_conflicts(
     assert pip(images[image], "check").returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("image", "new"),
     [("cpu", {*ALWAYS_NEW, "nvidia-ml-py"}), pytest.param("gpu", ALWAYS_NEW, marks=pytest.mark.full)],

@@ -126,6 +126,7 @@ def test_throughput_is_written_on_the_bars():
     assert [text.get_text() for text in axes_of(run(2))["Throughput"].texts] == ["10", "10"]
 
 
+@pytest.mark.full
 def test_machine_utilization_is_drawn_over_time():
     axes = axes_of(run(hosts=machine(11, 1)))["Machine utilization"]
     assert legend_of(axes) == ["GPU", "CPU", "CPU of this process", "RAM"]

@@ -49,6 +49,7 @@ def test_a_long_run_has_a_block_for_each_earlier_epoch(tmp_path, data):
     assert names[-512:] == [f"step {number}" for number in range(61, 573)]
 
 
+@pytest.mark.full
 def test_a_stopped_and_resumed_run_adds_up(tmp_path, data):
     def run(**options: object) -> TrainReport:
         return train(lambda batch: 1.0, Loader(data, 1), epochs=60, to=tmp_path / "run", **options)
