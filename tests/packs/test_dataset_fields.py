@@ -24,7 +24,7 @@ IMAGES = RANDOM.integers(0, 256, (10, 6, 5, 3)).astype("|u1")
 
 @pytest.fixture
 def everything(tmp_path: Path) -> PackedDataset:
-    """Return a split of ten samples with fields of every kind, some of them in tables."""
+    """Return ten samples with fields of every kind; some fields are in tables."""
     fields = {
         "X": {"train": IMAGES},
         "Y": {"train": np.arange(10) % 3},

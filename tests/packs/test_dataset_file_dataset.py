@@ -28,14 +28,7 @@ from colabkit.packs.decode.images import decode_image
 pandas = pytest.importorskip("pandas")
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """Return a folder of twelve photos of one size in three classes."""
-    return photos(tmp_path / "tree")
-
-
 def table_of(tree: Path, **columns: Any) -> Any:
-    """Return a DataFrame with the paths of all files in a folder, and additional columns."""
     return pandas.DataFrame({"path": [str(path) for path in files_of(tree)], **columns})
 
 

@@ -12,7 +12,6 @@ from colabkit.packs.decode.images import decode_array
 
 
 def npy(values: object, **options: object) -> bytes:
-    """Return the bytes of a `.npy` file."""
     file = io.BytesIO()
     np.save(file, values, **options)
     return file.getvalue()
@@ -83,7 +82,7 @@ def test_invalid_files_raise_with_the_reason(data, reason):
     try:
         found = decode_array(data)
     except BadImage as error:
-        # One of the cases is a valid array.
+        # The case with an empty reason is a valid array.
         assert str(error).startswith(reason)  # noqa: PT017
     else:
         assert reason == ""

@@ -115,7 +115,7 @@ def test_a_damaged_file_decodes_to_an_image_or_raises_bad_image(kind):
         decoded += 1
         assert found.dtype == np.uint8
         assert found.shape == (*size, 3)
-    # The parts of a PNG file have CRCs, so every change is found.
+    # The chunks of a PNG file have CRCs, so every change is found.
     assert (decoded == 0) == (kind == "PNG")
 
 

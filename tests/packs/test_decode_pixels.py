@@ -105,7 +105,7 @@ def test_the_smallest_images_are_resized_correctly():
     for side in range(1, 40):
         data = saved(photo(side, 200), "JPEG", quality=100, subsampling=0)
         error = np.abs(decode_image(data, 3, (1, 3)) - fitted_by_pillow(data, (1, 3)).astype(int))
-        # With so few pixels, differences at the edges of the image weigh more.
+        # In images with so few pixels, the edges cause larger differences.
         assert error.max() <= 16
 
 

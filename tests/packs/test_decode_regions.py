@@ -26,7 +26,7 @@ def _use_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampled(pixels: np.ndarray, subsampling: str, quality: int = 90) -> bytes:
-    """Return a baseline JPEG with a subsampling that Pillow cannot write."""
+    """Return a baseline JPEG, also with subsamplings that Pillow cannot write."""
     import simplejpeg
 
     return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=quality, colorsubsampling=subsampling)
@@ -42,7 +42,6 @@ def boxed(data: bytes, region: Region, channels: int = 3, wanted: tuple[int, int
 
 
 def crop(data: bytes, region: Region, channels: int = 3) -> np.ndarray:
-    """Decode the full image, and return a box of it."""
     top, left, height, width = region
     return decode_image(data, channels)[top : top + height, left : left + width]
 
@@ -92,9 +91,9 @@ def test_boxes_of_other_baseline_files_are_exact(options):
 
 
 def segments(data: bytes) -> dict[int, bytes]:
-    """Return the last segment of each marker in a small JPEG.
+    """Return the last segment of each marker in a JPEG.
 
-    Key 0 holds the scan, and key 1 all tables.
+    Key 0 holds the data of the scan, and key 1 all quantization and Huffman tables.
     """
     at, found, tables = 2, {}, b""
     while True:

@@ -1,4 +1,4 @@
-"""Pack files are plain HDF5 files that are sealed last and reveal all damage."""
+"""Pack files are plain HDF5 files, are sealed last, and never return damaged samples unnoticed."""
 
 from __future__ import annotations
 

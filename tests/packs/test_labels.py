@@ -12,7 +12,6 @@ from colabkit.storage.sources.items import Item, Listing
 
 
 def labelled_paths(*paths: str) -> Labelling:
-    """Label the samples of a folder that contains these files."""
     return label_samples(listing_of(*paths), "source")
 
 
@@ -131,7 +130,6 @@ def test_sources_without_images_or_without_files_raise():
 
 
 def by_split(labelled: Labelling) -> dict[str, list[str]]:
-    """Return the paths of each split, in the pack's order."""
     return {split: [labelled.items[n].path for n in numbers] for split, numbers in labelled.splits.items()}
 
 

@@ -32,7 +32,6 @@ SEEDS = st.integers(0, 2**40)
 
 
 def strata_with(counts: dict[int, int], seed: int = 0) -> np.ndarray:
-    """Return strata with the given numbers of samples, shuffled."""
     cells = [stratum for stratum, count in counts.items() for _ in range(count)]
     random.Random(seed).shuffle(cells)
     return np.array(cells)

@@ -62,7 +62,7 @@ def test_folder_and_zip_give_the_same_samples(tmp_path, image_tree):
 
 
 def image_folder(root: Path) -> tuple[list[Path], list[int], list[str]]:
-    """List files, labels and classes as torchvision's `ImageFolder` does in `find_classes` and `make_dataset`."""
+    """Return files, labels and classes in the order of torchvision's `ImageFolder`."""
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     files, labels = [], []
     for label, name in enumerate(classes):
@@ -182,7 +182,7 @@ def test_only_packs_are_overwritten(tmp_path, small_tree, content):
     assert path.read_bytes() == content
     path.unlink()
     packed(small_tree, path)
-    # A damaged pack is still a pack.
+    # `overwrite=True` also replaces a damaged pack.
     path.write_bytes(path.read_bytes()[:5000])
     packed(small_tree, path, overwrite=True)
     assert samples(path)[1] == [0, 0, 1, 1, 2, 2]

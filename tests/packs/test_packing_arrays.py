@@ -23,7 +23,6 @@ CLASSES = RANDOM.permutation(np.arange(30) % 3)
 
 
 def samples_of(found: Pack, split: str = "train") -> list[Any]:
-    """Read the samples of a split one by one, so that each is checked."""
     return [found[split][number] for number in range(len(found[split]))]
 
 

@@ -133,7 +133,7 @@ def split_tree(folder: Path) -> Path:
 def test_bad_files_of_several_splits_are_listed_in_the_order_of_samples(tmp_path, monkeypatch, on_bad, options):
     tree = split_tree(tmp_path / "tree")
     whole = packed(tree, tmp_path / "whole.h5", **options)
-    # The files are sorted by name: test, train, val.
+    # The files are sorted by path: test, train, val.
     names = spoil(tree, 6, 8, 0, 5, 9, 10, 11)
     fork(monkeypatch)
     for way, threads in WAYS.items():

@@ -1,4 +1,4 @@
-"""`pack()` stores the samples of map-style datasets, such as those of torch and torchvision, unchanged."""
+"""`pack()` stores the samples of map-style datasets, such as those of torch and torchvision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LABELS = torch.arange(12) % 3
 
 
 class Samples(Dataset):
-    """A map-style dataset of the given samples and attributes."""
+    """A map-style dataset of the given samples; a sample that is an exception is raised."""
 
     def __init__(self, samples: list[Any], count: int | None = None, **attributes: Any) -> None:
         self._samples = samples

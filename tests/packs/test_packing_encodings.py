@@ -45,7 +45,7 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, split: str = "train") -> list[np.ndarray]:
-    """Read the images of a split as `[H, W, C]`, one by one, so that each is checked."""
+    """Return the images of a split as `[H, W, C]` arrays."""
     data = open_pack(path)[split]
     return [data[number][0].permute(1, 2, 0).numpy() for number in range(len(data))]
 

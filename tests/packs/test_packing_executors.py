@@ -190,7 +190,7 @@ def test_workers_that_outlive_a_killed_call_do_not_block_the_next_call(tmp_path,
 
 
 class Counting(ThreadPoolExecutor):
-    """An executor that counts submitted tasks, and the largest number of unfinished tasks."""
+    """A thread pool that records the number of submitted tasks, and the largest number of unfinished tasks."""
 
     given = most = 0
 
@@ -315,7 +315,6 @@ def test_no_more_arrays_are_sent_while_tasks_are_slow(tmp_path, monkeypatch):
 
 
 def large_plan(count: int) -> PackPlan:
-    """Return a plan of many files in two splits, with labels and a column of text."""
     items = [Item(f"class{number % 10}/{number:07d}.jpg", 1000 + number % 7, number) for number in range(count)]
     maker = FileSampleMaker(FolderSource(Path("/x")), items, "source", channels=3, size=None)
     numbers = np.random.default_rng(1).permutation(count)

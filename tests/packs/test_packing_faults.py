@@ -23,7 +23,6 @@ every = pytest.mark.parametrize("options", WORKS.values(), ids=WORKS)
 
 @pytest.fixture
 def tree(tmp_path: Path, options: dict[str, Any]) -> Path:
-    """Return a folder of six photos; the fourth is broken if the options allow bad files."""
     return photos_for(options, tmp_path / "tree")
 
 

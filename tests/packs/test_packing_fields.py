@@ -128,7 +128,7 @@ def test_a_field_may_have_any_name(tmp_path, tree, name):
 
 
 def test_tables_of_equal_names_in_different_folders_are_different_sources(tmp_path):
-    """The files have equal names, sizes and modification times, as raw images often have."""
+    """The files have equal names, sizes and modification times."""
     for number, folder in enumerate(("one", "two")):
         (tmp_path / folder / "a").mkdir(parents=True)
         np.save(tmp_path / folder / "a" / "0.npy", np.full((2, 2), number))

@@ -1,4 +1,4 @@
-"""The digest of a user's function depends on its code and values, not on its name."""
+"""The digest of a user's function changes with its code and with the values that it refers to."""
 
 from __future__ import annotations
 

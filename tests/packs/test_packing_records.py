@@ -161,7 +161,7 @@ def test_a_bucket_object_with_many_samples_is_packed(tmp_path):
 
 @pytest.fixture
 def table(tmp_path: Path) -> pd.DataFrame:
-    """Return a table with two rows for each of 24 pictures, and columns of every type."""
+    """Return a table with two rows for each of 24 pictures, and columns of several types."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for n in range(24):

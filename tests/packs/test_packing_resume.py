@@ -41,7 +41,7 @@ def fillings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def stop_at(name: str) -> Callable[[str, Path], None]:
-    """Return a hook that interrupts once the shard of this name is sealed and renamed."""
+    """Return a hook that raises `KeyboardInterrupt` at the first sync after the shard of this name is complete."""
 
     def hook(operation: str, path: Path) -> None:
         if operation == "sync" and any(one.name == name for one in path.parent.iterdir()):
@@ -172,7 +172,10 @@ def test_shards_of_a_renamed_index_are_not_replaced(tmp_path, small_tree):
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run `work` in a forked process and return its PID; the exit code is 0 if `work` returned a true value."""
+    """Run `work` in a forked process and return its PID.
+
+    The exit code is 0 for a true result, 3 for a false one, 4 for `TargetExists` and 5 for other exceptions.
+    """
     pid = os.fork()
     if pid == 0:
         try:

@@ -1,4 +1,4 @@
-"""In tables, paths may be in a column with any name, be relative to any folder, and name missing files."""
+"""Tables whose paths are in a column of any name, are relative to any folder, or name missing files."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PACKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def made(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Return a pack of eight photos for training and four for testing."""
+    """Return a pack of 8 training and 4 test photos; if `on_bad` is an option, two of the files are broken."""
     tree = tmp_path / "tree"
     for split, count in (("train", 4), ("test", 2)):
         for label in ("ants", "bees"):

@@ -72,7 +72,6 @@ def archives(tree: Path) -> None:
 
 
 def add_image(tree: Path, name: str = "dogs") -> None:
-    """Add a class with one image to a tree."""
     (tree / name).mkdir()
     shutil.copy(tree / "ants" / "000.png", tree / name / "000.png")
 
@@ -101,7 +100,7 @@ def test_a_local_pack_is_used_if_the_source_no_longer_exists(image_tree, form):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let checks of a mount that hangs end early."""
+    """Shorten the waits for a mount that hangs."""
     monkeypatch.setattr(preparing, "_CHECK_S", 0.3)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
 
@@ -210,7 +209,7 @@ def test_a_changed_source_is_packed_again(image_tree, near_storage, form, is_new
 
 
 def rewrite(path: Path, old: Path) -> None:
-    """Write the pixels of another image to a file in place, and keep its size and times."""
+    """Overwrite a file in place with the bytes of another, and keep its size and modification time."""
     before, data = path.stat(), old.read_bytes()
     with path.open("r+b") as file:
         file.write(data[: before.st_size].ljust(before.st_size, b"\0"))
@@ -219,7 +218,7 @@ def rewrite(path: Path, old: Path) -> None:
 
 
 def replace_with_same_times(path: Path, old: Path) -> None:
-    """Replace a file with another of the same size and times."""
+    """Replace a file with another of the same size and modification time."""
     other = path.with_name("other")
     shutil.copy2(path, other)
     rewrite(other, old)
@@ -238,7 +237,6 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 def contents(prepared: PreparedPack) -> dict[str, list[tuple[bytes, int]]]:
-    """Return the pixels and labels of each split."""
     return {name: [(image.numpy().tobytes(), label) for image, label in prepared[name]] for name in prepared}
 
 
@@ -357,7 +355,6 @@ def test_the_report_says_which_files_of_a_large_remote_source_were_not_checked(i
 )
 def test_another_pack_under_the_right_name_is_never_used(image_tree, tmp_path, near_storage, place, other, difference):
     def lent() -> Path:
-        """Return another pack."""
         if other == "pack":
             return pack(image_tree, tmp_path / "hand.h5", progress=False).path
         if other == "source":

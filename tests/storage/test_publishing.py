@@ -38,7 +38,6 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    """Return a file to publish."""
     return write(tmp_path / "local" / "birds.h5", NEW)
 
 

@@ -64,7 +64,6 @@ class Drive(FolderSource):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with files of many sizes."""
     place = tmp_path / "files"
     place.mkdir()
     for name, data in DATA.items():
@@ -104,7 +103,6 @@ def read(source: Source, items: Iterable[Item] | None = None, threads: int | str
 
 
 def only(source: Source, name: str) -> list[Item]:
-    """Return the item with this path, in a list."""
     return [item for item in source.list().items if item.path == name]
 
 

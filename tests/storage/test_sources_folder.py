@@ -28,7 +28,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[False, True], ids=["local", "can hang"], autouse=True)
 def can_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Treat all folders as local, then as able to hang; check that no thread is left."""
+    """Run each test with folders treated as local, and as able to hang; check that no thread is left."""
     monkeypatch.setattr(items, "can_hang", lambda path, table: request.param)
     yield request.param
     assert comes_true(no_reader_threads)

@@ -21,7 +21,7 @@ class Simulation:
     """Simulated calls to a source that has a latency and serves a limited number of calls at once.
 
     Args:
-        level: the level that sets the number of requests in flight.
+        level: sets the number of concurrent calls.
         latency_s: latency in seconds of a call of weight 1; it is proportional to the weight.
         cap: number of calls that the source serves at once; other calls wait.
         cpu_s: CPU seconds of each call after its answer.
@@ -53,7 +53,7 @@ class Simulation:
         self._in_flight = 0
 
     def run(self, seconds: float) -> float:
-        """Continue for some virtual seconds; return the requests per second."""
+        """Run for some virtual seconds; return the weight of the finished calls per second."""
         since, before = self.time, self.done
         if not self._in_flight:
             self.level.begin(self.time)
@@ -92,7 +92,7 @@ class Simulation:
 
 
 def best_rate(seconds: float, **source: object) -> float:
-    """Return the best rate among fixed numbers of concurrent requests."""
+    """Return the best rate with a fixed number of concurrent calls."""
     return max(Simulation(Level(now, is_fixed=True), **source).run(seconds) for now in LEVELS)  # type: ignore[arg-type]
 
 

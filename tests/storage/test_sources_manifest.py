@@ -98,7 +98,7 @@ class MapStyle(Convertible):
 
 
 class HuggingFace(MapStyle):
-    """A dataset of Hugging Face, which describes its columns; the dtype of an image column is not text."""
+    """A Hugging Face dataset; its `features` give the dtype of each column, or are None."""
 
     def __init__(self, frame: pd.DataFrame, path_type: str | None) -> None:
         super().__init__(frame)

@@ -228,5 +228,5 @@ def test_every_call_waits_once_and_returns_the_result_of_the_inner_source(image_
         path.relative_to(image_tree).as_posix(): path.read_bytes() for path in image_tree.rglob("*.png")
     }
     assert slow.name == str(image_tree)
-    # Reads of files that were just modified also wait for the clock's tick.
+    # Other pauses wait for the clock's tick before files that were just modified are read.
     assert [pause for pause in pauses if pause == 0.25] == [0.25] * 25

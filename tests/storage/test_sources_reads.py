@@ -29,7 +29,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FlakySource:
-    """A source whose reads follow a script: each open takes the next list of blocks and errors."""
+    """A source that follows a script: each open raises the next error, or returns a file that follows the next list."""
 
     name = "flaky"
 
@@ -193,7 +193,6 @@ DATA = os.urandom(1000)
 
 
 def odd_folder(path: Path, odd: Odd) -> tuple[OddFolder, Item]:
-    """Return a folder with one file, and its item."""
     (path / "file").write_bytes(DATA)
     source = OddFolder(path, odd)
     return source, source.list().items[0]

@@ -1,4 +1,4 @@
-"""LMDBs as sources: the same values as the library lmdb reads, and typed errors for damaged databases."""
+"""LMDBs as sources: the same values as the `lmdb` package reads, and typed errors for damaged databases."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path, rounds):
     refused = 0
     for number in range(rounds):
         data = bytearray(whole)
-        # Damage the first bytes of pages, which hold their headers.
+        # Damage the first bytes of pages, which include their headers.
         for _ in range(1 + number % 5):
             data[drawn.randrange(len(data) // 4096) * 4096 + drawn.randrange(120)] ^= 1 << drawn.randrange(8)
         path = tmp_path / "flipped.lmdb"

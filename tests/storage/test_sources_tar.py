@@ -75,7 +75,7 @@ def test_a_file_that_was_archived_twice_keeps_its_bytes_and_a_link_to_another_fi
             for member in (tarfile.TarInfo(name), tarfile.TarInfo("other" * 19)):
                 member.size = 4
                 file.addfile(member, io.BytesIO(b"data"))
-            # GNU tar and `tarfile` write a hard link if the same file follows again.
+            # GNU tar and `tarfile` write a hard link if the same file is added again.
             again = tarfile.TarInfo(name)
             again.type, again.linkname = tarfile.LNKTYPE, linked
             file.addfile(again)

@@ -35,7 +35,6 @@ from colabkit.storage.staging.api import unstage
 
 @pytest.fixture
 def archive(image_tree, tmp_path):
-    """Return a zip archive of the image tree."""
     return zipped(image_tree, tmp_path / "tree.zip")
 
 

@@ -137,7 +137,7 @@ def test_a_second_process_waits_for_the_first(image_tree, tmp_path):
 
     def release(seconds: float) -> None:
         if seconds != locks._BUSY_S:
-            # The reader waits for the clock's tick after the modification of the source.
+            # This wait is the reader's, for the clock's tick after the modification of the source.
             return
         waited.append(lambda: None)
         if len(waited) == 3:
