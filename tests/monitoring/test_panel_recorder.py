@@ -13,7 +13,7 @@ from colabkit.foundation import HostSnapshot, LoaderFacts, LoaderMeters, MetersS
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState
-from colabkit.monitoring.panel.recorder import RunRecorder, StepValues, TimeSeries
+from colabkit.monitoring.panel.recorder import RunRecorder
 
 
 class AskedDoctor:
@@ -258,7 +258,7 @@ def test_after_the_end_the_curves_cover_the_whole_run(recorder: RunRecorder, tim
 
 
 def test_a_series_holds_the_newest_minute_and_a_bounded_summary_of_the_whole_run() -> None:
-    series = TimeSeries()
+    series = meters.TimeSeries()
     for number in range(10_000):
         series.add(float(number))
     assert series.newest == tuple(map(float, range(9940, 10_000)))
@@ -301,7 +301,7 @@ def test_values_on_a_gpu_are_read_after_they_have_arrived_without_waiting() -> N
         marks.append(Mark())
         return marks[-1]
 
-    readings = StepValues(mark)
+    readings = meters.StepValues(mark)
     readings.note({"loss": OnDevice(1.0), "lr": 0.1})
     assert (readings.read(), readings.values) == (False, {})
     readings.note({"loss": OnDevice(2.0), "lr": 0.1})

@@ -26,6 +26,8 @@ from colabkit.foundation.meters.events import logger as logger
 from colabkit.foundation.meters.events import publish as publish
 from colabkit.foundation.meters.events import subscribe as subscribe
 from colabkit.foundation.meters.events import used as used
+from colabkit.foundation.meters.series import StepValues as StepValues
+from colabkit.foundation.meters.series import TimeSeries as TimeSeries
 from colabkit.foundation.meters.steps import Clock as Clock
 from colabkit.foundation.meters.steps import DeviceClock as DeviceClock
 from colabkit.foundation.meters.steps import HostClock as HostClock

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-from colabkit.foundation import HostSnapshot, LoaderMeters, Mark, MetersSnapshot, Sampler, meters
+from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Sampler, meters
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
@@ -19,8 +17,6 @@ _NOW_S = 5.0
 # Long enough to average over bursts, since loaders make batches in groups.
 _LATELY_S = 15.0
 _MINUTE_S = 60.0
-# Maximum number of points per curve: for the last minute, and for the whole run.
-_NEWEST, _WHOLE = 60, 240
 # The doctor takes more time than the rest of the panel, and users need time to read a verdict.
 _LOOK_S = 2.0
 
@@ -52,12 +48,12 @@ class RunRecorder:
         self._noted_steps = 0
         self._waiting_s = 0.0
         self._window: deque[tuple[float, MetersSnapshot]] = deque()
-        self._values = StepValues()
+        self._values = meters.StepValues()
         self._validation: Mapping[str, float] = {}
         self._next_point_s = 0.0
         self._next_look_s = 0.0
         self._diagnosis: Diagnosis | None = None
-        self._speed, self._data, self._queue, self._loss = TimeSeries(), TimeSeries(), TimeSeries(), TimeSeries()
+        self._speed, self._data, self._queue, self._loss = (meters.TimeSeries() for _ in range(4))
         self._noters: dict[type, Callable[[Any], None]] = {
             meters.BatchTaken: self._batch_taken,
             meters.StepDone: self._step_done,
@@ -231,102 +227,3 @@ def _loads(hosts: Sequence[HostSnapshot], gpu_number: int) -> tuple[float, ...]:
         if rate is not None:
             found.append(rate)
     return tuple(found)
-
-
-class StepValues:
-    """The newest step values that have arrived from the device.
-
-    Reading a GPU tensor directly would block the loop until the stream has computed it. Instead, an asynchronous copy
-    to the host is queued in the stream, and its result is read in a later call, once it has arrived.
-
-    Args:
-        mark: records an event in the stream of a tensor; by default a CUDA event.
-    """
-
-    def __init__(self, mark: Callable[[Any], Mark] | None = None) -> None:
-        self._mark = mark or _mark
-        self._newest: Mapping[str, object] | None = None
-        self._coming: dict[str, object] | None = None
-        self._marks: list[Mark] = []
-        self.values: dict[str, float] = {}
-
-    def note(self, values: Mapping[str, object]) -> None:
-        """Remember the values of the newest step without reading them."""
-        self._newest = values
-
-    def read(self) -> bool:
-        """Take values that have arrived, and start copying newer ones; return whether `values` changed."""
-        is_new = self._take()
-        if self._coming is None and self._newest is not None:
-            self._coming, self._newest = {name: self._sent(value) for name, value in self._newest.items()}, None
-            is_new |= self._take()
-        return is_new
-
-    def read_all(self) -> bool:
-        """Wait for the newest values; return whether `values` changed."""
-        newest, self._newest, self._coming, self._marks = self._newest or self._coming, None, None, []
-        if newest is None:
-            return False
-        self.values = _floats(newest)
-        return True
-
-    def _sent(self, value: Any) -> object:
-        if not getattr(value, "is_cuda", False):
-            return value
-        copy = value.detach().to("cpu", non_blocking=True)
-        self._marks.append(self._mark(value))
-        return copy
-
-    def _take(self) -> bool:
-        if self._coming is None or not all(mark.query() for mark in self._marks):
-            return False
-        self.values, self._coming, self._marks = _floats(self._coming), None, []
-        return True
-
-
-class TimeSeries:
-    """A value over time: its newest 60 points, and the whole run averaged to at most 240 points."""
-
-    def __init__(self) -> None:
-        self._newest: deque[float] = deque(maxlen=_NEWEST)
-        self._whole: list[float] = []
-        self._span = 1
-        self._sum = 0.0
-        self._count = 0
-
-    def add(self, value: float | None) -> None:
-        """Add a point; ignore None, NaN and infinity."""
-        if value is None or not math.isfinite(value):
-            return
-        self._newest.append(value)
-        self._sum += value
-        self._count += 1
-        if self._count < self._span:
-            return
-        self._whole.append(self._sum / self._count)
-        self._sum, self._count = 0.0, 0
-        if len(self._whole) == _WHOLE:
-            self._whole = [(a + b) / 2 for a, b in zip(self._whole[::2], self._whole[1::2], strict=True)]
-            self._span *= 2
-
-    @property
-    def newest(self) -> tuple[float, ...]:
-        """The newest 60 points, oldest first."""
-        return tuple(self._newest)
-
-    @property
-    def whole(self) -> tuple[float, ...]:
-        """The whole series, oldest first; in a long series, each point is a mean of several values."""
-        rest = (self._sum / self._count,) if self._count else ()
-        return (*self._whole, *rest)
-
-
-def _floats(values: Mapping[str, object]) -> dict[str, float]:
-    return {name: float(cast(Any, value)) for name, value in values.items()}
-
-
-def _mark(value: Any) -> Mark:
-    cuda = importlib.import_module("torch").cuda
-    event = cuda.Event()
-    event.record(cuda.current_stream(value.device))
-    return cast(Mark, event)
