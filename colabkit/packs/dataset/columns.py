@@ -1,4 +1,4 @@
-"""The columns of a file of samples: arrays, and bytes stored back to back; and the values that users get from them."""
+"""Columns of a file of samples: arrays, and bytes stored back to back. Each converts its samples for the user."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def stored_rows(column: Column, rows: Indices) -> Iterator[Stored]:
 
 
 def _read_pages(array: npt.NDArray[Any]) -> None:
-    """Read the pages of a large mapped array into memory, because an error of a later access would end the process.
+    """Read the pages of a large mapped array, if the kernel can, because an error in a later access ends the process.
 
     For small arrays, this would take longer than reading them.
 

@@ -85,8 +85,8 @@ class PackedDataset(LabelledDataset):
 
     An integer index returns one sample. A slice, or an array of integers or bools, returns a batch.
 
-    - `X` is a newly allocated tensor: images are `uint8 [C, H, W]`, other arrays keep their stored shape and dtype.
-      Image files are decoded. Samples of text or bytes are `str` or `bytes`.
+    - `X` of images and arrays is a newly allocated tensor: images, decoded if necessary, are `uint8 [C, H, W]`, other
+      arrays keep their stored shape and dtype. `X` of text or bytes is `str` or `bytes`.
     - `Y` is an `int` for classes, a tensor for multi-label and regression. It is omitted if the split has no labels.
     - Additional fields are tensors, `str` or `bytes`, in the order of `fields`. If `X` is the only field, a sample is
       the value of `X` instead of a tuple.
@@ -160,7 +160,7 @@ class PackedDataset(LabelledDataset):
         return None if maps is None else tuple(map(_map_tensor, maps))
 
     def mapped_files(self, name: str = SAMPLES) -> tuple[tuple[Path, int], ...] | None:
-        """Return the file and byte offset of each tensor of `maps()`; None if there are none or any is not mapped."""
+        """Return the file and byte offset of each tensor of `maps()`; None unless all rows are memory-mapped."""
         found: list[tuple[Path, int]] = []
         for array in self._opened.samples.maps(name) or ():
             mapped = array if isinstance(array, np.memmap) else array.base
@@ -341,7 +341,6 @@ class PackedDataset(LabelledDataset):
         return strata_of(self.info.meta["label_kind"], None if self.labels is None else self.labels.numpy(), shares)
 
     def _field(self, act: str, name: str) -> npt.NDArray[Any]:
-        """Return the values of one field for all samples."""
         if name == LABELS and self.labels is not None:
             return self.labels.numpy()
         if name not in self._opened.samples.names:

@@ -271,7 +271,6 @@ class Hdf5Reader:
 
 @cache
 def _close_before_forks() -> None:
-    """Register hooks that close all files before this process forks."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_lock_closed, after_in_parent=_lock.release, after_in_child=_lock.release)
 

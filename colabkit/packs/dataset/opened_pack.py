@@ -192,7 +192,7 @@ class Pack(Mapping[str, PackedDataset]):
         return "\n  ".join([self._line(), *lines, about, *inferred])
 
     def _inferred(self) -> str:
-        """Describe the values inferred from a foreign HDF5 file; `pack()` itself reports those that it inferred."""
+        """Describe the values inferred for an HDF5 file that is not a pack; empty for a pack."""
         return PYTHON.render(name_inferred(self.info.inferred)) if self.info.meta.get("is_foreign") else ""
 
     def _repr_html_(self) -> str:

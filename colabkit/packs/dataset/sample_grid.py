@@ -117,7 +117,6 @@ def draw_samples(data: PackedDataset, chosen: Indices, label_kind: str, title: s
 
 
 def _draw_sample(axes: Axes, value: npt.NDArray[Any] | str) -> None:
-    """Draw a sample: text, a curve, or an image centered in its tile; small images keep sharp pixels."""
     if isinstance(value, str):
         lines = textwrap.wrap(printable(value[:_MOST_CHARS]), 24)[:11]
         axes.text(0.06, 0.94, "\n".join(lines), va="top", fontsize=_TEXT_PT, parse_math=False, transform=axes.transAxes)

@@ -1,6 +1,6 @@
 """The samples of one split: a column for each field, in one file or in shards, and a CRC for each sample.
 
-Single samples are checked against their CRC whenever they are read. Batches are not; `OpenSplit` checks their samples.
+Single samples are checked against their CRC whenever they are read. `OpenSplit` checks the samples of batches.
 """
 
 from __future__ import annotations

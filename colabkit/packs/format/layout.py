@@ -137,9 +137,10 @@ class PackInfo:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the samples, labels and fields; unlike the seal, it does not depend on when the pack was prepared.
+        """Digest of the samples, labels and fields; the seal if the pack has shards or the file is not a pack.
 
-        The files of a source can get other times while their contents stay the same, for example in a new local copy.
+        Unlike the seal, the digest stays the same if only the times of the source's files change, for example in a new
+        local copy.
         """
         if self.shards or "plan" not in self.meta:
             return self.seal

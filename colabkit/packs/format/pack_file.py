@@ -159,7 +159,6 @@ def read_pack(path: Path) -> PackInfo:
 
 
 def _check_meta(info: PackInfo) -> None:
-    """Raise `Corrupt` if required metadata is missing or invalid."""
     if missing := [name for name in _REQUIRED if name not in info.meta]:
         raise corrupt(info.path, f"its metadata has no {missing[0]!r}")
     if not info.splits or SAMPLES not in info.fields:
@@ -175,7 +174,6 @@ def _check_meta(info: PackInfo) -> None:
 
 
 def _check_fields(info: PackInfo) -> None:
-    """Raise `Corrupt` if a dataset has the wrong number of samples or a table is invalid."""
     for split in info.splits:
         for field in info.fields.values():
             if info.shards and field.data_set(split) not in info.data_sets:
@@ -230,7 +228,6 @@ def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
 
 
 def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotSealed:
-    """Return the error for a file that does not start like a pack of this format version."""
     if head.startswith(_NAME):
         version = head[len(_NAME) :][:8].partition(b"\n")[0].decode("ascii", "replace")
         other = f"it has pack format {version}"

@@ -204,7 +204,6 @@ def _infer_labels(
     *,
     renumber: bool,
 ) -> LabelValues:
-    """Return the labels from one or more columns or from a function."""
     if labels is None:
         return LabelValues("none", (), None)
     if isinstance(labels, str):
@@ -298,7 +297,7 @@ class _FolderTree:
         self._has_splits = all(parts and split_named(parts[0]) for parts in self._inside.values())
 
     def check_splits(self, act: str) -> None:
-        """Raise `BadSource` if only some top-level folders are named like splits, and all of them have subfolders.
+        """Raise `BadSource` if some but not all top-level folders are named like splits, and each has subfolders.
 
         Otherwise `train` would count as a class, and the class folders inside it would be lost.
         """
@@ -421,7 +420,6 @@ def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tup
 
 
 def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSource:
-    """Return the error for a source without samples; it names the formats of its files."""
     if not items:
         return BadSource(cannot(act, "the source has no files", "image files or .npy files", "Check the path"))
     named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))

@@ -101,7 +101,7 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     seed gives the same splits.
 
     Raises:
-        InvalidOption: if the shares do not add up to 1, there are not `n` strata, or a split would be empty.
+        InvalidOption: if the shares do not add up to 1, `strata` does not have `n` values, or a split would be empty.
     """
     act = f"split into {dict(shares)!r:.200}"
     check_whole_number(act, "seed", seed, 0)
@@ -172,7 +172,8 @@ def fold_numbers(
         seed: the same seed gives the same folds.
 
     Raises:
-        InvalidOption: if there are fewer samples or groups than folds, or not `n` strata or groups.
+        InvalidOption: if there are fewer samples or groups than folds, or `strata` or `groups` does not have `n`
+            values.
     """
     act = f"make {k!r} folds"
     check_whole_number(act, "k", k, 2)
@@ -193,7 +194,6 @@ def fold_numbers(
 
 
 def _folds_of_groups(act: str, k: int, stratum_of: Indices, group_of: Indices, seed: int) -> Indices:
-    """Return the fold of each group."""
     count = int(group_of.max()) + 1
     if count < k:
         message = f"the dataset has only {format_things(count, 'group')}"

@@ -1,8 +1,8 @@
 """`pack()` writes many files, arrays or records into one sealed, memory-mapped HDF5 file, or into several shards.
 
 Files are read concurrently and decoded on all available cores. Space is reserved first, so each worker writes its rows
-directly at their final position. The seal is written last and then the file is renamed, so an unfinished
-file never opens as a pack.
+directly at their final position. The seal is written last and then the file is renamed, so an unfinished file never
+opens as a pack.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def _bad_images() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PackCall:
-    """One call of `pack()`, or the packing of a source for `prepare()`, whose `request` becomes metadata."""
+    """One call of `pack()`, or of `prepare()`, which passes a `request` that is stored in the pack's metadata."""
 
     options: PackOptions
     write_options: WriteOptions

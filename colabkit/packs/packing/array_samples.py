@@ -1,4 +1,4 @@
-"""Takes the samples of a pack from arrays, in chunks so that an array stored in a file is never loaded completely."""
+"""Takes the samples of a pack from arrays, such as NumPy arrays or datasets in HDF5 files."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def is_array(value: object) -> bool:
 def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
     """Convert a field to an array of numbers or a column of text or bytes; raise `InvalidOption` for other values.
 
-    NumPy arrays, including memory maps, and CPU tensors are not copied; numeric arrays that load slices on demand are
-    not read yet.
+    Numeric NumPy arrays, including memory maps, and CPU tensors are not copied. Numeric arrays that load slices on
+    demand, such as `h5py.Dataset`, are not read yet.
     """
     if hasattr(value, "numpy") and hasattr(value, "detach"):
         value = value.detach().cpu()

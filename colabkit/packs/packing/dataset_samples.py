@@ -71,7 +71,7 @@ class ImageFormat:
     quality: int
 
     def pixels(self, value: Any) -> Pixels:
-        """Convert an image to `uint8 [H, W, C]`, scaled if a size is set; Pillow images are treated like files."""
+        """Convert an image to `uint8 [H, W, C]`, scaled and cropped if `size` is set."""
         if isinstance(value, Image.Image):
             return decode_pillow(value, self.channels, self.size)
         pixels = _numbers(SAMPLES, value)
@@ -349,7 +349,7 @@ def _at(sample: Any, place: Iterable[Any]) -> Any:
 
 
 def _may_be_label(value: Any) -> bool:
-    """Return whether a value is text, a number or a row of numbers, not an image or a mask."""
+    """Return whether a value has fewer than two dimensions and is neither an image nor a mapping."""
     return not isinstance(value, Image.Image | Mapping) and _dimensions(value) < 2
 
 

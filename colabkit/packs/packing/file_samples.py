@@ -159,7 +159,7 @@ class FileSampleMaker(SampleMaker):
         return np.fromiter((self.items[number].size for number in numbers.tolist()), np.int64, len(numbers))
 
     def blank(self, number: int) -> tuple[Value, ...]:
-        """Return a blank image and the additional fields, which do not depend on the file's bytes."""
+        """Return a blank image or array and the additional fields, which do not depend on the file's bytes."""
         return (super().blank(number)[0], *self._extra(number)) if self.extra else super().blank(number)
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:

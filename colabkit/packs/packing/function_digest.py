@@ -97,7 +97,7 @@ class _Digests:
         name = f"{function.__module__}.{function.__qualname__}"
         code, cells = function.__code__, function.__closure__ or ()
         if _is_installed(code.co_filename):
-            # For a decorator from an installed package, only the wrapped functions count.
+            # For a function from an installed package, only its name and the functions that it wraps count.
             held = [cell.cell_contents for cell in cells if _is_filled(cell)]
             wrapped = [one for one in held if isinstance(one, FunctionType)]
             return self._all("function", (name, getattr(function, "__wrapped__", None), *wrapped))
@@ -131,7 +131,7 @@ def _hashed(kind: str, *parts: bytes) -> bytes:
 
 
 def _marshalled(value: Any) -> bytes:
-    # Version 2 writes no object references, because these depend on more than the values.
+    # Later versions write object references, which depend on more than the values.
     return marshal.dumps(value, 2)
 
 

@@ -51,7 +51,7 @@ _MEANINGS = {"class": "classes", "multilabel": "several labels of each sample", 
 
 
 def is_arrays(source: object) -> bool:
-    """Return whether a source is an array, or a tuple or mapping of arrays, possibly one for each split."""
+    """Return whether a source is an array, or a tuple or mapping of arrays, possibly nested by split."""
     if isinstance(source, Mapping):
         return not is_dataset(source) and not any(is_dataset(part) for part in source.values())
     if isinstance(source, tuple) and source and isinstance(source[0], str | os.PathLike):
@@ -132,7 +132,7 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     Raises:
         InvalidOption: if an option applies only to files.
         BadSource: if a split is empty, or samples contain unsupported values.
-        BadImage: if the dataset cannot return the first sample.
+        BadImage: if the first sample is bad, or with `on_bad="skip"` each of the first 16.
     """
     act, key = options.act, options.labels
     refused = {
@@ -195,7 +195,6 @@ def _about(
 
 
 def _note_splits(about: dict[str, Any], counts: Mapping[str, int], options: PackOptions) -> None:
-    """Record that all samples are in one split, unless the user chose the splits."""
     if options.splits is None and list(counts) == [SPLITS[0]]:
         about["inferred"]["splits"] = "all samples are 'train'"
 

@@ -181,7 +181,7 @@ class PackPlan:
         maker: maker of the samples.
         splits: the maker's sample numbers in each split, in the order of the pack.
         tables: fields whose values are known in advance.
-        about: metadata of the pack: source, encoding, classes, options.
+        about: metadata of the pack, such as the source, the encoding and the classes.
         on_bad: action for samples that cannot be decoded.
         most_bad: maximum number of bad samples.
     """

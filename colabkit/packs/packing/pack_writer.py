@@ -121,7 +121,7 @@ def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
 
 
 class Compaction:
-    """Collects CRCs, lengths and bad samples, and copies all samples to keep to a new file without gaps.
+    """Collects CRCs, lengths and bad samples, and copies the kept samples to a new file without gaps.
 
     Args:
         plan: plan of the file.

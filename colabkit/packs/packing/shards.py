@@ -75,7 +75,6 @@ def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Writt
 
 
 def _write_shards(plan: PackPlan, options: WriteOptions, shard_bytes: int, bar: ProgressBar) -> WrittenPack:
-    """Write a plan to shards of about `shard_bytes`, and their index."""
     final, executor, replace = options.final.absolute(), options.executor, options.overwrite
     sizes = estimate_bytes(plan)
     ranges = divide_samples(sizes, shard_bytes)
@@ -267,7 +266,7 @@ def estimate_bytes(plan: PackPlan) -> Indices:
 
 
 def _spooled_bytes(plan: PackPlan) -> int:
-    """Estimate the bytes per sample of fields of unknown length by making some samples."""
+    """Estimate the bytes per sample of fields of unknown length from some samples or a sequential source's size."""
     if isinstance(plan.maker, FileSampleMaker) and getattr(plan.maker.source, "is_sequential", False):
         return int(plan.about["source_bytes"]) // plan.samples
     every = plan.numbers

@@ -1,4 +1,4 @@
-"""Open a source to pack; first stage an address, and any source of which a local copy is faster to read."""
+"""Opens a source to pack, and stages it first where that is necessary or faster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _exchanged(source: object, to: object) -> SourceMissing | None:
 def opened_source(
     source: AnySource, to: object, as_table: Mapping[str, Any], *, overwrite: bool, progress: bool
 ) -> Source:
-    """Open the source; first stage an address, and any source of which a local copy is faster to read."""
+    """Open a source to pack; stage it first where that is necessary or faster."""
     address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
     if address is not None and address.kind != FSSPEC:
         source = stage(source, extract=False, refresh=overwrite, progress=progress).path

@@ -89,9 +89,9 @@ def prepare(
     those that a table lists. A local pack of a source on this machine is also replaced if a file was changed and its
     earlier times were restored. For a remote source of more than 4,000 files, the names of all files and the sizes and
     times of at most 4,000 files count. If checking a remote source fails or takes more than ten seconds, or if the
-    source no longer exists, an existing local pack is used. What is behind a URL is not checked. The report shows what
-    was checked; pass `refresh=True` after other changes. Saved packs of earlier states are never removed. If another
-    process on this machine is preparing the same source with the same options, this call waits for its pack.
+    source no longer exists, an existing local pack is used. The contents of a URL are not checked. The report lists the
+    facts that were checked; pass `refresh=True` after other changes. Saved packs of earlier states are never removed.
+    If another process on this machine is preparing the same source with the same options, this call waits for its pack.
 
     Args:
         source: any source of `pack()` except arrays and datasets, including a URL.
@@ -109,8 +109,7 @@ def prepare(
         seed: as in `pack()`.
         on_bad: as in `pack()`.
         max_bad: as in `pack()`.
-        to: folder in which packs are saved; None saves nothing. A folder on Drive is ignored if Drive is not
-            mounted.
+        to: folder in which packs are saved; None saves nothing. A folder on Drive is ignored if Drive is not mounted.
         threads: number of concurrent reads, or `"auto"`.
         refresh: pack the source again even if a pack exists, and replace the saved pack.
         progress: show progress bars.

@@ -1,4 +1,4 @@
-"""One call of `prepare()`: it finds, stages or packs a pack of the source, and saves the pack."""
+"""One call of `prepare()`: it finds, stages or creates a pack of the source, and saves the pack."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Preparation:
             stop.set()
 
     def find_local(self) -> PackInfo | None:
-        """Return the local pack for the source's state, or the newest if the state is unknown; None to make one."""
+        """Return the usable local pack for the source's state, or the newest if the state is unknown, if any."""
         if self.refresh:
             return None
         for path in _newest_first(self.folder) if self.state is None else [self.path]:
@@ -154,7 +154,7 @@ class Preparation:
         return None
 
     def difference_of(self, info: PackInfo) -> str:
-        """Say how a pack differs from the one that this call would make; empty if it does not."""
+        """Describe how a pack differs from the one that this call would make; empty if it does not."""
         found = info.meta.get("request")
         found = found if isinstance(found, Mapping) else {}
         samples = format_things(sum(map(info.count, info.splits)), "sample")

@@ -75,7 +75,7 @@ def read_state(
         source: a source of `prepare()`.
         address: its address, or None.
         as_table: the arguments of `open_source()` for tables.
-        go_on: called between the requests to a remote source; may raise to stop.
+        go_on: called between requests to the source; may raise an error to stop.
 
     Raises:
         SourceMissing: if the source does not exist.
@@ -116,7 +116,7 @@ def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable
     if isinstance(source, str | os.PathLike) and "://" not in str(source):
         path = os.path.abspath(user_path(source, f"read {os.fspath(source)!r}"))
         is_remote = can_hang(path, mounts())
-        # A table also names other files; any other file is not opened, since it may be on a slow mount.
+        # Only a table, which names other files, is opened: other files may be on a slow mount.
         if not path.lower().endswith(TABLE_SUFFIXES) and answer_of(lambda: os.path.isfile(path), is_remote):
             return _Contents((), (path,), is_remote)
     opened = source if isinstance(source, Source) else None
