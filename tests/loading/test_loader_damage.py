@@ -191,7 +191,9 @@ def test_a_file_that_is_cut_short_between_epochs_raises_an_error_instead_of_a_si
     epoch(loader)
     cut = path.with_name(read_pack(path).shards[-1].name) if kind == "shards" else path
     os.truncate(cut, 4096)
-    with pytest.raises(Corrupt, match=rf"{cut}.*the file was cut from [\d,]+ to 4,096 bytes.*Stage or pack it again"):
+    with pytest.raises(
+        Corrupt, match=rf"{cut}.*the file was cut from [\d,]+ to 4,096 bytes.*Pack or stage the data again"
+    ):
         epoch(loader)
 
 

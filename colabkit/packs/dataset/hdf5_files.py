@@ -130,7 +130,7 @@ def inspect_hdf5(
     xs, ys = _by_split(act, "x", x), _by_split(act, "y", y)
     with open_hdf5(act, path) as file:
         if META in file.attrs:
-            raise NotSealed(cannot(act, "the pack lost its seal", "a sealed pack", "Pack or stage it again"))
+            raise NotSealed(cannot(act, "the pack lost its seal", "a sealed pack", "Pack or stage the data again"))
         if not xs:
             if ys:
                 alone = (option("y", y), " is given without ", option("x"))
@@ -265,7 +265,7 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
             if fits:
                 bare = [whole for whole, labels in pairs.values() if whole in names and labels not in names]
                 if has_labels and bare:
-                    unlabelled = f"{bare[0]!r} has no labels, unlike other splits"
+                    unlabelled = f"{bare[0]!r} has no labels, unlike the datasets of other splits"
                     only = (option("x", {"train": "X_train"}), " and ", option("y", {"train": "y_train"}))
                     choose = ("Name the datasets to open, for example ", only)
                     raise BadSource(cannot(act, unlabelled, "labels for all splits", choose))
@@ -292,7 +292,7 @@ def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
     first = found[0]
     for other in found:
         if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
-            unequal = f"{other.name!r} has samples of {_kind(other)}, {first.name!r} of {_kind(first)}"
+            unequal = f"{other.name!r} has samples of {_kind(other)}, but {first.name!r} of {_kind(first)}"
             raise BadSource(
                 cannot(act, unequal, "samples of one shape and dtype", ("Open one split at a time with ", option("x")))
             )

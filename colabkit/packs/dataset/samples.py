@@ -115,7 +115,7 @@ class SingleFileSamples:
 
     def damage_error(self, row: int) -> Corrupt:
         """Return the error for a sample that does not match its CRC."""
-        again = ("Stage or pack it again (", call("prepare", refresh=True), " does so)")
+        again = ("Pack or stage the data again (", call("prepare", refresh=True), " packs it again)")
         next_step = (*again, ", or list all damaged samples with ", call("verify"))
         return Corrupt(cannot(self._act("read", row), "it does not match its CRC32", "", next_step))
 
@@ -132,7 +132,8 @@ class SingleFileSamples:
             return False
         if now[0] < before[0]:
             found = f"the file was cut from {before[0]:,} to {now[0]:,} bytes after it was opened"
-            act, next_step = f"read {self.split} of {str(self.path)!r}", "Stage or pack it again, and open it again"
+            act = f"read {self.split} of {str(self.path)!r}"
+            next_step = "Pack or stage the data again, and open the pack again"
             raise Corrupt(cannot(act, found, "an unchanged file", next_step))
         self._stamp = now
         return True
@@ -171,8 +172,8 @@ class SingleFileSamples:
             Corrupt: if the reason is that the file became shorter.
         """
         self.has_changed()
-        next_step = ("Copy it to local storage with ", call("stage"), ", or check the disk or mount")
-        return FileFailed(cannot(act, "its disk or mount returned an error", "", next_step))
+        next_step = ("Copy the file to local storage with ", call("stage"), ", or check the disk or mount")
+        return FileFailed(cannot(act, "the disk or mount of this file returned an error", "", next_step))
 
     def _act(self, verb: str, row: int) -> str:
         return f"{verb} {self.split}[{self.first + row}] of {str(self.path)!r}"
@@ -310,7 +311,7 @@ def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
     """Return the description of a shard, after checking that it is the one listed in the index."""
     path = index.path.with_name(shard.name)
     act = f"read samples of {str(index.path)!r}"
-    next_step = "Copy all shards next to the index, or stage or pack it again"
+    next_step = "Copy all shards next to the index, or pack or stage the data again"
     try:
         info = read_pack(path)
     except SourceMissing as error:

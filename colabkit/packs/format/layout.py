@@ -248,5 +248,5 @@ def unreadable(path: Path, error: OSError) -> FileFailed:
 
 def corrupt(path: Path, found: str) -> Corrupt:
     """Return the error for a pack that has changed since it was packed; `found` is a clause."""
-    next_step = "Pack or stage it again"
+    next_step = "Pack or stage the data again"
     return Corrupt(cannot(f"open {str(path)!r}", found, "a file unchanged since it was packed", next_step))

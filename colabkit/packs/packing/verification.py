@@ -61,7 +61,7 @@ class VerifyReport(Report):
         damage = f"{len(self.damaged)} of {format_things(self.samples, 'sample')}, first {first}"
         if self.damaged_files != (self.path.name,):
             damage += f", in {', '.join(map(repr, self.damaged_files))}"
-        return f"{str(self.path)!r} is damaged: {damage}; pack or stage it again"
+        return f"{str(self.path)!r} is damaged: {damage}; pack or stage the data again"
 
     def _rows(self) -> list[tuple[str, ...]]:
         files = ", ".join(self.damaged_files) or "none"
@@ -140,7 +140,7 @@ def shards_of(info: PackInfo) -> Iterator[PackInfo]:
         if found.seal != shard.seal:
             act = f"open {str(info.path)!r}"
             other = f"the shard {shard.name!r} belongs to another pack"
-            raise Corrupt(cannot(act, other, "the shard that the index lists", "Pack or stage it again"))
+            raise Corrupt(cannot(act, other, "the shard that the index lists", "Pack or stage the data again"))
         yield found
 
 

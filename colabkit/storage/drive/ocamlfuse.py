@@ -220,9 +220,9 @@ def _last_line(finished: processes.ProcessResult) -> str:
     """Return a clause with a program's last line without addresses, which can hold tokens, or its exit status."""
     lines = finished.output.strip().splitlines()
     if not lines:
-        return f"it ended with status {finished.status}"
+        return f"the program ended with status {finished.status}"
     shown = re.sub(r"\w+://\S+", "(address)", lines[-1])
-    return f"it printed {shown!r}"
+    return f"the program printed {shown!r}"
 
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:

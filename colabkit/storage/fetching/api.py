@@ -47,8 +47,7 @@ class FetchReport(Report):
 
     Attributes:
         path: the fetched file or folder.
-        source: the source's address, without userinfo, query and fragment; for Drive, the kind
-            and the ID.
+        source: the source's address, without userinfo, query and fragment; for Drive, the kind and the ID.
         via: `"https"` or `"http"`; the program and its version, for example `"gdown 5.2.2"` or
             `"fsspec 2026.1 (memory)"`; or `"existing file"` if a file with the requested digest existed.
         files: number of files.

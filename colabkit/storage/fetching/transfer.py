@@ -38,7 +38,7 @@ TRIES = 5
 """Limit for consecutive attempts without new data, and for restarts from the first byte."""
 
 HUNG_TRIES = 2
-"""Limit for timeouts among these attempts; lower, since such an attempt lasts for the whole timeout."""
+"""Limit for timeouts without new data; lower than `TRIES`, since such an attempt lasts for the whole timeout."""
 
 MIN_BYTES = 4096
 """Bytes that must arrive within the timeout; a slower server counts as not responding."""

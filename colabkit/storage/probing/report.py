@@ -272,14 +272,7 @@ def text_bars(panels: Sequence[RatePanel]) -> str:
 
 
 def advise(report: ProbeReport) -> Text:
-    """Return the recommendation, a few sentences with references to options and calls.
-
-    The rules apply in this order. For a stall, name the operation and the remedy. If nothing could be read, give the
-    reason. Otherwise, state the time for 1,000 small files and for the whole tree, with one thread and with the best
-    number of threads, or the time for a large file. After the times for small files, recommend packing directly (a
-    local folder that delivers 1,000 files in under 2 s), or staging first with the best number of threads. If staging
-    takes over ten minutes, also recommend saving the pack. For a remote zip archive, recommend staging.
-    """
+    """Return the recommendation, a few sentences with references to options and calls."""
     if report.stalled:
         return (f"The path did not respond in time: {report.stall}. ", _remedy(report))
     small, large = best_rate(report.small, of_bytes=False), best_rate(report.large, of_bytes=True)

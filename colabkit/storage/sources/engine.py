@@ -172,7 +172,7 @@ class Reading:
         if any(file.is_open for file in list(self._shared)):
             # On a hanging mount, closing a file can hang too.
             closing = threading.Thread(target=self._close_shared, name="colabkit-read-close", daemon=True)
-            # If the system allows no more threads, the files are closed when they are deleted.
+            # If the system allows no more threads, the garbage collector closes the files.
             with contextlib.suppress(RuntimeError):
                 closing.start()
                 closing.join(_CLOSE_S if self._source.can_hang else None)

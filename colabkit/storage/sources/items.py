@@ -376,7 +376,6 @@ def _inner_path(act: str, member: Member[H]) -> str:
 
 
 def _add_folder(path: str, folders: set[str]) -> None:
-    """Add a folder and all its parents."""
     while path and path not in folders:
         folders.add(path)
         path = path.rpartition("/")[0]

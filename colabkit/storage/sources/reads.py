@@ -347,7 +347,7 @@ def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
 
 
 def let_tick_pass(item: Item) -> None:
-    """Wait until any further change of a file gives it another modification time than this recent one.
+    """Wait until a further change of the file would give it a different modification time.
 
     Changes within one tick of the file system's clock have the same time, so a file that is read and changed in the
     tick of an earlier change would seem unchanged. The time itself shows whether the clock may be a coarse one.

@@ -51,10 +51,10 @@ class WebDatasetSource(RangeSource):
 
     Adjacent members whose paths are equal up to the first dot of the name form a sample; its path is the shard's name
     without `.tar`, followed by that common path. One member is the payload: the first image by extension (in the order
-    of `foundation.image_formats.FORMATS`; also compound, such as `input.png`), or the `npy` if the
-    first shard has no images, or else the only member that is not a label. Columns are `cls` as an integer, `txt` and
-    `text` as text, each key of a `json` as `json.KEY` if its value is a number, a string or a list of these, and
-    `split` if shard names contain split names. Other members are never read; `skipped` lists their number by extension.
+    of `foundation.image_formats.FORMATS`; also compound, such as `input.png`), or the `npy` if the first shard has no
+    images, or else the only member that is not a label. Columns are `cls` as an integer, `txt` and `text` as text, each
+    key of a `json` as `json.KEY` if its value contains no object, and `split` if shard names contain split names. Other
+    members are never read; `skipped` lists their number by extension.
 
     Args:
         name: name for messages.
@@ -216,7 +216,7 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a JSON value is a number, a string, null, or a nested list of these, within the size limits."""
+    """Return whether a JSON value contains no object and is within the size limits."""
     waiting, count = [value], 0
     while waiting:
         one = waiting.pop()

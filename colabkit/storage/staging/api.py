@@ -64,10 +64,10 @@ def stage(
     """Copy a source to local storage and return the local path.
 
     The size of every file is checked against the listing, and no file may change during the copy. The copy appears at
-    its path only when it is complete. An existing copy of the same source is reused without accessing the source. Only
-    if the source is a local file are its size and times compared: a changed file is copied again. If a
-    run was stopped by Ctrl-C, a kill or most errors, the next call resumes it and does not read copied files again. If
-    another process is staging the same source, the call waits for it.
+    its path only when it is complete. An existing copy of the same source is reused without accessing the source, but a
+    local file is copied again if its size or times have changed. If a run was stopped by Ctrl-C, a kill or most errors,
+    the next call resumes it and does not read copied files again. If another process is staging the same source, the
+    call waits for that process.
 
     Args:
         source: a folder; a zip or tar archive; any other file; a table of paths (DataFrame, `.csv`, `.parquet`

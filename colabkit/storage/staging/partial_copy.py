@@ -158,7 +158,7 @@ class PartialCopy:
         """Return whether a block that was read a second time equals the written block.
 
         Raises:
-            Corrupt: if it differs, unless its path is in `earlier`; the item is removed.
+            Corrupt: if it differs, unless its path is in `earlier`; the written item is then removed.
         """
         with (self.folder / block.item.path).open("rb", buffering=0) as file:
             written = os.pread(file.fileno(), block.size, block.offset)

@@ -75,7 +75,7 @@ def identity_of(
 ) -> tuple[str, str, Address | None]:
     """Return a source's name for messages, the key of the source and its options, and its address or None.
 
-    The source is not accessed, since a remote source may be slow, hang or no longer exist.
+    Remote sources are not accessed, since they may be slow, hang or no longer exist.
     """
     address = None
     if isinstance(source, Source):

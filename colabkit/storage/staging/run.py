@@ -221,7 +221,6 @@ class StagingRun:
         return copy if is_same and all(copy.has_good(item, crcs) for item, crcs in manifest) else None
 
     def _make_plan(self, source: Source, listing: Listing, prior: PriorCopy) -> tuple[StagePlan, Target]:
-        """Return the plan and the chosen target."""
         files = _files_of(listing)
         missing = [item for item in files if prior.lacks(item)]
         staged_bytes, read_bytes = (sum(item.size for item in items) for items in (files, missing))
