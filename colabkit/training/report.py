@@ -332,12 +332,16 @@ def _finite(value: Any) -> Any:
 
 
 class SavedRun(NamedTuple):
-    """The measurements in a saved report: loader counters, loader configuration, host snapshots and precision."""
+    """The measurements in a saved report: counters and facts of the loader, host snapshots, precision, and epochs.
+
+    Each epoch is its number, from 1, and its values by label.
+    """
 
     spent: MetersSnapshot
     facts: LoaderFacts | None
     hosts: tuple[HostSnapshot, ...]
     precision: str | None
+    epochs: tuple[tuple[int, Mapping[str, float]], ...]
 
 
 def read_run(path: str | os.PathLike[str]) -> SavedRun:
@@ -368,6 +372,7 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
             None if values["facts"] is None else _record(LoaderFacts, values["facts"]),
             tuple(_host_of(host) for host in values["hosts"]),
             values["precision"],
+            tuple((epoch.epoch + 1, epoch.shown) for epoch in map(_epoch_of, values["epochs"])),
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         act = f"read the report {str(found)!r}"
@@ -386,6 +391,14 @@ def _spent_of(values: dict[str, Any]) -> MetersSnapshot:
     )
 
 
+def _epoch_of(values: dict[str, Any]) -> EpochRecord:
+    named = {
+        name: {key: math.nan if value is None else float(value) for key, value in values[name].items()}
+        for name in ("values", "validation")
+    }
+    return _record(EpochRecord, values, **named)
+
+
 def _step_of(values: list[Any]) -> StepTimes:
     wait_s, copy_s, compute_s, other_s, samples, *rest = values
     return StepTimes(float(wait_s), float(copy_s), float(compute_s), float(other_s), int(samples), *map(bool, rest))
@@ -396,7 +409,7 @@ def _host_of(values: dict[str, Any]) -> HostSnapshot:
     return _record(HostSnapshot, values, gpus=gpus)
 
 
-def _record(kind: type[_Record], values: dict[str, Any], **converted: Any) -> _Record:
+def _record(kind: type[_Record], values: dict[str, Any], /, **converted: Any) -> _Record:
     """Return a record of the class `kind`, built from plain `values` and from fields that are already `converted`.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,13 +119,24 @@ def made(
     compute: float = 0.1,
     other: float = 0.0,
     samples: int = 64,
+    epochs: Sequence[tuple[int, Mapping[str, float]]] = (),
+    values: Mapping[str, float] | None = None,
     **more: Any,
 ) -> RunProfile:
     """Return the profile of a run with `steps`, or with equal steps of the given times; `more` sets other meters."""
     taken = steps_of(wait, copy, compute, other, samples) if steps is None else steps
     spent = spent_of(taken, **{"parts": tuple(parts), **more})
     hosts = [] if host is None else [host] * 3
-    return profile_run(spent, facts, hosts, cost_share=cost_share, precision=precision)
+    run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=precision)
+    return replace(run, epochs=epochs, values=values or {})
+
+
+def epochs_of(**curves: Sequence[float]) -> list[tuple[int, dict[str, float]]]:
+    """Return epochs with these values, such as `loss=[...], val_loss=[...]`."""
+    return [
+        (number, dict(zip(curves, values, strict=True)))
+        for number, values in enumerate(zip(*curves.values(), strict=True), 1)
+    ]
 
 
 def check_advice(advice: Advice) -> None:

@@ -71,8 +71,8 @@ class Machine:
         self.files = {"/proc/meminfo": MEMINFO, **(files or {})}
         self.now = 100.0
         self.cores: list[Core] | Exception = [core(0, 0) for _ in range(4)]
-        self.disk: Any = SimpleNamespace(read_bytes=0)
-        self.network: Any = {"lo": SimpleNamespace(bytes_recv=0), "eth0": SimpleNamespace(bytes_recv=0)}
+        self.disk: Any = SimpleNamespace(read_bytes=0, write_bytes=0)
+        self.network: Any = {name: SimpleNamespace(bytes_recv=0, bytes_sent=0) for name in ("lo", "eth0")}
         self.allowed = {0, 1, 2, 3}
         self.process = FakeProcess()
         self.slow_looks = 0
@@ -268,14 +268,20 @@ def test_a_process_without_permission_is_unknown_instead_of_idle(error):
 def test_disks_and_interfaces_are_counted_without_loopback_or_unknown():
     machine = Machine()
     machine.host.snapshot()
-    network = {"lo": SimpleNamespace(bytes_recv=10**9), "eth0": SimpleNamespace(bytes_recv=300)}
-    found = machine.after(2, disk=SimpleNamespace(read_bytes=50), network=network)
-    assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (25, 150)
-    assert machine.after(1, disk=SimpleNamespace(read_bytes=10)).disk_read_bytes_per_s is None, "it began again"
-    assert machine.after(1, disk=SimpleNamespace(read_bytes=30)).disk_read_bytes_per_s == 20
-    for disk, network in ((NotImplementedError(), OSError()), (None, {"lo": SimpleNamespace(bytes_recv=1)})):
-        found = machine.after(1, disk=disk, network=network)
-        assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (None, None)
+    network = {
+        "lo": SimpleNamespace(bytes_recv=10**9, bytes_sent=10**9),
+        "eth0": SimpleNamespace(bytes_recv=300, bytes_sent=40),
+    }
+    found = machine.after(2, disk=SimpleNamespace(read_bytes=50, write_bytes=10), network=network)
+    assert (found.disk_read_bytes_per_s, found.disk_written_bytes_per_s) == (25, 5)
+    assert (found.network_bytes_per_s, found.network_sent_bytes_per_s) == (150, 20)
+    again = SimpleNamespace(read_bytes=10, write_bytes=10)
+    assert machine.after(1, disk=again).disk_read_bytes_per_s is None, "it began again"
+    assert machine.after(1, disk=SimpleNamespace(read_bytes=30, write_bytes=10)).disk_read_bytes_per_s == 20
+    for disk, interfaces in ((NotImplementedError(), OSError()), (None, {"lo": network["lo"]})):
+        found = machine.after(1, disk=disk, network=interfaces)
+        assert (found.disk_read_bytes_per_s, found.disk_written_bytes_per_s) == (None, None)
+        assert (found.network_bytes_per_s, found.network_sent_bytes_per_s) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from doctor_cases import (
     PROCESSES,
     QUIET,
     check_call,
+    epochs_of,
     made,
     part,
     spent_of,
@@ -204,7 +205,7 @@ def test_transforms_of_finished_batches_are_not_counted_as_work_of_processes() -
 
 def test_too_few_steps_give_no_verdict_and_no_advice() -> None:
     found = Doctor().look(spent_of(shared(0.9, 15)), DRIVE, [FULL], 0.5)
-    assert (found.verdict, found.sentence) == ("unknown", "Not enough steps yet: 12 of 50, not counting the first ones")
+    assert (found.verdict, found.sentence) == ("unknown", "Measuring the first steps: 12 of 50")
     assert (found.advice, found.ceiling_samples_per_s, found.bottleneck) == ((), None, None)
     assert repr(found) == found.sentence
 
@@ -416,3 +417,15 @@ def test_a_look_is_cheap_enough_for_two_per_second() -> None:
         doctor.look(spent, DRIVE, [with_gpu()] * 60)
         took.append(time.process_time() - began)
     assert min(took) < 0.02
+
+
+def test_what_the_model_learns_comes_before_the_verdict_about_speed() -> None:
+    falling, rising = [1.0, 0.6, 0.4, 0.2, 0.1], [1.0, 0.8, 1.1, 1.3, 1.7]
+    overfits = made(wait=0.001, epochs=epochs_of(loss=falling, val_loss=rising))
+    found = judge(overfits)
+    assert found.sentence.startswith("The model overfits. Data keeps up: the step itself takes 99% of the time")
+    assert found.advice[0].rule == "overfitting"
+    rise = "the validation loss has risen from 0.8 after epoch 2 to 1.7, while the training loss falls"
+    assert found.advice[0].found == rise
+    early = judge(replace(overfits, is_enough=False), is_over=False)
+    assert early.sentence.startswith("The model overfits. Measuring the first steps: ")

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, PartSnapshot, StepTimes
-from colabkit.monitoring.diagnosing import data_rules, machine_rules
+from colabkit.monitoring.diagnosing import data_rules, learning_rules, machine_rules
 from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
 from colabkit.monitoring.diagnosing.machine_rules import pageable_copies
 from colabkit.monitoring.diagnosing.rules import RULES
@@ -97,6 +97,7 @@ hosts_of = st.builds(
     io_stall_rate=share,
     gpus=st.lists(gpus_of, max_size=2).map(tuple),
 )
+values_of = st.dictionaries(st.sampled_from(["loss", "val_loss", "accuracy"]), st.floats())
 machines = st.builds(
     MachineProfile,
     cpus=st.sampled_from([0.4, 1.0, 2.0, 96.0]),
@@ -143,6 +144,7 @@ def cases(draw: st.DrawFn) -> RunProfile:
         cost_share=draw(share),
         precision=draw(st.sampled_from([None, "fp32", "bf16", "fp16"])),
     )
+    case = replace(case, epochs=[*enumerate(draw(st.lists(values_of, max_size=14)), 1)], values=draw(values_of))
     if draw(st.booleans()):
         late, slowdown = draw(st.floats(0, 1)), draw(st.floats(0, 100))
         case = replace(case, machine=draw(machines), late=late, slowdown=slowdown, is_enough=True)
@@ -166,8 +168,7 @@ def test_the_verdict_is_not_data_if_data_costs_less_than_a_sixth(case: RunProfil
     found = judge(case)
     if case.input_share < 0.17:
         assert found.verdict != "data"
-        waits = found.sentence.startswith("Training waits for data")
-        assert not waits or found.sentence.startswith("Training waits for data only ")
+        assert "Training waits for data only " in found.sentence or "Training waits for data" not in found.sentence
 
 
 @EXAMPLES
@@ -178,7 +179,7 @@ def test_a_diagnosis_is_short_ordered_and_consistent(case: RunProfile) -> None:
     assert len({advice.rule for advice in found.advice}) == len(found.advice)
     if not case.is_enough:
         assert found.verdict == "unknown"
-        assert not found.advice
+        assert {advice.rule for advice in found.advice} <= {"not_finite", "overfitting", "plateau"}
     for advice in found.advice:
         assert advice.samples_per_s is None or advice.samples_per_s >= 1.03 * found.samples_per_s
         assert advice.saved_s is None or advice.saved_s >= 0
@@ -201,7 +202,7 @@ def markup(found: Diagnosis) -> str:
 
 
 def test_the_contradictions_use_the_words_of_the_rules() -> None:
-    source = inspect.getsource(data_rules) + inspect.getsource(machine_rules)
+    source = "".join(map(inspect.getsource, (data_rules, machine_rules, learning_rules)))
     for ones, _ in AGAINST:
         for one in ones:
             assert one.removesuffix(", since") in source, one

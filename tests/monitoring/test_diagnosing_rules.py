@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from doctor_cases import (
     PROCESSES,
     QUIET,
     check_advice,
+    epochs_of,
     made,
     part,
     steps_of,
@@ -46,6 +48,9 @@ EPOCHS = {"passes": 4, "first_s": 12.0, "wait_s": 12.0}
 LATE = [step._replace(wait_s=4.0) if number % 200 == 50 else step for number, step in enumerate(steps_of(count=400))]
 SLOWER = [step._replace(wait_s=0.01 + 0.02 * number) for number, step in enumerate(steps_of())]
 UNKNOWN_HOST = replace(QUIET, storage_read_bytes_per_s=None, cpu_rate=None, own_cpu_rate=None, busiest_core_rate=None)
+
+FALLING, RISING = [1.0, 0.6, 0.4, 0.2, 0.1, 0.05], [1.0, 0.8, 0.9, 1.1, 1.3, 1.7]
+HALVED = [0.5**epoch for epoch in range(12)]
 
 TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
     "remote_files": (
@@ -346,6 +351,34 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
     "costly_panel": (
         {"cost_share": 0.02, "compute_s": 60.0},
         {"cheap": {"cost_share": 0.005}, "none": {"cost_share": None}, "a run of seconds": {"compute_s": 5.0}},
+    ),
+    "not_finite": (
+        {"values": {"loss": math.nan, "lr": 0.1}},
+        {
+            "finite": {"values": {"loss": 1.0, "lr": 0.1}},
+            "another value": {"values": {"loss": 1.0, "perplexity": math.inf}},
+            "no loss": {"values": {}},
+        },
+    ),
+    "overfitting": (
+        {"epochs": epochs_of(loss=FALLING, val_loss=RISING)},
+        {
+            "it falls": {"epochs": epochs_of(loss=FALLING, val_loss=FALLING)},
+            "it rose little": {"epochs": epochs_of(loss=FALLING, val_loss=[1.0, 0.8, 0.81, 0.82, 0.84, 0.9])},
+            "two epochs only": {"epochs": epochs_of(loss=FALLING[:4], val_loss=RISING[:4])},
+            "a peak": {"epochs": epochs_of(loss=FALLING, val_loss=[*RISING[:-1], 0.82])},
+            "training fails too": {"epochs": epochs_of(loss=RISING, val_loss=RISING)},
+            "no validation": {"epochs": epochs_of(loss=RISING)},
+        },
+    ),
+    "plateau": (
+        {"epochs": epochs_of(loss=[1.0, 0.5] + [0.499] * 10)},
+        {
+            "fewer epochs": {"epochs": epochs_of(loss=[1.0, 0.5] + [0.499] * 9)},
+            "it falls slowly": {"epochs": epochs_of(loss=[0.5 - 0.01 * epoch for epoch in range(14)])},
+            "validation falls": {"epochs": epochs_of(loss=[0.5] * 12, val_loss=HALVED)},
+            "training falls": {"epochs": epochs_of(val_loss=[0.5] * 12, loss=HALVED)},
+        },
     ),
 }
 ALL = {rule.name: rule for rule in RULES}

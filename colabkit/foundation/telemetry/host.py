@@ -59,8 +59,10 @@ class HostSnapshot:
             including page-cache hits and pipes; reads from memory maps are missing.
         disk_read_bytes_per_s: bytes per second read by all disks of the host; stacked devices such as LVM volumes count
             twice.
+        disk_written_bytes_per_s: bytes per second written by all disks of the host, counted in the same way.
         network_bytes_per_s: bytes per second received by all network interfaces except loopback; on the host of a
             container, bridged traffic counts twice.
+        network_sent_bytes_per_s: bytes per second sent by these interfaces.
         disk_free_bytes: free space on the disk that holds local copies.
         disk_total_bytes: size of that disk.
         shm_free_bytes: free space in `/dev/shm`.
@@ -85,7 +87,9 @@ class HostSnapshot:
     storage_read_bytes_per_s: float | None = None
     asked_read_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
+    disk_written_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
+    network_sent_bytes_per_s: float | None = None
     disk_free_bytes: int | None = None
     disk_total_bytes: int | None = None
     shm_free_bytes: int | None = None
@@ -151,6 +155,7 @@ class Host:
         memory = memory_limits(read)
         shm_free, shm_total = self._room_of("/dev/shm")
         disks = _ask(lambda: self._system.disk_io_counters(nowrap=False))
+        received, sent = self._network_bytes()
         return HostSnapshot(
             at_s=at_s,
             cpus=self._cpus,
@@ -165,7 +170,9 @@ class Host:
             storage_read_bytes_per_s=self._rate("read", own.read_bytes),
             asked_read_bytes_per_s=self._rate("asked", own.asked_bytes),
             disk_read_bytes_per_s=self._rate("disk", None if disks is None else disks.read_bytes),
-            network_bytes_per_s=self._rate("network", self._received_bytes()),
+            disk_written_bytes_per_s=self._rate("written", None if disks is None else disks.write_bytes),
+            network_bytes_per_s=self._rate("network", received),
+            network_sent_bytes_per_s=self._rate("sent", sent),
             disk_free_bytes=self._room[0],
             disk_total_bytes=self._room[1],
             shm_free_bytes=shm_free,
@@ -233,10 +240,13 @@ class Host:
         ]
         return [min(1.0, max(0.0, busy / total)) for busy, total in passed if total > 0]
 
-    def _received_bytes(self) -> int | None:
+    def _network_bytes(self) -> tuple[int | None, int | None]:
+        """Return the bytes that all network interfaces except loopback have received and sent."""
         interfaces = _ask(lambda: self._system.net_io_counters(pernic=True, nowrap=False)) or {}
-        received = [counters.bytes_recv for name, counters in interfaces.items() if name not in ("lo", "lo0")]
-        return sum(received) if received else None
+        others = [counters for name, counters in interfaces.items() if name not in ("lo", "lo0")]
+        if not others:
+            return None, None
+        return sum(one.bytes_recv for one in others), sum(one.bytes_sent for one in others)
 
     def _stall(self, read: Reader, resource: str) -> float | None:
         """Return the share of the time in which some task waited for a resource, in [0, 1]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import count
@@ -96,7 +96,8 @@ def doctor(
     if isinstance(subject, meters.LoaderMeters):
         return _of_meters(subject, headspace)
     if isinstance(subject, TrainReport):
-        return judge(_profile(subject.spent, subject.facts, subject.hosts, subject.precision, headspace))
+        epochs = [(record.epoch + 1, record.shown) for record in subject.epochs]
+        return judge(_profile(subject.spent, subject.facts, subject.hosts, subject.precision, epochs, headspace))
     if isinstance(of, str | os.PathLike):
         return judge(_profile(*read_run(of), headspace))
     if not isinstance(subject, Loader | WatchedLoader) and not may_be_loader(subject):
@@ -126,9 +127,10 @@ def _profile(
     facts: LoaderFacts | None,
     hosts: Iterable[HostSnapshot],
     precision: str | None = None,
+    epochs: Sequence[tuple[int, Mapping[str, float]]] = (),
     headspace: HeadspaceReport | None = None,
 ) -> RunProfile:
-    run = profile_run(spent, facts, [*hosts], precision=precision)
+    run = replace(profile_run(spent, facts, [*hosts], precision=precision), epochs=epochs)
     return run if headspace is None else replace(run, measured_alone_s=1 / headspace.samples_per_s)
 
 

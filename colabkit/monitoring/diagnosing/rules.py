@@ -1,8 +1,8 @@
 """The table of the doctor's rules.
 
-To add a rule, write a function in `data_rules` or `machine_rules` and list it here. Its docstring states when it
-applies. It takes a run and returns advice, or None if it does not apply or a value that it needs is unknown. If two
-pieces of advice predict the same speed, the rule listed first wins. Each rule is tested in
+To add a rule, write a function in `data_rules`, `machine_rules` or `learning_rules` and list it here. Its docstring
+states when it applies. It takes a run and returns advice, or None if it does not apply or a value that it needs is
+unknown. If two pieces of advice predict the same speed, the rule listed first wins. Each rule is tested in
 `tests/monitoring/test_diagnosing_rules.py`, with a run to which it applies and similar runs to which it does not.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from colabkit.monitoring.diagnosing import data_rules, machine_rules
+from colabkit.monitoring.diagnosing import data_rules, learning_rules, machine_rules
 from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
@@ -23,12 +23,15 @@ class Rule:
     Attributes:
         look: returns advice about a run, or None.
         is_urgent: whether its advice is listed before all advice about speed.
+        headline: sentence that precedes the verdict if the rule gives advice. Such a rule also applies before there are
+            enough steps for a verdict about speed.
         silences: names of the rules whose advice is dropped if this rule gives advice, because it would repeat or
             contradict this advice.
     """
 
     look: Callable[[RunProfile], Advice | None]
     is_urgent: bool = False
+    headline: str = ""
     silences: tuple[str, ...] = ()
 
     @property
@@ -43,6 +46,9 @@ class Rule:
 
 
 RULES = (
+    Rule(learning_rules.not_finite, is_urgent=True, headline="The loss is not finite"),
+    Rule(learning_rules.overfitting, is_urgent=True, headline="The model overfits"),
+    Rule(learning_rules.plateau, headline="The loss no longer falls"),
     Rule(machine_rules.full_ram, is_urgent=True, silences=("more_workers", "bursts")),
     Rule(machine_rules.full_shm, is_urgent=True, silences=("more_workers", "too_many_workers", "bursts")),
     Rule(machine_rules.full_disk, is_urgent=True),

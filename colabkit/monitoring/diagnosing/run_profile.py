@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from colabkit.foundation import (
@@ -103,6 +103,8 @@ class RunProfile:
         cost_share: share of the time that the panel took, in [0, 1]; None without a panel.
         precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.
         measured_alone_s: seconds per sample of the step without a loader; None if not measured.
+        epochs: for each complete epoch, its number, from 1, and its values by label.
+        values: the newest values of a step, by name; empty if unknown.
     """
 
     step: StepTimes
@@ -118,6 +120,8 @@ class RunProfile:
     cost_share: float | None = None
     precision: str | None = None
     measured_alone_s: float | None = None
+    epochs: Sequence[tuple[int, Mapping[str, float]]] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def shares(self) -> Shares:

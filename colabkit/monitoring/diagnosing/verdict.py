@@ -5,7 +5,7 @@ During a run, the verdict changes only if the run has clearly changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, format_count, format_share
@@ -35,10 +35,16 @@ class Doctor:
 
     Args:
         precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.
+
+    Attributes:
+        epochs: values of the complete epochs, as in `RunProfile`.
+        values: the newest values of a step, by name.
     """
 
     def __init__(self, *, precision: str | None = None) -> None:
         self.precision = precision
+        self.epochs: Sequence[tuple[int, Mapping[str, float]]] = ()
+        self.values: Mapping[str, float] = {}
         self._verdict: Verdict = "unknown"
         self._other: tuple[Verdict, int] = ("unknown", 0)
 
@@ -60,6 +66,7 @@ class Doctor:
             is_over: whether the run has ended.
         """
         run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=self.precision)
+        run = replace(run, epochs=self.epochs, values=self.values)
         settled = self._settled(run)
         # The last look reports the same verdict as doctor().
         return judge(run, None if is_over else settled, is_over=is_over)
@@ -100,16 +107,18 @@ def judge(run: RunProfile, verdict: Verdict | None = None, *, is_over: bool = Tr
     if verdict is None:
         verdict = find_verdict(run) if run.is_enough else "unknown"
     forecast = forecast_run(run)
-    given = [advice for rule in RULES if (advice := rule(run)) is not None] if run.is_enough else []
+    rules = RULES if run.is_enough else [rule for rule in RULES if rule.headline]
+    best = _best(run, [advice for rule in rules if (advice := rule(run)) is not None])
+    headlines = [rule.headline for rule in RULES if rule.headline and any(one.rule == rule.name for one in best)]
     return Diagnosis(
         verdict=verdict,
-        sentence=_sentence(run, verdict, is_over),
+        sentence=". ".join([*headlines, _sentence(run, verdict, is_over)]),
         shares=run.shares,
         step_s=run.step.seconds,
         samples_per_s=run.samples_per_s,
         ceiling_samples_per_s=forecast.without_loader() if run.is_enough else None,
         bottleneck=run.bottleneck if run.is_enough else None,
-        advice=_best(run, given),
+        advice=best,
         steps=run.steps,
     )
 
@@ -144,8 +153,8 @@ def _sentence(run: RunProfile, verdict: Verdict, is_over: bool) -> str:
     slowest = f": {_PARTS[run.bottleneck]} is the slowest part" if run.bottleneck in _PARTS else ""
     match verdict:
         case "unknown":
-            few = "Too few steps for a diagnosis" if is_over else "Not enough steps yet"
-            return f"{few}: {format_count(run.steps)} of {ENOUGH_STEPS}, not counting the first ones"
+            steps = f"{format_count(run.steps)} of {ENOUGH_STEPS}"
+            return f"Too few steps for a diagnosis: {steps}" if is_over else f"Measuring the first steps: {steps}"
         case "data":
             if run.stolen_s < run.step.wait_s:
                 return f"Training waits for data {format_share(shares.wait)} of the time{slowest}"

@@ -1,0 +1,69 @@
+"""Rules about what the model learns: a loss that is not finite, overfitting, and a loss that no longer falls."""
+
+from __future__ import annotations
+
+import math
+
+from colabkit.monitoring.diagnosing.diagnosis import Advice
+from colabkit.monitoring.diagnosing.run_profile import RunProfile
+
+# The validation loss must exceed its lowest value by this factor in each of the newest epochs.
+_WORSE, _WORSE_EPOCHS = 1.25, 3
+# The lowest loss of the newest epochs must be lower than that of the epochs before them by this factor.
+_BETTER, _STILL_EPOCHS = 0.99, 10
+
+
+def not_finite(run: RunProfile) -> Advice | None:
+    """Advise a lower learning rate if the newest training loss or validation loss is NaN or infinite."""
+    newest = {**(run.epochs[-1][1] if run.epochs else {}), **run.values}
+    if all(math.isfinite(newest.get(name, 0.0)) for name in ("loss", "val_loss")):
+        return None
+    return Advice(
+        "the loss is not a finite number",
+        "Lower the learning rate, or clip gradients",
+        "colabkit.supervised_step(..., clip=1.0)",
+        confidence="high",
+    )
+
+
+def overfitting(run: RunProfile) -> Advice | None:
+    """Advise stopping early if the validation loss rises while the training loss falls."""
+    losses = _losses(run, "val_loss")
+    if not losses:
+        return None
+    best_epoch, best = min(losses, key=lambda known: known[1])
+    later = [value for epoch, value in losses if epoch > best_epoch][-_WORSE_EPOCHS:]
+    training = dict(_losses(run, "loss"))
+    if len(later) < _WORSE_EPOCHS or min(later) - best <= (_WORSE - 1) * abs(best):
+        return None
+    if not training.get(losses[-1][0], math.inf) < training.get(best_epoch, -math.inf):
+        return None
+    return Advice(
+        f"the validation loss has risen from {best:.4g} after epoch {best_epoch} to {losses[-1][1]:.4g}, while the"
+        " training loss falls",
+        "Stop when the validation loss no longer falls, or augment the images",
+        "colabkit.train(..., to=..., patience=3)",
+        confidence="high",
+    )
+
+
+def plateau(run: RunProfile) -> Advice | None:
+    """Advise stopping if neither the training loss nor the validation loss has fallen by 1% for ten epochs."""
+    named = [losses for name in ("loss", "val_loss") if (losses := _losses(run, name))]
+    if not named or not all(_is_still([value for _, value in losses]) for losses in named):
+        return None
+    return Advice(
+        f"the loss has not fallen for {_STILL_EPOCHS} epochs",
+        "Stop training, or lower the learning rate",
+        "colabkit.train(..., to=..., patience=3)",
+    )
+
+
+def _losses(run: RunProfile, name: str) -> list[tuple[int, float]]:
+    found = [(epoch, values[name]) for epoch, values in run.epochs if name in values]
+    return found if all(math.isfinite(value) for _, value in found) else []
+
+
+def _is_still(losses: list[float]) -> bool:
+    before, newest = losses[:-_STILL_EPOCHS], losses[-_STILL_EPOCHS:]
+    return bool(before) and min(newest) > min(before) - (1 - _BETTER) * abs(min(before))
