@@ -141,8 +141,6 @@ def image_tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]]:
-    """Return a function that sets the hook called before each file change; the hook is removed after the test."""
-
     def set_hook(hook: Callable[[str, Path], None] | None) -> None:
         file_changes.hook = hook
 

@@ -65,7 +65,6 @@ def shared_file(
 
 @pytest.fixture
 def shell() -> Iterator[None]:
-    """Run an IPython shell with colabkit's extension unloaded."""
     with loaded_shell() as shell:
         shell.extension_manager.unload_extension("colabkit")
         yield

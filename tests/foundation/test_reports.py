@@ -34,8 +34,6 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """The tags, attributes and text of some HTML."""
-
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.tags: set[str] = set()
@@ -62,7 +60,6 @@ class Page(HTMLParser):
 
 
 def assert_harmless(text: str) -> Page:
-    """Check that HTML has only the tags and attributes of a report's table, all closed."""
     page = Page(text)
     assert page.tags <= TAGS
     assert page.attributes <= ATTRIBUTES

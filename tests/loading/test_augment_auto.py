@@ -20,7 +20,6 @@ COUNT = 300
 
 
 def photos(channels: int, height: int, width: int) -> torch.Tensor:
-    """Return smooth images; every 7th is dark, and every 11th is a uniform gray."""
     small = images(COUNT, channels, 6, 8).float()
     batch = interpolate(small, (height, width), mode="bicubic").clamp(0, 255).to(torch.uint8)
     batch[::7] //= 2

@@ -1,4 +1,4 @@
-"""With the same boxes, crops and flips equal those of torchvision for any size, dtype and memory format."""
+"""Crops and flips equal those of torchvision with the same boxes, for any size, dtype and memory format."""
 
 from __future__ import annotations
 

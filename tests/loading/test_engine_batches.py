@@ -79,7 +79,6 @@ class Transfer:
 
 
 def groups_of(*groups: list[int] | Exception) -> Iterator[tuple[list[Batch], None]]:
-    """Yield a group of batches for each list of numbers; raise the first exception."""
     for group in groups:
         if isinstance(group, Exception):
             raise group

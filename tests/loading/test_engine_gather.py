@@ -132,7 +132,6 @@ def content(held: Any) -> bytes:
 
 
 def plans_of(count: int) -> Iterator[BatchPlan]:
-    """Yield the plans of a sequential epoch with batches of 32 samples."""
     return OrderPlanner(Sequential(count), 32, False, Share()).plans(0, 0, 8)
 
 

@@ -222,7 +222,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
 
 
 def maps_of(*pages: int, tail: int = 5) -> list[Tensor]:
-    """Return a tensor for each page count, `tail` bytes longer than its pages. Each starts inside a page."""
+    """Return a tensor for each page count; it begins inside a page and has `tail` bytes more than these pages."""
     return [
         torch.from_numpy(np.frombuffer(mmap.mmap(-1, (count + 2) * PAGE), np.uint8))[7 : 7 + count * PAGE + tail]
         for count in pages

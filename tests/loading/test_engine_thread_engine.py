@@ -21,7 +21,7 @@ from colabkit.loading.engine.thread_engine import ThreadPool
 
 DEADLINE_S = 20.0
 BATCH_SIZE = 4
-# Pieces and batches end at different samples, so that some pieces span two batches.
+# Not a divisor of `BATCH_SIZE`, so that some pieces span two batches.
 PIECE_SIZE = 3
 
 
@@ -92,7 +92,6 @@ def start() -> Iterator[Callable[..., ThreadPool]]:
 
 
 def taken(running: ThreadPool) -> Iterator[Batch]:
-    """Yield the remaining batches of a thread pool, as a loader does."""
     while (group := running.take(DEADLINE_S)) is not None:
         yield from group.batches
         running.make_room()

@@ -47,7 +47,6 @@ ROWS = 1000
 
 
 def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any]) -> Tier:
-    """Return the tier chosen for 1,000 rows that take `gigabytes` GiB together."""
     row_bytes = None if gigabytes is None else int(gigabytes * GIB) // ROWS
     return choose_tier("make a Loader", keep, room, row_bytes=row_bytes, count=ROWS, **kind)
 
@@ -63,7 +62,7 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
         ("auto", WITH_GPU, 40, DECODED, "gpu", ROWS),
         ("gpu", WITH_GPU, 40, DECODED, "gpu", ROWS),
         ("auto", Room(0, 100 * GIB, 0), 1, FILE, "ram", 0),
-        # Decoded samples are cached in RAM before they move to the GPU.
+        # Decoded samples move to the GPU only if all of them fit into RAM first.
         ("auto", Room(100 * GIB, 10 * GIB, 100 * GIB), 40, DECODED, "disk", ROWS),
         ("auto", Room(100 * GIB, 10 * GIB, 0), 35, DECODED, "ram", 200),
         # The kernel can cache the rows of a pack if all of them fit in RAM.
@@ -75,7 +74,8 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
         # Arrays are already in memory.
         ("auto", Room(None, GIB, GIB), 50, ARRAY, "ram", 0),
         ("ram", Room(None, GIB, GIB), 50, ARRAY, "ram", 0),
-        # Decoded samples are cached in the fastest tier with room for all of them, otherwise in that with most room.
+        # Decoded samples are cached in the fastest tier with room for all of them, otherwise in the one with the most
+        # room.
         ("auto", ROOMY, 70, DECODED, "ram", ROWS),
         ("ram", ROOMY, 70, DECODED, "ram", ROWS),
         ("auto", ROOMY, 71, DECODED, "disk", ROWS),
@@ -242,8 +242,6 @@ COUNT = 12
 
 
 class Counted(FolderSource):
-    """A folder source that counts how often each file is read."""
-
     def __init__(self, path: Path, can_hang: bool = False) -> None:
         super().__init__(path)
         self.can_hang = can_hang
@@ -267,7 +265,6 @@ def _nothing_is_left(near_storage: Path) -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["local", "remote"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Counted:
-    """Return a source of twelve photos that counts reads."""
     return Counted(photos(tmp_path / "tree"), request.param)
 
 
@@ -280,7 +277,6 @@ def row_of(number: int) -> np.ndarray:
 
 
 def cache_row(rows: RowCache, number: int) -> bool:
-    """Cache a row as the loader does, and return whether a slot was free."""
     place = rows.claim()
     if place is None:
         return False
@@ -290,7 +286,6 @@ def cache_row(rows: RowCache, number: int) -> bool:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, ram_bytes: int, disk_bytes: int) -> None:
-    """Set the free RAM and disk space for decoded samples."""
     monkeypatch.setattr(tiers, "_RAM_SHARE", 1)
     monkeypatch.setattr(tiers, "_DISK_SHARE", 1)
     monkeypatch.setattr(tiers.Room, "measure", lambda *_: tiers.Room(None, ram_bytes, disk_bytes))

@@ -34,7 +34,6 @@ def order_of(epoch: int = 0) -> np.ndarray:
 
 
 def loaded(dataset: Any, **options: Any) -> list[Any]:
-    """Return one shuffled epoch in batches of 4 samples."""
     return list(Loader(dataset, 4, shuffle=True, seed=5, **options))
 
 
@@ -250,7 +249,6 @@ def test_arrays_of_any_kind_load_sample_by_sample_and_resume(values):
 
 @pytest.fixture
 def everything(tmp_path: Path) -> PackedDataset:
-    """Return a split of a pack with fields of every kind."""
     fields = {
         "X": {"train": IMAGES},
         "Y": {"train": LABELS},

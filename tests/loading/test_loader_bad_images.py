@@ -47,13 +47,11 @@ def bad(tmp_path: Path) -> FileDataset:
 
 
 def broken(tree: Path, number: int) -> FileDataset:
-    """Corrupt photo `number` of a folder, and return the folder's dataset."""
     files_of(tree)[number].write_bytes(b"no picture")
     return FileDataset(tree)
 
 
 def next_order(loader: Loader) -> list[int]:
-    """Return the indices of the twelve samples in the order of the loader's next epoch."""
     return Shuffled(12, loader.seed).indices(loader.state_dict()["epoch"], 0, 12).tolist()
 
 

@@ -36,7 +36,6 @@ ROW = 8 * 8 * 3
 
 
 def flip_sample(path: Path, number: int) -> None:
-    """Flip one bit of a sample of a raw pack."""
     flip_byte(path, read_pack(path).data_sets["X_train"].offset + number * ROW + 5)
 
 
@@ -90,7 +89,7 @@ def test_a_flipped_bit_anywhere_is_an_error_by_the_end_of_the_first_epoch_or_nev
 
 
 def outcome(path: Path, whole: list[list[Any]]) -> str:
-    """Return whether an epoch of a pack raises a typed error, yields the expected batches, or yields others."""
+    """Return how an epoch of a pack ends: "refused" with a typed error, the "same" as `whole`, or "wrong"."""
     try:
         return "same" if content(Loader(open_pack(path)["train"], 4)) == whole else "wrong"
     except ColabkitError:
@@ -219,7 +218,7 @@ def test_a_large_sample_in_a_part_that_was_cut_off_raises_an_error_instead_of_a_
             with pytest.raises(Corrupt, match=r"the file was cut from .* to 4,096 bytes"):
                 work()
 
-    # A signal would end this process.
+    # A bus error would kill the child and change the exit code.
     assert in_fork(read) == 0
 
 

@@ -44,7 +44,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def file_of(kind: str, pixels: np.ndarray) -> bytes:
-    """Encode pixels as an image file of one of the `KINDS`."""
     options = dict(KINDS[kind])
     form, mode = options.pop("format"), options.pop("mode", "RGB")
     return saved(Image.fromarray(pixels).convert(mode), form, **options)
@@ -54,7 +53,7 @@ def file_of(kind: str, pixels: np.ndarray) -> bytes:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder whose subfolder `files` holds images of all kinds in three classes.
 
-    The upright images have 40x56 pixels.
+    Upright, all images are 40 pixels high and 56 pixels wide.
     """
     root = tmp_path_factory.mktemp("kinds")
     for number, kind in enumerate([*KINDS, "baseline", "png", "grey", "progressive"]):
@@ -68,7 +67,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sized(folder: Path) -> dict[str, PackedDataset]:
-    """Return, for each encoding, the training split of a pack of the images."""
     return {
         encoding: open_pack(packed(folder / "files", folder / f"{encoding}.h5", encoding=encoding))["train"]
         for encoding in ("source", "jpeg", "raw")

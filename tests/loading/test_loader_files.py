@@ -1,4 +1,4 @@
-"""`Loader` reads remote files ahead and only once, raises errors in order, and limits hanging reads."""
+"""`Loader` reads remote files ahead and only once, raises errors in order, and gives up on reads that hang."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tree: Path) -> Tensor:
-    """Return the decoded photos as one tensor, in the order of the dataset."""
     return torch.stack([image for image, _ in FileDataset(tree)])
 
 
@@ -62,18 +61,15 @@ def remote(tree: Path) -> Iterator[HeldReads]:
 
 @pytest.fixture
 def drive(tree: Path, tmp_path: Path) -> Callable[..., FuseMount]:
-    """Return a function that mounts the photos as a drive with planned faults."""
     needs("FUSE", has_fuse())
     return lambda *faults, **options: FuseMount(tmp_path / "drive", tree, plan={"faults": list(faults)}, **options)
 
 
 def decoded(loader: Loader) -> int:
-    """Return the number of images decoded so far."""
     return next(part.samples for part in loader.meters.snapshot().parts if part.name == "decode")
 
 
 def until_it_fails(loader: Loader, kind: type[ColabkitError], match: str) -> Tensor:
-    """Return the images loaded before the expected error."""
     got = [torch.empty(0, 3, 24, 32, dtype=torch.uint8)]
     with pytest.raises(kind, match=match):
         got.extend(images.clone() for images, _ in loader)

@@ -53,7 +53,6 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def lightning_parts() -> tuple[Any, type]:
-    """Return Lightning, and a module class that records its training batches."""
     needs("lightning", importlib.util.find_spec("lightning") is not None)
     import lightning.pytorch as lightning
 

@@ -48,7 +48,6 @@ Make = Callable[..., Loader]
 
 
 def left() -> tuple[list[str], list[psutil.Process]]:
-    """Return the names of the loader's threads, and all child processes."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit")]
     return threads, psutil.Process().children(recursive=True)
 
@@ -67,7 +66,6 @@ def children() -> Iterator[list[psutil.Process]]:
 
 @pytest.fixture(scope="module")
 def makes(folder: Path) -> dict[str, Make]:
-    """Return, for each kind of loader, a function that creates one with additional options."""
     raw = open_pack(make_pack(folder / "raw.h5", (48, 40, 3), train=COUNT))["train"]
     blobs = [saved(photo(24 + number % 3, 28, seed=number % 7), "JPEG") for number in range(COUNT)]
     fields = {"X": {"train": blobs}, "Y": {"train": np.arange(COUNT) % 3}}
@@ -198,7 +196,6 @@ def test_writing_into_a_batch_changes_no_later_one(makes, way):
 
 
 def resources() -> tuple[int, int, int, int]:
-    """Return the numbers of threads, child processes and open descriptors of this process, and its resident bytes."""
     gc.collect()
     process = psutil.Process()
     return threading.active_count(), len(process.children(recursive=True)), process.num_fds(), process.memory_info().rss
@@ -221,7 +218,6 @@ def test_two_hundred_epochs_leak_nothing(makes, way):
 
 
 def run(loader: Loader, number: int) -> None:
-    """Run an epoch, but stop after three batches if `number` is divisible by 3."""
     for taken, _ in enumerate(loader):
         if number % 3 == 0 and taken == 2:
             break
@@ -258,7 +254,7 @@ def test_a_deleted_loader_releases_its_memory(makes):
 
 @pytest.mark.parametrize("way", ["raw", "arrays", "lambda"])
 def test_a_deleted_loader_is_freed_without_a_garbage_collection(makes, way):
-    """The latest loader and the free memory must not depend on the timing of the garbage collector."""
+    """Which loader is the latest, and how much memory is free, must not depend on when garbage is collected."""
     gc.collect()
     gc.disable()
     try:
@@ -296,7 +292,8 @@ def test_an_interrupt_while_a_batch_is_built_preserves_the_last_position(makes):
 class Waits(Dataset):
     """A dataset of numbers.
 
-    Loading sample `at` raises an error. With pipes, it writes to `entered` and waits for a byte from `gate` instead.
+    Loading sample `at` raises an error or, if `gate` is set, writes to the pipe `entered` and waits for a byte from the
+    pipe `gate`.
     """
 
     def __init__(self, count: int, at: int | None = None, entered: int = -1, gate: int = -1) -> None:

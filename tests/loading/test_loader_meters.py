@@ -99,8 +99,6 @@ def test_without_workers_nothing_waits_and_nothing_is_ready():
 
 
 class Gated(Numbers):
-    """A dataset that returns samples only while its gate is open."""
-
     def __init__(self) -> None:
         self.gate = multiprocessing.Event()
 

@@ -34,7 +34,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> FileDataset:
 
 
 def refused(dataset: Any, batch_size: Any = 4, **options: Any) -> str:
-    """Return the error message of a loader that cannot be created, and check that it has one line."""
     with pytest.raises(InvalidOption, match="Cannot make a Loader: ") as caught:
         Loader(dataset, batch_size, **options)
     assert "\n" not in str(caught.value)

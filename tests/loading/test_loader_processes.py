@@ -1,4 +1,4 @@
-"""`Loader` over map-style datasets whose samples worker processes load one by one, with any `collate_fn`."""
+"""`Loader` over map-style datasets, whose samples are loaded one by one, also in worker processes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ class Point(NamedTuple):
 
 
 class Squares(Dataset):
-    """A dataset whose sample i is `make(i)`."""
-
     def __init__(
         self, count: int = 23, make: Callable[[int], Any] = lambda i: (torch.tensor([i, i * i]), i % 3)
     ) -> None:
@@ -77,7 +75,6 @@ def no_process_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with 24 PNG images of one size in three class folders."""
     return make_tree(tmp_path_factory.mktemp("images") / "tree", 8)
 
 
@@ -86,7 +83,6 @@ def to_tensor() -> v2.Compose:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two batches have the same structure and content."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if type(one) is not type(other):
@@ -99,7 +95,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 def assert_loads(dataset: Any, num_workers: int, collate: Any = None, **options: Any) -> None:
-    """Assert that batches equal `collate` applied to the samples in the epoch's order."""
     count = len(dataset)
     loader = Loader(dataset, 5, shuffle=True, seed=4, num_workers=num_workers, collate_fn=collate, **options)
     assert len(loader) == -(-count // 5)
@@ -441,7 +436,6 @@ def test_transforms_of_single_samples_raise_an_error_among_transforms_of_batches
 
 
 def process_ids(loader: Loader) -> list[int]:
-    """Return the id of the process that loaded each sample of the next epoch."""
     return [int(process) for batch in loader for process in batch[0]]
 
 

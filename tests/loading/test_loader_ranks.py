@@ -26,7 +26,6 @@ WORLDS = (1, 2, 3, 4, 5)
 
 
 def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, **options: Any) -> list[Loader]:
-    """Return the loaders of all ranks of one training run over `n` numbers."""
     loaders = [
         Loader(torch.arange(n), batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)
     ]
@@ -96,7 +95,6 @@ def test_every_position_of_an_order_comes_once_over_all_ranks(order):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_states_resume_with_other_numbers_of_ranks_and_other_batch_sizes(drop_last):
-    """At any step and for any chain of world sizes, no sample is repeated or lost, and the next epoch is complete."""
     n = 47
     orders = [epoch_order(n, 5, number, 0, n).tolist() for number in range(2)]
     options = {"shuffle": True, "seed": 5, "drop_last": drop_last}
@@ -163,7 +161,6 @@ def test_len_is_that_of_a_full_epoch_after_a_resume():
 
 
 def transformed(data: Any, world_size: int, batch_size: int, transform: Any, **options: Any) -> dict[int, bytes]:
-    """Return the transformed samples of an epoch, by label."""
     found = {}
     for rank in range(world_size):
         share = {"rank": rank, "world_size": world_size}

@@ -1,4 +1,4 @@
-"""Resumed epochs are bit-identical to uninterrupted ones, also with random transforms and in known failure cases.
+"""Resumed epochs are bit-identical to uninterrupted ones, also with random transforms.
 
 `TestAugmentedStream` covers more cases on every pipeline: a second resume in an epoch, a state at the end of an epoch,
 a state that is loaded twice, an early break, prefetched batches, and independent streams. Samplers are tested in
@@ -59,7 +59,6 @@ def raw(folder: Path) -> PackedDataset:
 
 @pytest.fixture(scope="module")
 def encoded(folder: Path) -> PackedDataset:
-    """Return a pack of image files of different sizes."""
     random = np.random.default_rng(4)
     files = [saved(random.integers(0, 256, (8 + n % 5, 12 - n % 3, 3), dtype=np.uint8), "PNG") for n in range(N)]
     fields = {"X": {"train": files}, "Y": {"train": np.arange(N) % 3}}
@@ -72,7 +71,6 @@ def data(request: pytest.FixtureRequest) -> PackedDataset:
 
 
 def make(data: Any, threads: int = 2, batch_size: int = BATCH, state: Any = None, **options: Any) -> Loader:
-    """Return a new loader with random transforms, resumed from a state if one is given."""
     options = {"shuffle": True, "seed": 5, "transform": AUGMENT, **options}
     loader = Loader(data, batch_size, num_workers=threads, **options)
     if state is not None:
@@ -86,7 +84,6 @@ def samples(batch: Any) -> Samples:
 
 
 def take(loader: Loader, most: int | None = None) -> Samples:
-    """Return the samples of the next epoch, or of its first `most` batches."""
     taken = itertools.islice(loader, most) if most != 0 else ()
     return [sample for batch in taken for sample in samples(batch)]
 
@@ -169,7 +166,6 @@ def test_mixed_images_and_labels_are_the_same_after_a_resume(raw):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_combined_data_sets_count_each_sample_once_and_raise_no_index_error(raw, workers):
-    """Known failure: combined datasets raise IndexError or count samples twice."""
     parts = [TensorDataset(torch.arange(start, stop)) for start, stop in ((0, 9), (9, 10), (10, 23))]
     options = {"transform": None, "collate_fn": lambda some: torch.stack([sample for (sample,) in some])}
     numbers = [int(sample) for batch in make(ConcatDataset(parts), workers, **options) for sample in batch]
@@ -183,7 +179,7 @@ def test_combined_data_sets_count_each_sample_once_and_raise_no_index_error(raw,
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_state_carries_the_permutation_and_the_seed_of_the_transforms_and_not_only_the_position(raw, name):
-    """Known failure: right position but wrong permutation, because the state lacks the epoch or the seed."""
+    """Without the epoch or the seed, a state would resume at the right position of the wrong permutation."""
     reference, loader = (make(raw, 0, transform=TRANSFORMS[name], seed=77) for _ in range(2))
     expected = [take(reference) for _ in range(3)]
     assert take(loader) == expected[0]
@@ -194,7 +190,6 @@ def test_a_state_carries_the_permutation_and_the_seed_of_the_transforms_and_not_
 
 
 def test_a_state_loaded_before_between_and_during_iterations_is_for_the_next_one(data):
-    """Known failure: a state is accepted, but the run still starts at sample 0."""
     first = make(data)
     expected = take(make(data))
     take(first, 3)
@@ -228,7 +223,6 @@ def test_a_state_with_another_seed_loaded_during_an_iteration_does_not_change_it
 
 
 def test_a_checkpoint_of_torch_or_of_plain_json_holds_the_state(data):
-    """Known failure: a trainer cannot save the state. It has to survive torch.save() and JSON."""
     loader = make(data)
     got = take(loader, 2)
     buffer = io.BytesIO()
@@ -241,7 +235,6 @@ def test_a_checkpoint_of_torch_or_of_plain_json_holds_the_state(data):
 
 
 def test_no_block_of_a_block_shuffle_is_lost_or_repeated(data):
-    """Known failure: a shuffle buffer is lost or repeated. Each interrupted epoch and its rest form the full epoch."""
     expected = take(make(data, shuffle="block"))
     assert len(set(expected)) == N
     for stop in range(1, 6):
@@ -251,7 +244,7 @@ def test_no_block_of_a_block_shuffle_is_lost_or_repeated(data):
 
 
 def test_loaders_that_run_at_the_same_time_share_no_state(data):
-    """Known failure: two processes share stale state. This test uses threads, which share more than processes."""
+    """Threads share more state than processes do, so this test uses threads."""
     expected = take(make(data))
 
     def stop_and_go(stop: int) -> bool:
@@ -265,7 +258,6 @@ def test_loaders_that_run_at_the_same_time_share_no_state(data):
 
 @pytest.mark.parametrize("million", [False, True])
 def test_a_state_at_every_step_costs_less_than_a_fifth_of_a_millisecond(raw, million):
-    """Known failure: calling `state_dict()` at every step is slow."""
     loader = make(raw)
     if million:
         numbers = torch.arange(10**6)
@@ -282,7 +274,7 @@ def test_a_state_at_every_step_costs_less_than_a_fifth_of_a_millisecond(raw, mil
 
 
 def test_a_state_taken_while_batches_are_built_ahead_counts_only_received_ones(raw):
-    """Known failure: prefetched samples count as received. A full epoch is built before its second batch is taken."""
+    """All batches of the epoch are built before the second batch is taken."""
     changed, made = threading.Condition(), 0
 
     class Counting(Cutout):
@@ -368,7 +360,7 @@ def test_an_invalid_or_incomplete_state_raises_an_error_and_changes_nothing(raw)
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8, np.intc])
 def test_states_with_numpy_integers_are_json_serializable(number):
-    """States with NumPy integers, which earlier versions saved, can still be loaded."""
+    """States with NumPy integers can be loaded, too."""
 
     def made(state: Any = None, **options: Any) -> Loader:
         loader = Loader(torch.arange(N), number(BATCH), rank=number(0), world_size=number(2), **options)

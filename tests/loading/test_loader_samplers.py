@@ -425,8 +425,6 @@ def test_an_error_of_a_sampler_is_the_cause_of_the_error_of_the_loader(fails_at,
 
 
 class Misjudged(list[int]):
-    """A sampler with a wrong length."""
-
     def __init__(self, length: int) -> None:
         super().__init__(range(N))
         self.length = length

@@ -94,7 +94,6 @@ class Noise(nn.Module):
 
 
 def noisy(image: Any) -> Tensor:
-    """Add a random number from each of the three global generators."""
     values = torch.as_tensor(np.asarray(image), dtype=torch.float64)
     return values + random.random() + np.random.rand() + torch.rand(3, 1, 1, dtype=torch.float64)
 
@@ -124,7 +123,6 @@ def everything(dataset: Any) -> tuple[Tensor, Tensor]:
 
 
 def epochs(count: int, dataset: Any, batch_size: int = BATCH, **options: Any) -> list[Any]:
-    """Return the batches of `count` shuffled epochs."""
     loader = Loader(dataset, batch_size, shuffle=True, seed=SEED, **options)
     return [batch for _ in range(count) for batch in loader]
 
@@ -140,7 +138,6 @@ def resumed_at(stop: int, dataset: Any, **options: Any) -> list[Any]:
 
 
 def expected_batches(dataset: Any, transform: Any, epoch: int, batch_size: int = BATCH) -> list[Any]:
-    """Compute the batches of an epoch without a loader."""
     images, labels = everything(dataset)
     order = epoch_order(COUNT, SEED, epoch, 0, COUNT)
     found = []
@@ -357,8 +354,6 @@ def test_transforms_of_colabkit_work_on_batches_of_any_data_set_and_of_collate_f
 
 
 class Made(torch.utils.data.Dataset):
-    """A dataset of twelve samples that a function creates."""
-
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
 
@@ -389,8 +384,6 @@ SEED = 6
 
 
 def fails_on(number: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that fails on batches that contain this value."""
-
     def fails_on_it(batch: Tensor) -> Tensor:
         if number in batch.flatten().tolist():
             raise ValueError("planned")

@@ -211,7 +211,6 @@ def test_too_few_steps_give_no_verdict_and_no_advice() -> None:
 
 
 def looks(doctor: Doctor, *shares: float) -> list[str]:
-    """Look at several runs, each waiting for data for one of these shares of the time, and return the verdicts."""
     return [doctor.look(spent_of(shared(share)), GATHERED, [QUIET]).verdict for share in shares]
 
 
@@ -271,12 +270,10 @@ def rules_that_give(monkeypatch: pytest.MonkeyPatch, *advice: Advice) -> None:
 
 
 def advised(name: str, samples_per_s: float | None = None) -> Advice:
-    """Return advice that the rule `name` could give."""
     return Advice(f"{name} was found", f"Do {name}", samples_per_s=samples_per_s, rule=name)
 
 
 def named(found: Diagnosis) -> list[str]:
-    """Return the names of the rules that give advice, in order."""
     return [advice.rule for advice in found.advice]
 
 

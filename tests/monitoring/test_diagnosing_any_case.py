@@ -1,4 +1,4 @@
-"""For any known and unknown values: no rule fails, all advice makes sense, and the verdict is justified."""
+"""For any known and unknown values: no rule fails, all advice is well-formed and consistent, and the verdict fits."""
 
 from __future__ import annotations
 
@@ -209,7 +209,6 @@ def test_the_contradictions_use_the_words_of_the_rules() -> None:
 
 
 def check_agreement(found: Diagnosis) -> None:
-    """Check that no two pieces of advice contradict each other."""
     texts: list[Any] = [f"{advice.found} {advice.action} {advice.call}" for advice in found.advice]
     for ones, others in AGAINST:
         for place, text in enumerate(texts):

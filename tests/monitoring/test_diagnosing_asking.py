@@ -49,8 +49,6 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class Slow(Dataset[Any]):
-    """Samples that take two milliseconds each."""
-
     def __init__(self, count: int = 400) -> None:
         self.count = count
 
@@ -63,12 +61,10 @@ class Slow(Dataset[Any]):
 
 
 def headspace_of(step_s: float) -> colabkit.HeadspaceReport:
-    """Return the report of a step of four samples."""
     return colabkit.HeadspaceReport(4 / step_s, step_s, 100, 4, 4, 1000.0)
 
 
 def check(found: Diagnosis) -> None:
-    """Check that a diagnosis can be serialized and displayed, and that its advice is well-formed."""
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["verdict"] == found.verdict
     assert found._repr_html_()
     assert found.text_table()

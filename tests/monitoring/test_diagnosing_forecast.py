@@ -52,7 +52,6 @@ USUAL = Forecast(samples=64, step_s=0.1, held_s=0.02, cpu_s=0.004, wall_s=0.005,
 
 @st.composite
 def cases(draw: st.DrawFn) -> RunProfile:
-    """Draw a case with values that a real run could have."""
     facts = draw(st.sampled_from([GATHERED, DECODED, FOREIGN, ON_GPU]))
     host = draw(st.sampled_from([None, QUIET, FULL, with_gpu()]))
     if host is not None:

@@ -385,7 +385,6 @@ ALL = {rule.name: rule for rule in RULES}
 
 
 def given(name: str, changes: Given | None = None) -> Any:
-    """Return a rule's advice for its case in `TABLE`, with `changes` applied."""
     return ALL[name](made(**{**TABLE[name][0], **(changes or {})}))
 
 

@@ -27,15 +27,11 @@ Pair = namedtuple("Pair", "images labels")  # noqa: PYI024  # as torch's collate
 
 
 class Stream(IterableDataset[int]):
-    """An iterable of numbers that has no length."""
-
     def __iter__(self) -> Iterator[int]:
         return iter(range(6))
 
 
 class Named:
-    """A third-party loader that has a name but no length."""
-
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
         self.name = "theirs"
@@ -48,8 +44,6 @@ class Named:
 
 
 class Failing:
-    """A loader that fails after two batches."""
-
     def __iter__(self) -> Iterator[int]:
         yield from (1, 2)
         raise OSError(5, "it broke")
@@ -108,7 +102,7 @@ def test_batches_samples_passes_and_steps_are_counted() -> None:
 
 
 def test_waiting_and_work_are_measured_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Times of two steps: one when the first batch is requested, then two per batch. The last request is not timed.
+    # The clock is read when the first batch is requested, and twice per batch. The last request is not timed.
     now = itertools.chain([0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
     monkeypatch.setattr(api.time, "perf_counter", lambda: next(now))
     watched = watch(Named([torch.zeros(8), torch.zeros(8)]))

@@ -83,8 +83,6 @@ class Sent:
 
 
 class Client(NotebookClient):
-    """A client that runs a notebook and records the messages of each cell."""
-
     sent: dict[int, Sent]
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> Any:
@@ -97,7 +95,6 @@ class Client(NotebookClient):
 
 @pytest.fixture(scope="module", params=sampled(KINDS, 1))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Yield a client whose notebook has run in a kernel."""
     folder = tmp_path_factory.mktemp("kernel")
     sources = [SETUP, TRAIN.format(screen="notebook"), TRAIN.format(screen="widgets"), INTERRUPTED, BROKEN, LEFT]
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]

@@ -85,8 +85,6 @@ def test_the_advice_for_a_costly_panel_makes_it_slower_than_its_own_limit() -> N
 
 
 class Slow(Frames):
-    """A screen that takes `cost_s` seconds to paint a frame."""
-
     def __init__(self, time: FakeTime, cost_s: float) -> None:
         super().__init__()
         self.time, self.cost_s, self.at_s = time, cost_s, []

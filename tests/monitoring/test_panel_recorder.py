@@ -17,8 +17,6 @@ from colabkit.monitoring.panel.recorder import RunRecorder
 
 
 class AskedDoctor:
-    """A doctor that records the arguments it gets."""
-
     def __init__(self) -> None:
         self.spent: list[MetersSnapshot] = []
         self.facts: LoaderFacts | None = None

@@ -1,4 +1,4 @@
-"""Screens: an output of a notebook, a widget that is replaced by one, a terminal."""
+"""Screens: an output of a notebook, a widget that is replaced by such an output, a terminal."""
 
 from __future__ import annotations
 

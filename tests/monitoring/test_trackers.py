@@ -1,4 +1,4 @@
-"""`log_to()`: the values of a run and the shares of its step time, in the calls of each tracker."""
+"""`log_to()` passes the values of a run and the shares of its step time to each kind of tracker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Metrics:
 
 
 class Run:
-    """A stand-in for a W&B run, which ignores entries for earlier steps."""
+    """A stand-in for a W&B run, which must get its entries in the order of the steps."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -57,7 +57,6 @@ class Writer:
 
 
 def merged(rows: list[tuple[int, dict[str, float]]]) -> dict[int, dict[str, float]]:
-    """Return the values of each step."""
     found: dict[int, dict[str, float]] = {}
     for step, values in rows:
         found.setdefault(step, {}).update(values)

@@ -175,7 +175,6 @@ images, labels, loss = np.zeros((600, 2), np.float32), np.zeros(600, np.int64), 
 
 @pytest.fixture
 def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder with `experiment.py` and a module that this file imports."""
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
     (tmp_path / "experiment.py").write_text(EXPERIMENT)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -181,7 +181,6 @@ def test_quotes_braces_and_dollar_signs_are_unchanged_in_the_code(word: str) -> 
 
 
 def check_code(source: str, work: str) -> None:
-    """Check that the shown calls have the arguments of the pipeline."""
     pipeline = make_pipeline(Settings(source, work=work), "train")
     found = calls_in(code_of(pipeline))
     for call in pipeline.calls:
@@ -225,7 +224,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, dict[
 
 
 def plain(value: Any) -> object:
-    """Convert an argument to a value that can be compared."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str | int | float | tuple | dict | None):

@@ -33,7 +33,6 @@ def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Return a folder of images without class folders."""
     folder = tmp_path / "photos"
     folder.mkdir()
     for number in range(10):

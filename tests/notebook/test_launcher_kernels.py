@@ -70,7 +70,6 @@ class Kernel:
         raise TimeoutError("the kernel did not answer")
 
     def next(self) -> dict[str, Any]:
-        """Return the next message that the kernel publishes."""
         message = self.client.get_iopub_msg(timeout=LIMIT_S)
         self.published.append(message)
         return message
@@ -95,7 +94,6 @@ class Kernel:
         return self.state()
 
     def wait_for(self, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until the kernel publishes a message that meets a condition."""
         deadline = time.monotonic() + LIMIT_S
         while not holds(self.next()):
             assert time.monotonic() < deadline
@@ -119,7 +117,6 @@ class Kernel:
 
 @pytest.fixture(scope="module", params=[pytest.param("newest", marks=pytest.mark.full), "colab"])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """Return a kernel in which the launcher is open."""
     folder = tmp_path_factory.mktemp("kernel")
     make_tree(folder / "tree", 8)
     with kernel_of(request.param, folder) as name:

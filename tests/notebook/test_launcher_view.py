@@ -37,7 +37,6 @@ def widgets_there() -> int:
 
 @pytest.fixture
 def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image_tree: Path) -> Iterator[Launcher]:
-    """Return a launcher for a small image folder. After the test, check that no widget is left."""
     monkeypatch.chdir(tmp_path)
     before = widgets_there()
     panel = Launcher(ipywidgets)
@@ -263,7 +262,6 @@ def test_a_click_handled_in_another_thread_runs_in_the_main_thread(
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Return a fake shell with a kernel and a cell number, which records displayed outputs."""
     shell = SimpleNamespace(kernel=object(), execution_count=1, shown=[])
 
     def display(bundle: dict[str, Any], *, raw: bool, display_id: str, update: bool) -> None:

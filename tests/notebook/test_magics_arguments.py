@@ -49,7 +49,6 @@ def in_quotes(word: str, is_double: bool) -> str:
 
 
 def call_of(shell: InteractiveShell, verb: Verb, line: str) -> dict[str, Any]:
-    """Return the arguments of the only call that a magic makes."""
     with mock.patch.object(colabkit, verb.name, create=True) as function:
         shell.run_line_magic(verb.name, line)
     shell.run_line_magic("dashboard", "--off")

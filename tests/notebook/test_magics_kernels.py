@@ -111,7 +111,6 @@ CELLS = {
 
 @pytest.fixture(scope="module", params=sampled(KINDS, 1))
 def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[NotebookNode]]:
-    """Run all cells in a kernel, and return the outputs of each cell by its name."""
     folder = tmp_path_factory.mktemp("kernel")
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.values()]
     with kernel_of(request.param, folder) as kernel:
@@ -128,7 +127,6 @@ def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def loading(outputs: dict[str, list[NotebookNode]]) -> dict[str, Any]:
-    """Return the values printed by the cell that loads and unloads colabkit."""
     (printed,) = outputs["loading"]
     assert printed.output_type == "stream", printed
     return json.loads(printed.text)

@@ -34,7 +34,6 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
 
 @pytest.fixture
 def pack(image_tree: Path, tmp_path: Path) -> Path:
-    """Return the path of a pack of 24 images."""
     return colabkit.pack(image_tree, tmp_path / "p.h5", progress=False).path
 
 

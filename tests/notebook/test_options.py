@@ -33,7 +33,6 @@ def test_offered_words_are_the_values_that_the_function_accepts() -> None:
 
 
 def literals(hint: object) -> set[object]:
-    """Return the values of all `Literal` types in a type hint."""
     if typing.get_origin(hint) is typing.Literal:
         return set(typing.get_args(hint))
     return {value for one in typing.get_args(hint) for value in literals(one)}

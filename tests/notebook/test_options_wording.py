@@ -44,7 +44,6 @@ GIVEN = {
 
 
 def in_a_line(verb: str, text: Text, prefix: str = "%") -> str:
-    """Render a message text for the line of a verb."""
     return LineWords(BY_NAME[verb], prefix).render(text)
 
 

@@ -30,12 +30,10 @@ def pack(tmp_path: Path) -> Pack:
 
 
 def shown(path: Path, fields: dict, content: str, kind: str, **meta: object) -> Image.Image:
-    """Write a pack with these fields, and return the picture of one sample."""
     return open_pack(seal_fields(path, fields, {"X": content}, kind, **meta)).show(n=1).image
 
 
 def ink(image: Image.Image, box: tuple[int, int, int, int]) -> int:
-    """Return the number of dark pixels in a box of an image."""
     return int((np.asarray(image.crop(box).convert("L")) < 120).sum())
 
 

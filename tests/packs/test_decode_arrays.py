@@ -49,7 +49,6 @@ def test_a_header_of_format_2_is_read():
 
 
 def header(shape: str, descr: str = "'<f4'", order: str = "False") -> bytes:
-    """Return a `.npy` header of format 1.0 with these values, valid or not."""
     text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n".encode()
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 

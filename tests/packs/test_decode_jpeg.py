@@ -38,7 +38,6 @@ XMP = (
 
 
 def segment_of(data: bytes, marker: bytes) -> tuple[int, int]:
-    """Return the start and end of the first segment with this marker in a JPEG."""
     start = data.index(marker)
     return start, start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
 

@@ -16,7 +16,6 @@ def labelled_paths(*paths: str) -> Labelling:
 
 
 def classes_of(labelled: Labelling) -> dict[str, dict[str, str]]:
-    """Return the class name of each path, by split."""
     return {
         split: {labelled.items[number].path: labelled.classes[labelled.values[number]] for number in numbers}
         for split, numbers in labelled.splits.items()

@@ -50,7 +50,6 @@ BROKEN = {
 
 
 def spoil(tree: Path, *numbers: int, how: Callable[[bytes], bytes] = BROKEN["half"][0]) -> list[str]:
-    """Break the files with these numbers, and return their paths in the tree."""
     files = files_of(tree)
     for number in numbers:
         files[number].write_bytes(how(files[number].read_bytes()))

@@ -36,7 +36,6 @@ ENCODINGS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """Return a folder of photos of several sizes, formats and orientations."""
     folder = photos(tmp_path / "mixed")
     for kind, name in (("PNG", "png"), ("WEBP", "webp"), ("BMP", "bmp"), ("GIF", "gif")):
         (folder / "bees" / f"other.{name}").write_bytes(saved(photo(21, 30, seed=len(name)), kind))
@@ -238,7 +237,6 @@ def test_an_image_too_large_for_jpeg_is_a_bad_file(tmp_path, tree):
 
 
 def arrays(folder: Path, values: list[np.ndarray]) -> Path:
-    """Write arrays as `.npy` files of two classes and return the folder."""
     for number, value in enumerate(values):
         path = folder / ("even", "odd")[number % 2] / f"{number:03d}.npy"
         path.parent.mkdir(parents=True, exist_ok=True)

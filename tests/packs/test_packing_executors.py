@@ -41,14 +41,12 @@ def packed(source: Any, out: Path, executor: Executor | None, **options: Any) ->
 
 
 def processes(kind: str = "fork", count: int = 2, folder: str | None = None) -> ProcessPoolExecutor:
-    """Return a process pool whose workers run in `folder`, if given."""
     context = multiprocessing.get_context(kind)
     return ProcessPoolExecutor(count, context, os.chdir if folder else None, (folder,) if folder else ())
 
 
 @pytest.fixture(scope="module")
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    """Return an executor of one spawned process that runs in another folder."""
     with processes("spawn", 1, os.fspath(tmp_path_factory.mktemp("elsewhere"))) as executor:
         yield executor
 

@@ -43,7 +43,6 @@ from colabkit.storage.staging import places
 
 @pytest.fixture(autouse=True)
 def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder that replaces Google Drive for `drive:` paths."""
     folder = tmp_path / "drive"
     folder.mkdir()
     monkeypatch.setenv("COLABKIT_DRIVE", str(folder))
@@ -59,13 +58,11 @@ def no_leftovers(tmp_path: Path, near_storage: Path) -> Iterator[None]:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Callable[..., FuseMount]:
-    """Return a function that mounts a folder at `tmp_path/far`."""
     needs("FUSE", has_fuse())
     return lambda root, **options: FuseMount(tmp_path / "far", root, **options)
 
 
 def archives(tree: Path) -> None:
-    """Write a zip and a tar archive of a tree beside the tree."""
     zipped(tree, tree.with_suffix(".zip"))
     with tarfile.open(tree.with_suffix(".tar.gz"), "w:gz") as archive:
         archive.add(tree, "tree")

@@ -20,7 +20,6 @@ TREE = {"one.bin": CONTENT, "inner/two.txt": b"2", "inner/three.txt": b"3"}
 
 
 def plant(drive: FakeDrive) -> None:
-    """Create a folder on the fake Drive with the files of `TREE`."""
     for name, content in TREE.items():
         drive.add(name.rpartition("/")[2], content)
     inner = [("two.txt", drive_id("two")), ("three.txt", drive_id("three"))]

@@ -31,7 +31,6 @@ from colabkit.storage.sources.engine import BLOCK_BYTES
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Check after each test that no thread and no open file is left."""
     yield
     assert_nothing_is_open(tmp_path)
 

@@ -191,8 +191,6 @@ def test_on_wait_is_called_while_no_call_ends():
 
 
 class ScriptedLevel(Level):
-    """A level that changes after a number of calls."""
-
     def __init__(self, now: int, then: int, after: int) -> None:
         super().__init__(now)
         self.then = then

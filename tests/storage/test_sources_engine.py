@@ -72,7 +72,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def wanted(source: Source, items: Iterable[Item]) -> Iterator[Wanted]:
-    """Yield a request for each small item and for each block of a large item."""
     for item in items:
         if item.size <= BLOCK:
             yield Wanted(item, 0, item.size)
@@ -95,7 +94,6 @@ def put_together(blocks: Iterable[Block]) -> dict[str, bytes]:
 
 
 def read(source: Source, items: Iterable[Item] | None = None, threads: int | str = "auto") -> dict[str, bytes]:
-    """Return the bytes of the given items, or of all items of a source, by path."""
     with Reading(source, threads, retries := Retries()) as reading:  # type: ignore[arg-type]
         found = put_together(reading.blocks(wanted(source, source.list().items if items is None else items)))
     assert retries.on_retry is None

@@ -67,7 +67,6 @@ SAMPLES = {f"{shard}/{number:08d}": image(3 * number + len(shard)) for shard in 
 
 
 def opened(source: object) -> Source:
-    """Open a record source; fail for any other source."""
     found = open_records(source)
     assert found is not None
     return found

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def source_of(path, *records):
-    """Write a TFRecord file and return it as a source."""
     path.write_bytes(framed(*records))
     return TfRecordSource(str(path), [path])
 

@@ -23,7 +23,6 @@ COMPRESSED = [".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.z
 
 
 def contents(source: TarSource) -> dict[str, bytes]:
-    """Return the bytes of all files, by path, from one walk."""
     return {item.path: file.read() for item, file in source.walk()}
 
 

@@ -33,7 +33,6 @@ METHODS = {
 
 
 def zip_of(archive: Path, *members: tuple[str, bytes]) -> Path:
-    """Write a zip archive of members with any names, including repeated names."""
     with zipfile.ZipFile(archive, "w") as file:
         for name, data in members:
             file.writestr(zipfile.ZipInfo(name), data)
@@ -42,7 +41,6 @@ def zip_of(archive: Path, *members: tuple[str, bytes]) -> Path:
 
 @pytest.fixture
 def tree(tmp_path):
-    """Return a small tree of images, with a text that compresses well and an empty file."""
     folder = make_tree(tmp_path / "tree", 1)
     (folder / "ants" / "notes.txt").write_text("many words " * 400)
     (folder / "ants" / "empty.txt").write_text("")

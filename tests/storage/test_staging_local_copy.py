@@ -24,7 +24,6 @@ from colabkit.storage.sources.items import STAGE_SEAL, Listing
 
 
 def damage(path: Path, at: int) -> None:
-    """Change one byte of a file."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]

@@ -38,7 +38,6 @@ FILES = {f"{folder}/{number}.bin": os.urandom(50 + number) for folder in "ab" fo
 
 
 def interrupted(source: CountingSource, after: int, **options: object) -> None:
-    """Stage a source, and interrupt the run after `after` files have been opened."""
     source.fails_at = after
     with pytest.raises(KeyboardInterrupt):
         copy(source, threads=1, **options)

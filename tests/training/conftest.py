@@ -11,6 +11,5 @@ from checkpoint_folders import assert_nothing_runs
 
 @pytest.fixture
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Check after the test that no thread and no open file is left."""
     yield
     assert_nothing_runs(tmp_path)

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def draws() -> tuple[object, ...]:
-    """Draw numbers from the generators of Python, NumPy and torch."""
     return (
         [random.random() for _ in range(3)],
         random.gauss(0, 1),

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Iterator[Callable[..., FuseMount]]:
-    """Return a function that mounts `tmp_path/root` at `tmp_path/drive`."""
     needs("FUSE", has_fuse())
     mounted: list[FuseMount] = []
     (tmp_path / "root").mkdir()

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Save content, and return it as loaded from the file."""
     with CheckpointFolder(folder) as checkpoints:
         checkpoints.save(1, content, wait=True)
         newest = checkpoints.newest()

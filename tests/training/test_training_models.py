@@ -65,7 +65,6 @@ def drawn(shape: tuple[int, int, int], classes: int, train: int, dev: int, sprea
 def learned(
     model: nn.Module, arrays: Arrays, out: Path, batch_size: int, epochs: int, rate: float
 ) -> tuple[float, float, colabkit.TrainReport]:
-    """Pack, load and train; return loss and accuracy on `dev` before training, and the report."""
     data = colabkit.open_pack(colabkit.pack(arrays, out, progress=False).path)
     normalize = colabkit.augment.Normalize(mean=(0.5,), std=(0.5,))
     loader = colabkit.Loader(data["train"], batch_size, shuffle=True, transform=normalize)

@@ -20,13 +20,11 @@ RUN = TrainReport((), 0, 0, 1.0, 10.0, 0.2, {}, {}, (), None, None, None, None, 
 
 
 def epoch(number: int, **changes: float) -> EpochRecord:
-    """Return an epoch of 10 s, by default with 2 s of data wait, 1 s of copies, 6 s of steps and 1 s of other work."""
     parts = {"seconds": 10.0, "wait_s": 2.0, "copy_s": 1.0, "compute_s": 6.0, "other_s": 1.0, **changes}
     return EpochRecord(epoch=number, steps=5, samples=100, values={"loss": 1.0}, **parts)
 
 
 def run(epochs: int = 3, **changes: Any) -> TrainReport:
-    """Return the report of a run with a decreasing loss."""
     curve = {"loss": [(step, 1 / step) for step in range(1, 5 * epochs + 1)]}
     return replace(RUN, epochs=tuple(map(epoch, range(epochs))), trained=epochs, **{"curve": curve, **changes})
 
@@ -40,7 +38,6 @@ def machine(count: int, gpus: int, **changes: Any) -> tuple[HostSnapshot, ...]:
 
 
 def axes_of(report: TrainReport) -> dict[str, Any]:
-    """Draw a report's figure, and return its axes by title."""
     figure = report.plot()
     figure.canvas.draw()
     return {axes.get_title(loc="left"): axes for axes in figure.axes}

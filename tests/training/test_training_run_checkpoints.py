@@ -38,7 +38,6 @@ def stop_here() -> None:
 
 
 def train_with_losses(data: PackedDataset, folder: Path, losses: list[float], **options: object) -> TrainReport:
-    """Train one epoch per loss; each validation returns the next loss."""
     left = iter(losses)
     options = {"validate": lambda: {"loss": next(left)}, "epochs": len(losses), **options}
     return train(nothing, Loader(data, 4), to=folder, **options)
@@ -190,7 +189,7 @@ def test_a_full_disk_in_the_middle_does_not_stop_the_training(tmp_path, data, mo
 
 
 def full_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
-    """Let all writes of checkpoints fail after the first ones, as on a full disk."""
+    """Let all writes of checkpoints fail after the first `writes` ones, as on a full disk."""
     calls: list[None] = []
     written = checkpoint_folder.write
 

@@ -27,7 +27,6 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Check after each test that the handlers of SIGINT and SIGTERM are restored."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -246,7 +245,6 @@ def test_stop_iteration_at_the_last_step_of_an_epoch_completes_the_epoch(data):
 
 
 def train_with_losses(data, losses: list[float], **options: object) -> TrainReport:
-    """Train with a validation that returns these losses."""
     left = iter(losses)
     options = {"epochs": len(losses), "validate": lambda: {"loss": next(left)}, **options}
     return train(lambda batch: None, Loader(data, 4), **options)

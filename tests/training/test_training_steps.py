@@ -175,7 +175,7 @@ def test_a_state_with_a_scheduler_of_another_class_is_refused():
     saved = run(torch.optim.lr_scheduler.CosineAnnealingLR).state_dict()
     with pytest.raises(InvalidOption, match="the step is StepLR, but that of the state is CosineAnnealingLR"):
         run(torch.optim.lr_scheduler.StepLR).load_state_dict(saved)
-    # Checkpoints of earlier versions lack this entry.
+    # A state without this entry is accepted.
     del saved["scheduler_kind"]
     run(torch.optim.lr_scheduler.CosineAnnealingLR).load_state_dict(saved)
 

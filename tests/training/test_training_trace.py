@@ -29,7 +29,6 @@ def totals(events: list[dict[str, object]]) -> dict[str, float]:
 
 
 def assert_adds_up(report: TrainReport, path: Path) -> list[str]:
-    """Check the trace that a report writes, and return the names of its blocks."""
     events = json.loads(report.to_trace(path).read_text())["traceEvents"]
     expected = {name: getattr(report.spent, share) for name, share in SHARES.items()}
     assert totals(events) == pytest.approx(expected, rel=0.01, abs=1e-9)

@@ -241,7 +241,6 @@ def test_a_checkpoint_with_nan_weights_is_skipped_while_an_older_one_is_finite(d
 
 
 def diverging(step: int):
-    """Return a step function that returns NaN from a given step."""
     steps = itertools.count(1)
     return lambda batch: 1.0 if next(steps) < step else math.nan
 

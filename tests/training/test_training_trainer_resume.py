@@ -24,13 +24,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PackedDataset]:
-    """Return a pack of digits, and one of color images like those of CIFAR."""
     return make_packs(tmp_path_factory.mktemp("packs"))
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, packs):
-    """Return an uninterrupted `NotedTraining` and its report."""
     folder = tmp_path_factory.mktemp("whole")
     whole = NotedTraining(packs["images"], folder, folder / "log")
     return whole, whole.train(save_every="epoch")
