@@ -1,6 +1,7 @@
 """Sample orders: pure functions of the seed and the epoch that compute any range of positions directly.
 
-No permutation is stored, so an epoch of a billion samples starts immediately and resumes at any position.
+No permutation of a large dataset is stored, so an epoch of a billion samples starts immediately and resumes at any
+position.
 """
 
 from colabkit.foundation import epoch_order

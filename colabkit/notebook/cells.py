@@ -123,7 +123,6 @@ class _LossNamespace(UserDict[str, Any]):
 
 
 def _pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return the fields X and Y of a dict, or the first two fields of a batch; the second is None if missing."""
     if isinstance(batch, Mapping):
         if "X" in batch and "Y" in batch:
             return batch["X"], batch["Y"]

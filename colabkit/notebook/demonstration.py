@@ -278,7 +278,7 @@ def _as_files(source: Source, folder: Path, progress: bool) -> Source:
 
 
 def _shape(source: Source, labelled: Labelling) -> tuple[int, int]:
-    """Return the images' common height and width if they are small and of one size, otherwise the default size."""
+    """Return the height and width of about 32 images if they are small and of one size, else the default size."""
     some = labelled.items[:: max(1, len(labelled.items) // _PEEKED)]
     peeked = {_image_shape(source, item) for item in some}
     if len(peeked) == 1 and max(own := peeked.pop()) <= _LARGEST_KEPT:

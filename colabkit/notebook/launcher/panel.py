@@ -266,7 +266,7 @@ def _on_interrupt(handler: Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(note: Callable[[str], None]) -> Iterator[None]:
-    """Pass colabkit's log warnings in the block to a function, one line each, instead of to standard error."""
+    """Pass colabkit's log warnings in the block to a function, one line each."""
 
     class NoteHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

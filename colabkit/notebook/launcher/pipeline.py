@@ -303,7 +303,6 @@ def _check_kind(source: str, kind: str) -> None:
 
 
 def _train(source: str, training: TrainingSettings, packed: Any, screen: Screen) -> Report:
-    """Train a small network on a pack and return the report."""
     import torch
 
     from colabkit.monitoring import Dashboard
