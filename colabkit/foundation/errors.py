@@ -51,7 +51,6 @@ class OneLineError(BaseException):
         return {**values, **parts, "options": list(message.options)}
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython prints: the message, or the full traceback if COLABKIT_DEBUG=1."""
         if os.environ.get("COLABKIT_DEBUG") == "1":
             return traceback.format_exception(self)
         return [f"{type(self).__name__}: {printable(self)}"]

@@ -69,6 +69,5 @@ def find_format(head: bytes) -> FileFormat | None:
 
 
 def _is_avif(head: bytes) -> bool:
-    """Return whether a file whose first brand is that of HEIF has the compatible brand `avif`."""
     brands = head[16 : int.from_bytes(head[:4], "big")]
     return b"avif" in (brands[at : at + 4] for at in range(0, len(brands), 4))

@@ -167,7 +167,6 @@ def _first_steps() -> tuple[Words64, Words64]:
 
 
 def _samples(words: Words64) -> Positions:
-    """Return the sample indices, which are the lower 16 bits of the words."""
     return (words & _INDEX_BITS).view(np.int64)
 
 

@@ -90,8 +90,6 @@ class _ProgressRelay:
 
 
 class _Silence:
-    """A replacement for a tqdm bar that shows nothing."""
-
     def update(self, *_: object, **__: object) -> None:
         pass
 

@@ -95,7 +95,6 @@ class DataLoaderSource:
         raise NotImplementedError
 
     def _batches_left(self) -> int:
-        """Return the number of batches in the next iteration."""
         return int(self._planner().batches(self._position.next[1]))
 
     if not TYPE_CHECKING:
@@ -129,8 +128,6 @@ class _LoaderView(DataLoader[Any]):
 
 
 class _PlannedBatch(list[int]):
-    """The sample indices of a batch, and the number of the batch in an iteration."""
-
     def __init__(self, indices: list[int], iteration: _LoaderIteration | None, number: int, start: int) -> None:
         super().__init__(indices)
         self.iteration = iteration
@@ -198,7 +195,6 @@ class _PlannedDataset(Dataset[Any]):
         self.loader.set_epoch(self._coming_epoch)
 
     def begin(self, epoch: int) -> None:
-        """Record that an iteration of `epoch` has started."""
         self._coming_epoch = epoch + 1
 
 

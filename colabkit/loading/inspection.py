@@ -170,7 +170,6 @@ def _path_of(dataset: Any) -> str | None:
 
 
 def _first_file(dataset: Any) -> str | None:
-    """Return the path of a dataset's first sample, or None if the dataset does not list paths."""
     for name in ("samples", "imgs"):
         found = getattr(dataset, name, None)
         if isinstance(found, list) and found:

@@ -419,7 +419,6 @@ class Loader(DataLoaderSource):
         self.meters.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     def _describe(self, order: Order | None, draws: Draws) -> str:
-        """Describe the transform of a batch for a message; samples of a custom sampler are described by position."""
         if order is None:
             count, first = len(draws.positions), draws.positions.item(0)
             return f"transforming {format_things(count, 'sample')} from position {first} of epoch {draws.epoch}"
@@ -435,7 +434,6 @@ class Loader(DataLoaderSource):
         return share_of("load batches", *self._given_share)
 
     def _planner(self) -> OrderPlanner | SamplerPlanner:
-        """Return the planner of this process's batches, for the current number of processes."""
         position, share = self._position, self._share()
         if position.pure_order is not None:
             return OrderPlanner(position.pure_order, self.batch_size, self.drop_last, share)

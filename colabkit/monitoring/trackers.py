@@ -47,7 +47,6 @@ def log_to(writer: Any, *, every: int = 50) -> AbstractContextManager[None]:
 
 
 def _log_function(writer: Any) -> Callable[[Mapping[str, float], int], object]:
-    """Return a function that logs the values of a step to a writer."""
     # A class also has the methods, but only its instances can log.
     if not isinstance(writer, type):
         if callable(log_metrics := getattr(writer, "log_metrics", None)):
@@ -89,7 +88,6 @@ class _RunLog:
         return self._name
 
     def listen(self, event: meters.Event) -> None:
-        """Handle an event of the run."""
         if isinstance(event, meters.StepDone):
             self._newest = event
             if not event.step % self._every:
@@ -107,7 +105,6 @@ class _RunLog:
             self._log_newest()
 
     def _log_newest(self) -> None:
-        """Log the newest step, unless it has already been logged."""
         if self._newest is None or self._counts is None:
             return
         done, self._newest = self._newest, None

@@ -96,11 +96,9 @@ class _CellStep:
         return _checked(self._namespace["loss"]) if names.has_loss() else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step count and the loader's number for the first epoch."""
         return {"steps": self._steps, "first_epoch": self._first_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the counts from a state."""
         self._steps, self._first_epoch = state_dict["steps"], state_dict["first_epoch"]
 
 
@@ -134,7 +132,6 @@ def _pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _checked(loss: Any) -> Any:
-    """Return the loss, or raise `InvalidOption` if it is not a valid return value of a step."""
     from colabkit.training import is_number
 
     if isinstance(loss, Mapping) or is_number(loss):
@@ -296,7 +293,6 @@ class CellCode:
 
 
 def _shown_of(statements: list[ast.stmt], interactivity: str, source: str) -> list[ast.stmt]:
-    """Return the statements whose values IPython displays."""
     if not statements or interactivity == "none" or _is_quiet(source):
         return []
     if interactivity == "all":

@@ -128,14 +128,12 @@ def _printed(text: str) -> int:
 
 
 def _print(text: str, stream: TextIO | None) -> None:
-    """Print in the encoding of a stream, or nothing if the stream is closed."""
     if stream is not None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def _failed(error: BaseException, verb: Verb | None, is_json: bool, status: int) -> int:
-    """Print an error as one line, and with `--json` also as JSON; return the exit status."""
     fields: dict[str, Any]
     if isinstance(error, OneLineError):
         # The message names Python arguments only if the user's file made the call.

@@ -271,7 +271,6 @@ def _workplace(to: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 
 def _as_files(source: Source, folder: Path, progress: bool) -> Source:
-    """Return the source as individual files; an archive is extracted first."""
     if isinstance(source, ArchiveSource):
         return FolderSource(stage(source, folder, progress=progress).path)
     return source
@@ -354,7 +353,6 @@ def _train_naively(
 def _checked(
     drive: Source, samples: tuple[tuple[Item, int], ...], batch: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the batch, or raise `BadImage` with the name of a file in it that is not an image."""
     lowest = int(batch[1].min())
     if lowest < 0:
         path = samples[-1 - lowest][0].path

@@ -110,7 +110,6 @@ class _LineParser(VerbParser):
         self._data: dict[str, str] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as `argparse` does, with placeholders for the values of variables."""
         self._data = {f"\0{at}\0": str(word) for at, word in enumerate(args) if isinstance(word, DataWord)}
         words = [f"\0{at}\0" if isinstance(word, DataWord) else word for at, word in enumerate(args)]
         return super().parse_known_args(words, namespace)
@@ -218,13 +217,11 @@ def _flags(verb: Verb) -> Iterator[str]:
 
 
 def _variables(namespace: Mapping[str, Any], shell: InteractiveShell) -> list[str]:
-    """Return the names of the user's variables, except modules and names that start with `_`."""
     own = namespace.keys() - shell.user_ns_hidden.keys()
     return sorted(name for name in own if name[0] != "_" and not isinstance(namespace[name], ModuleType))
 
 
 def _plain(typed: str) -> str:
-    """Return a partly typed word without quotes and escapes."""
     if typed.startswith('"'):
         return re.sub(r"\\(.)", r"\1", typed[1:])
     return typed[1:] if typed.startswith("'") else re.sub(r"\\(.)", r"\1", typed)

@@ -195,7 +195,6 @@ def _is_of(namespace: dict[str, Any], trace: TracebackType | None) -> bool:
 
 
 def _known_to_ipython(magic: Callable[..., Any], name: str, text: str) -> Callable[..., Any]:
-    """Set the name and help text of a magic, and turn off IPython's variable expansion in its line."""
     magic.__name__ = name
     magic.__doc__ = text
     magic._ipython_magic_no_var_expand = True  # type: ignore[attr-defined]  # noqa: SLF001 - IPython's own API

@@ -28,7 +28,6 @@ def completion_script(shell: str, verbs: Iterable[Verb]) -> str:
 
 
 def _options(verb: Verb) -> Iterator[tuple[str, Option]]:
-    """Yield each flag of a verb, including negations such as `--no-resume`, with its option."""
     for option in (*verb.options, _JSON):
         if option.flag:
             yield option.flag, option
@@ -116,5 +115,4 @@ def _fish_word(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text without the characters that separate the parts of a zsh specification."""
     return text.replace("[", "(").replace("]", ")").replace(":", " ")

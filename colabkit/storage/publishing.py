@@ -196,8 +196,6 @@ def _source_at(act: str, local: Path) -> FileSource | FolderSource:
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
-    """A call of `publish()`; `advance` is called with the numbers of bytes and files completed."""
-
     act: str
     source: FileSource | FolderSource
     items: tuple[Item, ...]

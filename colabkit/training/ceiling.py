@@ -189,7 +189,6 @@ def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
 
 
 def _timed(step: Callable[[Any], object], batch: Any, gpus: list[torch.device]) -> float:
-    """Return the duration of a step in seconds, including its work on the GPUs."""
     before = time.perf_counter()
     step(batch)
     for gpu in gpus:

@@ -182,7 +182,6 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
 
 
 def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
-    """Return `model` if it is a step, otherwise a step that evaluates it."""
     usage = ("Use ", call(function, Code("model"), Code("loader")))
     if isinstance(model, SupervisedStep):
         if loss is not None:
@@ -222,14 +221,12 @@ def _full_pass(loader: Iterable[Any], *, in_order: bool = False) -> Iterator[Non
 
 
 def _rows_in(outputs: Any) -> int:
-    """Return the number of rows of the first tensor in nested containers."""
     while not isinstance(outputs, Tensor):
         outputs = next(iter(outputs.values() if isinstance(outputs, Mapping) else outputs))
     return len(outputs)
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Concatenate the tensors of all batches along their first dimension."""
     first = outputs[0] if outputs else None
     if isinstance(first, Tensor):
         # `squeeze()` in a model also removes the batch dimension if the last batch has a single sample.

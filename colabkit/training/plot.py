@@ -199,18 +199,15 @@ def _number_epochs(axes: Axes, numbers: Sequence[int]) -> None:
 
 
 def _rates(shares: Sequence[float | None]) -> list[float]:
-    """Convert fractions to percent and average groups of them as `_means` does; None becomes NaN."""
     return _means([math.nan if share is None else 100 * share for share in shares])
 
 
 def _means(values: Sequence[float]) -> list[float]:
-    """Average groups of neighboring values so that at most 150 values remain."""
     width = -(-len(values) // _FOLLOWED)
     return [_mean(values[first : first + width]) for first in range(0, len(values), width)]
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the finite values, or NaN if there are none."""
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else math.nan
 
@@ -237,7 +234,6 @@ def _marks(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """Return a suitable unit for a duration, and the number of seconds in it."""
     return ("seconds", 1.0) if seconds < 180 else ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
 
 

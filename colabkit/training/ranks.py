@@ -295,7 +295,6 @@ class _Launch:
             os.close(written)
 
     def result(self) -> Any:
-        """Wait for all processes and return rank 0's result."""
         with self._signals():
             while any(process.poll() is None for process in self._processes):
                 connection.wait([*self._pipes, *self._output], _TICK_S)
@@ -318,7 +317,6 @@ class _Launch:
         return cloudpickle.loads(self._answers[0][1])
 
     def _look(self) -> None:
-        """Receive answers; after the first failure, terminate the other processes."""
         ended = {rank: code for rank, process in enumerate(self._processes) if (code := process.poll()) is not None}
         self._take()
         if self._failure or self._received:
@@ -338,7 +336,6 @@ class _Launch:
             self._kill_at = time.monotonic() + _FAILURE_GRACE_S
 
     def _take(self) -> None:
-        """Print the output of the processes and receive their answers."""
         for output in [*self._output]:
             with suppress(BlockingIOError):
                 while data := os.read(output, 1 << 16):

@@ -306,7 +306,6 @@ def _listed(values: Mapping[str, float]) -> str:
 
 
 def _thinned(items: list[Any], most: int) -> list[Any]:
-    """Return at most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return items
     step = (len(items) - 1) / (most - 1)
@@ -314,7 +313,6 @@ def _thinned(items: list[Any], most: int) -> list[Any]:
 
 
 def _short(value: Any) -> Any:
-    """Return plain values with every float rounded to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -323,7 +321,6 @@ def _short(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Return plain values with None in place of NaN and infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -184,12 +184,10 @@ class TrainingRun:
 
     @property
     def _precision(self) -> str | None:
-        """The precision of a supervised step, such as `"bf16"`; None for a custom step."""
         return (self.step.amp or "fp32") if isinstance(self.step, SupervisedStep) else None  # type: ignore[return-value]
 
     @property
     def _seconds(self) -> float:
-        """Total duration of all epochs so far in seconds, without validation."""
         return sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
 
     def _epoch(self) -> bool:
@@ -271,7 +269,6 @@ class TrainingRun:
         return True
 
     def _train_on(self, batch: Any, begun: EpochProgress, counts: meters.LoaderMeters) -> None:
-        """Train on a batch, and record the values of the step, its time and the position."""
         is_heard = self.on_step is not None or meters.is_heard()
         # Listeners get tensors, so accuracies are computed in groups only if nobody listens.
         grouped = None if is_heard else self._grouped
@@ -310,7 +307,6 @@ class TrainingRun:
             begun.is_validation_due = True
 
     def _announce(self, done: meters.StepDone) -> None:
-        """Publish a step; `on_step` may end the training."""
         meters.publish(done)
         if self.on_step is not None:
             try:

@@ -325,7 +325,6 @@ def load_weights(act: str, model: Stateful, path: Path) -> None:
 
 
 def _load_into(act: str, part: Any, values: Any, next_step: Text) -> None:
-    """Call `load_state_dict()`, and raise `InvalidOption` with the difference if the state does not fit."""
     try:
         part.load_state_dict(values)
     # Each class raises a different type of error if a state does not fit.

@@ -115,7 +115,6 @@ class SupervisedStep:
         return self.accuracies.add(*self._train_on(batch))
 
     def _train_on(self, batch: Any) -> tuple[Any, Tensor, Tensor]:
-        """Train on a batch and return the model's output, the labels and the loss."""
         images, labels = self._taken(batch)
         if not self._model.training:
             self._model.train()
@@ -319,7 +318,6 @@ class SupervisedStep:
         return scaler
 
     def _taken(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the images and labels of a batch, with images converted for the model."""
         images, labels = pair_of(batch)
         device = self._parameter.device
         if device != self._device:
@@ -333,7 +331,6 @@ class SupervisedStep:
         return images, labels
 
     def _elsewhere(self, tensor: Tensor) -> InvalidOption:
-        """Return the error for a tensor that is not on the model's device."""
         # `Module.to` replaces parameters instead of moving them in place if the tensor types are incompatible.
         if next(self._model.parameters()) is not self._parameter:
             replaced = "the model's parameters are no longer those of the optimizer"
@@ -359,7 +356,6 @@ class SupervisedStep:
         return scores, self._loss(scores, labels)
 
     def _update(self) -> None:
-        """Apply the gradients and step the scheduler; skip both if scaled gradients are not finite."""
         self._accumulated = 0
         if self._scaler is not None:
             if not self._scaled_update(self._scaler):
@@ -391,7 +387,6 @@ class SupervisedStep:
         return bool(made)
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters that the optimizer updates now; groups may have been added since the start."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 

@@ -98,7 +98,6 @@ def memory_limits(read: Reader) -> MemoryReport:
 
 
 def _machine_memory(read: Reader) -> tuple[int, int]:
-    """Return the machine's total and available RAM in bytes."""
     meminfo = {}
     with contextlib.suppress(OSError):
         for line in read("/proc/meminfo").splitlines():

@@ -157,7 +157,6 @@ class MetersSnapshot:
         return self.queued / self.queue_room if self.queue_room else 0.0
 
     def __sub__(self, earlier: MetersSnapshot) -> MetersSnapshot:
-        """Return the difference from an earlier snapshot of the same meters."""
         before = {part.name: part for part in earlier.parts}
         parts = tuple(part - before[part.name] if part.name in before else part for part in self.parts)
         sums = _differences(self, earlier, (*_LOADER_SUMS, *_STEP_SUMS))

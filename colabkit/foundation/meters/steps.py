@@ -252,7 +252,6 @@ class _DeviceStep(NamedTuple):
 
 
 def _taken(noted: deque[_Noted]) -> Iterator[_Noted]:
-    """Yield and remove the items; other threads may add or take items at the same time."""
     while True:
         try:
             yield noted.popleft()

@@ -130,7 +130,6 @@ class _Device:
 
     @property
     def is_instance(self) -> bool:
-        """Whether the device is a MIG instance."""
         return self.handle is not self.card
 
 

@@ -130,7 +130,6 @@ class Sampler:
                     telemetry.close()
 
     def _take(self, telemetry: Telemetry) -> float:
-        """Take a snapshot and return its cost in CPU seconds."""
         began_s = self._cpu_clock()
         try:
             self._keep(telemetry.snapshot())
@@ -165,8 +164,6 @@ class Sampler:
 
 
 class _SamplerUsers:
-    """The shared sampler of a process and the number of its users."""
-
     def __init__(self) -> None:
         # Reentrant, since the garbage collector may end an abandoned `sampled()` while this thread holds the lock.
         self.lock = threading.RLock()

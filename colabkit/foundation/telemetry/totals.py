@@ -142,7 +142,6 @@ class Family:
 
 
 def _is_server(child: Any) -> bool:
-    """Return whether a child is in a different session from this process."""
     try:
         return os.getsid(child.pid) != os.getsid(0)
     except (AttributeError, OSError):

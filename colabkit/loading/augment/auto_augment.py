@@ -116,7 +116,6 @@ class TrivialAugmentWide(Transform):
         return result, labels
 
     def _warped(self, images: Tensor, numbers: Numbers, magnitudes: Factors) -> Tensor:
-        """Return sheared, translated or rotated images."""
         height, width = images.shape[2:]
         shear_x, shear_y, translate_x, translate_y, angle = (
             np.where(numbers == OPERATIONS.index(name), magnitudes, 0.0)
@@ -142,7 +141,6 @@ class TrivialAugmentWide(Transform):
 
 
 def _magnitudes(bins: int) -> Factors:
-    """Return the strengths of each operation, `float64 [14, bins]`."""
     highest = {"ShearX": 0.99, "ShearY": 0.99, "TranslateX": 32.0, "TranslateY": 32.0, "Rotate": 135.0}
     highest |= dict.fromkeys(("Brightness", "Contrast", "Color", "Sharpness"), 0.99)
     # Compute in float32, as torchvision does, because other dtypes would round the values differently.
@@ -153,7 +151,6 @@ def _magnitudes(bins: int) -> Factors:
 
 
 def _adjusted(images: Tensor, numbers: Numbers, magnitudes: Factors) -> Tensor:
-    """Return images with adjusted brightness, contrast or saturation."""
     work = floating(images)
     # `OPERATIONS` lists brightness, contrast and color in the order of the constants from `BRIGHTNESS`.
     adjust(work, numbers - OPERATIONS.index("Brightness") + BRIGHTNESS, 1 + magnitudes, largest_value(images))
@@ -161,7 +158,6 @@ def _adjusted(images: Tensor, numbers: Numbers, magnitudes: Factors) -> Tensor:
 
 
 def _sharpened(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
-    """Return sharpened or smoothed images; pixels at the border do not change."""
     if min(images.shape[2:]) <= 2:
         return images
     work = floating(images)
@@ -177,7 +173,6 @@ def _sharpened(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
 
 
 def _posterized(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
-    """Return images that keep only the highest bits of each pixel."""
     if not images.is_floating_point():
         (mask,) = per_image(images, 256 - 2 ** (8 - magnitudes))
         return images.bitwise_and(mask)
@@ -187,7 +182,6 @@ def _posterized(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
 
 
 def _solarized(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
-    """Return images whose bright pixels are inverted."""
     if images.is_floating_point():
         images, largest = floating(images), 1
     else:
@@ -198,7 +192,6 @@ def _solarized(images: Tensor, _: Numbers, magnitudes: Factors) -> Tensor:
 
 
 def _auto_contrasted(images: Tensor, _: Numbers, __: Factors) -> Tensor:
-    """Return images with each channel stretched to the full value range."""
     work, largest = floating(images), largest_value(images)
     low, high = work.amin((2, 3), keepdim=True), work.amax((2, 3), keepdim=True)
     is_flat = low == high
@@ -207,7 +200,6 @@ def _auto_contrasted(images: Tensor, _: Numbers, __: Factors) -> Tensor:
 
 
 def _equalized(images: Tensor, _: Numbers, __: Factors) -> Tensor:
-    """Return images in which the values of each channel occur about equally often."""
     values = floating(images).mul_(255.999).to(torch.uint8) if images.is_floating_point() else images
     flat = values.flatten(2).long()
     counts = torch.zeros((*flat.shape[:2], 256), dtype=torch.int64, device=images.device)

@@ -111,7 +111,6 @@ def adjust(images: Tensor, kinds: npt.NDArray[np.int64], factors: Factors, large
 
 
 def _gray(images: Tensor, largest: float) -> Tensor:
-    """Return the gray value of each pixel, `[B, 1, H, W]`."""
     if images.shape[1] == 1:
         return images.clone()
     red, green, blue = images.split(1, 1)
@@ -172,7 +171,6 @@ def check_channels(act: str, images: Tensor) -> None:
 
 
 def _checked_factors(number: int, value: Any) -> tuple[float, float]:
-    """Return the smallest and largest factor; raise `InvalidOption` for an invalid argument."""
     name, neutral = _NAMES[number], _NEUTRAL[number]
     least, most = (-0.5, 0.5) if number == HUE else (0.0, float("inf"))
     found: Any = (neutral, neutral) if value is None else value

@@ -176,7 +176,6 @@ def _is_foldable(step: object) -> TypeGuard[Geometry]:
 
 
 def _leading_geometry(steps: tuple[Step, ...]) -> tuple[tuple[int, Geometry], ...]:
-    """Return the leading steps that are flips or crops, with at most one crop."""
     leading: list[tuple[int, Geometry]] = []
     for number, step in steps:
         if not _is_foldable(step) or (step.size is not None and any(part.size for _, part in leading)):

@@ -174,7 +174,6 @@ def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) ->
 
 
 def _mirrored(pixels: Pixels) -> Pixels:
-    """Return a horizontally flipped copy of an image `uint8 [H, W, C]`."""
     if pixels.shape[0] * pixels.shape[1] <= _SMALL:
         turned: Pixels = _whole_pixels(pixels)[:, ::-1].copy().view(np.uint8)
         return turned
@@ -185,7 +184,6 @@ def _mirrored(pixels: Pixels) -> Pixels:
 
 
 def _whole_pixels(pixels: Pixels) -> npt.NDArray[np.void]:
-    """View pixels `uint8 [..., C]` as `[..., 1]`, with all channels of a pixel in one value."""
     return pixels.view(f"V{pixels.shape[-1]}")
 
 

@@ -91,7 +91,6 @@ class Geometry(Transform):
 
 
 def _resized(pixels: npt.NDArray[np.uint8], boxes: Boxes, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Cut and resize one box per image of `uint8 [B, H, W, C]`."""
     out = np.empty((len(pixels), *size, pixels.shape[3]), np.uint8)
     for image, box, result in zip(pixels, boxes.rows(), out, strict=True):
         cut(image, *box, result)
@@ -188,7 +187,6 @@ class RandomResizedCrop(Geometry):
 
 
 def _snapped(corner: Sizes, room: Sizes, factor: int) -> Sizes:
-    """Return the multiple of `factor` nearest to each corner, but at most `room`."""
     nearest: Sizes = np.minimum(np.rint(corner / factor).astype(np.int64), room // factor) * factor
     return nearest
 
@@ -280,8 +278,6 @@ class CenterCrop(Geometry):
 
 
 class _RandomFlip(Geometry):
-    """Base class of random flips with the probability `p`."""
-
     def __init__(self, p: float = 0.5) -> None:
         self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
 
@@ -380,12 +376,10 @@ class Resize(Geometry):
 
 
 def _between(uniforms: Uniforms, low: float, high: float) -> Uniforms:
-    """Scale uniform numbers in [0, 1) to [low, high)."""
     return low + uniforms * (high - low)
 
 
 def _place(uniforms: Uniforms, room: Sizes) -> Sizes:
-    """Return uniform whole numbers from 0 to `room`, inclusive."""
     return np.floor(uniforms * (room + 1)).astype(np.int64)
 
 

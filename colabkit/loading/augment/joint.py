@@ -99,7 +99,6 @@ class JointTransform(Transform):
         return images, labels
 
     def _check_labels(self, images: Tensor, labels: Any) -> None:
-        """Raise `InvalidOption` unless the labels are masks or bounding boxes that fit the images."""
         is_tensor = isinstance(labels, Tensor)
         if self.labels == "masks":
             expected = f"masks of shape {[len(images), '...', *images.shape[2:]]}".replace("'", "")
@@ -154,7 +153,6 @@ def _nearest(
 
 
 def _move_boxes(labels: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
-    """Return bounding boxes `[B, N, 4]` moved, scaled and clipped to the cut boxes."""
     ends = np.broadcast_to(np.array(size[::-1]), (len(labels), 2))
     starts = np.stack([boxes.left, boxes.top], 1)
     scales = ends / np.stack([boxes.width, boxes.height], 1)

@@ -158,7 +158,6 @@ class Cutout(Transform):
 
 
 def _between(first: Tensor, last: Tensor, length: int) -> Tensor:
-    """Return a mask of the rows or columns from `first` up to, but excluding, `last`, `bool [B, length]`."""
     at = torch.arange(length, device=first.device)
     return (at >= first[:, None]) & (at < last[:, None])
 
@@ -199,7 +198,6 @@ class _LabelMixing(Transform):
         raise NotImplementedError
 
     def _one_hot(self, labels: Any, count: int) -> Tensor:
-        """Return the labels as class probabilities."""
         if isinstance(labels, Tensor) and labels.is_floating_point() and labels.shape == (count, self.num_classes):
             return labels
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != (count,):

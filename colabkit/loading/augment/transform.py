@@ -75,7 +75,6 @@ class Draws:
 
 
 def _hashed(value: int) -> int:
-    """Return the number that SplitMix64 generates from the state `value`."""
     return mixed((value + GAMMA) & MASK)
 
 

@@ -191,7 +191,6 @@ class EpochRange:
         return BatchPlan(np.concatenate(indices), np.concatenate(positions), sizes, ends)
 
     def _begins(self, first: int, count: int) -> list[int]:
-        """Return the start position of each of `count` global batches, and the end of the last one."""
         step, batches = self._step, len(self)
         begins = [*range(self.start + step * first, self.start + step * (first + count) + 1, step)]
         if batches and first + count >= batches:
@@ -203,7 +202,6 @@ class EpochRange:
         return begins
 
     def _own_spans(self, begins: list[int]) -> list[tuple[int, int]]:
-        """Return this rank's positions in each global batch."""
         rank, world = self.share.rank, self.share.world_size
         if world == 1:
             return [*itertools.pairwise(begins)]

@@ -291,7 +291,6 @@ def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> d
 
 
 def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
-    """Return arrays by name and the structure of batches; None for other datasets."""
     if _gives_samples_of(dataset, torch.utils.data.TensorDataset):
         return {str(number): tensor for number, tensor in enumerate(dataset.tensors)}, "tuple"
     if isinstance(dataset, Tensor | np.ndarray):

@@ -397,7 +397,6 @@ class _GatherSlot:
 
     @property
     def is_free(self) -> bool:
-        """Whether no tensor shares the memory of the buffer."""
         return sys.getrefcount(self._owner) == self._own_references
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:

@@ -152,11 +152,6 @@ class ImageDecoder:
         raise NotImplementedError
 
     def _read(self, work: _DecodingWork, place: int) -> bytes | None:
-        """Return the bytes of a sample's file; None if another thread has cached its row meanwhile.
-
-        Raises:
-            BadImage: if the bytes do not match their CRC and `on_bad` allows bad samples.
-        """
         began = time.perf_counter()
         if self.ahead is not None:
             data = self.ahead.fetch(work.position(place))
@@ -208,7 +203,6 @@ class RowDecoder(ImageDecoder):
         work.augment_s += time.perf_counter() - began
 
     def _row(self, work: _DecodingWork, place: int) -> Pixels:
-        """Return the cached row of a sample, or decode the row and cache it if there is room."""
         index = work.index(place)
         if (row := self._cache.row(index)) is not None:
             if self.ahead is not None:
@@ -241,7 +235,6 @@ class RowDecoder(ImageDecoder):
         return np.zeros(self.row_shape, np.uint8) if cached is None else cached
 
     def _decode_row(self, work: _DecodingWork, place: int, data: bytes, row: Pixels) -> bool:
-        """Decode an image into a row, and return whether the row may be cached."""
         if self._is_blank(data):
             row[...] = 0
             return True
@@ -318,12 +311,6 @@ def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pix
 
 
 def _encoded(dataset: ImageDataset, index: int, bad: BadSamples) -> bytes:
-    """Return the bytes of a sample's file.
-
-    Raises:
-        Corrupt: if the bytes do not match their CRC and `on_bad` is `"raise"`.
-        BadImage: if the bytes do not match their CRC and `on_bad` is `"skip"` or `"blank"`.
-    """
     try:
         return dataset.encoded(index)
     except Corrupt as error:

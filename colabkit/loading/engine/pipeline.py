@@ -121,7 +121,6 @@ class BatchPipeline:
 
 
 def _packed_from(dataset: Any) -> str | None:
-    """Return the recorded source of a pack, if it is an absolute path or a URL."""
     name = str(dataset.info.meta["source"]) if isinstance(dataset, PackedDataset) else ""
     return name if name != path_of(dataset) and (os.path.isabs(name) or "://" in name) else None
 
@@ -209,7 +208,6 @@ def _image_stages(
 
 
 def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
-    """Raise `InvalidOption` for options that the stored rows do not support."""
     act, rows = options.act, columns.rows
     shape = tuple(rows.shape[:2]) if rows is not None and rows.are_images else None
     # `size=` is allowed if it equals the size of the stored images.
@@ -236,7 +234,6 @@ def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
 def _prefetch_depth(
     options: LoaderOptions, stages: TransformStages, is_decoded: bool, row_bytes: int | None
 ) -> PrefetchDepth:
-    """Choose how much to build ahead: many small batches, or a few large ones."""
     works, on_device = is_decoded or stages.works_in_threads, options.is_on_gpu
     # One thread gathers faster than two that take turns.
     threads = options.workers if works else min(1, options.workers)

@@ -197,7 +197,6 @@ class _KeyedDataset(Dataset[Any]):
 
 
 def _shapes_differ(indices: Sequence[int], samples: Sequence[Any]) -> str:
-    """Describe two samples whose fields differ in shape; return an empty text if all shapes are equal."""
     shapes = [[getattr(value, "shape", None) for value in fields_of(sample)[0]] for sample in samples]
     for index, found in zip(indices, shapes, strict=True):
         for first, other in zip(shapes[0], found, strict=False):
@@ -207,7 +206,6 @@ def _shapes_differ(indices: Sequence[int], samples: Sequence[Any]) -> str:
 
 
 def _seeds_of(keys: Sequence[SampleKey]) -> list[int]:
-    """Return a seed for each sample of a batch."""
     if not keys:
         return []
     seed, epoch, *_ = keys[0]
@@ -300,7 +298,6 @@ class ProcessEngine:
         return pool if pool is not None and pool.is_alive else None
 
     def _next_of(self, ready: Iterator[WorkerBatch]) -> WorkerBatch | None:
-        """Return the next batch, or None at the end; publish a `Waiting` event whenever `DataLoader` times out."""
         began = time.perf_counter()
         while True:
             try:

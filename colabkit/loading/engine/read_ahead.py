@@ -269,7 +269,6 @@ class FileReadAhead:
                 self._changed.notify_all()
 
     def _start_calls(self, calls: Calls[tuple[int, Item], Any]) -> None:
-        """Start reading the next samples while more requests are allowed and memory is left."""
         while calls.room > 0 and calls.may_begin and self._held_bytes < _HELD_BYTES:
             with self._changed:
                 if not self._coming:

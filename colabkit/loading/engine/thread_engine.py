@@ -155,7 +155,6 @@ class ThreadPool:
             self._ready.put(error)
 
     def _step(self) -> bool:
-        """Build one piece, or open the next group if no piece is left and there is room; return False at the end."""
         waited_s = 0.0
         with self._changed:
             while not (self._is_over or self._pieces or self._is_exhausted or self._may_open):
@@ -237,7 +236,6 @@ class ThreadPool:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Queue the finished groups in order; after a failed group, queue its error and stop."""
         while not self._is_over and self._under_way and self._under_way[0].is_done:
             group = self._under_way.popleft()
             if group.batches:
@@ -422,8 +420,6 @@ class ThreadEngine:
                 yield batches.pop()
 
     def _sent(self, pool: ThreadPool, pinned: PinnedSlots) -> Generator[Batch, None, None]:
-        """Yield batches after copying them to a GPU."""
-
         def groups() -> Iterator[tuple[list[Batch], torch.Tensor | None]]:
             while (group := self._take(pool)) is not None:
                 pool.make_room()
@@ -433,7 +429,6 @@ class ThreadEngine:
         yield from send(transfer, groups(), lambda under_way: under_way > self.depth.group_batches or not pool.ready())
 
     def _take(self, pool: ThreadPool) -> BatchGroup | None:
-        """Return the next group, or None at the end; publish `Waiting` events meanwhile."""
         ready = pool.ready()
         if self.depth.threads:
             self._counts.queued += ready

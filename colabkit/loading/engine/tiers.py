@@ -144,7 +144,6 @@ def choose_tier(
 
 
 def _of_rows(act: str, keep: Keep, shown: str, needed: int, ram: int, is_on_disk: bool) -> Tier:
-    """Choose the tier of rows that need no decoding."""
     if not is_on_disk:
         if keep == "disk":
             found = "keep='disk', but arrays are already in memory"

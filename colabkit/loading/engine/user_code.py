@@ -314,7 +314,6 @@ def _size(batch: Any) -> int:
 
 
 def _nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and, recursively, the sampler that it wraps."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)

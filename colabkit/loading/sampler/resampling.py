@@ -116,7 +116,6 @@ class Balanced(PureOrder):
         return self._members[runs]
 
     def _classes(self, epoch: int, start: int, stop: int, runs: Positions) -> Positions:
-        """Return the class at each position: a permutation of the classes for each run."""
         count = self._sizes.size
         key = key_of(self.seed, epoch, Stream.RUNS)
         if count > _SORTED_UP_TO:

@@ -135,13 +135,11 @@ def _profile(
 
 
 def _host_now() -> HostSnapshot:
-    """Take one snapshot of the machine, for a run that no sampler has recorded."""
     with closing(Telemetry()) as telemetry:
         return telemetry.snapshot()
 
 
 def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> Diagnosis:
-    """Measure the speed of a loader by iterating it without training."""
     duration_s = check_duration("diagnose the loader", "seconds", seconds, example=5)
     before = loader.meters.snapshot()
     aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)

@@ -324,7 +324,6 @@ def throttled(run: RunProfile) -> Advice | None:
 
 
 def _speed_when_local(run: RunProfile) -> float:
-    """Return the predicted speed with the remote data on the local disk."""
     forecast = forecast_run(run)
     if run.facts.encoding == "raw":
         return forecast.from_rows(_row_bytes(run))
@@ -367,12 +366,10 @@ def _data_bytes(run: RunProfile) -> float | None:
 
 
 def _needed_bytes_per_s(run: RunProfile) -> float:
-    """Return the stored bytes that training consumes per second."""
     return run.samples_per_s * (run.facts.sample_bytes or 0.0)
 
 
 def _quoted(path: str | None) -> str:
-    """Return a path as a Python string literal, or `...` if it is unknown."""
     return "..." if path in (None, _NAMELESS) else repr(path)
 
 

@@ -220,7 +220,6 @@ class RunProfile:
 
     @property
     def _handled(self) -> int:
-        """Number of samples that passed through the loader."""
         return max((part.samples for part in self.spent.parts), default=0)
 
     @property
@@ -305,7 +304,6 @@ def profile_run(
 
 
 def _machine_over(hosts: Sequence[HostSnapshot]) -> MachineProfile:
-    """Average the rates of some snapshots, and take slowly changing values from the newest."""
     if not hosts:
         return MachineProfile(cpus=usable_cpus())
     last = hosts[-1]

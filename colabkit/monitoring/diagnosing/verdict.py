@@ -72,7 +72,6 @@ class Doctor:
         return judge(run, None if is_over else settled, is_over=is_over)
 
     def _settled(self, run: RunProfile) -> Verdict:
-        """Update and return the current verdict."""
         if not run.is_enough:
             return self._verdict
         now = find_verdict(run, self._verdict)

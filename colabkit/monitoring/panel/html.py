@@ -86,7 +86,6 @@ def _time(state: PanelState) -> str:
 
 
 def _cells(state: PanelState) -> str:
-    """Return curves and gauges in a grid of six columns, or three if the panel is narrow."""
     width = f"clamp((100cqw - 72px)/6,({_NARROW_PX}px - 100cqw)*999,(100cqw - 30px)/3)"
     style = f"display:grid;grid-template-columns:repeat(auto-fit,minmax({width},1fr));gap:10px 14px"
     curves = "".join(_curve(state, curve) for curve in content.curves(state))
@@ -143,7 +142,6 @@ def _bar(height_px: int, label: str, share: float, color: str, style: str, insid
 
 
 def _lines(height_px: int) -> str:
-    """Return a style with a height of one line, or of two lines if the panel is narrow."""
     height = f"clamp({height_px}px,({_NARROW_PX}px - 100cqw)*999,{2 * height_px}px)"
     return f"line-height:{height_px}px;overflow:hidden;height:{height}"
 

@@ -219,7 +219,6 @@ def _gpu_number(device: str) -> int:
 
 
 def _loads(hosts: Sequence[HostSnapshot], gpu_number: int) -> tuple[float, ...]:
-    """Return the utilization of a GPU over time, or of the CPUs if there is no GPU."""
     found = []
     for host in hosts:
         gpus = host.gpus[gpu_number:] or host.gpus

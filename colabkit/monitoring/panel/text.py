@@ -41,7 +41,6 @@ def as_text(state: PanelState) -> str:
 
 
 def _stacked(shares: Sequence[float | None]) -> str:
-    """Return a stacked bar of the shares, rounded so that all segments together fill it."""
     drawn, passed = "", 0.0
     for fill, share in zip(_FILLS, shares, strict=True):
         passed += share or 0.0

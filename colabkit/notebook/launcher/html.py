@@ -107,7 +107,6 @@ def numbers(progress: Progress) -> str:
 
 
 def _as_text(progress: Progress) -> str:
-    """Return the progress as text: amount done, and if known, share, rate and remaining time."""
     unit = progress.unit.strip()
     count = format_bytes if unit == "B" else format_count
     of = "" if progress.total is None else f" of {count(progress.total)}"

@@ -164,7 +164,6 @@ class Launcher:
         return {"text/html": html.keep(shown, self._id), "text/plain": text or _FALLBACK}
 
     def _start(self, action: Action) -> None:
-        """Start the action of a button, unless an action is already running."""
         if not self._busy.acquire(blocking=False):
             return
         try:
@@ -180,7 +179,6 @@ class Launcher:
         self._work(action)
 
     def _work(self, action: Action) -> None:
-        """Run the action of a button and show its outcome; all errors are shown in the panel."""
         started = time.monotonic()
         # Ignore interrupts while the panel is updated; only the pipeline itself can be interrupted.
         with _on_interrupt(signal.SIG_IGN):

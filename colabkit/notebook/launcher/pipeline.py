@@ -164,7 +164,6 @@ def _checked(act: str, name: str, text: str) -> str:
 
 
 def _pack_options(act: str, settings: Settings) -> dict[str, Any]:
-    """Return the options of `pack()` that differ from its defaults."""
     options = {}
     for one in _VERBS["pack"].options:
         if one.name in PACK_OPTIONS and (text := getattr(settings, one.name).strip()):
@@ -194,7 +193,6 @@ def _folder_name(source: str, options: Mapping[str, Any]) -> str:
 
 
 def _shown(source: str) -> str:
-    """Return a source, without the parts of an address that may be secret."""
     if "://" not in source:
         return source
     address = address_of(source)

@@ -288,13 +288,11 @@ class View:
 
 
 def _put(widget: Any, text: str) -> None:
-    """Show a text, or hide the widget if the text is empty."""
     widget.value = text
     widget.layout.display = None if text else "none"
 
 
 def _tree(widget: Any) -> Iterator[Any]:
-    """Yield a widget and its children, layouts and styles, recursively."""
     yield widget
     for name in widget.keys:
         value = getattr(widget, name)

@@ -328,13 +328,11 @@ class PackedDataset(LabelledDataset):
         return *fields[: self._label_place], self._label(place), *fields[self._label_place :]
 
     def _many(self, chosen: Indices) -> tuple[Batch, ...]:
-        """Return the fields of several samples, without the labels."""
         rows = self._rows_of(chosen)
         self._opened.check(rows)
         return self._opened.samples.many(rows)
 
     def _rows_of(self, chosen: Indices) -> Indices:
-        """Convert sample numbers of this view to rows of the split."""
         return chosen if self._numbers is None else self._numbers[chosen]
 
     def _strata(self, shares: Mapping[str, float]) -> Indices | None:

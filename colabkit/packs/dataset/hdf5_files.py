@@ -237,7 +237,6 @@ class _ReadColumn:
 
 
 def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str, str]:
-    """Return dataset names by split, in the order of `SPLITS`."""
     if names is None:
         return {}
     given = {"train": names} if isinstance(names, str) else names if isinstance(names, Mapping) else {}
@@ -312,7 +311,6 @@ def _kind(found: Hdf5Dataset) -> str:
 
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return height, width and channels; many grayscale images are stored without a channel axis."""
     return (*shape, 1) if len(shape) == 2 else shape
 
 

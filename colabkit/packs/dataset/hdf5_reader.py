@@ -204,7 +204,6 @@ def _refused_error(act: str, name: str, found: str) -> BadSource:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Return whether PyTorch supports a dtype."""
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:

@@ -79,7 +79,6 @@ class OpenSplit:
             self.is_checked[:] = False
 
     def _look(self) -> None:
-        """Call `check_files()` about every second."""
         if time.monotonic() >= self._look_at_s:
             self.check_files()
             self._look_at_s = time.monotonic() + _LOOK_EVERY_S

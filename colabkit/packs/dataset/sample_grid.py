@@ -66,7 +66,6 @@ class SampleGrid:
 
     @property
     def _size(self) -> dict[str, int]:
-        """Display width and height in CSS pixels, as the metadata that notebooks expect."""
         return {"width": self.image.width // _SCALE, "height": self.image.height // _SCALE}
 
     def _encoded(self, kind: str, **options: int) -> bytes:
@@ -163,7 +162,6 @@ def _label_text(data: PackedDataset, number: int, label_kind: str) -> str:
 
 
 def _shown(value: Any) -> npt.NDArray[Any] | str:
-    """Convert a sample to an image, a curve or text for drawing."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, str) else format_things(len(value), "byte")
     array = value.numpy()

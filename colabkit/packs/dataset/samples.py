@@ -152,7 +152,6 @@ class SingleFileSamples:
         return None
 
     def _stored(self, row: int) -> list[Stored]:
-        """Return the stored fields of one sample, checked against its CRC."""
         try:
             stored = [column.stored(row) for column in self._in_order]
         except UnreadablePages as error:
@@ -308,7 +307,6 @@ def read_table(info: PackInfo, name: str) -> npt.NDArray[Any]:
 
 
 def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
-    """Return the description of a shard, after checking that it is the one listed in the index."""
     path = index.path.with_name(shard.name)
     act = f"read samples of {str(index.path)!r}"
     next_step = "Copy all shards next to the index, or pack or stage the data again"
@@ -325,7 +323,6 @@ def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
 
 
 def _reorder(pieces: list[Batch], place: Indices) -> Batch:
-    """Concatenate values that were read shard by shard and put them in the requested order."""
     tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
     if tensors and len(tensors) == len(pieces):
         return torch.cat(tensors)[torch.from_numpy(place)] if len(tensors) > 1 else tensors[0]

@@ -299,7 +299,6 @@ def _silence_libtiff() -> None:
 
 
 def _register_heif() -> None:
-    """Let Pillow decode HEIF files, if a package for this is installed."""
     for name in _HEIF_PACKAGES if "HEIF" not in Image.OPEN else ():
         # A broken package can raise any error.
         with contextlib.suppress(Exception):

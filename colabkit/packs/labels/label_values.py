@@ -306,7 +306,6 @@ class _LabelCells:
                 raise BadSource(cannot(act, found, "a value for every sample", next_step))
 
     def named(self, row: int) -> str:
-        """Describe a cell for a message: its type and the path of its sample."""
         names = {str: "text", bool: "a bool", int: "a whole number", float: "a float"}
         cell = self.cells[row]
         return f"{names.get(type(cell)) or kind_of(cell)} for {self.items[row].path!r}"
@@ -380,7 +379,6 @@ def _float(value: float) -> float:
 
 
 def _plain_cells(cells: Sequence[Any]) -> Sequence[Any]:
-    """Convert NumPy and PyTorch values, and instances of subclasses of `int` and `str`, to plain Python values."""
     return cells if set(map(type, cells)) <= _PLAIN else list(map(_plain, cells))
 
 

@@ -171,7 +171,6 @@ class _Places:
 
 
 def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
-    """Return the column with a common label name; None if there is none."""
     named = {column.lower(): column for column in reversed([*columns])}
     return next((named[name] for name in LABEL_COLUMNS if name in named), None)
 
@@ -235,7 +234,6 @@ def _column(
 
 
 def _split_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
-    """Return the column that names the split of each sample; None if there is none."""
     return next((name for name in columns if name.lower() == _SPLIT_COLUMN), None)
 
 
@@ -351,7 +349,6 @@ class _FolderTree:
         return np.fromiter(chain.from_iterable(sorted_rows), np.int64)
 
     def _class_of(self, folder: str) -> str:
-        """Return the class of a folder's samples; empty if the folder is outside all class folders."""
         return next(iter(self._inside[folder][self._has_splits :]), "")
 
     def _by_row(self, numbers: Mapping[str, int]) -> Indices:
@@ -372,7 +369,6 @@ def _strip_wrapping(inside: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, 
 
 
 def _by_folder(items: Sequence[Item], rows: Iterable[int]) -> dict[str, list[int]]:
-    """Group rows by the folder that contains their items."""
     folders: dict[str, list[int]] = defaultdict(list)
     for row in rows:
         folders[items[row].path.rpartition("/")[0]].append(row)
@@ -441,6 +437,5 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSo
 
 
 def _ending(name: str) -> str:
-    """Return a file name's extension in lower case without the dot; empty if it has none."""
     _, dot, ending = name.rpartition(".")
     return ending.lower() if dot else ""

@@ -234,7 +234,6 @@ def _check_shares(act: str, parameter: str, shares: Mapping[Any, Any]) -> float:
 
 
 def _members(act: str, strata: npt.NDArray[Any] | None, n: int) -> list[tuple[Any, list[int]]]:
-    """Return each stratum, in order, with the sorted numbers of its samples."""
     if strata is None:
         return [(0, list(range(n)))]
     codes = _codes(act, "strata", strata, n)
@@ -245,7 +244,6 @@ def _members(act: str, strata: npt.NDArray[Any] | None, n: int) -> list[tuple[An
 
 
 def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int) -> Indices:
-    """Replace each value with an integer from 0 that preserves the order of the values."""
     array = np.asarray(values)
     if array.shape != (n,):
         expected = f"one value for each of {format_things(n, 'sample')}"

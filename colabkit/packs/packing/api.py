@@ -281,7 +281,6 @@ def pack(
 
 @contextmanager
 def _bad_images() -> Iterator[None]:
-    """Convert `UnequalSample` to `BadImage`, which users handle."""
     try:
         yield
     except UnequalSample as error:

@@ -209,7 +209,6 @@ def digest_of_column(column: Rows | TextColumn) -> list[Any]:
 
 
 def _rows_at_once(rows: Rows) -> int:
-    """Return the number of rows to read at once: as many as fit in 8 MiB, but at least one."""
     row_bytes = int(np.prod(rows.shape[1:], dtype=np.int64)) * int(rows.dtype.itemsize)
     return max(1, _STEP_BYTES // max(1, row_bytes))
 

@@ -143,7 +143,6 @@ class DatasetSampleMaker(MemorySampleMaker):
                     raise BadImage(cannot(act, found, "", "Repair or remove this sample")) from error
 
     def _learn(self, first: Any) -> None:
-        """Determine all fields from the first sample."""
         self._places = self._find_fields(first)
         values = {name: _at(first, place) for name, place in self._places.items()}
         # Height, width and channels of the first image; None if samples are not images.
@@ -203,7 +202,6 @@ class DatasetSampleMaker(MemorySampleMaker):
         self._lock = threading.Lock()
 
     def _where(self, number: int) -> tuple[str, int]:
-        """Return the split of a sample and its index within that split."""
         if self._chosen is not None:
             number = int(self._chosen[number])
         at = int(np.searchsorted(self._ends, number, "right"))
@@ -223,7 +221,6 @@ class DatasetSampleMaker(MemorySampleMaker):
             raise BadImage(f"the dataset raised {reason}") from error
 
     def _find_fields(self, sample: Any) -> dict[str, KeyPath]:
-        """Return the location of each field, based on the first sample."""
         if isinstance(sample, Mapping):
             return self._by_key(sample, ())
         if self._label not in ("auto", None):

@@ -262,7 +262,6 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
 
 
 def _made_by(act: str, name: str, first: Any) -> SampleField:
-    """Return the field that a function makes, given its result for the first sample."""
     if isinstance(first, str | bytes):
         return SampleField(name, "text" if isinstance(first, str) else "bytes", is_ragged=True)
     try:
@@ -278,7 +277,6 @@ def _made_by(act: str, name: str, first: Any) -> SampleField:
 
 
 def _table_digest(table: FieldTable) -> str:
-    """Return the SHA-256 of a column's values."""
     if isinstance(table.values, tuple):
         lengths = np.fromiter(map(len, table.values), np.int64, len(table.values))
         return hashlib.sha256(lengths.tobytes() + b"".join(table.values)).hexdigest()

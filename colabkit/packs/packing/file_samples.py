@@ -181,7 +181,6 @@ class FileSampleMaker(SampleMaker):
     def _rows(
         self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
     ) -> npt.NDArray[np.uint8]:
-        """Decode images directly into their rows."""
         rows = np.empty((len(numbers), *self.shape), np.uint8)
         for place, (row, one) in enumerate(zip(rows, data, strict=True)):
             try:

@@ -188,7 +188,6 @@ class ForkedWorkers(Generic[T, R]):
 def _work(
     parent: int, function: Callable[[Any], Any], pipe: connection.Connection, others: list[connection.Connection]
 ) -> None:
-    """Process tasks until the parent closes the pipe or ends."""
     with contextlib.suppress(OSError, AttributeError):
         # Let the kernel kill this process if the parent dies, even during a task that never ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -34,8 +34,6 @@ def function_digest(function: Callable[..., Any]) -> str:
 
 
 class _Digests:
-    """Digests of values, each built from the digests of the values it contains."""
-
     def __init__(self) -> None:
         # Keep the values alive, so that no other value can reuse one of their ids.
         self._known: dict[int, tuple[Any, bytes]] = {}
@@ -136,7 +134,6 @@ def _marshalled(value: Any) -> bytes:
 
 
 def _names(code: CodeType) -> list[str]:
-    """Return the global names used by a function and its nested functions."""
     loads = (one for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     inner = (name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant))
     return list(dict.fromkeys([*(one.argval for one in loads), *inner]))
@@ -151,7 +148,6 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether a file belongs to Python or to an installed package."""
     parts = PurePath(path).parts
     is_package = "site-packages" in parts or "dist-packages" in parts
     return is_package or path.startswith((os.path.dirname(os.__file__), "<frozen ", "<built-in>"))

@@ -200,7 +200,6 @@ def _note_splits(about: dict[str, Any], counts: Mapping[str, int], options: Pack
 
 
 def _refuse(options: PackOptions, refused: Mapping[str, bool], kind: str) -> None:
-    """Raise `InvalidOption` if an option is set that does not apply to this kind of source."""
     for name, is_refused in refused.items():
         if is_refused:
             found = (option(name, getattr(options, name)), f" does not apply to {kind}")
@@ -208,7 +207,6 @@ def _refuse(options: PackOptions, refused: Mapping[str, bool], kind: str) -> Non
 
 
 def _checked_arrays(act: str, split: str, arrays: Mapping[str, Any]) -> dict[str, Rows | TextColumn]:
-    """Return a split's fields, `X` first, after checking their names and lengths."""
     if SAMPLES not in arrays:
         given = (
             f"the split {split!r} has the arrays {', '.join(map(repr, arrays))}" if arrays else "there are no arrays"

@@ -248,7 +248,6 @@ class Compaction:
 
 
 def _runs(starts: Indices, sizes: Indices) -> Iterator[tuple[int, int]]:
-    """Yield offset and size of each contiguous run of bytes."""
     starts, sizes = starts[sizes > 0], sizes[sizes > 0]
     if not len(starts):
         return
@@ -284,7 +283,6 @@ def write_table(fd: int, values: npt.NDArray[Any], placed: DataSet, path: Path) 
 def _tables(
     plan: PackPlan, split: str, kept: Indices, compaction: Compaction
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Yield the dataset name and the values of each table of a split."""
     yield f"{CRC}_{split}", compaction.crcs(split)
     for table in plan.tables:
         values = table.subset(plan.splits[split][kept]).values
@@ -299,7 +297,6 @@ def _tables(
 
 
 def _index(lengths: Indices) -> Indices:
-    """Return the offset and length of each sample in the flat dataset."""
     return np.stack([np.cumsum(lengths) - lengths, lengths], 1)
 
 

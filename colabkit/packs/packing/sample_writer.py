@@ -116,7 +116,6 @@ class SampleWriter:
         return self._written(samples, lambda on_bad: maker.columns(numbers, on_bad))
 
     def _written(self, samples: SampleRange, make: Callable[[BadHandler], Sequence[Column]]) -> WrittenRange:
-        """Make samples as one column per field and write them."""
         bad: list[BadSample] = []
         columns = make(lambda place, number, error: bad.append(self._bad(samples, place, number, error)))
         crcs = [0] * samples.count
@@ -144,7 +143,6 @@ class SampleWriter:
         file_changes.write_at(self._fd, whole, self._placed[name].offset + int(starts[0]), self._path)
 
     def _bad(self, samples: SampleRange, place: int, number: int, error: BadImage) -> BadSample:
-        """Return the record of a bad sample, or raise its error."""
         path, why = self._plan.maker.path(number), str(error)
         act = f"pack {path!r} of {self._plan.name!r}"
         if isinstance(error, UnequalSample):

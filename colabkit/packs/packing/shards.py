@@ -199,7 +199,6 @@ class _ShardSet:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the shards that are not written yet."""
         return [number for number in range(len(self.names)) if number not in self.written]
 
     def take_over(self, moved: Collection[str]) -> None:
@@ -213,7 +212,6 @@ class _ShardSet:
         self._check_bad()
 
     def write(self, threads: Threads) -> None:
-        """Write the missing shards in this process, one after the other."""
         for number in self.missing:
             path = self.kept.data / self.names[number]
             written = write_pack(self._shard(number), path, threads, self.bar, replace=True)
@@ -221,7 +219,6 @@ class _ShardSet:
             self._check_bad()
 
     def run(self, threads: Threads, executor: concurrent.futures.Executor) -> None:
-        """Write the missing shards in tasks of an executor."""
         maker = self.plan.maker
         if threads == "auto" and not (isinstance(maker, FileSampleMaker) and maker.source.can_hang):
             threads = 1
@@ -241,7 +238,6 @@ class _ShardSet:
         return self.plan.shard(*self.ranges[number], self._about(number))
 
     def _about(self, number: int) -> dict[str, Any]:
-        """Return the metadata of a shard: the pack's metadata, and the shard's number and range."""
         return {**self.plan.about, "left_out": (), "shard": [number, len(self.ranges), *self.ranges[number]]}
 
     def _wait(self) -> None:
@@ -251,7 +247,6 @@ class _ShardSet:
             self.kept.show_life()
 
     def _check_bad(self) -> None:
-        """Raise an error if all shards together have more bad samples than allowed."""
         self.plan.check_bad([one for number in sorted(self.written) for one in self.written[number].bad])
 
 
@@ -342,7 +337,6 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _names_in(index: Path) -> list[str]:
-    """Return the names of the shards of an index; empty if there is no readable index."""
     try:
         return [Path(shard.name).name for shard in read_pack(index).shards]
     except ColabkitError:

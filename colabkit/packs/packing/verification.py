@@ -145,7 +145,6 @@ def shards_of(info: PackInfo) -> Iterator[PackInfo]:
 
 
 def _damaged(info: PackInfo, split: str, bar: ProgressBar) -> Iterator[int]:
-    """Yield the index of each sample of a split that does not match its CRC."""
     crcs = np.zeros(info.count(split), np.uint32)
     for name in info.table_crcs:
         if name.endswith((f"_{split}", f"_{split}_index")):

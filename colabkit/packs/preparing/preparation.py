@@ -340,7 +340,6 @@ def _opened(path: Path) -> PackInfo | None:
 
 
 def _is_whole(path: Path, *, progress: bool) -> bool:
-    """Return whether a pack and all its samples match their checksums."""
     try:
         return verify(path, progress=progress).is_good
     except ColabkitError:

@@ -100,7 +100,6 @@ class PrepareReport(Report):
 
     @property
     def _seconds(self) -> dict[str, float | None]:
-        """Duration of each route in seconds, by the route's name in reports."""
         return {"local pack": self.local_s, "saved pack": self.saved_s, "packing the source": self.packed_s}
 
 

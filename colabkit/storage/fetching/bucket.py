@@ -60,7 +60,6 @@ class _BucketDownload:
         return bool(self.kept.record.get("validator") and file_changes.disk_bytes(self.kept.data))
 
     def attempt(self) -> FetchResult:
-        """List the source and read the missing blocks."""
         retries = Retries()
         try:
             return self._fetch(retries)
@@ -127,7 +126,6 @@ class _BucketDownload:
         return FetchResult(path, name, bucket.via, version, len(facts), digests_of(path, job.expected))
 
     def _blocks(self, path: str, item: Item | None) -> Iterator[bytes]:
-        """Yield the blocks of a file that does not support range reads, or whose size is unknown."""
         received = 0
         for block in self.bucket.stream(path, BLOCK_BYTES):
             received += len(block)

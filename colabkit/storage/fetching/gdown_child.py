@@ -33,8 +33,6 @@ class Changed(Exception):
 
 
 class _Tail:
-    """An output stream that keeps the end of gdown's output."""
-
     def __init__(self) -> None:
         self.text = ""
 
@@ -143,7 +141,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the root cause of a requests error, without the wrapping exceptions."""
     inner = getattr(error.args[0] if error.args else None, "reason", None) or error
     return re.sub(r"^.*?\w*Connection\w*\(.*?\): ", "", str(inner))
 

@@ -124,7 +124,6 @@ class _Child:
         return self._bytes_there() > 0 and (self.is_folder or bool(file.get("total") and file.get("validator")))
 
     def _bytes_there(self) -> int:
-        """Return the total size of finished files and part files, in bytes."""
         total = 0
         for path in [*self.kept.folder.glob(f"{self.kept.data.name}*"), *self.kept.data.rglob("*")]:
             # gdown may rename a file meanwhile.
@@ -221,7 +220,6 @@ class _Child:
         return FetchFailed(cannot(self.job.act, f"gdown failed ({reason})", "", browse))
 
     def _drop_parts(self) -> None:
-        """Remove unfinished data; finished files of a folder stay."""
         if not self.is_folder:
             self.kept.start_over()
         for part in self.kept.data.rglob("*.part"):

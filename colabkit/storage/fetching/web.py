@@ -92,7 +92,6 @@ class _WebDownload:
         return bool(self.sink.size and self.kept.record.get("validator") and self.has_ranges)
 
     def attempt(self) -> FetchResult:
-        """Send one request and store the response body."""
         have = self.sink.open()
         record = self.kept.record
         if have and not (self.can_resume() and have <= (record["total"] or have)):
@@ -334,7 +333,6 @@ class _Sink:
 
     @property
     def size(self) -> int:
-        """Number of bytes received so far."""
         return self._written + len(self._held)
 
     def open(self) -> int:
@@ -347,7 +345,6 @@ class _Sink:
         return self.size
 
     def start_over(self) -> None:
-        """Discard all bytes."""
         self._held.clear()
         self.__exit__(None, None, None)
         file_changes.remove(self.path)
@@ -361,7 +358,6 @@ class _Sink:
             self._flush()
 
     def finish(self) -> dict[str, str]:
-        """Sync the file to storage and return the digests."""
         assert self._fd is not None
         self._flush()
         file_changes.sync(self._fd, self.path)

@@ -113,7 +113,6 @@ def probe(path: str | os.PathLike[str], *, seconds: float | str = 8.0, progress:
 
 
 def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
-    """Probe the path in a child process, and return the child's records by kind."""
     records: _Records = defaultdict(list)
 
     def keep(line: str) -> None:
@@ -139,7 +138,6 @@ def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
 
 
 def _check(act: str, records: _Records) -> None:
-    """Raise an error if the path could not be probed, or if the child ended early."""
     if failed := _last(records, "failed"):
         error = OSError(failed["errno"], os.strerror(failed["errno"]), failed["path"])
         if isinstance(error, FileNotFoundError | NotADirectoryError):

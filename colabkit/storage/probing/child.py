@@ -226,7 +226,6 @@ class Probe:
         return kind
 
     def _list(self, until: float) -> None:
-        """List the tree, breadth first; symbolic links count as entries and are not followed."""
         folders = deque([self.path])
         entries = files = 0
         start = last = now()

@@ -223,7 +223,6 @@ class BucketSource:
         return self._root if self.is_object else f"{self._root}/{path}" if self._root else path
 
     def _ask(self, call: Callable[[], T], tries: int = 2) -> T:
-        """Return the result of a call to the file system; raises `TimedOut` if all attempts stall."""
         with self._translated_errors(self._act):
             return answer_of(call, self.can_hang, self._stalled_s or _LISTING_S, tries)
 

@@ -55,8 +55,6 @@ def still_moving() -> None:
 
 @dataclass(slots=True, eq=False)
 class _Call(Generic[T, R]):
-    """A call, with its task, the time at which data last arrived, and its result or error."""
-
     task: T
     size: int
     weight: float
@@ -144,7 +142,6 @@ class Calls(Generic[T, R]):
         return 1.0 if self._level.is_fixed else 1 + size / REQUEST_BYTES
 
     def _wanted_threads(self) -> int:
-        """Return the number of threads for the level, given the average weight of the pending calls."""
         weight = self._unended_weight / self._unended if self._unended else 1.0
         return max(1, round(self._level.now / weight))
 

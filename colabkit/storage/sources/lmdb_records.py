@@ -103,7 +103,6 @@ class _Values:
         self._may_be_pickle = bytearray()
 
     def list_all(self, found: Indexing) -> None:
-        """Let a child process list all keys and the locations of their values."""
         if importlib.util.find_spec("lmdb") is None:
             missing = "the package lmdb, which is needed to read LMDB, is not installed"
             raise MissingPackage(cannot(found.act, missing, "", "Run pip install lmdb"))
@@ -155,7 +154,6 @@ class _Values:
         return pread_all(self._fd, self.sizes[row], self.offsets[row])
 
     def is_pickle(self, row: int) -> bool:
-        """Return whether a value begins and ends like a pickle."""
         return bool(self._may_be_pickle[row]) and self.read(row).endswith(b".")
 
     def all_unless_pickled(self, act: str) -> range:

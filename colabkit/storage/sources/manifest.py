@@ -276,7 +276,6 @@ class ManifestSource:
         return BadSource(cannot(self._act, f"row {row} contains {found}", f"{expected} in each row", next_step))
 
     def _split(self, frame: Any) -> tuple[Sequence[Any], Mapping[str, tuple[Any, ...]]]:
-        """Return the path column of a DataFrame, and the other columns."""
         names = [str(name) for name in frame.columns]
         at = self._find_paths(names)
         if at is None and len(names) == 1:
@@ -352,7 +351,6 @@ def is_manifest(path: Path) -> bool:
 
 
 def _first_in_text(path: Path, separator: str) -> str:
-    """Return the first path in a CSV or TSV file; empty if there is none."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file, delimiter=separator)
         try:
@@ -364,7 +362,6 @@ def _first_in_text(path: Path, separator: str) -> str:
 
 
 def _first_in_parquet(path: Path) -> str:
-    """Return the first path in a Parquet file; empty if there is none."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -385,7 +382,6 @@ def _first_in_parquet(path: Path) -> str:
 
 
 def _path_column(names: Sequence[str]) -> int | None:
-    """Return the index of the path column, found by its name; None if there is none."""
     lowered = [name.strip().lower() for name in names]
     return next((lowered.index(name) for name in _PATH_COLUMNS if name in lowered), None)
 

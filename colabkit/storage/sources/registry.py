@@ -309,7 +309,6 @@ def _visible(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _expanded(act: str, path: Path) -> list[Path]:
-    """Return the files that match a path or pattern; raises `SourceMissing` if a file is missing or none match."""
     files = _agreed(act, path, lambda: list(dict.fromkeys(_matches(act, path))))
     if missing := [file for file in files if not file.is_file()]:
         shards = format_things(len(files), "shard")

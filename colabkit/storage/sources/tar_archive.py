@@ -40,8 +40,6 @@ def is_tar(path: Path) -> bool:
 
 
 class _OpenTar(NamedTuple):
-    """The open archive, its size and time when it was opened, and whether it is compressed."""
-
     file: BinaryIO
     archive: Item
     is_sequential: bool
@@ -155,7 +153,6 @@ class TarSource(ArchiveSource):
             return directory
 
     def _stream(self, archive: Item) -> TarStream:
-        """Open the archive again; raise `SourceChanged` if it has changed."""
         file = open_listed(self.path, self.name, archive)
         try:
             return TarStream(self.name, file, archive.size)

@@ -165,7 +165,6 @@ _SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 
 def _padded(size: int) -> int:
-    """Return a size in bytes, rounded up to full tar blocks."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
@@ -199,7 +198,6 @@ def tar_members(stream: TarStream) -> Iterator[Member[int]]:
 
 
 def _next_header(stream: TarStream) -> tarfile.TarInfo | None:
-    """Return the next header; None at the end mark."""
     at = stream.position
     block = stream.read(_BLOCK_BYTES)
     if not any(block):

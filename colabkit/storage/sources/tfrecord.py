@@ -116,7 +116,6 @@ class _Examples:
         self._lists: set[str] = set()
 
     def features(self, name: str, data: bytes) -> Mapping[str, Any]:
-        """Return the features of a record; raises `BadSource` if it is not a `tf.train.Example`."""
         try:
             return cast(Mapping[str, Any], self._parse(data).features.feature)
         except self._error as error:

@@ -169,7 +169,6 @@ def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> s
 
 
 def _payload_of(parts: Sequence[_Part], kind: str) -> _Part | None:
-    """Return a sample's payload of this kind; None if there is none."""
     if kind == "image":
         images = [part for part in parts if part.kind in IMAGE_EXTENSIONS]
         return min(images, key=lambda part: (IMAGE_EXTENSIONS.index(part.kind), *_plainness(part)), default=None)
@@ -183,7 +182,6 @@ def _plainness(part: _Part) -> tuple[bool, str]:
 
 
 def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
-    """Return the values in a label member, by column."""
     column = part.extension
     limit = _MOST_JSON_BYTES if part.kind in _JSON else MOST_TEXT_BYTES
     if part.size > limit:
@@ -216,7 +214,6 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a JSON value contains no object and is within the size limits."""
     waiting, count = [value], 0
     while waiting:
         one = waiting.pop()

@@ -60,8 +60,6 @@ _BROKEN = (
 
 
 class _OpenZip(NamedTuple):
-    """The open archive and its directory."""
-
     archive: zipfile.ZipFile
     directory: Directory[zipfile.ZipInfo]
 

@@ -207,7 +207,6 @@ class LocalCopy:
             file_changes.link_or_copy(self.folder / path, new / path)
 
     def _sizes(self) -> dict[str, int]:
-        """Return the size of every file except the seal, by path."""
         sizes = {path: entry.stat(follow_symlinks=False).st_size for path, entry in files_below(self.folder)}
         sizes.pop(STAGE_SEAL, None)
         return sizes
@@ -222,13 +221,11 @@ def files_below(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
 
 
 def _are_same(own: Path, other: Path) -> bool:
-    """Return whether both paths are files with the same bytes."""
     are_files = all(path.is_file() and not path.is_symlink() for path in (own, other))
     return are_files and filecmp.cmp(own, other, shallow=False)
 
 
 def _has_place(folder: Path, path: str) -> bool:
-    """Return whether a path in a folder is free, and none of its parents is a file."""
     parents = itertools.takewhile(lambda parent: parent != folder, (folder / path).parents)
     return not os.path.lexists(folder / path) and not any(parent.exists() and not parent.is_dir() for parent in parents)
 

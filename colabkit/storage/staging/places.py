@@ -112,7 +112,6 @@ def short_name(name: str) -> str:
 
 
 def _address(text: str) -> Address | None:
-    """Parse a string as an address; return None for a local path."""
     if "://" in text or text.startswith(("drive.google.com/", "docs.google.com/")):
         return address_of(text)
     if "/" in text or os.path.lexists(text):
@@ -125,7 +124,6 @@ def _address(text: str) -> Address | None:
 
 
 def _table_lines(source: Any) -> list[str]:
-    """Return the rows of a table of paths as text."""
     if isinstance(source, list | tuple):
         return [os.fspath(path) for path in source if isinstance(path, str | os.PathLike)]
     if not is_frame(source):
@@ -324,7 +322,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder belongs to this user or does not exist."""
     try:
         found = folder.lstat()
     except OSError:

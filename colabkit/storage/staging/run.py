@@ -262,7 +262,6 @@ class StagingRun:
         ahead: Collection[str],
         prior: PriorCopy,
     ) -> LocalCopy:
-        """Fill the kept partial, seal it and publish it as the local copy."""
         try:
             if isinstance(source, ArchiveSource):
                 listing, manifest, origin = self._extract(kept, target, source)

@@ -303,7 +303,6 @@ class CheckpointFolder:
             self.publish_soon()
 
     def _sealed(self, job: SaveJob) -> list[SealedCheckpoint]:
-        """Write and seal a checkpoint, remove old ones, and return the remaining ones."""
         act = f"save {str(self.local_folder / f'checkpoint-{job.step:08d}.pt')!r}"
         copied = job.copied
         assert copied is not None

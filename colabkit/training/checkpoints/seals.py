@@ -126,7 +126,6 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read(seal: Path, step: int) -> SealedCheckpoint | None:
-    """Read a seal; return None if it no longer exists."""
     path = seal.with_suffix(".pt")
     try:
         values = json.loads(seal.read_bytes())

@@ -73,7 +73,6 @@ class _StorageRange:
         self.copy.copy_(source, non_blocking=True)
 
     def view_for(self, tensor: Tensor) -> Tensor:
-        """Return a view of the copy with the same shape and strides as `tensor`."""
         start = tensor.storage_offset() - self.first
         apart = torch.empty(0, dtype=self.dtype)
         return apart.set_(self.copy.untyped_storage(), start, tensor.size(), tensor.stride())
