@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision.transforms.v2.functional as reference
 from image_batches import draws, images
+from recorded_kernels import RecordedKernels
 from sampling import sampled
 from torch.nn.functional import interpolate
 
@@ -194,14 +195,27 @@ def test_the_batched_resize_for_other_devices_agrees_within_1(channels, source, 
     assert differences.float().mean() < 0.5
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_float64_images_are_resized_in_float64(mirrored):
-    batch = images(2).double() / 255
-    boxes = Boxes(*np.tile(np.array([[2], [3], [19], [17]]), 2), np.array([mirrored, mirrored]))
-    expected = interpolate(batch[:, :, 2:21, 3:20], (8, 11), mode="bilinear", antialias=True)
-    got = resize_batch(batch, boxes, (8, 11))
+@pytest.mark.parametrize(
+    ("source", "size"), [((23, 31), (8, 11)), ((40, 90), (3, 2)), ((5, 7), (40, 3)), ((1, 1), (5, 3)), ((9, 1), (1, 9))]
+)
+def test_float64_images_are_resized_in_float64(source, size):
+    batch = images(16, 3, *source).double() / 255
+    boxes = random_boxes(16, *source, seed=sum(size))
+    got = resize_batch(batch, boxes, size)
     assert got.dtype == torch.float64
-    assert torch.allclose(got, expected.flip(3) if mirrored else expected, atol=1e-13, rtol=0)
+    for image, whole, (top, left, height, width, mirrored, upside_down) in zip(got, batch, boxes.rows(), strict=True):
+        box = whole[None, :, top : top + height, left : left + width]
+        expected = interpolate(box, size, mode="bilinear", antialias=True)[0]
+        expected = expected.flip(2) if mirrored else expected
+        assert torch.allclose(image, expected.flip(1) if upside_down else expected, atol=1e-13, rtol=0)
+
+
+def test_the_batched_resize_computes_only_the_weights_that_are_not_zero():
+    batch, boxes = images(4, 3, 200, 200).float(), Boxes(*np.full((4, 4), 100), np.zeros(4, bool))
+    for size, taps in ((50, 5), (100, 3), (150, 3)):
+        with RecordedKernels() as kernels:
+            resize_batch(batch, boxes, (size, size))
+        assert kernels.largest(torch.float64) == 4 * size * taps
 
 
 def test_the_batched_crop_for_other_devices_gives_the_same_boxes():

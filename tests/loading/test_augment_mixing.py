@@ -9,6 +9,7 @@ import pytest
 import torch
 from distributions import assert_same_distribution
 from image_batches import draws, images
+from recorded_kernels import RecordedKernels
 from sampling import sampled
 from torchvision.transforms import v2
 
@@ -85,6 +86,16 @@ def test_images_and_labels_are_mixed_with_the_same_weights(dtype, tolerance):
         assert mixed[index, labels[index - 1]].item() == pytest.approx(1 - own, abs=1e-6)
         expected = own * batch[index].double() + (1 - own) * batch[index - 1].double()
         assert (got[index].double() - expected).abs().max() <= tolerance + 1e-3
+
+
+def test_images_keep_their_memory_format_although_roll_on_cuda_does_not():
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        for dtype in (torch.uint8, torch.float32):
+            batch = BATCH.to(dtype).contiguous(memory_format=memory_format)
+            for transform in (MixUp(8), CutMix(8), Cutout(3), Normalize(MEAN, STD)):
+                with RecordedKernels():
+                    got = transform.apply(batch, torch.arange(8), draws(8))[0]
+                assert got.is_contiguous(memory_format=memory_format), transform
 
 
 def test_equal_neighbours_keep_their_image_and_their_label():
@@ -208,6 +219,19 @@ def test_every_byte_value_is_normalized(dtype, tolerance):
 def test_a_half_precision_result_is_the_float32_result_rounded_once(dtype, given):
     batch = every_byte() if given == torch.uint8 else (every_byte().double() / 255).to(given)
     assert torch.equal(Normalize(MEAN, STD, dtype)(batch), Normalize(MEAN, STD)(batch).to(dtype))
+
+
+def test_images_on_other_devices_are_normalized_by_one_kernel():
+    for given, dtype in ((torch.uint8, torch.float32), (torch.float16, torch.float32), (torch.uint8, torch.float64)):
+        for memory_format in (torch.channels_last, torch.contiguous_format):
+            batch = torch.empty(2, 3, 4, 5, dtype=given, device="meta").contiguous(memory_format=memory_format)
+            for normalize in (Normalize(MEAN, STD, dtype), Normalize(dtype=dtype)):
+                # The first call moves the constants to the device.
+                normalize(batch)
+                with RecordedKernels() as kernels:
+                    got = normalize.apply(batch, None, draws(2))[0]
+                assert [name for name, _ in kernels.calls if name != "detach"] == ["addcmul"]
+                assert (got.dtype, got.stride()) == (dtype, batch.stride())
 
 
 @pytest.mark.parametrize(("channels", "values"), [(3, 2), (1, 3), (4, 3)])

@@ -214,34 +214,48 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     have to lie inside the images `[B, C, H, W]`.
     """
     count, channels, height, width = images.shape
-    top, left, rows, columns, mirrored, upside_down = _on_device(boxes, images.device)
-    dtype = precise = torch.float64 if images.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if images.dtype == torch.float64 else torch.float32
     if images.device.type == "cuda" and images.dtype in (torch.uint8, torch.float16):
         dtype = torch.float16
-    down = _weights(top, rows, height, size[0], upside_down, precise).to(dtype)
-    across = _weights(left, columns, width, size[1], mirrored, precise).to(dtype)
+    top, left, rows, columns, mirrored, upside_down = _on_device(boxes, images.device)
+    down = _weights(top, rows, height, size[0], upside_down, _most_taps(boxes.height, size[0]), dtype)
+    across = _weights(left, columns, width, size[1], mirrored, _most_taps(boxes.width, size[1]), dtype)
     pixels = images.permute(0, 2, 3, 1).to(dtype).reshape(count, height, width * channels)
     narrowed = torch.bmm(down, pixels).view(count, size[0], width, channels)
     turned = narrowed.transpose(1, 2).reshape(count, width, size[0] * channels)
     result = torch.bmm(across, turned).view(count, size[1], size[0], channels).permute(0, 3, 2, 1)
     if not images.is_floating_point():
-        result = result.round().clamp(0, 255)
-    return result.to(images.dtype).contiguous(memory_format=torch.channels_last)
+        result = result.round_().clamp_(0, 255)
+    return result.to(images.dtype, memory_format=torch.channels_last)
 
 
-def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, flipped: Tensor, dtype: torch.dtype) -> Tensor:
+def _most_taps(lengths: Sizes, outputs: int) -> int:
+    """Return the largest number of input pixels that contribute to one output pixel of any box."""
+    return math.ceil(2 * max(1.0, int(lengths.max(initial=0)) / outputs)) + 1
+
+
+def _weights(
+    start: Tensor, length: Tensor, inputs: int, outputs: int, flipped: Tensor, taps: int, dtype: torch.dtype
+) -> Tensor:
     """Return the weight of each input pixel in each output pixel along one direction, `[B, outputs, inputs]`.
 
-    The box covers `length` inputs from `start`; `flipped` is 1 if the outputs are reversed: `int64 [B, 1]` each.
+    The box covers `length` inputs from `start`; `flipped` is 1 if the outputs are reversed: `int64 [B, 1]` each. Only
+    the `taps` pixels around the center of each output pixel are computed, in float64; the other weights are 0.
     """
-    scale = (length.double() / outputs)[:, :, None]
+    taps = min(taps, inputs)
+    scale = length.double() / outputs
     place = torch.arange(outputs, device=start.device)
     place = torch.where(flipped > 0, outputs - 1 - place, place)
-    centre = (place[:, :, None] + 0.5) * scale
-    at = (torch.arange(inputs, device=start.device) - start)[:, None]
-    weights = (1 - (at + 0.5 - centre).abs() / scale.clamp(min=1)).clamp_(min=0)
-    weights *= (at >= 0) & (at < length[:, :, None])
-    return (weights / weights.sum(2, keepdim=True)).to(dtype)
+    centre = start + (place + 0.5) * scale
+    support = scale.clamp(min=1)
+    # Move windows at the border inside the image, so that no input is listed twice.
+    first = (centre - support + 0.5).floor_().clamp_(0, inputs - taps).long()
+    at = first[:, :, None] + torch.arange(taps, device=start.device)
+    weights = (1 - (at + 0.5 - centre[:, :, None]).abs_() / support[:, :, None]).clamp_(min=0)
+    weights *= (at >= start[:, :, None]) & (at < (start + length)[:, :, None])
+    weights /= weights.sum(2, keepdim=True)
+    dense = torch.zeros((*centre.shape, inputs), dtype=dtype, device=start.device)
+    return dense.scatter_(2, at, weights.to(dtype))
 
 
 def _on_device(boxes: Boxes, device: torch.device) -> tuple[Tensor, ...]:
