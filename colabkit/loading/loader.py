@@ -88,7 +88,7 @@ class Loader(DataLoaderSource):
         shuffle: whether to shuffle the samples in every epoch; `"block"` shuffles in windows, for packs beyond RAM.
         seed: seed of the order and of the transforms.
         drop_last: whether to drop a last batch that is not full; invalid with a sampler that yields batches.
-        device: device of the batches; None means the CPU.
+        device: device of the batches; None means the CPU. Custom objects in a batch are moved by their method `to()`.
         transform: transform of the images of each batch, from `colabkit.augment` or torchvision, or any callable.
             Combine several transforms with `Compose([...])` of the same package.
         sampler: order of the samples, instead of `shuffle`: from `colabkit.sampler`, such as `Balanced(labels)`, or
@@ -344,7 +344,7 @@ class Loader(DataLoaderSource):
                 meters.publish(meters.EpochStarted(counts, epoch, planner.batches(start), planner.samples(start)))
         clock: meters.Clock = meters.HostClock(counts.spent)
         if self.device.type != "cpu":
-            clock = meters.DeviceClock(lambda: set_mark(self.device))
+            clock = meters.DeviceClock(partial(set_mark, self.device))
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter
         requested, owner = now(), os.getpid()

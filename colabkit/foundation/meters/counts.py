@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from colabkit.foundation.meters.steps import Clock, StepTimes, StepTotals
+from colabkit.foundation.meters.steps import Clock, Mark, StepTimes, StepTotals
 
 # Maximum number of earlier passes that are kept because the GPU may not have finished their steps.
 _EARLIER = 4
@@ -208,6 +208,7 @@ class LoaderMeters:
     facts: LoaderFacts | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
     _earlier: deque[Clock] = field(default_factory=lambda: deque(maxlen=_EARLIER), repr=False)
+    _copies: deque[tuple[int, int, Mark, Mark]] = field(default_factory=deque, repr=False)
     _parts: dict[str, _PartCounts] = field(default_factory=dict, repr=False)
     _first_pass: MetersSnapshot | None = field(default=None, repr=False)
     # Reentrant, since the garbage collector may end an abandoned pass while this thread holds a lock.
@@ -251,6 +252,17 @@ class LoaderMeters:
                 meter.calls += 1
                 meter.recent.append(busy_s)
 
+    def copied(self, samples: int, copied_bytes: int, started: Mark, ended: Mark) -> None:
+        """Count a copy to a device, between two marks, as `transfer` once it has ended."""
+        self._copies.append((samples, copied_bytes, started, ended))
+
+    def _count_copies(self) -> None:
+        """Count the copies that have ended, without waiting for the others."""
+        with self._settling:
+            while self._copies and self._copies[0][3].query():
+                samples, size, started, ended = self._copies.popleft()
+                self.add("transfer", samples, size, started.elapsed_time(ended) / 1000)
+
     def retried(self) -> None:
         """Count a retried read."""
         with self._lock:
@@ -266,7 +278,8 @@ class LoaderMeters:
         self.clock = clock
 
     def settle(self, clock: Clock) -> None:
-        """Count the steps that a clock has timed since the last call, unless the clock counts them itself."""
+        """Count the copies that have ended, and a clock's new steps unless it counts them itself."""
+        self._count_copies()
         with self._settling:
             newest = clock.settled()
             if not newest:
@@ -277,6 +290,7 @@ class LoaderMeters:
 
     def snapshot(self) -> MetersSnapshot:
         """Return a snapshot of the totals."""
+        self._count_copies()
         for clock in tuple(self._earlier):
             self.settle(clock)
             if not clock.is_behind and clock in self._earlier:

@@ -379,22 +379,28 @@ def split_batches(plan: BatchPlan, fields: Sequence[Any]) -> list[Batch]:
     ]
 
 
-def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a batch and return a batch of the same structure."""
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None) -> Any:
+    """Apply a function to every tensor of a batch and return a batch of the same structure.
+
+    Args:
+        batch: batch of any structure.
+        function: function for tensors.
+        other: function for other objects that have a method `to()`, which moves them to a device; None keeps them.
+    """
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
+        return type(batch)(*(map_tensors(value, function, other) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(map_tensors(value, function) for value in batch)
+        return type(batch)(map_tensors(value, function, other) for value in batch)
     if isinstance(batch, MutableMapping):
         # A copy preserves other attributes of custom mappings.
         clone = copy.copy(batch)
-        clone.update({name: map_tensors(value, function) for name, value in batch.items()})
+        clone.update({name: map_tensors(value, function, other) for name, value in batch.items()})
         return clone
     if isinstance(batch, Mapping):
-        return {name: map_tensors(value, function) for name, value in batch.items()}
-    return batch
+        return {name: map_tensors(value, function, other) for name, value in batch.items()}
+    return other(batch) if other is not None and callable(getattr(batch, "to", None)) else batch
 
 
 def fields_of(batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from torch import Tensor
 from colabkit.foundation import LoaderMeters, Mark
 from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, map_tensors, split_batches, tensors_in
 from colabkit.loading.engine.columns import Column
-from colabkit.loading.engine.gather import PinnedSlots, RowGather
+from colabkit.loading.engine.gather import PinnedSlots, RowGather, pinned
 
 _STEP_BYTES = 64 << 20
+# The CUDA driver copies up to this many bytes of pageable memory without waiting.
+_PAGEABLE_BYTES = 64 << 10
 
 
-def set_mark(device: torch.device) -> Mark:
+def set_mark(device: torch.device) -> torch.cuda.Event:
     """Record a timing event in the current stream of a device and return it."""
     mark = torch.cuda.Event(enable_timing=True)
     mark.record(torch.cuda.current_stream(device))
@@ -37,8 +40,28 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class _Destination(NamedTuple):
+    """Device memory for a group of batches.
+
+    Attributes:
+        layouts: shape, strides and dtype of each tensor.
+        tensors: the memory.
+        is_free: event after which no earlier work uses the memory.
+        made_on: stream that the memory was allocated on.
+    """
+
+    layouts: list[tuple[Any, ...]]
+    tensors: list[Tensor]
+    is_free: torch.cuda.Event
+    made_on: torch.cuda.Stream
+
+
 class DeviceTransfer:
     """A queue that copies host batches to a GPU ahead of their use and returns them in order.
+
+    The memory for the next group is allocated together with each group. A copy then waits only for the work that was
+    queued before the previous request. It overlaps the newest step even if the batch arrives after that step was
+    queued, as it does when the host is faster than the GPU and waits for a free buffer.
 
     Args:
         device: the GPU.
@@ -51,8 +74,9 @@ class DeviceTransfer:
         self._slots = slots
         self._counts = counts
         self._stream = _copy_stream(device)
-        self._in_flight: deque[tuple[Any, torch.cuda.Event, torch.cuda.Stream]] = deque()
-        self._timed: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._in_flight: deque[tuple[Any, bool, torch.cuda.Event, torch.cuda.Stream]] = deque()
+        self._layouts: list[tuple[Any, ...]] = []
+        self._next: _Destination | None = None
 
     def __len__(self) -> int:
         """Return the number of batches that were submitted but not taken yet."""
@@ -66,55 +90,92 @@ class DeviceTransfer:
             buffer: buffer of `slots` that holds the batches; None if torch manages their memory and keeps it until the
                 copies end.
         """
+        # Collect the tensors before the batches are copied: a copy of a custom mapping may replace the values of the
+        # original.
+        tensors = [tensor for batch, _ in batches for tensor in tensors_in(batch) if _is_dense(tensor)]
+        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        to = self._next if self._next is not None and self._next.layouts == layouts else self._new(tensors, layouts)
+        self._next = None
         # With `blocking=True`, a thread that waits for the event sleeps; otherwise it would keep a CPU core busy.
-        copied = torch.cuda.Event(blocking=True)
-        for batch, samples in batches:
-            current = torch.cuda.current_stream(self._device)
-            # Collect the tensors before they are copied: a copy of a custom mapping may replace the values of the
-            # original.
-            tensors = tensors_in(batch)
-            on_device = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
-            started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                started.record(self._stream)
-                for place, tensor in zip(tensors_in(on_device), tensors, strict=True):
-                    place.copy_(tensor, non_blocking=True)
-                ended.record(self._stream)
-            self._in_flight.append((on_device, ended, current))
-            self._timed.append((samples, sum(tensor.nbytes for tensor in tensors), started, ended))
-        copied.record(self._stream)
+        started, copied = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        self._stream.wait_event(to.is_free)
+        with torch.cuda.stream(self._stream):
+            started.record(self._stream)
+            for place, tensor in zip(to.tensors, tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)
+            copied.record(self._stream)
         if buffer is not None:
             self._slots.give_back(buffer, copied)
+        places, others = iter(to.tensors), list[Any]()
+
+        def keep(value: Any) -> Any:
+            others.append(value)
+            return value
+
+        for batch, _ in batches:
+            others.clear()
+            on_device = map_tensors(batch, lambda tensor: next(places) if _is_dense(tensor) else keep(tensor), keep)
+            self._in_flight.append((on_device, bool(others), copied, to.made_on))
+        samples, size = sum(samples for _, samples in batches), sum(tensor.nbytes for tensor in tensors)
+        self._counts.copied(samples, size, started, copied)
+        # Batches that differ from their predecessors would not fit. Without memory for the next group, only the overlap
+        # is lost.
+        if layouts == self._layouts:
+            with suppress(torch.OutOfMemoryError):
+                self._next = self._new(tensors, layouts)
+        self._layouts = layouts
 
     def close(self) -> None:
-        """Drop the batches that were never taken, after making the current stream wait for their copies.
+        """Drop the batches that were never taken, after making the streams that own their memory wait for the copies.
 
-        Their memory is freed in that stream's order, so it is not used again before the copies end.
+        The memory is freed in the order of those streams, so it is not used again before the copies end. The thread
+        that closes an abandoned iteration may have another current stream.
         """
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for _, _, copied, made_on in self._in_flight:
+            made_on.wait_event(copied)
         self._in_flight.clear()
-        self._count_ended()
+        self._next = None
 
     def take(self) -> tuple[Any, tuple[Mark, Mark]]:
         """Return the oldest batch, and events around the stream's wait for its copy; the host does not wait."""
-        batch, ended, made_on = self._in_flight.popleft()
-        current = torch.cuda.current_stream(self._device)
+        batch, has_others, copied, made_on = self._in_flight.popleft()
         before = set_mark(self._device)
-        current.wait_event(ended)
+        torch.cuda.current_stream(self._device).wait_event(copied)
         after = set_mark(self._device)
-        # The allocator has to know that a stream other than the allocating one uses the memory.
-        if current != made_on:
-            for tensor in tensors_in(batch):
-                tensor.record_stream(current)
-        self._count_ended()
+        _use_in_current_stream(batch, self._device, made_on)
+        if has_others:
+            # These objects allocate memory themselves, so they are moved in the stream that uses them.
+            batch = map_tensors(batch, self._moved, self._moved)
         return batch, (before, after)
 
-    def _count_ended(self) -> None:
-        """Count the copies that have ended, without waiting for the others."""
-        while self._timed and self._timed[0][3].query():
-            samples, size, started, ended = self._timed.popleft()
-            self._counts.add("transfer", samples, size, started.elapsed_time(ended) / 1000)
+    def _new(self, tensors: Sequence[Tensor], layouts: list[tuple[Any, ...]]) -> _Destination:
+        """Allocate memory for tensors on the device."""
+        current, is_free = torch.cuda.current_stream(self._device), torch.cuda.Event()
+        # A tensor made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
+            places = [torch.empty_like(tensor, device=self._device) for tensor in tensors]
+        is_free.record(current)
+        return _Destination(layouts, places, is_free, current)
+
+    def _moved(self, value: Any) -> Any:
+        """Return a tensor or a custom object on the device; `to()` of some objects changes them and returns None."""
+        if isinstance(value, Tensor):
+            return value.to(self._device, non_blocking=True)
+        moved = value.to(self._device)
+        return value if moved is None else moved
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _use_in_current_stream(batch: Any, device: torch.device, made_on: torch.cuda.Stream) -> None:
+    """Tell the allocator if a stream other than the allocating one uses the memory of a batch."""
+    current = torch.cuda.current_stream(device)
+    if current != made_on:
+        for tensor in tensors_in(batch):
+            if _is_dense(tensor):
+                tensor.record_stream(current)
 
 
 def send(
@@ -174,6 +235,7 @@ class DeviceEngine:
         self._device = device
         self._counts = counts
         self._has_only_rows = all(isinstance(column, RowGather) for column in columns.values())
+        self._stream = torch.cuda.current_stream(device)
         self._columns = [
             column.on(device, _STEP_BYTES) if isinstance(column, RowGather) else column for column in columns.values()
         ]
@@ -182,18 +244,32 @@ class DeviceEngine:
         """Yield the batches of an epoch."""
         for plan in plans:
             began, before = time.perf_counter(), set_mark(self._device)
+            gathered_on = torch.cuda.current_stream(self._device)
             batches = self._gather(plan)
             self._counts.add("gather", len(plan.indices), 0, time.perf_counter() - began)
-            batches[0].marks = before, set_mark(self._device)
+            gathered = set_mark(self._device)
+            batches[0].marks = before, gathered
             batches.reverse()
             while batches:
+                current = torch.cuda.current_stream(self._device)
+                # The user may request the batches of one plan in different streams.
+                if current != gathered_on:
+                    current.wait_event(gathered)
+                    _use_in_current_stream(batches[-1].values, self._device, gathered_on)
                 yield batches.pop()
 
     def _gather(self, plan: BatchPlan) -> list[Batch]:
-        indices = self._send(torch.from_numpy(plan.indices))
+        numbers = torch.from_numpy(plan.indices)
+        # The driver may wait for the stream before it copies more pageable memory than this.
+        indices = self._send(pinned(numbers) if numbers.nbytes > _PAGEABLE_BYTES else numbers)
+        current = torch.cuda.current_stream(self._device)
         fields: list[Any] = []
         for column in self._columns:
             if isinstance(column, RowGather):
+                # The loader may be freed while this stream still reads its rows.
+                if current != self._stream:
+                    for rows in column.maps:
+                        rows.record_stream(current)
                 memory = torch.empty(len(indices) * column.row_bytes, dtype=torch.uint8, device=self._device)
                 gathered = column.gather(indices, memory)
                 fields.append(gathered.contiguous() if self._is_contiguous else gathered)

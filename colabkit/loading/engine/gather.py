@@ -34,6 +34,15 @@ def warn_unpinned(error: RuntimeError) -> None:
         logger.warning("memory cannot be pinned (%s), so copies to the GPU are slower", reason)
 
 
+def pinned(tensor: Tensor) -> Tensor:
+    """Return a copy in page-locked memory, or the tensor itself if memory cannot be locked."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        warn_unpinned(error)
+        return tensor
+
+
 def aligned(size: int, step: int = _CACHE_LINE) -> int:
     """Return a size rounded up to a multiple of `step`."""
     return -(-size // step) * step

@@ -28,7 +28,7 @@ from colabkit.foundation import ColabkitError, LoaderFailed, cannot, file_change
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, fields_of, map_tensors
 from colabkit.loading.engine.device import DeviceTransfer, send
-from colabkit.loading.engine.gather import PinnedSlots, warn_unpinned
+from colabkit.loading.engine.gather import PinnedSlots, pinned
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.user_code import (
     loader_failed,
@@ -134,10 +134,7 @@ class WorkerBatch:
 
     def pin_memory(self) -> WorkerBatch:
         """Put the batch in page-locked memory; `DataLoader` calls this."""
-        try:
-            self.batch = map_tensors(self.batch, lambda tensor: tensor.pin_memory())
-        except RuntimeError as error:
-            warn_unpinned(error)
+        self.batch = map_tensors(self.batch, pinned)
         return self
 
 

@@ -1,0 +1,242 @@
+"""Copies to a GPU overlap with training and never race with it, on a simulated GPU."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated_gpu import DEVICE, Host, SimulatedGpu
+
+from colabkit.loading import Loader
+from colabkit.loading.engine import thread_engine
+from colabkit.loading.engine.batch_builder import BatchBuilder
+from colabkit.loading.engine.batches import BatchGroup, BatchPlan
+
+SAMPLES, BATCH_SIZE, ROW_BYTES = 640, 16, 1024
+COPY_S = 0.002
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
+    simulated = SimulatedGpu(copy_bytes_per_s=BATCH_SIZE * ROW_BYTES / COPY_S)
+    simulated.install(monkeypatch)
+    with simulated:
+        yield simulated
+
+
+class VirtualPool:
+    """A `ThreadPool` with one thread in the virtual time of a simulated GPU; each group takes `build_s` seconds."""
+
+    def __init__(
+        self,
+        gpu: SimulatedGpu,
+        build_s: float,
+        plans: Iterator[BatchPlan],
+        builder: BatchBuilder,
+        threads: int,
+        groups_ahead: int,
+        on_wait: Any,
+    ) -> None:
+        self.gpu, self.build_s, self.plans, self.builder, self.room = gpu, build_s, plans, builder, groups_ahead
+        self.worker = Host()
+        self.worker.wait_for(gpu.host)
+        self.done: deque[tuple[float, BatchGroup | None]] = deque()
+
+    def ready(self) -> int:
+        self.catch_up()
+        return sum(done_at <= self.gpu.host.now for done_at, _ in self.done)
+
+    def take(self, timeout: float) -> BatchGroup | None:
+        self.catch_up()
+        if not self.done:
+            self.build()
+        done_at, group = self.done.popleft()
+        self.gpu.host.now = max(self.gpu.host.now, done_at)
+        return group
+
+    def make_room(self) -> None:
+        self.catch_up()
+        if not self.room:
+            self.worker.wait_for(self.gpu.host)
+        self.room += 1
+
+    def catch_up(self) -> None:
+        """Build the groups that the worker begins before the present time of the host."""
+        while self.room and self.worker.now <= self.gpu.host.now:
+            self.build()
+
+    def build(self) -> None:
+        assert self.room
+        self.room -= 1
+        plan = next(self.plans, None)
+        if plan is None:
+            self.room = 0
+            self.done.append((self.worker.now, None))
+            return
+        with self.gpu.acting_as(self.worker):
+            group = self.builder.begin(plan)
+            self.gpu.write_on_host(group.buffer)
+            group.batches = list(self.builder.finish(group, len(plan.indices)))
+        self.worker.now += self.build_s
+        self.done.append((self.worker.now, group))
+
+    def close(self) -> None:
+        pass
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    rows = np.arange(SAMPLES * ROW_BYTES, dtype=np.uint32).astype(np.uint8).reshape(SAMPLES, ROW_BYTES)
+    return rows, np.arange(SAMPLES)
+
+
+STEPS = {
+    # Seconds to build a batch, of its step on the GPU and on the host; whether the host waits for each step; and the
+    # seconds of the slowest part.
+    "the GPU, and the host is far ahead of it": (0.001, 0.010, 0.0005, False, 0.010),
+    "the GPU, by little more than the copy": (0.001, 0.0025, 0.0005, False, 0.0025),
+    "the GPU, and the host waits for each step": (0.001, 0.010, 0.0005, True, 0.010),
+    "the worker": (0.010, 0.002, 0.0005, False, 0.010),
+    "the worker, by little more than the GPU": (0.010, 0.009, 0.0005, False, 0.010),
+    "the worker, and the host waits for each step": (0.010, 0.002, 0.0005, True, 0.010),
+    "the host": (0.001, 0.002, 0.010, False, 0.010),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("limit", STEPS)
+def test_copies_are_hidden_whatever_limits_the_speed(gpu, monkeypatch, limit):
+    build_s, compute_s, launch_s, waits, slowest_s = STEPS[limit]
+    monkeypatch.setattr(thread_engine, "ThreadPool", partial(VirtualPool, gpu, build_s))
+    loader = Loader(arrays(), BATCH_SIZE, device="cuda", keep="ram", prefetch_batches=2)
+    ends: list[float] = []
+    for batch in loader:
+        gpu.compute(compute_s, *batch)
+        gpu.host.now += launch_s
+        if waits:
+            gpu.current.record_event().synchronize()
+        ends.append(gpu.default.ends)
+    # The first copies cannot be hidden.
+    first = 5
+    assert (ends[-1] - ends[first]) / (len(ends) - 1 - first) < 1.01 * slowest_s
+
+
+def use(gpu: SimulatedGpu, batch: Any) -> None:
+    """Queue a step that reads a batch, in the current stream."""
+    gpu.compute(0.010, *batch)
+
+
+def new_memory(size: int = BATCH_SIZE * ROW_BYTES) -> torch.Tensor:
+    """Allocate memory, and write to it in the current stream."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda").fill_(1)
+
+
+@pytest.fixture
+def prompt_worker(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make batches ready as soon as there is room, so that copies are always under way."""
+    monkeypatch.setattr(thread_engine, "ThreadPool", partial(VirtualPool, gpu, 0.0))
+
+
+@pytest.mark.usefixtures("prompt_worker")
+@pytest.mark.parametrize("keep", ["ram", "gpu"])
+def test_batches_may_be_requested_in_alternating_streams(gpu, keep):
+    rows, _ = arrays()
+    loader = Loader(arrays(), BATCH_SIZE, shuffle=True, device="cuda", keep=keep)
+    streams = [gpu.default, torch.cuda.Stream(), torch.cuda.Stream()]
+    batches = iter(loader)
+    for number in range(len(loader)):
+        with gpu.stream(streams[number % 3]):
+            images, numbers = next(batches)
+            assert np.array_equal(images.cpu().numpy(), rows[numbers.cpu().numpy()])
+            use(gpu, (images, numbers))
+            del images, numbers
+        for stream in streams:
+            with gpu.stream(stream):
+                new_memory()
+
+
+@pytest.mark.usefixtures("prompt_worker")
+@pytest.mark.parametrize("keep", ["ram", "gpu"])
+def test_memory_is_not_used_again_before_the_copies_of_an_abandoned_pass_end(gpu, keep):
+    side = torch.cuda.Stream()
+    batches = iter(Loader(arrays(), BATCH_SIZE, device="cuda", keep=keep))
+    with gpu.stream(side):
+        use(gpu, next(batches))
+    # The garbage collector may close the iteration in any thread, whose current stream is another one.
+    batches.close()
+    for stream in (side, gpu.default):
+        with gpu.stream(stream):
+            held = [new_memory() for _ in range(10)]
+            del held
+
+
+@pytest.mark.usefixtures("prompt_worker")
+@pytest.mark.parametrize("keep", ["ram", "gpu"])
+def test_deleting_a_loader_frees_its_memory_without_a_collection(gpu, keep):
+    gc.disable()
+    try:
+        loader = Loader(arrays(), BATCH_SIZE, device="cuda", keep=keep)
+        for batch in loader:
+            use(gpu, batch)
+        del batch
+        freed = weakref.ref(loader)
+        del loader
+        assert freed() is None
+        assert gpu.allocated == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_rows_are_not_freed_while_another_stream_reads_them(gpu):
+    loader = Loader(arrays(), BATCH_SIZE, device="cuda", keep="gpu")
+    with gpu.stream(torch.cuda.Stream()):
+        gpu.compute(1.0)
+        next(iter(loader))
+    del loader
+    new_memory(SAMPLES * ROW_BYTES)
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_every_copy_is_counted_once_it_has_ended(gpu):
+    loader = Loader(arrays(), BATCH_SIZE, device="cuda", keep="ram")
+    for batch in loader:
+        use(gpu, batch)
+    transferred = {part.name: part for part in loader.meters.snapshot().parts}["transfer"]
+    assert transferred.samples < SAMPLES
+    gpu.host.now += 100
+    transferred = {part.name: part for part in loader.meters.snapshot().parts}["transfer"]
+    assert (transferred.samples, transferred.handled_bytes) == (SAMPLES, SAMPLES * (ROW_BYTES + 8))
+    assert transferred.busy_s == pytest.approx(SAMPLES * (ROW_BYTES + 8) / gpu.copy_bytes_per_s)
+
+
+class Graph:
+    """A custom batch that moves itself."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.nodes.to(device))
+
+
+def collated(samples: list[int]) -> dict[str, Any]:
+    numbers = torch.tensor(samples)
+    return {"numbers": numbers, "sparse": torch.eye(len(samples)).to_sparse(), "graph": Graph(2 * numbers)}
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_sparse_tensors_and_custom_objects_are_moved_in_the_stream_of_the_user(gpu):
+    batches = Loader(range(8), 4, device="cuda", collate_fn=collated, num_workers=0)
+    with gpu.stream(torch.cuda.Stream()):
+        for first, batch in zip((0, 4), batches, strict=True):
+            assert batch["numbers"].tolist() == [*range(first, first + 4)]
+            assert torch.equal(batch["sparse"].to_dense(), torch.eye(4))
+            assert batch["graph"].nodes.device == DEVICE
+            use(gpu, [batch["numbers"], batch["graph"].nodes])
