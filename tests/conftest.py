@@ -135,7 +135,7 @@ def new_files_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def image_tree(tmp_path: Path) -> Path:
-    """Return a folder of 24 PNG images of 6x5 pixels in the classes ants, bees and cats."""
+    """Return a folder of 24 small PNG images in the classes ants, bees and cats."""
     return make_tree(tmp_path / "tree", 8)
 
 

@@ -149,7 +149,6 @@ def _sections() -> Iterator[str]:
 
 
 def table() -> str:
-    """Return the page of all public calls."""
     found = calls()
     rows = [_HEAD, *_sections(), _DIFFERENCES]
     rows += [f"| `{form}` | {name} | {reason} |" for (form, name), reason in OTHER_ARGUMENTS.items()]

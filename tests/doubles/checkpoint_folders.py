@@ -64,14 +64,13 @@ class Hostile:
 
 
 def seal_for(path: Path, data: bytes) -> None:
-    """Write `data` as a checkpoint with a valid seal."""
+    """Write `data` as a checkpoint with a valid seal for step 20."""
     path.write_bytes(data)
     seal = {"format": 2, "file": path.name, "step": 20, "bytes": len(data), "score": None, "judge": "min"}
     path.with_suffix(".json").write_text(json.dumps({**seal, "sha256": hashlib.sha256(data).hexdigest()}))
 
 
 def near_of(near_storage: Path) -> Path:
-    """Return the only local checkpoint folder."""
     (folder,) = (near_storage / "checkpoints").iterdir()
     return folder
 

@@ -1,6 +1,6 @@
 """Operations that change several files, for tests that stop them at each of these changes.
 
-Every operation reads from `folder / "in"` and writes to `folder / "out"`. Its state names what `out` holds.
+Every operation reads from `folder / "in"` and writes to `folder / "out"`. Its state identifies the content of `out`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL = {"shard_bytes": 100, "threads": 1}
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation: `start` writes input and earlier output, `work` runs it, and `state` names its output.
+    """An operation: `start` writes input and earlier output, `work` runs it, and `state` identifies its output.
 
     Args:
         start: called once with an empty folder.

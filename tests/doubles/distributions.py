@@ -17,7 +17,7 @@ def assert_even(counts: np.ndarray) -> None:
 
 
 def assert_as_likely(counts: np.ndarray, chances: np.ndarray) -> None:
-    """Assert that counts match these probabilities in a chi-square test at 4.5 standard deviations."""
+    """Assert that counts are proportional to `chances`, by a chi-square test at 4.5 standard deviations."""
     expected = counts.sum() * chances / chances.sum()
     assert expected.min() >= 5
     assert_chi_square(float(((counts - expected) ** 2 / expected).sum()), counts.size - 1)

@@ -152,7 +152,7 @@ def check_advice(advice: Advice) -> None:
 
 
 def check_call(text: str) -> None:
-    """Check that each call in the code exists and accepts its arguments; assigned names must be loader options."""
+    """Check that calls, except `.to()`, exist and accept their arguments; assigned names must be loader options."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

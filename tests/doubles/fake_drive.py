@@ -76,7 +76,6 @@ class FakeDrive(WebServer):
         self.listing_s = 0.0
 
     def add(self, name: str, content: bytes = b"", page: str = "small", *plans: Plan) -> DriveFile:
-        """Add a file under the ID derived from its name."""
         made = DriveFile(name, content, page, list(plans))
         self.files[drive_id(name.partition(".")[0])] = made
         return made

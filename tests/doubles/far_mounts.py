@@ -160,7 +160,7 @@ class FuseMount(_Mount):
         os.close(self._plan_file)
 
     def replan(self, plan: dict[str, Any] | None = None) -> None:
-        """Follow another plan from now on, which begins with all files unchanged, and release hanging requests."""
+        """Replace the plan; this undoes planned changes of files and releases requests that hang as planned."""
         data = json.dumps(plan or {}).encode()
         os.ftruncate(self._plan_file, 0)
         os.pwrite(self._plan_file, data, 0)

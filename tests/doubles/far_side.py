@@ -54,18 +54,16 @@ class Colab:
 
     @property
     def served(self) -> FuseMount:
-        """The fake's latest mount."""
         return served()[-1]
 
 
 def served() -> list[FuseMount]:
-    """Return all mounts of the fake `google.colab`."""
     double = sys.modules.get("google.colab.drive")
     return double.served if double else []
 
 
 def forget_double(patch: pytest.MonkeyPatch) -> None:
-    """Forget `google.colab`, so that it is imported again."""
+    """Forget all modules of `google`, so that the fake is imported again."""
     for name in [name for name in sys.modules if name.split(".")[0] == "google"]:
         patch.delitem(sys.modules, name)
 
@@ -142,7 +140,6 @@ class Ocamlfuse:
             subprocess.run(["umount", "-l", str(self.point)], check=True)
 
     def pids(self) -> list[int]:
-        """Return the IDs of the processes that serve the mount."""
         return [daemon.pid for daemon in daemons("google-drive-ocamlfuse") if str(self.point) in daemon.arguments]
 
     def kill(self) -> None:

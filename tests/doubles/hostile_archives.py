@@ -32,7 +32,6 @@ def checked(block: bytearray) -> bytes:
 
 
 def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
-    """Return an extended header with these records."""
     return entry("pax", records, kind)
 
 

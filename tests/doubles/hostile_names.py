@@ -67,7 +67,7 @@ def kinds() -> list[type[Report]]:
 
 
 def filled(hint: Any, name: str) -> Any:
-    """Return a value of a type that contains `name` in place of every text."""
+    """Return a value for a type hint, with `name` in place of every text."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in (str, Any, object):
         return name

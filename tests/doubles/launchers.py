@@ -19,5 +19,4 @@ def click(panel: Launcher, action: str) -> str:
 
 
 def pointed(panel: Launcher) -> list[str]:
-    """Return the names of the fields that are marked as invalid."""
     return [name for name, field in panel.view.fields.items() if POINTED in field._dom_classes]

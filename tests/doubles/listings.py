@@ -8,7 +8,6 @@ from colabkit.storage import Item, Listing
 
 
 def listing_of(*paths: str) -> Listing:
-    """Return the listing of a folder with these files."""
     return Listing(tuple(Item(path, 1) for path in sorted(paths)), ())
 
 

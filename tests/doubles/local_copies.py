@@ -41,7 +41,7 @@ def data_of(folder: Path) -> dict[str, bytes]:
 
 
 def state_of(folder: Path) -> list[tuple[object, ...]]:
-    """Return the names, times, sizes, modes and inodes of a folder and of its entries."""
+    """Return the names, times, sizes, modes and inodes of a folder and of everything below it."""
     return sorted(
         (str(path), path.lstat().st_mtime_ns, path.lstat().st_size, path.lstat().st_mode, path.lstat().st_ino)
         for path in [folder, *folder.rglob("*")]
@@ -49,7 +49,6 @@ def state_of(folder: Path) -> list[tuple[object, ...]]:
 
 
 def copy(source: object, to: object = "disk", **options: object) -> StageReport:
-    """Stage without a progress bar, by default to disk."""
     return stage(source, to, progress=False, **options)
 
 
@@ -97,7 +96,7 @@ class WalkedSource(MemorySource):
 
 
 class _ForwardFile(io.BytesIO):
-    """A file that cannot seek, and whose reads return at least 1 byte but fewer than requested."""
+    """A file that cannot seek, and whose larger reads return fewer bytes than requested."""
 
     def __init__(self, source: WalkedSource, data: bytes) -> None:
         super().__init__(data)

@@ -13,7 +13,6 @@ from traitlets.config import Config
 
 @contextmanager
 def loaded_shell() -> Iterator[InteractiveShell]:
-    """Yield a shell with the magics, and remove it afterwards."""
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     shell.extension_manager.load_extension("colabkit")
     try:

@@ -27,8 +27,6 @@ MOST = 4
 
 @dataclass(frozen=True)
 class Site:
-    """A call in the source that creates a message."""
-
     module: str
     line: int
     error: str
@@ -78,7 +76,7 @@ class SourceReader:
         return [one for one in earlier if one.lineno > left_at] or earlier[-1:] or scope.get(name.id, [])
 
     def _texts(self, node: ast.expr, scope: dict[str, list[ast.expr]], depth: int) -> Iterator[Text]:
-        """Return the possible texts of an expression; unknown parts become `{expression}`."""
+        """Return the possible texts of an expression; an unknown part becomes a name in braces."""
         unknown = "{" + _short(node) + "}"
         if depth > 4:
             yield unknown
@@ -196,7 +194,6 @@ def _calls(node: ast.AST, function: ast.AST | None, error: str) -> Iterator[tupl
 
 @cache
 def sites() -> tuple[Site, ...]:
-    """Return the sites of all messages of the package."""
     paths = sorted((ROOT / "colabkit").rglob("*.py"))
     return tuple(site for path in paths for site in SourceReader(path).sites())
 

@@ -36,7 +36,6 @@ def pair(x, y): return 0.5
 
 
 def make_home(home: Path) -> None:
-    """Write the files that the mistakes use."""
     make_tree(home / "photos", 4)
     (home / "steps.py").write_text(CODE)
     (home / "broken.py").write_text("import colabkit\nloader = colabkit.Loadr\n")
@@ -87,7 +86,6 @@ def _bomb(width: int, height: int) -> bytes:
 
 
 def variables() -> dict[str, Any]:
-    """Return the variables of a Python or notebook session in the home folder."""
     namespace: dict[str, Any] = {"np": np, "nn": nn, "Path": Path}
     exec(CODE, namespace)
     return namespace

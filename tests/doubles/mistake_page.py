@@ -41,7 +41,7 @@ _NUMBERS = ("batch_size", "epochs")
 @cache
 def shown() -> dict[Mistake, str]:
     """Make all mistakes, and return the message of each."""
-    # The path has the same length everywhere, because long values are cut in messages.
+    # The path has the same length everywhere, because messages shorten long values.
     home = Path(tempfile.mkdtemp(dir="/tmp"))
     before = os.getcwd()
     try:
@@ -121,7 +121,6 @@ def _scene(scene: str) -> Iterator[None]:
 
 
 def page() -> str:
-    """Return the page of all mistakes."""
     messages, lines = shown(), [_HEAD]
     for topic, mistakes in MISTAKES.items():
         lines.append(f"\n## {topic}")

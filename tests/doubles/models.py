@@ -60,7 +60,6 @@ def small_cnn(classes: int = 10, width: int = 16, seed: int = 0) -> nn.Module:
 
 
 def batches(count: int = 4, size: int = 8, side: int = 8) -> Batches:
-    """Return batches of random images of 10 classes."""
     random = torch.Generator().manual_seed(5)
     images = torch.rand(count, size, 3, side, side, generator=random)
     return list(zip(images, torch.randint(0, 10, (count, size), generator=random), strict=True))

@@ -85,7 +85,6 @@ def assert_refused(error: Any, match: str, source: Any, out: Path, **options: An
 
 
 def opened(source: Any, out: Path, **options: Any) -> Pack:
-    """Pack a source, check every sample against its CRC, and open the pack."""
     return open_pack(packed(source, out, **options))
 
 
@@ -95,7 +94,6 @@ def sharded(source: Any, out: Path, shard_bytes: int | None = 4 * ROW, **options
 
 
 def shards_beside(index: Path) -> list[Path]:
-    """Return the paths of the shards of an index."""
     return sorted(index.parent.glob(f"{index.stem}-0*.h5"))
 
 
@@ -110,7 +108,6 @@ def identity(path: Path) -> tuple[int, int]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the entries of a folder, including hidden ones."""
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -133,7 +130,7 @@ def content(path: Path) -> dict[str, list[tuple[bytes, ...]]]:
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """Assert that two packs hold the same samples, labels, fields and metadata, even if only one has shards."""
+    """Assert that a pack of shards holds the same samples, labels, fields and metadata as another pack."""
     assert content(path) == content(other)
     info, expected = read_pack(path), read_pack(other)
     assert sorted(info.meta["bad"], key=str) == sorted(expected.meta["bad"], key=str)

@@ -95,8 +95,6 @@ def render(state: PanelState) -> tuple[str, str]:
 
 
 class Frames:
-    """A screen that records its frames."""
-
     def __init__(self) -> None:
         self.frames: list[tuple[str, str, bool]] = []
         self.is_closed = False
@@ -129,7 +127,6 @@ class Machine:
 
 @contextmanager
 def machine() -> Iterator[Machine]:
-    """Yield a machine whose state never changes."""
     yield Machine()
 
 

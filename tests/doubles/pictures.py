@@ -27,7 +27,7 @@ def photo(height: int = 45, width: int = 61, seed: int = 5) -> np.ndarray:
 
 
 def noise(height: int = 33, width: int = 47) -> np.ndarray:
-    """Return saturated noise, which is harder to decode than any photo."""
+    """Return noise of only the values 0 and 255."""
     return np.random.default_rng(9).choice(np.array([0, 255], np.uint8), (height, width, 3))
 
 
@@ -74,7 +74,6 @@ def fitted_by_pillow(data: bytes, size: tuple[int, int], channels: int = 3) -> n
 
 
 def fill_row(data: bytes, out: np.ndarray, fit: bool = False) -> None:
-    """Decode an image into a row of a batch."""
     row_decoder(out.shape, fit)(data, out)
 
 

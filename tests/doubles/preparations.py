@@ -32,7 +32,6 @@ def samples(prepared: PreparedPack) -> int:
 
 
 def forget_local(near_storage: Path) -> None:
-    """Remove all local data, as at the start of a new session."""
     for path in near_storage.iterdir():
         shutil.rmtree(path)
 

@@ -19,7 +19,6 @@ def fill(folder: Path, files: int, folders: int = 1, size: int = 5000) -> Path:
 
 
 def add_large(folder: Path, mebibytes: int) -> Path:
-    """Add a large sparse file of zeros."""
     folder.mkdir(exist_ok=True)
     return truncate(folder / "large.bin", mebibytes << 20)
 
@@ -32,5 +31,4 @@ def truncate(path: Path, size: int) -> Path:
 
 
 def probe_quietly(path: Path | str, seconds: float) -> ProbeReport:
-    """Probe without a progress bar."""
     return probe(path, seconds=seconds, progress=False)

@@ -34,7 +34,6 @@ def content(place: Path) -> dict[str, bytes] | None:
 
 
 def bring(path: Path, to: object, **options: Any) -> PublishReport:
-    """Publish without a progress bar."""
     return publish(path, to, progress=False, **options)  # type: ignore[arg-type]
 
 

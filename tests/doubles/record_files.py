@@ -28,7 +28,6 @@ def image(number: int, kind: str = "PNG") -> bytes:
 
 
 def lmdb_of(path: Path, values: Mapping[bytes, bytes], subdir: bool = True, **options: Any) -> Path:
-    """Write an LMDB database with the lmdb package."""
     with lmdb.open(str(path), map_size=1 << 28, subdir=subdir, sync=False, **options) as environment:
         for begin in range(0, len(values), 500):
             with environment.begin(write=True) as transaction:
@@ -38,14 +37,12 @@ def lmdb_of(path: Path, values: Mapping[bytes, bytes], subdir: bool = True, **op
 
 
 def shards_of(pattern: str, samples: Iterable[Mapping[str, Any]], per_shard: int) -> None:
-    """Write shards with webdataset's writer."""
     with webdataset.ShardWriter(pattern, maxcount=per_shard, verbose=0) as writer:
         for sample in samples:
             writer.write(sample)
 
 
 def tar_of(path: Path, *members: tuple[str, bytes]) -> Path:
-    """Write a tar whose members have these names, in this order."""
     with tarfile.open(path, "w") as archive:
         for name, data in members:
             member = tarfile.TarInfo(name)

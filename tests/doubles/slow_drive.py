@@ -340,7 +340,6 @@ def serve(
 
 
 def shared_numbers() -> tuple[int, memoryview]:
-    """Create shared numbers, and return their descriptor and the numbers."""
     shared = os.memfd_create("shared", 0)
     os.ftruncate(shared, SHARED_BYTES)
     numbers = numbers_at(shared)

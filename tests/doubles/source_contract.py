@@ -1,4 +1,4 @@
-"""The contract of every source, as checks for its tests."""
+"""Checks of the contract that every source must keep."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def struck_runs(
     error: type[BaseException],
     step: int = 1,
 ) -> Iterator[tuple[int, Strike]]:
-    """Call `act`, which raises, at each file change of `work` in turn; yield its number and the hook.
+    """Call `act`, which raises, at each file change of `work` in turn; yield the change's number and the hook.
 
     Only every `step`-th file change is tested. The runs end when `work` succeeds.
     """

@@ -14,5 +14,4 @@ CONTENT = random.Random(1).randbytes(700_001)
 
 
 def get(server: WebServer, to: Path, **options: object) -> FetchReport:
-    """Fetch the file of a test server."""
     return fetch(server.url, to, progress=False, **options)

@@ -17,7 +17,6 @@ from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 def restored(folder: Path, before: Path) -> None:
-    """Restore the earlier content of a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(before, folder)
 

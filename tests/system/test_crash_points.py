@@ -1,4 +1,4 @@
-"""Every operation stops at every file change: its output is the old or the new one, and the next call succeeds."""
+"""Operations that stop at any file change leave the old or the new output, and the next call succeeds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_error_at_any_change_is_typed_and_leaves_old_or_new_output(folder, op
         except expected:
             assert strike.struck
         else:
-            # An error that is not reported must have changed nothing.
+            # Without an exception, the output must be the new one.
             assert operation.state(folder) == trial.states[1]
         finally:
             file_hook(None)

@@ -28,7 +28,6 @@ Remote = Callable[..., RcloneMount]
 
 @pytest.fixture
 def cached(colab: Colab) -> Path:
-    """Mount Drive in the fake Colab with files in its cache, and return the cache folder."""
     folder = colab.home / DRIVEFS_FOLDER
     for name in ("123/content_cache/d0", "123/metadata.db", "Logs/drive_fs.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +38,6 @@ def cached(colab: Colab) -> Path:
 
 @pytest.fixture
 def remote(tmp_path: Path, rclone: None) -> Remote:
-    """Return a function that mounts `tmp_path / "root"` at `tmp_path / "point"` with rclone."""
     (tmp_path / "root").mkdir()
     return partial(RcloneMount, tmp_path / "point", tmp_path / "root", tmp_path / "cache")
 

@@ -32,7 +32,6 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path, packages: Path) -> Path:
-    """Return the interpreter of an environment without colabkit."""
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/*/site-packages")
@@ -42,7 +41,6 @@ def python(tmp_path: Path, packages: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the package, the notebooks and the files that the build needs."""
     copy = tmp_path_factory.mktemp("repository") / "tree"
     shutil.copytree(ROOT / "colabkit", copy / "colabkit", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(FOLDER, copy / "notebooks")

@@ -34,7 +34,7 @@ def stack(request: pytest.FixtureRequest) -> str:
 
 
 class Runs:
-    """Two runs of each notebook in one kernel for each stack, a set of packages; the two stacks run concurrently.
+    """Two runs of each notebook in one kernel per stack, which is a set of packages; the stacks run concurrently.
 
     Args:
         folder: folder for all files that the notebooks write.
@@ -86,7 +86,6 @@ def loop(runs: Runs, stack: str) -> Twice:
 
 
 def number(pattern: str, text: str) -> float:
-    """Return the number that the first group of a pattern matches in a text."""
     found = re.search(pattern, text)
     assert found, text
     return float(found[1].replace(",", ""))

@@ -115,7 +115,7 @@ def test_a_kill_while_overwriting_shards_leaves_the_old_or_the_new_pack_or_none(
     while killed_at(len(states) + 1, work):
         states.append(state_of(out, before, expected))
         if len(states) % 9 == 0 or (states[-1] == "absent" and len(states) % 2):
-            # Packing with other options also removes all leftovers.
+            # Packing again, even with other options, removes all leftovers.
             options: dict[str, Any] = {"size": 4} if len(states) % 3 else {}
             last = sharded(three, out, 2 * ROW, overwrite=states[-1] != "absent", **options)
             assert verify(out, progress=False).is_good

@@ -30,7 +30,6 @@ from colabkit.storage import publishing
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Check after each test that no reader thread is running and no file of the test is open."""
     yield
     assert_nothing_is_open(tmp_path)
 
@@ -42,7 +41,6 @@ def local(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Callable[..., FuseMount]:
-    """Return a function that mounts `tmp_path / "root"` as a drive."""
     needs("FUSE", has_fuse())
     (tmp_path / "root").mkdir()
 

@@ -40,7 +40,6 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     pack: Path, folder: Path, world_size: int, *, stop_after: int = -1, by_torchrun: bool = False
 ) -> list[dict[str, Any]]:
-    """Train in this many processes, and return the record of each."""
     folder.mkdir(exist_ok=True)
     for old in records(folder):
         old.unlink()
@@ -58,12 +57,10 @@ def trained(
 
 
 def records(folder: Path) -> list[Path]:
-    """Return the paths of the processes' records, sorted by rank."""
     return sorted(path for path in folder.glob("*-*.json") if not path.name.startswith("checkpoint"))
 
 
 def by_epoch(ranks: list[dict[str, Any]]) -> dict[int, list[int]]:
-    """Return the samples of each epoch over all ranks."""
     epochs: dict[int, list[int]] = {}
     for rank in ranks:
         for epoch, samples in rank["seen"]:

@@ -45,8 +45,6 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drive(root: Path, tmp_path: Path) -> Any:
-    """Return a function that mounts the folder as a drive that fails as planned."""
-
     def mounted(*faults: dict[str, Any], **options: Any) -> FuseMount:
         return FuseMount(tmp_path / "drive", root, plan={"faults": list(faults), **options.pop("plan", {})}, **options)
 

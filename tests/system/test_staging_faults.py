@@ -28,8 +28,6 @@ KINDS = ("folder", "archive", "kept archive")
 
 @pytest.fixture
 def source(tmp_path):
-    """Return a function that creates a tiny source of a given kind."""
-
     def make(kind: str) -> Path:
         folder = tmp_path / "far" / "tree"
         for name, data in FILES.items():
@@ -47,7 +45,6 @@ def source(tmp_path):
 
 
 def copy(source: Path, local: Path, kind: str, threads: int = 1, refresh: bool = False) -> Path:
-    """Stage a source of this kind and return the folder of the local copy."""
     options = {"threads": threads, "refresh": refresh, "extract": kind != "kept archive"}
     report = stage(source, local, progress=False, **options)
     return report.path.parent if kind == "kept archive" else report.path
@@ -63,7 +60,6 @@ def content(local: Path) -> dict[str, bytes] | None:
 
 
 def whole(source: Path, kind: str) -> dict[str, bytes]:
-    """Return the expected content of the local copy."""
     return {source.name: source.read_bytes()} if kind == "kept archive" else FILES
 
 
@@ -239,7 +235,7 @@ def test_eight_processes_that_stage_one_source_all_succeed_and_copy_it_once(tmp_
         child.stdin.flush()
     output = [child.communicate(timeout=120)[0].strip() for child in children]
     assert [child.returncode for child in children] == [0] * 8
-    # Without locks, processes that start at the same time copy it several times.
+    # Without locks, processes that start at the same time copy the source several times.
     assert output.count("False") == 1 or locks
     assert data_of(tmp_path / "near") == data_of(remote)
     assert leftovers(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The wheel contains exactly the required files, and `samples:digits` contains all digits."""
+"""The wheel contains every module and the samples, and `samples:digits` contains all digits."""
 
 from __future__ import annotations
 

@@ -112,7 +112,6 @@ def watched(page: Page) -> tuple[set[str], set[str]]:
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Write this many image files in two classes."""
     random = np.random.default_rng(0)
     for name in ("dark", "light"):
         (folder / name).mkdir(parents=True)

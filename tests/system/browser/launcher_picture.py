@@ -28,7 +28,6 @@ def fill(page: Page, label: str, text: str) -> None:
 
 
 def take(page: Page, path: Path) -> None:
-    """Write a picture of the launcher with a small palette."""
     image = Image.open(io.BytesIO(page.locator(LAUNCHER).screenshot())).convert("RGB")
     few = image.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(path, optimize=True)

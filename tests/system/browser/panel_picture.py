@@ -31,8 +31,6 @@ WIDTH = 784
 
 
 class KeptFrames:
-    """A screen that records its frames."""
-
     def __init__(self) -> None:
         self.frames: list[str] = []
 
@@ -40,7 +38,7 @@ class KeptFrames:
         self.frames.append(html)
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
 def write_photos(folder: Path, count: int, size: tuple[int, int] = (384, 512)) -> Path:
