@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.headers
 
     def start(self) -> int:
-        """Return the first byte of a requested range `N-`; 0 for other requests, or if `If-Range` names another version."""
+        """Return N of a requested range `N-`; 0 for other requests, or if `If-Range` names another version."""
         found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         known = self.headers.get("If-Range")
         versions = (None, self.facts.get("ETag"), self.facts.get("Last-Modified"))

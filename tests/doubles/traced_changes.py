@@ -131,6 +131,6 @@ def _path_of(call: str, arguments: str) -> str | None:
 
 
 def _is_unimportant(path: str, arguments: str) -> bool:
-    """Return whether a change needs no announcement: of devices, kernel files, compiled modules or files without a name."""
+    """Return whether a change is of a device, a kernel file, a compiled module or a file without a name."""
     is_nameless = "O_TMPFILE" in arguments or "(deleted)" in path or path.startswith("/memfd:")
     return is_nameless or path.startswith(("/dev/", "/proc/", "/sys/")) or "__pycache__" in path

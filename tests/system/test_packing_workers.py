@@ -70,7 +70,7 @@ def descriptors() -> int:
 
 
 def at_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any, str], object]) -> None:
-    """In each worker, call `act(samples, "before")` and `act(samples, "after")` before and after each range is written."""
+    """In workers, call `act(samples, "before")` and `act(samples, "after")` around the writing of each range."""
     write = sample_writer.FileSampleWriter.write_range
 
     def written(self: Any, samples: Any) -> Any:
@@ -298,7 +298,7 @@ def test_ctrl_c_during_packing_leaves_no_files_and_processes(tmp_path, tree, mon
 
 
 class Packing:
-    """A packing process in a new process group; one of its workers calls `act` before it makes the range from sample 10."""
+    """A packing process in a new group, of which one worker calls `act` before it makes the range from sample 10."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         folder = tree.parent
