@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,23 @@ def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]
 
     yield set_hook
     file_changes.hook = None
+
+
+@pytest.fixture
+def allow_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets how many more threads the system allows."""
+
+    def allow(count: int) -> None:
+        start, started = threading.Thread.start, itertools.count()
+
+        def limited(thread: threading.Thread) -> None:
+            if next(started) >= count:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+
+    return allow
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,9 @@ from .permutation import check_range as check_range
 from .permutation import epoch_order as epoch_order
 from .permutation import permute as permute
 from .permutation import permute_each as permute_each
+from .processes import has_started as has_started
 from .processes import run as run
+from .processes import start_thread as start_thread
 from .progress import Progress as Progress
 from .progress import ProgressBar as ProgressBar
 from .progress import heartbeat as heartbeat

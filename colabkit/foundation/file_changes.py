@@ -30,6 +30,7 @@ from colabkit.foundation.environment.limits import is_tmpfs, memory_limits
 from colabkit.foundation.errors import ColabkitError, FileFailed, NotEnoughSpace
 from colabkit.foundation.messages import cannot
 from colabkit.foundation.mount_table import WriteError, read_file, trouble
+from colabkit.foundation.processes import has_started
 from colabkit.foundation.units import format_bytes
 
 if TYPE_CHECKING:
@@ -223,8 +224,7 @@ class BackgroundSync:
             self._unsent = 0
             self._thread = threading.Thread(target=self._send, name="colabkit-sync", daemon=True)
             # If no thread can be started, the final `sync` flushes everything.
-            with contextlib.suppress(RuntimeError):
-                self._thread.start()
+            has_started(self._thread)
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""Child programs with a timeout. A child that cannot be killed, for example on a hung mount, is abandoned."""
+"""Child programs with a timeout, and threads on systems that allow few.
+
+A child that cannot be killed, for example on a hung mount, is abandoned.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from colabkit.foundation.errors import TimedOut
+from colabkit.foundation.errors import FileFailed, TimedOut
 from colabkit.foundation.messages import Text, cannot, option
 from colabkit.foundation.mount_table import mount_holding, mounts
 from colabkit.foundation.units import format_seconds
@@ -145,3 +149,27 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+def has_started(thread: threading.Thread) -> bool:
+    """Start a thread; return False if the system does not allow another one."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
+
+def start_thread(thread: threading.Thread, act: Text) -> None:
+    """Start a thread without which the work cannot be done.
+
+    Args:
+        thread: the thread.
+        act: verb and object for the message.
+
+    Raises:
+        FileFailed: if the system does not allow another thread.
+    """
+    if not has_started(thread):
+        next_step = "Close other programs, or raise the limits of memory (ulimit -v) and processes (ulimit -u)"
+        raise FileFailed(cannot(act, "the system does not allow another thread", "", next_step))

@@ -319,3 +319,15 @@ def test_iterations_inside_aside_are_neither_counted_nor_published(data, heard):
     found = loader.meters.snapshot()
     assert (found.batches, found.samples, found.passes, found.steps) == (6, 22, 1, 6)
     assert found.compute_s == 0
+
+
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_a_system_that_allows_few_threads_gets_the_same_batches_and_a_warning(data, allow_threads, allowed, caplog):
+    options = {"shuffle": True, "seed": 5, "transform": Normalize(), "num_workers": 3}
+    expected = epoch(Loader(data, 4, **options))
+    allow_threads(allowed)
+    found = epoch(Loader(data, 4, **options))
+    assert all(map(torch.equal, found, expected))
+    # Of two threads, one reads the pack.
+    assert f"allows only {allowed // 2} of 3 loader threads" in caplog.text
+    assert not loader_threads()

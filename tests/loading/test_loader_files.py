@@ -306,6 +306,14 @@ def test_an_unreadable_or_changed_file_of_a_drive_is_named_after_earlier_batches
     assert torch.equal(got, plain[:44])
 
 
+def test_a_system_that_allows_few_threads_gets_the_same_batches_or_a_typed_error(remote, tree, plain, allow_threads):
+    allow_threads(0)
+    batches = torch.cat([images for images, _ in Loader(FileDataset(tree), 8, num_workers=2)])
+    assert torch.equal(batches, plain.permute(0, 3, 1, 2) if batches.shape != plain.shape else plain)
+    with pytest.raises(FileFailed, match="does not allow another thread"):
+        list(Loader(FileDataset(remote), 8))
+
+
 def test_a_drive_that_hangs_or_dies_raises_an_error(drive, plain, monkeypatch):
     monkeypatch.setattr(read_ahead, "STALLED_S", 0.4)
     with drive() as mount:

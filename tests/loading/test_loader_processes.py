@@ -515,3 +515,11 @@ def test_facts_report_whether_processes_persist() -> None:
     assert keeps_workers(num_workers=2, persistent_workers=True) is True
     # With no worker processes, nothing has to be restarted for an epoch.
     assert keeps_workers(num_workers=0) is True
+
+
+# torch cannot end the queues that it could not start.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_system_that_allows_no_threads_raises_one_typed_error(allow_threads):
+    allow_threads(0)
+    with pytest.raises(LoaderFailed, match="start new thread"):
+        list(Loader(list(range(8)), 2, num_workers=2))

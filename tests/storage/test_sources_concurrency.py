@@ -252,15 +252,8 @@ def test_large_calls_are_fewer_at_once():
 
 @pytest.mark.parametrize("allowed", [0, 1, 3])
 @pytest.mark.parametrize("stalled_s", [None, LONG_S])
-def test_a_system_that_allows_few_threads_gets_fewer_or_one_typed_error(monkeypatch, allowed, stalled_s):
-    start, started = threading.Thread.start, itertools.count()
-
-    def limited(thread: threading.Thread) -> None:
-        if next(started) >= allowed:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
+def test_a_system_that_allows_few_threads_gets_fewer_or_one_typed_error(allow_threads, allowed, stalled_s):
+    allow_threads(allowed)
     results = concurrently(lambda task: task, range(100), 64, stalled_s=stalled_s)
     if allowed:
         assert sorted(results) == list(range(100))

@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import re
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -312,6 +313,22 @@ def test_a_folder_that_cannot_be_created_raises_file_failed(tmp_path, caplog, wa
         assert [step for step, _ in checkpoints.failures] == [1, 2]
         assert "\n" not in checkpoints.failures[0][1]
     assert len(caplog.records) == (0 if wait else 1)
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_system_that_allows_few_threads_gets_its_checkpoints(tmp_path, allow_threads, allowed, file_hook):
+    allow_threads(allowed)
+    with CheckpointFolder(tmp_path) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, content(step))
+        checkpoints.finish()
+        assert checkpoints.failures == ()
+        file_hook(lambda operation, path: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(30, content(30))
+        file_hook(None)
+    assert steps_at(tmp_path) == [10, 20]
+    assert found(tmp_path) == (20, [])
 
 
 def test_close_discards_unsealed_checkpoints_and_later_saves_are_refused(tmp_path, file_hook):

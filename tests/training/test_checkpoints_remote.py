@@ -259,6 +259,19 @@ def test_a_checkpoint_that_could_not_be_published_can_be_published_later(tmp_pat
     assert steps_at(folder) == [10]
 
 
+def test_a_checkpoint_that_no_thread_can_publish_stays_local_and_is_listed(
+    tmp_path, near_storage, allow_threads, monkeypatch
+):
+    folder = pretend_far(monkeypatch, tmp_path / "far")
+    with CheckpointFolder(folder) as checkpoints:
+        allow_threads(0)
+        checkpoints.save(10, content(10))
+        checkpoints.finish()
+        ((step, reason),) = checkpoints.failures
+        assert (step, str(near_of(near_storage)) in reason) == (10, True)
+    assert steps_at(near_of(near_storage)) == [10]
+
+
 def test_only_the_newest_and_the_best_of_several_pending_checkpoints_are_published(
     tmp_path, near_storage, monkeypatch, file_hook
 ):

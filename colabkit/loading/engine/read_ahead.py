@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from colabkit.foundation import ColabkitError, LoaderMeters
+from colabkit.foundation import ColabkitError, LoaderMeters, has_started, start_thread
 from colabkit.loading.engine.batches import BatchPlan, Indices, announce_plans
 from colabkit.loading.engine.gather import RowGather
 from colabkit.packs import POPULATE_READ, FileDataset, PackedDataset, find_madvise
@@ -118,10 +118,11 @@ class PagePopulator:
             if self._thread is None and self._reached is not None and (madvise := find_madvise()) is not None:
                 # Each thread has its own event, because an earlier thread may still wait for a slow disk.
                 self._is_over = threading.Event()
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, args=(madvise, self._is_over), name="colabkit-loader-populating", daemon=True
                 )
-                self._thread.start()
+                # Without the thread, each page is read when it is needed.
+                self._thread = thread if has_started(thread) else None
 
     def stop(self) -> None:
         """Stop the thread if no iteration uses it; if it waits for the disk, it ends after the current step."""
@@ -198,7 +199,7 @@ class FileReadAhead:
         self._error: BaseException | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="colabkit-loader-reading", daemon=True)
-        self._thread.start()
+        start_thread(self._thread, "read the files of the dataset")
 
     def announce(self, plan: BatchPlan) -> None:
         """Queue the samples of a plan, in the order in which they will be fetched."""

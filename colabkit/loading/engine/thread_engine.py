@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from colabkit.foundation import meters, read_file
+from colabkit.foundation import has_started, meters, read_file
 from colabkit.loading.engine.batch_builder import BatchBuilder, InlineGather, PrefetchDepth, TransformStages
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, announce_plans, split_plans
 from colabkit.loading.engine.columns import DatasetColumns
@@ -61,7 +61,7 @@ class ThreadPool:
     Args:
         plans: plans of the batches; one thread at a time fetches the next one.
         builder: builder of the batches.
-        threads: number of threads; with 0, `take` builds the group that it returns.
+        threads: number of threads, of which the system may allow fewer; with 0, `take` builds the group it returns.
         groups_ahead: largest number of groups in progress or waiting.
         on_wait: function called with the seconds that a thread was idle.
     """
@@ -77,8 +77,7 @@ class ThreadPool:
         self._plans = plans
         self._builder = builder
         self._on_wait = on_wait
-        # In the caller's thread a keyboard interrupt must pass through, not count as the error of a batch.
-        self._errors: type[BaseException] = BaseException if threads else Exception
+        self._errors: type[BaseException] = BaseException
         self._ready: queue.SimpleQueue[BatchGroup | BaseException | None] = queue.SimpleQueue()
         # This condition protects the attributes below.
         self._changed = threading.Condition()
@@ -92,8 +91,13 @@ class ThreadPool:
             threading.Thread(target=self._run, name=f"colabkit-loader-{number}", daemon=True)
             for number in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        started = sum(1 for _ in itertools.takewhile(has_started, self._threads))
+        if started < threads:
+            logger.warning("the system allows only %d of %d loader threads, so batches take longer", started, threads)
+            del self._threads[started:]
+        if not started:
+            # In the caller's thread a keyboard interrupt must pass through, not count as the error of a batch.
+            self._errors = Exception
         _live.add(self)
 
     def ready(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
-from colabkit.foundation import FileFailed, TimedOut, call, cannot, check_whole_number, usable_cpus
+from colabkit.foundation import FileFailed, TimedOut, call, cannot, check_whole_number, start_thread, usable_cpus
 from colabkit.storage.sources.level import Level
 
 Threads: TypeAlias = int | Literal["auto"]
@@ -163,17 +163,15 @@ class Calls(Generic[T, R]):
             with self._lock:
                 self._running += 1
             try:
-                thread.start()
-            except RuntimeError as error:
+                start_thread(thread, "read the source")
+            except FileFailed:
                 self._threads.pop()
                 with self._lock:
                     self._running -= 1
                     self._most_threads = max(1, self._running)
                 if self._threads:
                     return
-                next_step = "Close other programs, or raise the limits of memory (ulimit -v) and processes (ulimit -u)"
-                found = "the system does not allow another thread"
-                raise FileFailed(cannot("read the source", found, "", next_step)) from error
+                raise
 
     def _work(self) -> None:
         while (call := self._tasks.get()) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
+from colabkit.foundation import has_started
 from colabkit.storage.sources.concurrency import STALLED_S, Calls, Threads, concurrently
 from colabkit.storage.sources.items import Item, SequentialSource, Source, changed_item, unknown_item
 from colabkit.storage.sources.level import Level
@@ -173,8 +173,7 @@ class Reading:
             # On a hanging mount, closing a file can hang too.
             closing = threading.Thread(target=self._close_shared, name="colabkit-read-close", daemon=True)
             # If the system allows no more threads, the garbage collector closes the files.
-            with contextlib.suppress(RuntimeError):
-                closing.start()
+            if has_started(closing):
                 closing.join(_CLOSE_S if self._source.can_hang else None)
 
     def _close_shared(self) -> None:

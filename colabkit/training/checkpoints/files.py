@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from colabkit.foundation import Corrupt, NotMounted, call, can_hang, cannot, file_changes, mounts
+from colabkit.foundation import Corrupt, NotMounted, call, can_hang, cannot, file_changes, has_started, mounts
 from colabkit.storage import MOVED_BLOCK_BYTES, MoveCallback, SlowMount, check_written, write_blocks
 from colabkit.training.checkpoints.seals import (
     DamagedCheckpoint,
@@ -167,12 +167,13 @@ class _CheckpointSink:
         self._thread = threading.Thread(target=self._put_pieces, name=THREAD_NAME, daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        has_started(self._thread)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._pieces.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     @property
     def digest(self) -> str:
@@ -200,12 +201,16 @@ class _CheckpointSink:
 
     def _hand_over(self, piece: memoryview) -> None:
         self._pieces.put(piece)
+        if self._thread.ident is None:
+            # The system does not allow another thread.
+            self._pieces.put(None)
+            self._put_pieces()
         self.error = self._results.get()
         if self.error is not None:
             raise self.error
 
     def _put_pieces(self) -> None:
-        if not self._job.is_awaited:
+        if not self._job.is_awaited and threading.current_thread() is self._thread:
             give_way()
         while (piece := self._pieces.get()) is not None:
             error: BaseException | None = None

@@ -22,6 +22,7 @@ from colabkit.foundation import (
     cannot,
     file_changes,
     format_seconds,
+    has_started,
     local_root,
     mounts,
 )
@@ -238,7 +239,8 @@ class CheckpointFolder:
                 job.stop.set()
             if wait or not isinstance(error, TimedOut):
                 raise
-        if job.error is not None and wait:
+        # Without another thread, Ctrl-C ends the write itself.
+        if job.error is not None and (wait or isinstance(job.error, KeyboardInterrupt)):
             raise job.error
 
     def _await_writer(self, act: str) -> None:
@@ -258,26 +260,21 @@ class CheckpointFolder:
                 self._note_failure(job.step, str(own), is_raised=job.is_raised)
             raise TimedOut(cannot(act, found, "", advice))
 
-    def _await_publisher(self) -> None:
-        """Wait until nothing is being published; the caller holds `_changed`."""
-        while self._publisher is not None:
-            self._changed.wait(TICK_S)
-
     def _start(self, job: SaveJob) -> None:
         writer = threading.Thread(target=self._write, args=(job,), name=THREAD_NAME, daemon=True)
         with self._changed:
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._threads.append(writer)
+            self._threads = [*(thread for thread in self._threads if thread.is_alive()), writer]
             self._job = job
             try:
-                writer.start()
+                if not has_started(writer):
+                    self._write(job)
             except BaseException:
                 self._job = None
                 job.stop.set()
                 raise
 
     def _write(self, job: SaveJob) -> None:
-        """Write and seal a checkpoint and start its publication; runs in the writer thread."""
+        """Write and seal a checkpoint and start its publication; runs in the writer thread if the system allows one."""
         try:
             left = self._sealed(job)
         except BaseException as error:
@@ -335,9 +332,12 @@ class CheckpointFolder:
             self._tried.clear()
             if self._remote is not None and self._publisher is None and not self._is_over:
                 publisher = threading.Thread(target=self._publish, name="colabkit-publish", daemon=True)
-                publisher.start()
-                self._publisher = publisher
-                self._threads.append(publisher)
+                if has_started(publisher):
+                    self._publisher = publisher
+                    self._threads.append(publisher)
+                elif sealed := self._next_to_publish():
+                    refused = "the system allows no thread that publishes the checkpoint"
+                    self._note_failure(sealed.step, f"{refused}; it remains at {str(sealed.path)!r}")
 
     def _publish(self) -> None:
         """Publish checkpoints until none is left; runs in the publisher thread."""
@@ -414,7 +414,7 @@ class CheckpointFolder:
         """
         with self._changed:
             self._await_writer("finish saving checkpoints")
-            self._await_publisher()
+            self._changed.wait_for(lambda: self._publisher is None)
             if self._last_error is not None:
                 raise self._last_error
 
@@ -425,7 +425,7 @@ class CheckpointFolder:
             if (job := self._job) is not None:
                 job.stop.set()
             is_reported = job is not None and job.is_given_up
-            self._await_publisher()
+            self._changed.wait_for(lambda: self._publisher is None)
             try:
                 self._await_writer("close the checkpoints")
             except TimedOut:
