@@ -55,7 +55,7 @@ def _step(operation: str, path: Path) -> None:
 
 @contextmanager
 def translated(act: str) -> Iterator[None]:
-    """Convert an `OSError` raised in the block to a colabkit error that names `act` and the cause, unless it is one."""
+    """Convert an `OSError` raised in the block to an error that names `act` and the cause; keep errors of colabkit."""
     try:
         yield
     except ColabkitError:

@@ -79,7 +79,7 @@ def verb_named(name: str, verbs: Iterable[Verb], prog: str) -> Verb:
 
 
 def list_verbs(verbs: Iterable[Verb]) -> str:
-    """Return one line for each verb, below the headings of their groups."""
+    """Return one line for each verb, and a heading for each group of verbs."""
     lines = []
     for verb in verbs:
         if verb.name in GROUPS:

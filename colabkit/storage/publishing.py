@@ -121,9 +121,9 @@ def publish(
     Args:
         path: a file, for example a pack, or a folder.
         to: the final path, or with a slash at its end, the folder in which the copy keeps the name of `path`. A file
-            also keeps its name in an existing folder. A folder also keeps its name in the root of a mount and in a
-            linked folder. An existing file at the final path is replaced. An existing folder is replaced by a folder if
-            all files in it have the path of a published file, as in an earlier copy, so no other file is removed.
+            also keeps its name in an existing folder. A folder also keeps its name if `to` is the root of a mount or a
+            link to a folder. An existing file at the final path is replaced. An existing folder is replaced by a folder
+            if all files in it have the path of a published file, as in an earlier copy, so no other file is removed.
         verify: `"full"` reads the copy back and compares all bytes; `"size"` compares only the sizes.
         progress: show a progress bar.
 
@@ -295,7 +295,7 @@ class MoveCallback(Protocol):
     """A function to call each time the mount has answered, with the number of bytes transferred."""
 
     def __call__(self, size: int = 0) -> None:
-        """Record an answer; raises `AbandonedError` if the caller no longer waits for the work."""
+        """Record an answer; raise `AbandonedError` if the caller no longer waits for the work."""
 
 
 class AbandonedError(Exception):

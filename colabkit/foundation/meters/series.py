@@ -1,4 +1,4 @@
-"""The values of steps and their course, for panels and status files, without waiting for the device."""
+"""The newest values of steps, and values over time, read without waiting for the device."""
 
 from __future__ import annotations
 

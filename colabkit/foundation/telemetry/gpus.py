@@ -339,8 +339,6 @@ class _LostError(Exception):
 
 
 class _Card:
-    """One device, with the queries for each value that have not failed permanently."""
-
     def __init__(self, nvml: Any, device: _Device) -> None:
         self.device = device
         self._nvml = nvml

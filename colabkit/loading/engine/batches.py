@@ -348,7 +348,7 @@ class EndDetector:
 def announce_plans(
     plans: Iterable[BatchPlan], announce: Callable[[BatchPlan], None], depth: int
 ) -> Iterator[BatchPlan]:
-    """Yield each plan after announcing it and the plans after it, until these hold more than `depth` samples."""
+    """Yield each plan after announcing it and enough further plans to hold more than `depth` samples."""
 
     def announced() -> Iterator[BatchPlan]:
         for plan in plans:

@@ -9,7 +9,7 @@ from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 # The validation loss must exceed its lowest value by this factor in each of the newest epochs.
 _WORSE, _WORSE_EPOCHS = 1.25, 3
-# The lowest loss of the newest epochs must be lower than that of the epochs before them by this factor.
+# The loss counts as falling if its lowest value in the newest epochs is at most this share of its lowest value before.
 _BETTER, _STILL_EPOCHS = 0.99, 10
 
 

@@ -289,7 +289,7 @@ def _silence_libtiff() -> None:
     """
     # Python prints the records of a logger without handlers.
     logging.getLogger("PIL").addHandler(logging.NullHandler())
-    # The library of Pillow finds the functions of the libtiff that it is linked with.
+    # Search from Pillow's own library, which is linked with the libtiff that Pillow uses.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(import_module("PIL._imaging").__file__)
         for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):

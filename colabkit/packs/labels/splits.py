@@ -161,8 +161,7 @@ def fold_numbers(
     Without groups, the folds' sizes differ by at most one sample, and so do their counts of each stratum. With groups,
     all samples of a group are in one fold. Groups with large shares of the strata are assigned first, each to the fold
     with the smallest share of the group's strata so far; ties go to the smallest fold. This keeps the sum of squares of
-    the folds' shares of all strata low. scikit-learn's `StratifiedGroupKFold` does the same with their standard
-    deviation, and `GroupKFold` is the case without strata.
+    the folds' shares of all strata low. scikit-learn's `StratifiedGroupKFold` minimizes their standard deviation.
 
     Args:
         n: number of samples.

@@ -268,7 +268,7 @@ class DatasetSampleMaker(MemorySampleMaker):
             if x is None:
                 has = f"the samples have the keys {', '.join(map(repr, sample))}" if sample else "the samples are empty"
                 usual = f"a key such as {', '.join(map(repr, _SAMPLE_KEYS[2:6]))}"
-                raise BadSource(cannot(self._act, has, usual, "Rename the key of the values to pack as X"))
+                raise BadSource(cannot(self._act, has, usual, "Use such a key for the values to pack as X"))
         others = [key for key in sample if key not in (x, label)]
         check_field_names(self._act, others)
         places: dict[str, KeyPath] = {} if within else {SAMPLES: (x,)}

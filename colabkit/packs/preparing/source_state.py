@@ -32,8 +32,8 @@ from colabkit.storage import (
     version_of,
 )
 
-# On a mount, a request takes several milliseconds. One request lists all names in a folder, but the size and time of
-# each file take another one. So of a remote source with more files, the sizes and times of at most this many are read.
+# Maximum number of files of a remote source whose sizes and times are read. On a mount, each file takes a request of
+# several milliseconds, while one request lists all names in a folder.
 _REMOTE_STATS = 4000
 
 

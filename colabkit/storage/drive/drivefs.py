@@ -132,7 +132,7 @@ def _not_here(place: Place, act: str) -> MountFailed:
 
 
 def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> Mount:
-    """Mount Drive through `google.colab` and return the working mount; raises `MountFailed` with its cause."""
+    """Mount Drive through `google.colab` and return the working mount; raise `MountFailed` with its cause."""
     check_can_mount(current_place())
     holding = mount_holding(point, mounts())
     # google.colab would access the folder, and a remote mount can hang.

@@ -63,7 +63,7 @@ class Ocamlfuse(DriveMount):
 
     @classmethod
     def of(cls, mount: Mount, act: str) -> Ocamlfuse:
-        """Return the mount with its program; raises `NotMounted` if the program is not found."""
+        """Return the mount with its program; raise `NotMounted` if the program is not found."""
         daemon = next(serving(PROGRAM, mount.point), None)
         if daemon is None:
             found = f"no {PROGRAM} process of this user serves {mount.point!r}"

@@ -47,7 +47,7 @@ class Rclone(DriveMount):
 
     @classmethod
     def of(cls, mount: Mount, act: str) -> Rclone:
-        """Return the mount with its program; raises `NotMounted` if the program is not found."""
+        """Return the mount with its program; raise `NotMounted` if the program is not found."""
         daemon = next((one for one in serving("rclone", mount.point) if _is_mount(one.arguments)), None)
         if daemon is None:
             found = f"no rclone process of this user serves {mount.point!r}"
@@ -70,7 +70,7 @@ class Rclone(DriveMount):
         return int(stats.get("uploadsQueued", 0)) + int(stats.get("uploadsInProgress", 0))
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for all uploads, and return the known state; raises `UnsentWrites` without a remote control."""
+        """Wait for all uploads, and return the known state; raise `UnsentWrites` without a remote control."""
         if self.control is None:
             raise UnsentWrites(
                 cannot(

@@ -33,7 +33,7 @@ from colabkit.storage.staging.partial_copy import PartialCopy, requests
 
 
 def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch the file, or every file below the folder, into the partial; raises the errors of `fetch()`."""
+    """Fetch the file, or every file below the folder, into the partial; raise the errors of `fetch()`."""
     try:
         download = _BucketDownload(job, kept)
         return job.try_until_done(download.attempt, download.can_resume)

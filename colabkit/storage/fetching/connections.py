@@ -70,7 +70,7 @@ class Deadline:
         self._until += seconds
 
     def left_s(self) -> float:
-        """Return the remaining seconds; raises `TimeoutError` if there are none."""
+        """Return the remaining seconds; raise `TimeoutError` if there are none."""
         if (left := self._until - time.monotonic()) <= 0:
             raise TimeoutError
         return left

@@ -29,7 +29,7 @@ class RangeRefused(Exception):
 
 
 class Changed(Exception):
-    """The file in Drive has another version than the part file, or the part file's version is unknown."""
+    """The part file holds another version of the file in Drive, or a version that is unknown."""
 
 
 class _Tail:

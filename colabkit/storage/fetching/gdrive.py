@@ -66,7 +66,7 @@ def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
 
 
 def fetch_drive_folder(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch a Drive folder into the partial; raises the errors of `fetch()`."""
+    """Fetch a Drive folder into the partial; raise the errors of `fetch()`."""
     child = _Child(job, kept, is_folder=True)
     return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.can_resume)
 
@@ -80,7 +80,7 @@ class _Child:
         self._is_admitted = False
 
     def run(self) -> dict[str, Any]:
-        """Run gdown once and return the child's last message; raises an error if gdown failed."""
+        """Run gdown once and return the child's last message; raise an error if gdown failed."""
         known = self.kept.record.get("known", {})
         if self._bytes_there() and not self.is_folder and not known:
             # The version of the existing bytes is unknown, so they cannot be resumed.

@@ -179,7 +179,7 @@ def new_digests(expected: ExpectedDigest | None) -> dict[str, Any]:
 
 
 def digests_of(path: Path, expected: ExpectedDigest | None) -> dict[str, str]:
-    """Return a file's SHA-256 and the digest of the expected kind, in hex; empty for a folder."""
+    """Return the hex digests of a file by kind: SHA-256 and the kind of `expected`; empty if there is no file."""
     if not path.is_file():
         return {}
     digests = new_digests(expected)

@@ -62,7 +62,7 @@ _CAUSES = {
 
 
 def fetch_web(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch the file into the partial; raises the errors of `fetch()`."""
+    """Fetch the file into the partial; raise the errors of `fetch()`."""
     with _Sink(kept.data, job.expected) as sink:
         download = _WebDownload(job, kept, sink)
         return job.try_until_done(download.attempt, download.can_resume)

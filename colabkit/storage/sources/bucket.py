@@ -150,7 +150,7 @@ class BucketSource:
             raise self._unreadable(error) from None
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return what `facts()` returns; raises `OSError` for errors that may be transient."""
+        """Return what `facts()` returns; raise `OSError` for errors that may be transient."""
         found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your permissions"

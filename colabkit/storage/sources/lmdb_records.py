@@ -157,7 +157,7 @@ class _Values:
         return bool(self._may_be_pickle[row]) and self.read(row).endswith(b".")
 
     def all_unless_pickled(self, act: str) -> range:
-        """Return all rows; raises `BadSource` if a value is a pickle."""
+        """Return all rows; raise `BadSource` if a value is a pickle."""
         rows = range(len(self.keys))
         if (row := next(filter(self.is_pickle, rows), None)) is not None:
             pickled = f"the value of {self.keys[row]!r:.80} is a pickle, which is never loaded since it can run code"

@@ -258,7 +258,7 @@ class ManifestSource:
         return _Table(root, paths, columns)
 
     def _user_path(self, row: int, cell: Any, table: Sequence[Mount]) -> str:
-        """Return the path in a cell, with `drive:` and `~` expanded; raises `BadSource` if there is no path."""
+        """Return the path in a cell, with `drive:` and `~` expanded; raise `BadSource` if there is no path."""
         text = os.fspath(cell) if isinstance(cell, str | os.PathLike) else ""
         if getattr(cell, "shape", ()):
             found, expected = f"item {row} of the source is {kind_of(cell)}", "a path"

@@ -164,7 +164,7 @@ class Indexing:
         return column in self._dropped
 
     def finish(self) -> Listing:
-        """Return the listing; raises `BadSource` if there are no samples, or two samples with the same path."""
+        """Return the listing; raise `BadSource` if there are no samples, or two samples with the same path."""
         count = len(self._paths)
         if not count:
             example = f" (skipped {self.skipped[0][0]!r}: {self.skipped[0][1]})" if self.skipped else ""

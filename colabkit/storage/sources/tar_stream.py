@@ -55,7 +55,7 @@ class TarStream:
                 self._file = _inflated(name, self._buffered, method)
 
     def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes; raises `BadArchive` if there are fewer, or the archive inflates too far."""
+        """Return exactly `size` bytes; raise `BadArchive` if there are fewer, or the archive inflates too far."""
         self._check_room(size)
         pieces = []
         while size:
@@ -67,7 +67,7 @@ class TarStream:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self, size: int) -> None:
-        """Skip `size` bytes; raises the errors of `read`."""
+        """Skip `size` bytes; raise the errors of `read`."""
         self._check_room(size)
         if not self.is_inflated:
             self.position += size
@@ -80,7 +80,7 @@ class TarStream:
             size -= skipped
 
     def drain(self) -> None:
-        """Read a compressed archive to its end, where most formats store a checksum; raises the errors of `read`."""
+        """Read a compressed archive to its end, where most formats store a checksum; raise the errors of `read`."""
         while self.is_inflated and self._step(_STEP_BYTES):
             self._check_room(0)
 
@@ -160,7 +160,7 @@ _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _NUMBER = re.compile(rb"([0-9]{1,20})")
 _TIME = re.compile(rb"(-?[0-9]{1,18})(?:\.([0-9]*))?")
 _MOST_NS = 1 << 63
-# Offsets, in the header and in a block of a sparse map, of the flag that another block follows (GNU's old format).
+# Offsets of the flag for a following block of the sparse map, in the header and in such a block (GNU's old format).
 _SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 

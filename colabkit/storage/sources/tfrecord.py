@@ -124,7 +124,6 @@ class _Examples:
             raise BadSource(cannot(self._found.act, found, "", next_step)) from error
 
     def payload(self, name: str, features: Mapping[str, Any]) -> bytes | None:
-        """Return a record's payload, from the feature that the first record determines, if it has exactly one value."""
         if not self.chosen:
             self.chosen = self._choose(name, features)
         if self.chosen not in features:

@@ -86,7 +86,7 @@ class ZipSource(ArchiveSource):
                 self._opened = None
 
     def list(self) -> Listing:
-        """Return every regular member; raises `BadArchive` if a file is encrypted or its compression is unsupported."""
+        """Return every regular member; raise `BadArchive` if a file is encrypted or its compression is unsupported."""
         return self._open_archive().directory.listing
 
     def _open_archive(self) -> _OpenZip:

@@ -268,8 +268,8 @@ class PriorCopy:
         """Return the paths of known files that have another change time, although size and modification time are equal.
 
         These files may have been rewritten and given their earlier modification time, as by `rsync -t` or an archive
-        program. On a mount, if all change times differ, they do not count: some mounts give files new ones when mounted
-        again.
+        program. With `can_hang`, the result is empty if the change times of all known files differ: some mounts give
+        files new change times when mounted again.
         """
         known = [
             (item, self.known[key]) for item in items if (key := (item.path, item.size, item.mtime_ns)) in self.known
@@ -280,7 +280,7 @@ class PriorCopy:
         return set() if can_hang and len(changed) == len(known) else changed
 
     def without(self, paths: Container[str]) -> PriorCopy:
-        """Return this without the data of the files at these paths."""
+        """Return a copy that lacks the data of the files at these paths."""
         return replace(self, known={key: file for key, file in self.known.items() if key[0] not in paths})
 
     @classmethod
@@ -322,7 +322,7 @@ def extract(
 
 
 def check_extracted(archive: ArchiveSource, items: list[Item], copy: PartialCopy, retries: Retries) -> Iterator[Item]:
-    """Read all members a second time, and yield each; raises `Corrupt` if a member differs from the written file."""
+    """Read all members a second time, and yield each; raise `Corrupt` if a member differs from the written file."""
     for item, blocks in _member_blocks(archive, items, retries):
         for offset, data in zip(block_offsets(item.size), blocks, strict=False):
             copy.check(Block(item, offset, len(data), crc32(data), data))

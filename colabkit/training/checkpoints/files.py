@@ -298,7 +298,7 @@ def load_first(
 ) -> tuple[LoadedCheckpoint | None, dict[Path, str]]:
     """Return the first undamaged checkpoint without a flaw, and the reason for each skipped candidate.
 
-    If all undamaged checkpoints have a flaw, the first of them is returned; without undamaged ones, None is.
+    If all undamaged checkpoints have a flaw, the first of them is returned; if all checkpoints are damaged, None.
 
     Args:
         candidates: checkpoints, newest first.
