@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from faults import board
@@ -47,3 +48,10 @@ def test_a_row_that_cannot_run_here_is_not_counted_as_good() -> None:
     assert board.summary([score]).startswith("0 of 1 faults")
     assert "no loop devices" in board.summary([score])
     assert score.shown == "not run here"
+
+
+def test_the_page_lists_every_fault_once() -> None:
+    board.load_rows()
+    assert sorted(board.ROWS) == list(range(1, 45))
+    listed = re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
+    assert listed == [(str(number), row.title) for number, row in sorted(board.ROWS.items())]

@@ -320,6 +320,17 @@ def first(bench: LoaderBench) -> None:
     bench.need("first: speed relative to FFCV", sooner, 20, "{:,.1f}")
 
 
+def checks(bench: LoaderBench) -> None:
+    """Measure the cost of the first epoch, which checks each sample against its CRC, without a model."""
+    for packed, batch_size in ((bench.pack(bench.files()), 512), (bench.pack(bench.photo_files(ROW_TIMES), 224), 128)):
+        title = f"Seconds of an epoch of {packed.name}: the first one, and one whose samples are already checked"
+        repeated(bench, "checks", title, packed, batch_size, {"first_s": 1, "later_s": 1}, "s")
+        found = [one["more_s"] * 1e6 for one in bench.figures["checks"] if "more_s" in one]
+        if found:
+            print(f"\nThe checks add {statistics.median(found):.2f} us per sample to the first epoch")
+        bench.figures[f"checks, {packed.name}"] = bench.figures.pop("checks")
+
+
 def worker(bench: LoaderBench) -> None:
     """Measure the CPU use of the loader's threads with a slow consumer."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
@@ -368,6 +379,7 @@ RUNS = {
     "jpeg": jpeg,
     "decoded": decoded,
     "first": first,
+    "checks": checks,
     "worker": worker,
     "order": order,
     "meters": meters,

@@ -3,7 +3,7 @@
 - `epochs SYSTEM SOURCE BATCH`: samples and seconds of full epochs, for at least three seconds after a warm-up epoch.
 - `turns SYSTEM SOURCE BATCH`: for each number on stdin, the seconds of that many full epochs.
 - `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a new process.
-- `worker`, `order` or `meters`, then `colabkit SOURCE BATCH`: other costs of colabkit's loader.
+- `checks`, `worker`, `order` or `meters`, then `colabkit SOURCE BATCH`: other costs of colabkit's loader.
 
 The script prints one line of JSON, except for `turns`. Imports and opening the data are not timed. The consumer only
 takes batches and counts their samples. This file also runs without colabkit, which is one of the systems.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,9 @@ from loader_peers import CROP, PEERS, Again, Make, own_temporary_folder
 LEAST_S = 3.0
 PACE = 1000
 """Images per second that the consumer takes in the action `worker`."""
+
+CHECK_TURNS = 7
+"""First epochs with and without checks in a process."""
 
 HELD: list[Any] = []
 """Objects that must live until the process ends."""
@@ -86,6 +90,30 @@ def first(system: str, source: str, batch_size: str) -> dict[str, float]:
     # FFCV aborts the process if it is stopped in the middle of an epoch.
     HELD.append(batches)
     return {"seconds": seconds, "samples": samples}
+
+
+def checks(_: str, source: str, batch_size: str) -> dict[str, float]:
+    """Measure first epochs over a newly opened pack, half of them after all samples have been checked, in turns."""
+    import numpy as np
+
+    import colabkit
+
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(2 * CHECK_TURNS):
+        dataset = colabkit.open_pack(source)["train"]
+        if is_checked := bool(number % 2):
+            dataset.check(np.arange(len(dataset)))
+        loader = colabkit.Loader(dataset, int(batch_size), shuffle=True, channels_last=True)
+        started = time.perf_counter()
+        one_epoch(loader)
+        seconds[is_checked].append(time.perf_counter() - started)
+    first_s, later_s = (statistics.median(seconds[is_checked]) for is_checked in (False, True))
+    return {
+        "samples": len(dataset),
+        "first_s": first_s,
+        "later_s": later_s,
+        "more_s": (first_s - later_s) / len(dataset),
+    }
 
 
 def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
@@ -268,6 +296,7 @@ ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "epochs": epochs,
     "turns": turns,
     "first": first,
+    "checks": checks,
     "worker": worker,
     "order": order,
     "meters": meters,

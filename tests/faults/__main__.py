@@ -19,6 +19,23 @@ from tests.faults import board  # noqa: E402 - the path must be set first
 
 SHORT_LIMIT, LIMIT, PLAIN_LIMIT = 4, 200, 12
 
+PAGE = """# The fault scoreboard
+
+`python -m tests.faults` provokes each of these faults in many cases, as root on Linux, and prints this table. The
+outcome of a case is one of:
+
+- SURVIVED: the result is correct without any action of the user.
+- DEGRADED: the work finished, and the report lists everything that it left out.
+- REFUSED: a typed error; earlier results are unchanged, and no unfinished files are left.
+- WRONG: a wrong result without an error, an untyped error, a crash, a hang, a leak, or unfinished files.
+
+The last column shows the worst outcome of plain tools that meet the same fault in fewer cases.
+
+{table}
+
+{summary}
+"""
+
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -30,7 +47,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help=f"maximum number of cases of a row; by default {LIMIT}")
     parser.add_argument("--no-plain", action="store_true", help="leave out the plain tools")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of concurrent processes")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table to this Markdown file, as in docs/")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the page docs/faults.md to this file")
     parser.add_argument("--verbose", action="store_true", help="print every case")
     return parser.parse_args()
 
@@ -59,10 +76,10 @@ def main() -> int:
         arguments.jobs,
         lambda score: _note(score, arguments.verbose),
     )
-    text = f"{board.table(scores)}\n\n{board.summary(scores)}"
-    print(f"\n{text} ({time.monotonic() - started:.0f} s)")
+    table, summary = board.table(scores), board.summary(scores)
+    print(f"\n{table}\n\n{summary} ({time.monotonic() - started:.0f} s)")
     if arguments.table:
-        arguments.table.write_text(f"{text}\n")
+        arguments.table.write_text(PAGE.format(table=table, summary=summary))
     own = [score for score in scores if score.tool == board.COLABKIT]
     return int(any(result.outcome == board.Outcome.WRONG for score in own for result in score.results))
 
