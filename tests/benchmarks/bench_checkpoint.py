@@ -7,8 +7,8 @@
 2. The rate of small steps while the checkpoint is written, compared with the rate just before and after, and with
    `torch.save` in a plain thread.
 
-The content resembles the states of a model and Adam: 60 sizes with three tensors each. The steps train a small CNN with
-batches of 64.
+The content resembles the states of a model and Adam: 60 layers with three large tensors each. The steps train a small
+CNN with batches of 64.
 """
 
 from __future__ import annotations
@@ -158,7 +158,6 @@ def the_steps(bench: Bench) -> None:
 
 
 def small_step() -> Callable[[], None]:
-    """Return a training step of a small CNN that takes a few milliseconds."""
     layers = torch.nn
     model = layers.Sequential(
         layers.Conv2d(1, 8, 3, 2), layers.ReLU(), layers.Conv2d(8, 16, 3, 2), layers.ReLU(), layers.Flatten(),

@@ -130,7 +130,6 @@ def agreement(speeds: list[float]) -> float:
 
 
 def needed(traces: list[Any], runs: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table of requirements."""
     right = sum(row[5] for row in traces) + sum(map(is_right, runs))
     clean = [found for found in runs if found["right"] == "compute"]
     offs = [abs(off) for found in runs if (off := off_by(found)) is not None]

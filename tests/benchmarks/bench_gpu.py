@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_gpu.py --json gpu.json
 
-The script takes less than 10 minutes. The last table shows each requirement beside its figure; please send the JSON
-file, which also holds the single rounds. Samples are random images, packed at the start. Each loop runs for at least
+The script takes less than 10 minutes. The last table shows each requirement beside its figure; the JSON file also holds
+the single rounds. Samples are random images, packed at the start. Each loop runs for at least
 200 steps or 10 seconds after a warm-up, whose time counts as start-up. Models train with
 `supervised_step(amp="auto")`. Without a GPU, the script ends with status 1 and a message. `--device cpu --quick` runs
 all parts for a few steps, to check the script only.
@@ -60,7 +60,7 @@ class Scale:
         batch: samples per batch.
         warm_up: number of steps before each measurement.
         steps: number of steps of each measurement.
-        seconds: duration after which a measurement ends before its last step.
+        seconds: time after which a measurement ends even if steps are left.
         epochs: epochs of the memory check.
     """
 
@@ -95,12 +95,12 @@ class GpuBench(Bench):
 
     @cached_property
     def photos(self) -> colabkit.PackedDataset:
-        """Photos of 224x224 pixels, packed."""
+        """A pack of random images of `side` x `side` pixels."""
         return colabkit.open_pack(make_pack(self.folder, self.scale))["train"]
 
     @cached_property
     def small(self) -> tuple[np.ndarray, np.ndarray]:
-        """Images and labels in memory, of the size of CIFAR-10."""
+        """Random images of 32x32 pixels and their labels, in memory."""
         random = np.random.default_rng(0)
         count = self.scale.small_images
         return random.integers(0, 256, (count, 3, 32, 32), np.uint8), random.integers(0, CLASSES, count)
@@ -122,7 +122,6 @@ class GpuBench(Bench):
         return small_cnn(CLASSES) if self.options.quick else resnet18(CLASSES)
 
     def step(self, model: nn.Module, amp: Any = "auto", **options: Any) -> Callable[[Batch], object]:
-        """Return a training step of a model on the device."""
         model = model.to(self.device)
         return colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01, **options), amp=amp)
 
@@ -226,12 +225,11 @@ def copies(bench: GpuBench) -> None:
 
 
 def training(bench: GpuBench) -> None:
-    """Compare training from RAM and from GPU memory with training on cached batches."""
     compare_feeds(bench, "Training, ResNet-18", bench.photos, bench.network())
 
 
 def small_training(bench: GpuBench) -> None:
-    """The same for a small network, whose steps take as long as launching their kernels."""
+    """Compare feeds of a small network, whose steps take as long as launching their kernels."""
     compare_feeds(bench, "Training, small network, 32x32", bench.small, small_cnn(CLASSES))
 
 
@@ -259,7 +257,7 @@ def augmented(bench: GpuBench) -> None:
 
 def optimizers(bench: GpuBench) -> None:
     """Compare optimizers in fp16: only those that are not fused make the gradient scaler wait for the GPU."""
-    # A CPU has no training in fp16.
+    # colabkit does not train in fp16 on the CPU.
     amp = "fp16" if bench.device.type == "cuda" else False
     loops: Loops = {
         "fused": (lambda: bench.cached(bench.photos), bench.step(bench.network(), amp, fused=True)),

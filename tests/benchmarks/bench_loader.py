@@ -239,7 +239,7 @@ def rows_224(bench: LoaderBench) -> None:
 
 
 def photos(bench: LoaderBench) -> None:
-    """Compare RandomResizedCrop and flip on raw rows."""
+    """Compare loaders with RandomResizedCrop and flip, on raw rows."""
     packed = bench.pack(bench.photo_files(PHOTO_TIMES), 256)
     count = len(colabkit.open_pack(packed)["train"])
     rows = {
@@ -252,7 +252,7 @@ def photos(bench: LoaderBench) -> None:
 
 
 def jpeg(bench: LoaderBench) -> None:
-    """Compare RandomResizedCrop and flip on JPEG files."""
+    """Compare loaders with RandomResizedCrop and flip, on JPEG files."""
     files = bench.photo_files(PHOTO_TIMES)
     rows = jpeg_rows(bench, OURS, "colabkit crops")
     count = rows[OURS].samples
@@ -271,7 +271,7 @@ def jpeg(bench: LoaderBench) -> None:
 
 
 def decoded(bench: LoaderBench) -> None:
-    """Compare RandomResizedCrop and flip on JPEG files from the second epoch on, when decoded rows are cached."""
+    """Compare loaders with RandomResizedCrop and flip on JPEG files, of which `Loader` has cached the decoded rows."""
     rows = jpeg_rows(bench, DECODED, "colabkit decoded")
     title = f"{rows[DECODED].samples:,} photos, RandomResizedCrop 224 + flip, from the second epoch on"
     middle = bench.compare_rows(title, rows, 128, JPEG_PEERS)

@@ -101,7 +101,7 @@ class PackingBench(Bench):
 
 
 def cifar(bench: PackingBench) -> None:
-    """Compare packing the extracted training files as raw images."""
+    """Compare packing the extracted training files with colabkit, plain loops and other packages."""
     source, test = bench.files / "train", bench.files / "test"
     count, names = warm(source), (RAW, "colabkit source", BARE, *PEERS)
     systems = {name: partial(bench.run, name, source, count, warm_up=test) for name in names}
@@ -207,7 +207,7 @@ def opening(bench: PackingBench) -> None:
 
 
 def flips(bench: PackingBench) -> None:
-    """Check that flipped bits, truncations and mutations are found in small packs of raw images and of file bytes."""
+    """Check that flipped bits and other damage are found in small packs of raw images and of file bytes."""
     few = bench.folder / "few"
     chance = random.Random(0)
     for split in ("train", "test"):

@@ -55,7 +55,6 @@ def difference(values: list[float], others: list[float]) -> tuple[float, float, 
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, colabkit.Loader]:
-    """Return a new model, its optimizer and a loader."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     samples = torch.randn(BATCH * STEPS, 64), torch.randint(0, 10, (BATCH * STEPS,))
@@ -69,7 +68,6 @@ def step_us(loader: colabkit.Loader) -> float:
 
 
 def by_hand(counts_values: bool) -> Callable[[], float]:
-    """Return a function that trains an epoch in a hand-written loop and returns the microseconds per step."""
     model, optimizer, loader = parts()
 
     def run() -> float:
@@ -89,7 +87,6 @@ def by_hand(counts_values: bool) -> Callable[[], float]:
 
 
 def by_train(is_supervised: bool) -> Callable[[], float]:
-    """Return a function that trains an epoch with `train()` and returns the microseconds per step."""
     model, optimizer, loader = parts()
 
     def custom(batch: tuple[Tensor, Tensor]) -> Tensor:

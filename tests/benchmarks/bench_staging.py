@@ -102,7 +102,6 @@ class StagingBench(Bench):
         )
 
     def target(self, parent: Path | None = None) -> Path:
-        """Return a new path for a copy, by default on disk."""
         self.targets += 1
         return (parent or self.folder / "targets") / str(self.targets)
 
@@ -148,7 +147,6 @@ def bare_ranges(path: Path, threads: int) -> None:
 
 
 def small(bench: StagingBench) -> None:
-    """Compare copies of small files at each setting."""
     try:
         for latency_ms, at_once in bench.settings:
             small_at(bench, latency_ms, at_once)
@@ -167,8 +165,8 @@ def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
     def threads(count: int, share: int = 1) -> Callable[[], object]:
         return lambda: bare(bench.point, bench.paths[::share], count)
 
-    # Small numbers of threads are never the best and would take minutes. They read only an eighth of the files, so
-    # their times are multiplied by eight.
+    # Small numbers of threads are never the best and would take minutes. These runs read only an eighth of the files,
+    # and their times are multiplied by eight.
     shares = {count: 8 if count < at_once / 2 else 1 for count in SWEEP}
     sweep = {count: on_drive(threads(count, share)) * share for count, share in shares.items()}
     shown = ", ".join(f"{count}: {seconds:.2f}" for count, seconds in sweep.items())

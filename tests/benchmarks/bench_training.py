@@ -84,7 +84,6 @@ def layout(bench: Bench) -> None:
 
 
 def by_layout(side: int, channels_last: bool | None) -> Callable[[], float]:
-    """Return a function that trains an epoch of `small_network` and returns the microseconds per step."""
     model = colabkit.small_network(10, (side, side, 3))
     step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
     images = torch.randint(0, 256, (BATCH * STEPS, side, side, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
@@ -185,7 +184,6 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def by_hand(images: torch.Tensor, labels: torch.Tensor) -> Callable[[], float]:
-    """Return a function that trains an epoch in plain torch and returns the microseconds per step."""
     model, optimizer = network()
     batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
 

@@ -75,7 +75,6 @@ class Run:
 
 
 def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
-    """Return the training step of a small network, and its state."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, width, 3, stride=2), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(),
@@ -210,7 +209,6 @@ def photos(folder: Path, count: int = 640, size: tuple[int, int] = (256, 256)) -
 
 
 def packed(folder: Path, count: int = 640, encoding: str = "raw", size: int | None = SIDE) -> Any:
-    """Return the training split of a pack of photos."""
     out = folder / f"{encoding}-{count}-{size}.h5"
     if not out.exists():
         colabkit.pack(photos(folder, count), out, size=size, encoding=encoding, progress=False)
@@ -218,14 +216,13 @@ def packed(folder: Path, count: int = 640, encoding: str = "raw", size: int | No
 
 
 def rows(count: int = 4096, side: int = SIDE) -> tuple[Tensor, Tensor]:
-    """Return images and labels in memory."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
     return images, torch.randint(0, CLASSES, (count,), generator=generator)
 
 
 class Files(Dataset[Any]):
-    """A dataset that reads image files one by one, as most programs do."""
+    """A dataset that reads image files one by one with Pillow."""
 
     def __init__(self, folder: Path, work: int = 0) -> None:
         self.root = str(folder)
@@ -317,7 +314,6 @@ def little_memory(folder: Path) -> Iterator[None]:
 
 
 def file_loader(folder: Path, batch: int = 16, count: int = 2400) -> Any:
-    """Return a `Loader` that reads and decodes image files in every epoch."""
     crop = colabkit.augment.CenterCrop(SIDE)
     return colabkit.Loader(colabkit.FileDataset(photos(folder, count)), batch, shuffle=True, transform=crop)
 
@@ -345,7 +341,6 @@ def crops(folder: Path, batch: int = 32, count: int = 640, size: tuple[int, int]
 
 
 def raw(batch: int, count: int = 640, **options: Any) -> Callable[[Path], Any]:
-    """Return a function that makes a `Loader` of a raw pack."""
     return lambda folder: colabkit.Loader(packed(folder, count), batch, shuffle=True, **options)
 
 
@@ -369,7 +364,7 @@ def tensors(batch: int, workers: int = 0) -> Callable[[Path], Any]:
 
 
 def logging() -> None:
-    """Do about 20 ms of Python work on the host, outside the step."""
+    """Do Python work on the host, outside the step."""
     in_python(300_000)
 
 

@@ -31,8 +31,6 @@ def own_temporary_folder(beside: Path) -> Iterator[None]:
 
 
 class Again:
-    """A loader that calls a function to start each epoch."""
-
     def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
         self._epoch = epoch
 

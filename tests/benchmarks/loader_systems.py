@@ -128,7 +128,6 @@ def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def at_pace(batches: Iterable[Any]) -> int:
-    """Take batches at `PACE` and return their number of samples."""
     taken, started = 0, time.perf_counter()
     for _, labels in batches:
         taken += len(labels)
@@ -233,7 +232,7 @@ def colabkit_pack(source: str) -> Make:
     import colabkit
 
     dataset = colabkit.open_pack(source)["train"]
-    # This imports the loader before timing begins, as for the other packages, because a process imports it only once.
+    # Importing the loader here excludes the import from the timing, as for the other packages.
     loader = colabkit.Loader
     return lambda size: loader(dataset, size, shuffle=True, channels_last=True)
 

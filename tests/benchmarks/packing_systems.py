@@ -236,7 +236,7 @@ def webdataset() -> Run:
 
 
 def webdataset_shuffled() -> Run:
-    """Write the original file bytes in random order, in shards of 1,000, equally many for each of two workers."""
+    """Write the original file bytes in random order, in shards of 1,000."""
     return webdataset_of(1000, lambda files: random.sample(files, len(files)))
 
 

@@ -260,7 +260,7 @@ def extract(archive: str | Path, folder: Path) -> Path:
 
 
 def extract_photos(archive: str | Path, folder: Path) -> Path:
-    """Extract photos to a tree with one folder for each class, or to one folder if the archive has no folders."""
+    """Extract photos to a tree with one folder for each class; photos without folders get the class folder `all`."""
     with zipfile.ZipFile(archive) as opened:
         is_flat = all("/" not in name for name in opened.namelist())
     extract(archive, folder / "all" if is_flat else folder)
