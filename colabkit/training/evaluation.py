@@ -127,9 +127,9 @@ def evaluate(
 def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
     """Return the outputs of a model for all samples of a loader, on the CPU, in the order of the dataset.
 
-    Shuffling by the loader does not affect this order. Labels of the batches are ignored. As in
-    `supervised_step()`, `uint8` images are scaled to [0, 1]. The model is in evaluation mode, without gradients. Its
-    mode and the loader's position are restored afterwards.
+    Shuffling by the loader does not affect this order. Labels of the batches are ignored. As in `supervised_step()`,
+    `uint8` images are scaled to [0, 1]. The model is in evaluation mode, without gradients. Its mode and the loader's
+    position are restored afterwards.
 
     Args:
         model: model on the device of the batches, or a `supervised_step`, which also sets the precision.

@@ -281,7 +281,11 @@ def average(ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
 
 
 def compiled(module: nn.Module, mode: str | None) -> Forward:
-    """Return a function that runs the compiled model, and raises `MissingPackage` if there is no C++ compiler."""
+    """Return a function that runs the compiled model, and raises `MissingPackage` if there is no C++ compiler.
+
+    Raises:
+        InvalidOption: if `torch.compile` rejects the model or the mode.
+    """
     act = f"compile {type(plain(module)).__name__}"
     try:
         run = torch.compile(module, mode=mode)

@@ -349,6 +349,7 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
 
     Raises:
         SourceMissing: if the file does not exist.
+        NotMounted: if `path` is on Drive and Drive is not mounted.
         FileFailed: if the file cannot be read.
         BadSource: if the file is not a saved report.
     """

@@ -242,6 +242,7 @@ class RunCheckpoints:
 
         Raises:
             NotEnoughSpace, FileFailed, TimedOut: with `wait`, if the checkpoint cannot be written.
+            LaunchFailed: with `wait`, if another process fails.
             InvalidOption: if the state holds objects that cannot be loaded with `weights_only=True`.
         """
         if self.folder is None:

@@ -64,7 +64,7 @@ def moment(act: str, name: str, value: Moment) -> float:
 
 
 def check_time_left(left_s: float, reserve_s: float) -> None:
-    """Raise `InvalidOption` unless the deadline leaves more seconds than are reserved for a checkpoint."""
+    """Raise `InvalidOption` unless the deadline leaves more seconds than are reserved for the final checkpoint."""
     if left_s <= reserve_s:
         found = (option("deadline"), f" leaves {format_seconds(max(0.0, left_s))}")
         needed = f"more than {format_seconds(reserve_s)}, which are reserved for the final checkpoint"

@@ -190,7 +190,6 @@ def _is_mount(arguments: tuple[str, ...]) -> bool:
 
 
 def _flags(arguments: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return flags with their values, given as `--flag=value` or `--flag value`."""
     found = []
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word.startswith("--"):

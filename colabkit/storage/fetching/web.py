@@ -141,7 +141,6 @@ class _WebDownload:
         return have, expected
 
     def _admit(self, response: HTTPResponse, total: int | None) -> None:
-        """Choose the final path from the server's name for the file, and record the file's name, size and version."""
         name = disposition_name(response.headers.get("Content-Disposition")) or self._name_of_path(response)
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity") and not name.lower().endswith((".gz", ".tgz", ".br", ".zst")):

@@ -63,6 +63,7 @@ def probe(path: str | os.PathLike[str], *, seconds: float | str = 8.0, progress:
         The measured rates with a recommendation.
 
     Raises:
+        InvalidOption: if an argument is invalid.
         SourceMissing: if the path does not exist.
         NotMounted: if the path begins with `drive:` and Drive is not mounted.
         FileFailed: if the mount is dead, or the path cannot be accessed or listed.

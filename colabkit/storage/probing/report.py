@@ -229,7 +229,7 @@ def _count(value: float) -> str:
 
 
 def draw_rates(panels: Sequence[RatePanel]) -> str:
-    """Return the panels side by side as an inline SVG image; without matplotlib, as text."""
+    """Return the panels as HTML: side by side in an SVG image, or as text without matplotlib; empty without panels."""
     if not panels:
         return ""
     try:

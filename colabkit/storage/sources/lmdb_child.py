@@ -48,7 +48,7 @@ def print_line(record: dict[str, Any]) -> None:
 
 
 def walk(path: str) -> None:
-    """Print all keys in batches, with the offset, size and first bytes of each value."""
+    """Print keys in batches, with the offset, size and first bytes of each value, and the names of nested databases."""
     before = mappings()
     environment: Any = lmdb.open(
         path, subdir=False, readonly=True, lock=False, readahead=False, max_dbs=_MOST_DATABASES

@@ -293,7 +293,6 @@ class ManifestSource:
         return frame.iloc[:, at].tolist(), columns
 
     def _find_paths(self, names: Sequence[str]) -> int | None:
-        """Return the index of the path column; None if neither `path_column` nor a known name identifies it."""
         if self._path_column is None:
             return _path_column(names)
         if self._path_column not in names:

@@ -106,8 +106,9 @@ def open_source(
         SourceMissing: if the path does not exist, or `samples:NAME` is unknown.
         BadSource: if the path is a special file or a broken link, a table is invalid, or an address is local or must be
             fetched first.
-        InvalidOption: if `source` is invalid.
-        TimedOut: if there is no answer in two attempts.
+        InvalidOption: if `source` is invalid, or if `path_column` or `root` is given for anything but a table.
+        NotMounted: if the path begins with `drive:` and Drive is not mounted.
+        TimedOut: if the file system does not respond in two attempts.
     """
     as_table: dict[str, Any] = {"path_column": path_column, "root": root, "skips_missing": skips_missing}
     if not isinstance(source, Source) and (isinstance(source, list | tuple) or is_frame(source)):

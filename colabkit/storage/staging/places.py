@@ -104,7 +104,7 @@ def identity_of(
 
 
 def short_name(name: str) -> str:
-    """Return the base name of local copies and packs: the source's last path part, shortened and without extension."""
+    """Return the base name of local copies and packs of a source, which is derived from the end of its name."""
     if name == _TABLE:
         return "paths"
     stem = Path(name).stem.removesuffix(".tar").rpartition(":")[2]

@@ -65,7 +65,7 @@ class SealedCheckpoint:
         return self.score, self.metric
 
     def check_size(self) -> None:
-        """Raise `DamagedCheckpoint` unless the file exists and has the sealed size."""
+        """Raise `DamagedCheckpoint` unless the seal is usable and the file has the sealed size."""
         if self.trouble:
             raise DamagedCheckpoint(self.trouble)
         with readable(self.path):
@@ -74,7 +74,7 @@ class SealedCheckpoint:
             raise DamagedCheckpoint(f"the file has {found} bytes instead of {self.size}")
 
     def check(self) -> None:
-        """Raise `DamagedCheckpoint` unless the file has the sealed size and digest."""
+        """Raise `DamagedCheckpoint` unless the seal is usable and the file has the sealed size and digest."""
         self.check_size()
         with readable(self.path):
             digest = file_changes.sha256(self.path)
@@ -82,7 +82,7 @@ class SealedCheckpoint:
             raise DamagedCheckpoint("the file does not match its SHA-256")
 
     def is_whole(self) -> bool:
-        """Return whether the file exists and has the sealed size."""
+        """Return whether the seal is usable and the file has the sealed size."""
         try:
             self.check_size()
         except DamagedCheckpoint:
