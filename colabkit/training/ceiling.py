@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -27,7 +27,7 @@ from colabkit.foundation import (
     format_things,
     kind_of,
 )
-from colabkit.loading import Loader, map_tensors, samples_in
+from colabkit.loading import Loader, map_tensors, samples_in, set_mark, tensors_in
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
@@ -135,15 +135,15 @@ def headspace(
         size = getattr(loader, "batch_size", None)
         sizes = [max(1, samples_in(batch, size if isinstance(size, int) else 1)) for batch in cached]
         endless = cycle(zip(cached, sizes, strict=True))
-        usual_s = [_timed(step, next(endless)[0], _used_gpus(loader)) for _ in range(_WARM_UP)][-1]
-        gpus = _used_gpus(loader)
+        usual_s = [_seconds_of(step, [next(endless)[0]], _used_gpus(loader))[0] for _ in range(_WARM_UP)][-1]
         # Gradients are synchronized, so all processes must take the same number of steps.
         steps = processes.from_first(max(2, round(duration / max(usual_s, 1e-6))))
-        taken = [(_timed(step, batch, gpus), size) for batch, size in islice(endless, steps)]
+        taken = [*islice(endless, steps)]
+        seconds_of = _seconds_of(step, [batch for batch, _ in taken], _used_gpus(loader))
     return HeadspaceReport(
-        samples_per_s=1 / median(seconds / size for seconds, size in taken),
-        step_s=median(seconds for seconds, _ in taken),
-        steps=len(taken),
+        samples_per_s=1 / median(seconds / size for seconds, (_, size) in zip(seconds_of, taken, strict=True)),
+        step_s=median(seconds_of),
+        steps=steps,
         batch_size=max(sizes),
         batches=len(cached),
         loading_samples_per_s=sum(sizes) / max(loading_s, 1e-9),
@@ -188,32 +188,62 @@ def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
     return [torch.device("cuda", number) for number in used]
 
 
-def _timed(step: Callable[[Any], object], batch: Any, gpus: list[torch.device]) -> float:
-    before = time.perf_counter()
-    step(batch)
+def _seconds_of(step: Callable[[Any], object], batches: Sequence[Any], gpus: Sequence[torch.device]) -> list[float]:
+    """Return the duration of each step in seconds.
+
+    As in training, the host does not wait for the GPUs between two steps.
+    """
+    ends, marks = [time.perf_counter()], [[set_mark(gpu) for gpu in gpus]]
+    for batch in batches:
+        step(batch)
+        ends.append(time.perf_counter())
+        marks.append([set_mark(gpu) for gpu in gpus])
+    if not gpus:
+        return [end - start for start, end in pairwise(ends)]
     for gpu in gpus:
         torch.cuda.synchronize(gpu)
-    return time.perf_counter() - before
+    return [
+        # An idle GPU may reach both marks within the resolution of its clock.
+        max(1e-9, *(start.elapsed_time(end) / 1000 for start, end in zip(starts, ends, strict=True)))
+        for starts, ends in pairwise(marks)
+    ]
+
+
+class _HostCopy:
+    """A copy of a state that holds the tensors of GPUs in host memory, so that it takes no GPU memory."""
+
+    def __init__(self, state: Any) -> None:
+        copies = {id(one): (one.detach().cpu(), one.device) for one in tensors_in(state) if one.device.type != "cpu"}
+        self.state = copy.deepcopy(state, {number: on_host for number, (on_host, _) in copies.items()})
+        self._devices = copies.values()
+
+    def on_devices(self) -> Any:
+        """Return a copy with the tensors on their devices."""
+        return copy.deepcopy(self.state, {id(on_host): on_host.to(device) for on_host, device in self._devices})
 
 
 @contextmanager
 def _restored(parts: Mapping[str, Stateful]) -> Iterator[None]:
     """Restore the state, buffers, gradients and modes of `parts`, and the random generators, after the block."""
-    states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    states = {name: _HostCopy(part.state_dict()) for name, part in parts.items()}
     modules = [part for part in map(plain, parts.values()) if isinstance(part, nn.Module)]
     modes = [(module, module.training) for root in modules for module in root.modules()]
-    gradients = [(p, None if p.grad is None else p.grad.clone()) for root in modules for p in root.parameters()]
-    buffers = [(buffer, buffer.clone()) for root in modules for buffer in root.buffers()]
+    gradients = [
+        (p, _HostCopy(None if p.grad is None else p.grad.detach())) for root in modules for p in root.parameters()
+    ]
+    buffers = [(buffer, _HostCopy(buffer.detach())) for root in modules for buffer in root.buffers()]
     random = random_state()
     try:
         yield
     finally:
         for name, part in parts.items():
-            part.load_state_dict(states[name])
+            # Modules and optimizers move the tensors themselves, without a complete copy on the GPU.
+            is_moving = isinstance(plain(part), nn.Module | torch.optim.Optimizer)
+            part.load_state_dict(states[name].state if is_moving else states[name].on_devices())
         for module, training in modes:
             module.training = training
         for buffer, content in buffers:
-            buffer.copy_(content)
+            buffer.copy_(content.state)
         for parameter, gradient in gradients:
-            parameter.grad = gradient
+            parameter.grad = gradient.on_devices()
         restore_random_state(random)

@@ -70,7 +70,6 @@ class TrainingRun:
         self._step_s = self._validate_s = 0.0
         self._is_saved = False
         self._is_stopped = False
-        self._spend: Callable[[], None] = lambda: None
         self._trained = self.loader.received
         self._grouped: Callable[[Any], object] | None = None
         self._complete: Callable[[], None] = lambda: None
@@ -215,19 +214,17 @@ class TrainingRun:
         former, before = counts.snapshot(), copy(begun)
         started, apart_s = perf_counter(), 0.0
 
-        def spend() -> None:
-            begun.spend(before, counts.snapshot() - former)
-
-        def count() -> None:
+        def count(waits: bool = True) -> None:
+            # A GPU may still have to run queued steps, whose time belongs to this epoch.
+            if waits and counts.clock is not None:
+                counts.clock.finish()
             begun.seconds = before.seconds + perf_counter() - started - apart_s
-            spend()
-
-        self._spend = spend
+            begun.spend(before, counts.snapshot() - former)
 
         def validate() -> None:
             nonlocal apart_s
-            began = perf_counter()
             count()
+            began = perf_counter()
             try:
                 self._validate(begun)
             finally:
@@ -236,36 +233,43 @@ class TrainingRun:
                 if counts.clock is not None:
                     counts.clock.apart(validated_s)
 
-        stops, is_whole = self.stops, self._is_whole
         try:
-            if begun.is_validation_due and is_whole:
-                validate()
-                if self.judge.is_out_of_patience:
-                    return False
-            with closing(cast(Any, iter(self.loader))) as batches:
-                while True:
-                    stops.begin_wait(is_whole)
-                    try:
-                        batch = next(batches, None)
-                    finally:
-                        stops.may_end = False
-                    if batch is None:
-                        break
-                    self._train_on(batch, begun, counts)
-                    del batch
-                    is_whole = getattr(self.step, "is_whole", True)
-                    if begun.is_validation_due and is_whole:
-                        validate()
-                        if self.judge.is_out_of_patience and not self._is_last(begun):
-                            return False
-                    # Deciding whether to continue takes several microseconds, and most steps need no decision.
-                    is_open = self._always_decides or stops.strength or self._steps >= self.schedule.next_step
-                    if is_open and is_whole and not self._goes_on(begun, count):
+            is_complete = self._steps_on_batches(begun, count, validate)
+        except BaseException:
+            # After an error, the GPU may wait forever for another rank.
+            count(waits=False)
+            raise
+        count()
+        return is_complete
+
+    def _steps_on_batches(self, begun: EpochProgress, count: Callable[[], None], validate: Callable[[], None]) -> bool:
+        stops, is_whole = self.stops, self._is_whole
+        if begun.is_validation_due and is_whole:
+            validate()
+            if self.judge.is_out_of_patience:
+                return False
+        with closing(cast(Any, iter(self.loader))) as batches:
+            while True:
+                stops.begin_wait(is_whole)
+                try:
+                    batch = next(batches, None)
+                finally:
+                    stops.may_end = False
+                if batch is None:
+                    break
+                self._train_on(batch, begun, self.loader.meters)
+                del batch
+                is_whole = getattr(self.step, "is_whole", True)
+                if begun.is_validation_due and is_whole:
+                    validate()
+                    if self.judge.is_out_of_patience and not self._is_last(begun):
                         return False
-            # Bad samples after the last batch also move the loader's position.
-            self._trained = self.loader.received
-        finally:
-            count()
+                # Deciding whether to continue takes several microseconds, and most steps need no decision.
+                is_open = self._always_decides or stops.strength or self._steps >= self.schedule.next_step
+                if is_open and is_whole and not self._goes_on(begun, count):
+                    return False
+        # Bad samples after the last batch also move the loader's position.
+        self._trained = self.loader.received
         return True
 
     def _train_on(self, batch: Any, begun: EpochProgress, counts: meters.LoaderMeters) -> None:
@@ -381,9 +385,7 @@ class TrainingRun:
 
     def _end(self, begun: EpochProgress) -> None:
         """Finish an epoch: add its record, and save a checkpoint if one is due or the state is the best so far."""
-        # Reading the values waits for the device, so the times below include all of the epoch's steps.
         self._recorder.read()
-        self._spend()
         means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums)).read()
         samples = sum(self.processes.from_all(begun.samples))
         record = begun.record(samples, means)

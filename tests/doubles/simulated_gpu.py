@@ -209,6 +209,11 @@ class SimulatedGpu(TorchFunctionMode):
         finally:
             self._current[threading.get_ident()] = before
 
+    def synchronize(self) -> None:
+        """Wait until all streams have finished."""
+        for stream in self.streams:
+            stream.record_event().synchronize()
+
     def compute(self, seconds: float, *tensors: Tensor) -> None:
         """Queue a kernel that reads tensors in the current stream."""
         self.current.run(seconds, reads=tensors)
@@ -274,6 +279,10 @@ class SimulatedGpu(TorchFunctionMode):
             self.current.run(0.0, reads=on_device)
             self.current.record_event().synchronize()
             return args[0].clone()
+        if function in (torch.Tensor.clone, torch.Tensor.__deepcopy__) and on_device:
+            result = self._like(args[0])
+            self.current.run(0.0, reads=[args[0]], writes=[result])
+            return result.copy_(args[0])
         if function in _IN_PLACE and on_device:
             self._copied(args[0], tensors[1:], kwargs.get("non_blocking", False))
         if function is torch.index_select and "out" in kwargs and on_device:
@@ -319,6 +328,7 @@ class SimulatedGpu(TorchFunctionMode):
             "current_device": lambda: 0,
             "device_count": lambda: 1,
             "device": lambda *_: nullcontext(),
+            "synchronize": lambda *_: self.synchronize(),
             "mem_get_info": lambda *_: (self.total_bytes - self.reserved, self.total_bytes),
             "memory_reserved": lambda *_: self.reserved,
             "memory_allocated": lambda *_: self.allocated,

@@ -9,7 +9,9 @@ import time
 from dataclasses import dataclass
 
 import pytest
+import torch
 from clocks import PromptClock
+from simulated_gpu import Event, SimulatedGpu
 
 from colabkit.foundation.meters.counts import LoaderMeters
 from colabkit.foundation.meters.steps import DeviceClock, HostClock, StepTimes
@@ -147,6 +149,28 @@ def test_steps_are_read_after_the_stream_has_passed_them_without_waiting():
     stream.host_s = 10.0
     (step,) = clock.settled()
     assert (step.compute_s, step.is_first) == (10.0, True)
+
+
+def test_a_step_that_ends_in_another_stream_is_read_once_the_streams_have_passed_all_its_marks(monkeypatch):
+    gpu = SimulatedGpu()
+    gpu.install(monkeypatch)
+
+    def mark() -> Event:
+        return gpu.current.record_event()
+
+    clock = DeviceClock(mark)
+    for _ in range(2):
+        gpu.compute(10.0)
+        clock.given(None)
+        with gpu.stream(torch.cuda.Stream()):
+            gpu.compute(1.0)
+            clock.worked(0.0)
+        clock.stepped(0.0, 0.0, 0.0, 1)
+    gpu.host.now = 1.0
+    assert clock.settled() == []
+    gpu.host.now = 20.0
+    assert min(min(step[:4]) for step in clock.settled()) >= 0.0
+    assert not clock.is_behind
 
 
 def test_a_stream_that_is_far_behind_drops_the_oldest_steps_to_bound_memory():

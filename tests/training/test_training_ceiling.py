@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from simulated_gpu import SimulatedGpu
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -160,7 +161,7 @@ def test_batches_of_unknown_size_have_the_batch_size_of_the_loader():
 
 
 def test_throughput_uses_the_samples_of_each_step(data, monkeypatch):
-    monkeypatch.setattr(ceiling, "_timed", lambda step, batch, gpus: 0.001 * len(batch))
+    monkeypatch.setattr(ceiling, "_seconds_of", lambda step, batches, gpus: [0.001 * len(batch) for batch in batches])
     uneven = DataLoader(torch.zeros(12, 3), 8)
     report = colabkit.headspace(len, uneven, state={}, seconds=1)
     assert (report.samples_per_s, report.batch_size) == (pytest.approx(1000), 8)
@@ -189,3 +190,37 @@ def test_buffers_outside_the_state_are_restored_and_pending_gradients_are_refuse
     half(next(iter(setup.loader)))
     with pytest.raises(InvalidOption, match=r"accumulated gradients.*step\.flush"):
         colabkit.headspace(half, setup.loader)
+
+
+class GpuWeights:
+    """The weights of a custom step, on a simulated GPU."""
+
+    def __init__(self) -> None:
+        self.values = torch.arange(1 << 20, dtype=torch.float32).to("cuda")
+
+    def state_dict(self) -> dict[str, object]:
+        return {"values": self.values, "step": 1}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.values = state["values"]
+
+
+def test_steps_on_a_gpu_are_queued_as_in_training_and_the_state_is_saved_on_the_host(monkeypatch):
+    gpu = SimulatedGpu()
+    gpu.install(monkeypatch)
+    allocated = []
+
+    def step(batch: torch.Tensor) -> None:
+        gpu.host.now += 0.004
+        gpu.compute(0.010, batch, weights.values)
+        allocated.append(gpu.allocated)
+
+    with gpu:
+        weights = GpuWeights()
+        before = gpu.allocated
+        loader = Loader(torch.zeros(32, 4), 4, device="cuda")
+        report = colabkit.headspace(step, loader, state={"weights": weights}, seconds=0.5)
+        assert report.step_s == pytest.approx(0.010)
+        assert max(allocated) - before < 1 << 20
+        assert weights.values.device.type == "cuda"
+        assert torch.equal(weights.values.cpu(), torch.arange(1 << 20, dtype=torch.float32))

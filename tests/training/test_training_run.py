@@ -10,6 +10,7 @@ from types import FrameType
 
 import pytest
 import torch
+from simulated_gpu import SimulatedGpu
 from torch import Tensor, nn
 from trainings import history, train
 
@@ -80,3 +81,24 @@ def test_a_step_costs_few_calls_of_functions() -> None:
 
     # These calls include reading the values, which happens after up to 1,000 steps.
     assert (calls(1_500) - calls(500)) / 1_000 <= 30
+
+
+def test_the_seconds_of_an_epoch_include_its_queued_steps_but_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimulatedGpu()
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(run, "perf_counter", lambda: gpu.host.now)
+
+    def step(batch: Tensor) -> None:
+        gpu.compute(1.0, batch)
+        gpu.host.now += 0.1
+
+    def validate() -> dict[str, float]:
+        gpu.current.record_event().synchronize()
+        gpu.host.now += 50.0
+        return {"loss": 1.0}
+
+    for options in ({}, {"validate": validate}, {"validate": validate, "validate_every": 3}):
+        with gpu:
+            report = train(step, Loader(torch.zeros(32, 4), 4, device="cuda"), epochs=2, **options)
+        assert [record.seconds for record in report.epochs] == pytest.approx([8.0, 8.0], abs=0.5)
+        assert [record.compute_s for record in report.epochs] == pytest.approx([8.0, 8.0], abs=0.5)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -89,6 +90,9 @@ class Mark(Protocol):
     def query(self) -> bool:
         """Return whether the stream has reached this point."""
 
+    def synchronize(self) -> None:
+        """Wait until the stream has reached this point."""
+
     def elapsed_time(self, later: Any, /) -> float:
         """Return the milliseconds until a later mark."""
 
@@ -144,6 +148,9 @@ class HostClock:
     def settled(self) -> Sequence[StepTimes]:
         """Return no steps, since this clock counts steps itself."""
         return ()
+
+    def finish(self) -> None:
+        """Do nothing: steps on the CPU end before they are counted."""
 
     @property
     def is_behind(self) -> bool:
@@ -205,11 +212,19 @@ class DeviceClock:
         """Return the steps that the stream has finished, each once; may be called from any thread."""
         found = []
         for step in _taken(self._noted):
-            if not step.end.query():
+            # Consecutive steps may use different streams, so the end of a step does not imply the other marks.
+            if not all(mark.query() for mark in step[:4] if mark is not None):
                 self._noted.appendleft(step)
                 break
-            found.append(step.times())
+            # The time between the marks of two GPUs is undefined; such a step must not stop the training.
+            with suppress(RuntimeError):
+                found.append(step.times())
         return found
+
+    def finish(self) -> None:
+        """Wait until the stream has finished the newest step."""
+        if (end := self._end or self._former_end) is not None:
+            end.synchronize()
 
     @property
     def is_behind(self) -> bool:
@@ -243,10 +258,13 @@ class _DeviceStep(NamedTuple):
 
     def times(self) -> StepTimes:
         """Return the step times; requires that the stream has reached all marks."""
-        starved_s = self.wait_s if self.former_end is None else self.former_end.elapsed_time(self.before) / 1000
+        starved_s = self.wait_s
+        if self.former_end is not None:
+            # In different streams, a step may begin before the previous one ends.
+            starved_s = max(0.0, self.former_end.elapsed_time(self.before) / 1000)
         data_s = min(self.wait_s, starved_s)
         copy_s = 0.0 if self.before is self.after else self.before.elapsed_time(self.after) / 1000
-        compute_s = self.after.elapsed_time(self.end) / 1000
+        compute_s = max(0.0, self.after.elapsed_time(self.end) / 1000)
         other_s = max(0.0, starved_s - data_s - self.apart_s)
         return StepTimes(data_s, copy_s, compute_s, other_s, self.samples, self.former_end is None)
 
