@@ -207,7 +207,7 @@ def test_files_stay_short() -> None:
 
 @pytest.mark.full
 def test_no_test_module_imports_another() -> None:
-    """Code that tests share is in `tests/doubles` or in a `conftest.py`; `tests/faults` is a program of its own."""
+    """Code that tests share is in `tests/doubles` or in a `conftest.py`; `tests/faults` is a separate program."""
     files = sorted((ROOT / "tests").rglob("*.py"))
     names = [file.stem for file in files if file.stem.startswith("test_")]
     assert sorted(set(names)) == sorted(names), "two test files share a name"

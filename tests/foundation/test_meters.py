@@ -1,4 +1,4 @@
-"""Meters add up at any time and from any thread."""
+"""Meters: counting in several threads, snapshots, and their differences."""
 
 from __future__ import annotations
 

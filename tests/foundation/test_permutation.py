@@ -172,7 +172,6 @@ def test_an_invalid_range_is_rejected():
 
 @pytest.mark.parametrize("n", [2**16 + 1, 256 * 257, 257**2, 100_000, 2**20, 4096**2 - 5, 4096**2, 4096**2 + 1])
 def test_tables_contain_the_values_of_the_hash(n, monkeypatch):
-    """Test grids up to the largest one with tables; the number of cells beyond n is zero, medium or maximal."""
     starts = (0, (n - 1000) // 2, n - 1000)
     by_tables = [epoch_order(n, 5, 6, start, start + 1000) for start in starts]
     monkeypatch.setattr(network, "_TABLES_UP_TO", 0)

@@ -1,4 +1,4 @@
-"""The progress bar: counts, no output in logs, and nothing left behind."""
+"""The progress bar in terminals, logs and notebooks, and its cleanup."""
 
 from __future__ import annotations
 

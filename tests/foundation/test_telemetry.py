@@ -53,7 +53,7 @@ def test_a_snapshot_takes_a_few_milliseconds_and_no_descriptor_stays_open():
         began = time.thread_time()
         telemetry.snapshot()
         taken_s.append(time.thread_time() - began)
-    # A snapshot takes 1.5 ms on an idle machine.
+    # The limit allows for a busy machine.
     assert statistics.median(taken_s) < 0.02
     telemetry.close()
     assert psutil.Process().num_fds() <= before

@@ -1,4 +1,4 @@
-"""`Sampler`: a separate thread, bounded memory, harmless failures, and nothing left behind."""
+"""`Sampler`: its thread, its limited cost and memory, its failures, and its cleanup."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_cost_is_the_threads_share_of_cpu_time():
 
 
 def test_costly_snapshots_are_taken_less_often():
-    # With snapshots limited to a hundredth of a CPU, this one is the only one in 100 s.
+    # Snapshots may use a hundredth of a CPU, so after this one, which costs 1 s, none may follow for 100 s.
     telemetry = FakeTelemetry(cost_s=1.0)
     with telemetry.sampler() as sampler:
         wait_until(lambda: sampler.latest is not None)
@@ -219,7 +219,7 @@ def test_a_user_ended_by_the_garbage_collector_while_another_begins_is_harmless(
     lock = module._shared.lock
 
     class Collecting:
-        """A lock that frees the forgotten object as soon as a thread holds the lock, like the garbage collector."""
+        """A lock that frees the forgotten object while a thread holds the lock, as the garbage collector may."""
 
         def __enter__(self) -> None:
             lock.acquire()

@@ -1,4 +1,4 @@
-"""Errors in the launcher appear before data is copied, name the source that you entered, and use the form's labels."""
+"""Errors in the launcher appear before data is copied, name the source that was entered, and use the form's labels."""
 
 from __future__ import annotations
 

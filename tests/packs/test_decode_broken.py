@@ -1,4 +1,4 @@
-"""Damaged, truncated and hostile files raise an error; none is decoded in part or beyond the pixel limit."""
+"""Decoding of damaged, truncated and hostile files, and the limit of pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image files of every format, mode and orientation are decoded to the same arrays as with Pillow."""
+"""Decoding of image files of every format, mode and orientation."""
 
 from __future__ import annotations
 

@@ -30,9 +30,10 @@ def packed(tmp_path: Path) -> Path:
 
 
 def outcome(path: Path, original: tuple[object, ...]) -> str:
-    """Return how the damage in a changed pack shows.
+    """Return how colabkit reacts to a changed pack.
 
-    "refused": reading it raises an error; "named": verify() lists damaged samples; "meaningless": the content is
+    "refused": reading the pack raises an error; "named": `verify()` lists damaged samples; "meaningless": the content
+    is
     unchanged; "silent": changed content is not detected.
     """
     try:

@@ -217,7 +217,7 @@ def test_truncated_files_are_bad_and_never_decoded_in_part(tmp_path, kind, optio
     report = pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=0.999, progress=False, **options)
     assert verify(report.path, progress=False).is_good
     assert report.splits["train"] + len(report.bad) == count
-    # A GIF or BMP without its last byte can be decoded completely.
+    # A GIF or BMP that lacks only its last bytes may be decoded completely.
     assert report.splits["train"] <= 2
     opened = open_pack(report.path)["train"]
     whole = open_pack(report.path)["train"][len(opened) - 1][0]

@@ -1,4 +1,4 @@
-"""Operations that stop at any file change leave the old or the new output, and the next call succeeds."""
+"""Operations stopped at any file change leave the old or the new output, or none if documented, and can be repeated."""
 
 from __future__ import annotations
 

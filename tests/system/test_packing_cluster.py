@@ -1,4 +1,4 @@
-"""Packing works on a real cluster: Dask's workers run the tasks, and a killed worker is replaced."""
+"""Packing on a real cluster: Dask's workers run the tasks, and the tasks of a killed worker are repeated."""
 
 from __future__ import annotations
 

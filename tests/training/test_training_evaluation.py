@@ -1,4 +1,4 @@
-"""`evaluate()` and `predict()` return the values of a hand-written loop, in dataset order, without side effects."""
+"""`evaluate()` and `predict()` agree with a hand-written loop and have no side effects."""
 
 from __future__ import annotations
 

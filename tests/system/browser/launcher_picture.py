@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 LAUNCHER = ".colabkit-launcher"
-# A palette of this size contains all colors of the launcher, and halves the size of the file.
+# A palette of this size makes the file smaller.
 COLORS = 256
 
 
