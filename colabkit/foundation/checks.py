@@ -298,7 +298,6 @@ def _is_whole(value: object) -> bool:
 
 
 def _whole(value: float | str) -> int | None:
-    """Convert a number or text to an integer; return None if its value is not a whole number."""
     try:
         number = float(value)
     except ValueError:

@@ -134,7 +134,6 @@ def permute_each(positions: Positions, sizes: Positions, keys: Words64) -> None:
 
 
 def _at_sorted(positions: Positions, sizes: Positions, keys: Words64) -> Positions:
-    """For each position, sort the numbers below its size by hash words and return the number at that position."""
     numbers = np.arange(sizes.max())
     words = hashed(keys[:, None], numbers)
     words[numbers >= sizes[:, None]] = np.iinfo(np.uint64).max
@@ -161,7 +160,6 @@ def _sorted_words(n: int, key: int) -> Words64:
 
 @functools.cache
 def _first_steps() -> tuple[Words64, Words64]:
-    """Return the numbers in the first chunk, and the offset of SplitMix64's state for each."""
     numbers = np.arange(CHUNK, dtype=np.uint64)
     return numbers, numbers * np.uint64(GAMMA)
 

@@ -217,8 +217,6 @@ class _ProcessSampler(DistributedSampler[Any]):
 
 
 class _PlanSampler(BatchSampler):
-    """A sampler that plans the batches of this process for the iteration that loads them."""
-
     def __init__(self, order: _ProcessSampler, batch_size: int, drop_last: bool) -> None:
         self.order = order
         self.batch_size = batch_size
@@ -242,8 +240,6 @@ class _PlanSampler(BatchSampler):
 
 
 class _LoaderIteration:
-    """An iteration of the loader that starts at the first requested batch."""
-
     def __init__(self, batches: _PlannedDataset, epoch: int) -> None:
         self._batches = batches
         self._epoch = epoch

@@ -385,7 +385,6 @@ class Loader(DataLoaderSource):
                 counts.settle(clock)
 
     def _finished(self, order: Order | None, seed: int, epoch: int, made: Batch) -> Any:
-        """Apply the last steps of the transform to a batch and return it in the user's structure."""
         whole: Callable[[Sequence[Any]], Any]
         if self._columns is not None:
             values, whole, label_place = [*made.values], self._columns.batch, self._columns.label_place

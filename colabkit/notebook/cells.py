@@ -71,8 +71,6 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
 
 
 class _CellStep:
-    """The body of a cell as a training step that counts its calls; checkpoints hold the counts."""
-
     def __init__(self, body: CellCode, namespace: dict[str, Any], loader: colabkit.Loader) -> None:
         self._body = body
         self._namespace = namespace

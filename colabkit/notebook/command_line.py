@@ -191,7 +191,6 @@ def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _look_up(reference: str, kind: str) -> Any:
-    """Return the object that `FILE.py:NAME` names."""
     file, colon, name = reference.rpartition(":")
     if not colon:
         next_step = "Name the file and the variable, for example train.py:loader"

@@ -243,6 +243,5 @@ def _listed(path: str) -> list[str]:
 
 
 def _fitting(found: Iterable[str], typed: str, symbol: str) -> list[str]:
-    """Return the words that start with `typed`, each without the part of `typed` that precedes `symbol`."""
     whole = (quote_word(word, typed) for word in found)
     return [word[len(typed) - len(symbol) :] for word in whole if word is not None and word.startswith(typed)]

@@ -312,7 +312,6 @@ def speak(found: Any, verb: Verb, words: LineWords) -> None:
 
 
 def _option_text(option: Option, value: Any) -> str:
-    """Return an option and a value as the words of a line; empty if a line cannot contain them."""
     if value is ...:
         return option.flag or option.name
     if option.kind == "objects":

@@ -317,7 +317,6 @@ def _diverged(step: int, name: str, value: float) -> TrainingDiverged:
 
 
 def _joined(values: tuple[object, ...]) -> Tensor:
-    """Stack single values into one float64 tensor, on the device of the first tensor among them."""
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor([float(cast(Any, value)) for value in values], dtype=torch.float64)
     tensors = [value if isinstance(value, Tensor) else torch.tensor(float(cast(Any, value))) for value in values]

@@ -292,7 +292,6 @@ class TrainingInterrupted(OneLineError, KeyboardInterrupt):
 
 
 def _write_json(path: str | os.PathLike[str], act: str, values: Any) -> Path:
-    """Write values to a file atomically, with null in place of NaN and infinity, and return its path."""
     target = user_path(path, act).absolute()
     text = json.dumps(_finite(values), allow_nan=False)
     with file_changes.translated(act), Partial(target) as partial:

@@ -190,7 +190,6 @@ class TrainingRun:
         return sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
 
     def _epoch(self) -> bool:
-        """Train an epoch, or the rest of a resumed epoch; return whether to continue."""
         if self._begun is None:
             self._begun = EpochProgress(len(self._epochs), self._trained[0])
             self._recorder = self._recorder_of(SampleMeans())
@@ -209,7 +208,6 @@ class TrainingRun:
         return not self._is_stopped and (not self.stops.look() or self.processes.count > 1)
 
     def _batches(self, begun: EpochProgress) -> bool:
-        """Train on the batches of an epoch; return False if training stops before the end of the epoch."""
         counts = self.loader.meters
         former, before = counts.snapshot(), copy(begun)
         started, apart_s = perf_counter(), 0.0
@@ -380,7 +378,6 @@ class TrainingRun:
             raise
 
     def _is_last(self, begun: EpochProgress) -> bool:
-        """Return whether the epoch's last step is done; the state is then saved once, by `_end`."""
         return self._trained[0] > begun.loader_epoch
 
     def _end(self, begun: EpochProgress) -> None:

@@ -342,7 +342,6 @@ class SupervisedStep:
         return InvalidOption(cannot(TRAIN_ON, found, "the same device", next_step))
 
     def _scored(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
-        """Return the model's output and the loss, which is computed in float32 if the output is a tensor."""
         if self._autocast is None:
             scores = forward(images)
         else:

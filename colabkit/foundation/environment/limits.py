@@ -120,7 +120,6 @@ def _machine_memory(read: Reader) -> tuple[int, int]:
 
 
 def _number(read: Reader, path: str, key: str = "") -> int:
-    """Return the number in a file, or the number after `key`; 0 if it cannot be read, for example in a sandbox."""
     try:
         text = read(path)
         return int(dict(line.split() for line in text.splitlines()).get(key, 0) if key else text)

@@ -196,7 +196,6 @@ def _say_shadowed(file: str) -> None:
 
 
 def _devices(nvml: ModuleType) -> list[_Device]:
-    """Return all cards in the order of their PCI addresses, each followed by its MIG instances."""
     found = []
     for index in range(_ask(nvml, "nvmlDeviceGetCount") or 0):
         try:
@@ -254,7 +253,6 @@ def _visible(known: list[_Device], environ: Mapping[str, str]) -> list[_Device]:
 
 
 def _text(value: str | bytes | None) -> str | None:
-    """Decode a text from the driver, which older versions of pynvml return as bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 

@@ -249,7 +249,6 @@ class Host:
         return sum(one.bytes_recv for one in others), sum(one.bytes_sent for one in others)
 
     def _stall(self, read: Reader, resource: str) -> float | None:
-        """Return the share of the time in which some task waited for a resource, in [0, 1]."""
         if resource not in self._stall_files:
             own = [
                 f"{folder}/{resource}.pressure" for version, folder in cgroup_folders(read, resource) if version == 2
@@ -270,13 +269,11 @@ def _ask(query: Callable[[], Any]) -> Any:
 
 
 def _core_times(times: Any) -> tuple[float, float]:
-    """Return busy and total seconds of a core; user time already includes guest time."""
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
 def _cgroup_cpu_s(read: Reader) -> float | None:
-    """Return the CPU seconds used by this process's cgroup; None if unknown."""
     for version, folder in (*cgroup_folders(read, "cpu"), *cgroup_folders(read, "cpuacct")):
         with contextlib.suppress(OSError, ValueError, KeyError):
             if version == 2:
@@ -302,7 +299,6 @@ def _numbers(text: str) -> dict[str, str]:
 
 
 def _stalled_s(read: Reader, file: str) -> float | None:
-    """Return the seconds in which some task was stalled, from a pressure stall information file of the kernel."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         words: Sequence[str] = read(file).splitlines()[0].split()
         if words[0] == "some" and words[-1].startswith("total="):

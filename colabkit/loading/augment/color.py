@@ -119,7 +119,6 @@ def _gray(images: Tensor, largest: float) -> Tensor:
 
 
 def _shift_hue(images: Tensor, shifts: Factors, largest: float) -> Tensor:
-    """Return images `[B, 3, H, W]` with their hue shifted; a shift of 1 is a full turn of the color circle."""
     (shift,) = per_image(images, shifts * 6)
     red, green, blue = images.div(largest).split(1, 1)
     high = torch.maximum(torch.maximum(red, green), blue)

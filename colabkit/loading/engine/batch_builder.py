@@ -289,7 +289,6 @@ class BatchBuilder:
 
 
 def _release_memory(group: BatchGroup) -> None:
-    """Drop a group's tensors, so that their buffer can be used again once its batches are released."""
     group.values, group.result = [], None
 
 

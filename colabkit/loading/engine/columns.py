@@ -372,7 +372,6 @@ def _row_gather(act: str, name: str, value: Any) -> RowGather:
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
-    """Return a digest of shapes, dtypes and some rows, to distinguish datasets."""
     digest = hashlib.sha256()
     for name, array in arrays.items():
         shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")

@@ -262,7 +262,6 @@ class ProcessEngine:
     def _made_batches(
         self, seed: int, epoch: int, plans: Iterator[BatchPlan]
     ) -> Iterator[tuple[WorkerBatch, int, Indices]]:
-        """Yield each batch from the workers, with its end in the epoch and the positions of its samples."""
         waiting: deque[tuple[int, Indices]] = deque()
         keys = DeferredErrors(_keys_of(seed, epoch, plans, waiting))
         pool = self._idle_pool() or self._new_pool()
@@ -317,7 +316,6 @@ def _worker_died(found: str) -> LoaderFailed:
 def _keys_of(
     seed: int, epoch: int, plans: Iterator[BatchPlan], waiting: deque[tuple[int, Indices]]
 ) -> Iterator[list[SampleKey]]:
-    """Yield the keys of each batch, and append its end in the epoch and its positions to `waiting`."""
     for plan in plans:
         for (start, stop), end in zip(plan.spans, plan.ends, strict=True):
             positions, indices = plan.positions[start:stop], plan.indices[start:stop].tolist()

@@ -386,7 +386,6 @@ class ThreadEngine:
     def _build(
         self, builder: BatchBuilder, plans: Iterator[BatchPlan], ahead: FileReadAhead | None
     ) -> Generator[Batch, None, None]:
-        """Yield batches built by threads, or by the caller's thread if there are no threads."""
         part = "decode" if self.images else "augment" if self.stages.works_in_threads else "gather"
         pool = ThreadPool(
             split_plans(plans, self.depth.group_batches),

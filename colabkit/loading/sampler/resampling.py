@@ -251,7 +251,6 @@ def _exponential(words: Words64) -> npt.NDArray[np.float64]:
 
 
 def _numbers(order: str, name: str, values: npt.ArrayLike, dtype: Any = None) -> npt.NDArray[Any]:
-    """Return values as an array `[N]`, copied if a dtype is given; raise `InvalidOption` if impossible or if N is 0."""
     try:
         array = np.asarray(values)
         array = array if dtype is None else array.astype(dtype)

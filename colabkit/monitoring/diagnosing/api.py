@@ -289,7 +289,6 @@ def _clock(totals: meters.StepTotals) -> meters.Clock:
 
 
 def _device() -> str:
-    """Return the name of the current GPU if this process has tensors on it, else `"cpu"`."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return "cpu"
     number = torch.cuda.current_device()
@@ -305,7 +304,6 @@ def _length(loader: Any) -> int | None:
 
 
 def _facts_of(loader: Any) -> meters.LoaderFacts:
-    """Return the facts found in the attributes of a loader such as torch's `DataLoader`."""
     dataset = getattr(loader, "dataset", None)
     batch_size, workers = getattr(loader, "batch_size", None), getattr(loader, "num_workers", None)
     pins, keeps = getattr(loader, "pin_memory", None), getattr(loader, "persistent_workers", None)

@@ -346,13 +346,11 @@ def _place(run: RunProfile) -> str:
 
 
 def _fits_in_ram(run: RunProfile) -> bool:
-    """Return whether the data is known to fit in RAM with some room left."""
     size, used, total = _data_bytes(run), run.machine.ram_used, run.machine.ram_total_bytes
     return size is not None and used is not None and total is not None and used * total + size <= _ROOMY_RAM * total
 
 
 def _row_bytes(run: RunProfile) -> float | None:
-    """Return the size in bytes of a decoded sample, or of a stored one if nothing was decoded."""
     for name in ("decode", "augment"):
         part = run.part(name)
         if part.samples:

@@ -123,7 +123,6 @@ def judge(run: RunProfile, verdict: Verdict | None = None, *, is_over: bool = Tr
 
 
 def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
-    """Return the most useful advice: urgent advice first, then by predicted speed."""
     now = run.samples_per_s
     useful: dict[str, Advice] = {}
     for advice in given:

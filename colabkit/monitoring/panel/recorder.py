@@ -176,7 +176,6 @@ class RunRecorder:
             self._loss.add(self._values.values.get("loss"))
 
     def _lately(self, now_s: float, spent: MetersSnapshot) -> tuple[float, MetersSnapshot]:
-        """Return the seconds and the meters of a recent time window, or of the whole run once it has ended."""
         if self._ended_s is not None:
             return now_s - self._started_s, spent
         self._window.append((now_s, spent))
@@ -205,7 +204,6 @@ class RunRecorder:
 
 
 def _bytes_per_s(spent: MetersSnapshot, lately: MetersSnapshot, seconds: float) -> float | None:
-    """Return the bytes per second that were read, or gathered if reads are not counted."""
     if not seconds:
         return None
     whole = {part.name: part.handled_bytes for part in spent.parts}

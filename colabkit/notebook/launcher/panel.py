@@ -231,7 +231,6 @@ def _places() -> list[tuple[str, str]]:
 
 
 def _described(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
-    """Return the message for an error, and the fields to mark."""
     if os.environ.get("COLABKIT_DEBUG") == "1":
         return "".join(traceback.format_exception(error)), ()
     if isinstance(error, ColabkitError):
@@ -240,7 +239,6 @@ def _described(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
 
 
 def _main_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the running event loop if this is the main thread, otherwise None."""
     if threading.current_thread() is not threading.main_thread():
         return None
     try:

@@ -152,7 +152,6 @@ def is_read_by_pack(source: str) -> bool:
 
 
 def _checked(act: str, name: str, text: str) -> str:
-    """Return a field's stripped text; raise `InvalidOption` if it is empty, or has a line break or null character."""
     text = text.strip()
     if not text:
         expected = "a path or an address" if name == "source" else "a path"
@@ -183,7 +182,6 @@ def _value(act: str, entered: Option, text: str) -> Any:
 
 
 def _folder_name(source: str, options: Mapping[str, Any]) -> str:
-    """Return the name of the folder for a pack and its checkpoints; it depends on the source and the options."""
     bare = re.split(r"[?#]", source, maxsplit=1)[0].rstrip("/") if "://" in source else source
     path = bare.partition("://")[2].partition("/")[2] if "://" in source else bare.rpartition(":")[2]
     stem = PurePosixPath(path).name.partition(".")[0]

@@ -93,7 +93,6 @@ def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
 
 
 def _disk_of(disks: tuple[DiskReport, ...], folder: str) -> DiskReport | None:
-    """Return the disk that holds a folder, or else the last disk, if any."""
     holding = [one for one in disks if PurePath(folder).is_relative_to(one.folder)]
     return max(holding, key=lambda one: len(one.folder)) if holding else disks[-1] if disks else None
 

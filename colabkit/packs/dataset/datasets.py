@@ -53,7 +53,6 @@ class LabelledDataset(Dataset[Any]):
         return self._count
 
     def _place(self, index: Any) -> int:
-        """Return the equivalent non-negative index; raise `TypeError` or `MissingSample` for an invalid index."""
         place = operator.index(index)
         if not -self._count <= place < self._count:
             raise missing_sample(place, self._count)

@@ -213,8 +213,6 @@ def open_hdf5_split(
 
 @dataclass(frozen=True, slots=True)
 class _ReadColumn:
-    """A column of samples that cannot be memory-mapped, for example because they are compressed."""
-
     reader: Hdf5Reader
     found: Hdf5Dataset
     content: str
@@ -287,7 +285,6 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
 
 
 def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
-    """Return the content of the samples, `image` or `array`, and whether they vary in length."""
     first = found[0]
     for other in found:
         if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
@@ -323,7 +320,6 @@ def _listed(names: Mapping[str, str]) -> str:
 
 
 def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]], task: Task) -> tuple[dict[str, Tensor], LabelValues]:
-    """Return each split's labels, converted as `pack()` converts them, and the kind and classes of all labels."""
     if not stored:
         return {}, LabelValues("none", (), None)
     arrays = [array.reshape(len(array)) if array.shape[1:] == (1,) else array for array in stored.values()]

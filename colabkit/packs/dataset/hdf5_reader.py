@@ -93,7 +93,6 @@ def is_dataset(file: h5py.File, name: str) -> bool:
 
 
 def _is_own(group: h5py.Group, name: str, kind: type) -> bool:
-    """Return whether a hard link of a group leads to an object of a kind."""
     import h5py
 
     return isinstance(group.get(name, getlink=True), h5py.HardLink) and group.get(name, getclass=True) is kind

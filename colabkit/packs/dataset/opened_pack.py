@@ -215,7 +215,6 @@ class Pack(Mapping[str, PackedDataset]):
         return f"Pack {str(self.path)!r}: {splits}; {what}{classes}, {size}"
 
     def _file_bytes(self) -> tuple[int, int]:
-        """Return the total size of the existing files in bytes, and the number of missing files."""
         total, missing = 0, 0
         for name in [self.path.name, *(Path(shard.name).name for shard in self.info.shards)]:
             try:

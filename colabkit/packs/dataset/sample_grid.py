@@ -177,14 +177,12 @@ def _shown(value: Any) -> npt.NDArray[Any] | str:
 
 
 def _size_of(value: npt.NDArray[Any] | str) -> tuple[int, int]:
-    """Return the width and height of an image in pixels; text and curves get those of a large tile."""
     if isinstance(value, str) or value.ndim < 2:
         return _LARGE_TILE, _LARGE_TILE
     return value.shape[1], value.shape[0]
 
 
 def _levels(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Scale finite values linearly to the range 0 to 255; NaN and infinite values become 0."""
     values = np.abs(array) if array.dtype.kind == "c" else array
     values = values.astype(np.float64)
     finite = np.isfinite(values)

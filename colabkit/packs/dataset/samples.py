@@ -248,7 +248,6 @@ class ShardedSamples:
         return self._shard(0).image_files() if self._shards else None
 
     def _by_shard(self, rows: Indices, read: Callable[[SingleFileSamples, Indices], Any]) -> tuple[list[Any], Indices]:
-        """Return the result of reading each shard, and for each row its position in the concatenated results."""
         owner = np.searchsorted(self._starts, rows, side="right") - 1
         order = np.argsort(owner, kind="stable")
         numbers, firsts = np.unique(owner[order], return_index=True)

@@ -100,7 +100,6 @@ def read_header(data: Data) -> Header | None:
 
 
 def _orientation(segments: list[bytes]) -> int | None:
-    """Return the orientation in APP1 segments; None if Pillow should determine it."""
     exif = [segment for segment in segments if segment.startswith(EXIF)]
     if len(exif) > 1:
         # The EXIF directory may be split across several segments.
@@ -112,7 +111,6 @@ def _orientation(segments: list[bytes]) -> int | None:
 
 
 def _exif_orientation(tiff: bytes) -> int | None:
-    """Return the orientation in an EXIF directory; 0 if it has none, None if the directory is unusual or damaged."""
     order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
     if order is None:
         return None

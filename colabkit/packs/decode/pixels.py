@@ -229,13 +229,11 @@ def _orientation(image: Any) -> int:
 
 
 def _has_late_metadata(png: Data) -> bool:
-    """Return whether a PNG has metadata after its pixels, which may include an orientation."""
     kinds = [kind for kind, _ in _png_chunks(png)]
     return b"IDAT" in kinds and not set(_PNG_METADATA).isdisjoint(kinds[kinds.index(b"IDAT") :])
 
 
 def _check_png(png: Data) -> None:
-    """Raise `BadImage` if compressed pixels do not match their CRCs, which Pillow does not check."""
     for kind, chunk in _png_chunks(png):
         if kind == b"IDAT" and crc32(chunk[4:-4]) != int.from_bytes(chunk[-4:], "big"):
             raise BadImage("pixels of the PNG file do not match their CRC")

@@ -111,7 +111,6 @@ def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str,
 
 
 def _check_room(data_sets: list[DataSet]) -> None:
-    """Raise `InvalidOption` if the page reserved for the seal is too small for this many datasets."""
     longest = 256 + sum(2 * _DIGITS + 8 + len(one.name) + _DIGITS for one in data_sets)
     if longest > file_changes.HDF5_USER_BLOCK_BYTES:
         found = f"the list of its {len(data_sets)} datasets takes up to {longest} bytes"
@@ -191,7 +190,6 @@ def _check_fields(info: PackInfo) -> None:
 
 
 def _check_table(info: PackInfo, name: str, kinds: str, rank: int) -> None:
-    """Raise `Corrupt` if a table is not covered by the seal, or has an unexpected dtype or rank."""
     found = info.data_sets[name]
     dtype = np.dtype(found.dtype)
     if name not in info.table_crcs or dtype.kind not in kinds or dtype.itemsize > 8 or len(found.shape) != rank:

@@ -311,7 +311,6 @@ class _LabelCells:
         return f"{names.get(type(cell)) or kind_of(cell)} for {self.items[row].path!r}"
 
     def targets(self) -> npt.NDArray[Any]:
-        """Convert numbers, or lists of numbers of one length, to `float32`; raise `BadSource` if one is too large."""
         with np.errstate(over="ignore"):
             try:
                 values = np.array(self.cells, np.float64).astype(np.float32)

@@ -246,7 +246,6 @@ def _split_samples(
     meaning: LabelValues,
     seed: int,
 ) -> dict[str, Indices]:
-    """Return the sample numbers of each split; `by_folder` holds the splits derived from the folders."""
     own = _split_column(columns)
     if isinstance(splits, str):
         example = ("For shares, use ", option("splits", "train=0.8,val=0.2"))
@@ -270,7 +269,6 @@ def _split_samples(
 
 
 def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> _Places:
-    """Return the split that each cell names; raise `BadSource` for unknown names."""
     splits = [split_named(cell) for cell in cells]
     if None in splits:
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
@@ -318,7 +316,6 @@ class _FolderTree:
         return stored_splits(sorted(parts[0] for parts in self._inside.values())) if self._has_splits else {}
 
     def splits(self) -> Indices:
-        """Return the split of each row of the listing, as an index into `SPLITS`."""
         splits = {folder: split_named(parts[0]) for folder, parts in self._inside.items()} if self._has_splits else {}
         return self._by_row({folder: SPLITS.index(splits.get(folder) or SPLITS[0]) for folder in self._folders})
 
@@ -352,7 +349,6 @@ class _FolderTree:
         return next(iter(self._inside[folder][self._has_splits :]), "")
 
     def _by_row(self, numbers: Mapping[str, int]) -> Indices:
-        """Return the number assigned to each row's folder; 0 for rows that are not samples."""
         found = np.zeros(len(self._items), np.int64)
         for folder, rows in self._folders.items():
             found[rows] = numbers[folder]

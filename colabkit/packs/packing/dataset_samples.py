@@ -168,7 +168,6 @@ class DatasetSampleMaker(MemorySampleMaker):
         return self._join(numbers.tolist(), self._made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:
-        """Return the fields of a sample; raise `BadImage` with only the reason if the sample is bad."""
         sample = self._sample(number)
         values = []
         for made, place in zip(self.fields, self._places.values(), strict=True):
@@ -346,7 +345,6 @@ def _at(sample: Any, place: Iterable[Any]) -> Any:
 
 
 def _may_be_label(value: Any) -> bool:
-    """Return whether a value has fewer than two dimensions and is neither an image nor a mapping."""
     return not isinstance(value, Image.Image | Mapping) and _dimensions(value) < 2
 
 
@@ -374,7 +372,6 @@ def _named(value: Any) -> str:
 
 
 def _is_image(value: Any) -> bool:
-    """Return whether a value is a Pillow image or uint8 pixels: a tensor [C, H, W] or an array [H, W, C]."""
     if isinstance(value, Image.Image):
         return True
     shape = tuple(getattr(value, "shape", ()))

@@ -218,7 +218,6 @@ class FileCollection:
         return kinds, decode_s / len(kinds)
 
     def _further_fields(self) -> tuple[list[tuple[SampleField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
-        """Return the fields that functions make, and the tables of the labels and of the fields from columns."""
         labelled, made, tables = self._labelled, [], []
         if labelled.values is not None:
             tables.append(FieldTable(Field(LABELS, "labels"), labelled.values))

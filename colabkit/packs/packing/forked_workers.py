@@ -214,7 +214,6 @@ def _work(
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that can be sent to the parent: a RuntimeError if the error itself cannot be pickled."""
     text = "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, ColabkitError):
         error.add_note(f"In a worker process:\n{text}")

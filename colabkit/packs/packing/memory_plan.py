@@ -242,7 +242,6 @@ def _labels(options: PackOptions, columns: Sequence[Rows | TextColumn]) -> Label
 
 
 def _class_names(maker: DatasetSampleMaker, names: Sequence[str], known: npt.NDArray[Any] | None) -> tuple[str, ...]:
-    """Return the names of a dataset's classes, or of its labels if there are several; () if there are no names."""
     if maker.label_kind == "class":
         if maker.has_bools:
             return "False", "True"

@@ -121,7 +121,6 @@ class SampleMaker(ABC):
     def _join(
         self, numbers: Iterable[int], make: Callable[[int], tuple[Value, ...]], on_bad: BadHandler
     ) -> Sequence[Column]:
-        """Make samples one by one and return them as columns; bad samples are blank."""
         samples = []
         for place, number in enumerate(numbers):
             try:

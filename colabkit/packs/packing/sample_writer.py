@@ -174,7 +174,6 @@ class SampleWriter:
             before += samples
 
     def _read_ends(self, split: str) -> Indices | None:
-        """Return the cumulative number of bytes read for the samples of a split; None if nothing is read."""
         return None
 
 
@@ -268,7 +267,6 @@ class FileSampleWriter(SampleWriter):
 
 
 def _row_bytes(made: SampleField, column: Column) -> npt.NDArray[np.uint8]:
-    """Return the bytes of each row, `[n, row_bytes]`."""
     if isinstance(column, np.ndarray):
         rows = column
     else:

@@ -346,7 +346,6 @@ def _names_in(index: Path) -> list[str]:
 def _write_index(
     plan: PackPlan, final: Path, shards: Sequence[PackInfo], written: Sequence[WrittenPack], *, replace: bool
 ) -> tuple[str, dict[str, int]]:
-    """Write the index next to its shards; return its seal and the number of samples in each split."""
     counts = {
         split: total for split in plan.splits if (total := sum(shard.meta["splits"].get(split, 0) for shard in shards))
     }
@@ -371,7 +370,6 @@ def _write_index(
 
 
 def _listed_bad(plan: PackPlan, written: Sequence[WrittenPack]) -> list[list[Any]]:
-    """Return the bad samples of all shards; blank ones with their index in the complete pack."""
     before = dict.fromkeys(plan.splits, 0)
     found = []
     for shard in written:

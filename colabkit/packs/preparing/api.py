@@ -180,7 +180,6 @@ def prepare(
 
 
 def _save_folder(to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:
-    """Return the folder in which packs of a source are saved, or None and the reason why they are not saved."""
     if to is None:
         return None, option("to", None)
     try:

@@ -324,7 +324,6 @@ class Preparation:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return the packs in a folder, newest first; other processes may remove them in the meantime."""
     times = {}
     for path in folder.glob("*.h5"):
         with contextlib.suppress(OSError):

@@ -129,7 +129,6 @@ def mount(
 
 
 def _note_of_mode(found: Mount, mode: bool | None) -> Text:
-    """Return the note about a mount that may be writable although `readonly` was requested."""
     known = "The mount is writable" if mode is False else "Whether the mount is read-only is unknown"
     if found.fstype != DRIVEFS:
         return f"{known}; to make it read-only, mount it again with {DRIVE_TYPES[found.fstype]}"

@@ -89,7 +89,6 @@ def check_can_mount(place: Place, act: str = "mount Drive") -> None:
 
 
 def _not_here(place: Place, act: str) -> MountFailed:
-    """Return the error for a process in which `google.colab` cannot mount Drive, with advice for its environment."""
     if place.name == "Kaggle":
         return MountFailed(
             cannot(

@@ -280,7 +280,6 @@ def find_mount(path: str | os.PathLike[str] | None, act: str) -> Mount:
 
 
 def _only_drive(act: str, table: list[Mount]) -> Mount | None:
-    """Return the Drive mount, or None if there is none; raise `NotMounted` if there are several."""
     found = drive_mounts(table)
     if len(found) > 1:
         points = ", ".join(repr(mount.point) for mount in found)

@@ -56,7 +56,6 @@ class Rclone(DriveMount):
         return cls(mount, daemon, control if control and control.answers(mount) else None)
 
     def _stats(self) -> dict[str, Any]:
-        """Return the disk cache's statistics; empty without a remote control or a disk cache."""
         if self.control is None:
             return {}
         answer = self.control.ask("vfs/stats", self.control.named(self.mount)).get("diskCache")

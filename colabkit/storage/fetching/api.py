@@ -199,7 +199,6 @@ def _look_first(job: FetchJob) -> None:
 
 
 def _fetch(job: FetchJob) -> tuple[Path, FetchRecord]:
-    """Fetch into a partial and publish it; return the final path and the record of the fetch."""
     with partials.KeptPartial(job.folder, job.address.digest(job.name)) as kept:
         job.is_kept = kept.folder == kept.kept_folder
         result = _DOWNLOADERS[job.address.kind](job, kept)

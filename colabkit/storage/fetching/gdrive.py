@@ -80,7 +80,6 @@ class _Child:
         self._is_admitted = False
 
     def run(self) -> dict[str, Any]:
-        """Run gdown once and return the child's last message; raise an error if gdown failed."""
         known = self.kept.record.get("known", {})
         if self._bytes_there() and not self.is_folder and not known:
             # The version of the existing bytes is unknown, so they cannot be resumed.
@@ -274,6 +273,6 @@ def _name(job: FetchJob, file: dict[str, Any]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, changed so that the child imports nothing from its working folder."""
+    # Keep Python from importing modules from the working folder.
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(folder)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}

@@ -123,7 +123,6 @@ class _WebDownload:
         return self._whole()
 
     def _answered(self, response: HTTPResponse, have: int) -> tuple[int, int | None]:
-        """Return the offset at which the response starts, and the number of bytes it must deliver; None if unknown."""
         expected: int | None
         if response.status == 206:
             expected = self._checked_range(response, have)
@@ -164,7 +163,6 @@ class _WebDownload:
         return safe_name(unquote(urlsplit(response.geturl()).path.rpartition("/")[2])) or own or "download"
 
     def _checked_range(self, response: HTTPResponse, have: int) -> int:
-        """Return the number of bytes that a response with status 206 must deliver."""
         record = self.kept.record
         first, last, total = content_range(response.headers) or (None, None, None)
         length = total_bytes(response.headers)
@@ -206,7 +204,6 @@ class _WebDownload:
             raise TryFailed(f"the connection ended {missing} too early", _AGAIN)
 
     def _check_head(self, response: HTTPResponse, blocks: Iterator[bytes]) -> None:
-        """Store the first bytes; raise `FetchFailed` if they belong to a web page."""
         head = b""
         for block in blocks:
             head += block

@@ -145,7 +145,6 @@ class Probe:
         sys.stdout.flush()
 
     def _slice(self) -> float:
-        """Return the time until which the next phase may start operations, given its share of the remaining time."""
         weights = [_WEIGHTS[phase] for phase in self._plan]
         del self._plan[0]
         return now() + (self.end - now()) * weights[0] / sum(weights)
@@ -265,7 +264,6 @@ class Probe:
         random.shuffle(self.files)
 
     def _size(self, until: float) -> list[File]:
-        """Return paths and sizes of as many files as the time allows."""
         sized: list[File] = []
         waiting = deque(self.files)
 
@@ -407,7 +405,7 @@ def _next(waiting: deque[T]) -> T | None:
 
 
 def _forget(descriptor: int) -> None:
-    """Drop a file from the page cache, so that the disk is measured instead of the cache."""
+    # Drop the file from the page cache, so that the disk is measured.
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -334,7 +334,6 @@ def protocol_of(address: Address) -> str:
 
 
 def _file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
-    """Return the file system of an address, the path in it, and fsspec's version and the protocol for a report."""
     protocol = protocol_of(address)
     purpose, package = f"to read {protocol}://", _PACKAGES.get(protocol)
     install = f"Run pip install {package}" if package else ""

@@ -183,7 +183,6 @@ class Calls(Generic[T, R]):
         self._tasks.put(None)
 
     def _goes_on_after(self, call: _Call[T, R]) -> bool:
-        """Run a call; return whether its thread should continue."""
         cpu = time.thread_time()
         call.moved = time.monotonic()
         _current.call = call

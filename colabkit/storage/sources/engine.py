@@ -122,7 +122,6 @@ class Reading:
             yield from self._calls.results(wanted, _SIZE)
 
     def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
-        """Yield the requested items, or their requested blocks, in one sequential pass."""
         items: dict[str, Item] = {}
         # Requested offsets, by path, of the items that are requested in blocks.
         offsets: dict[str, set[int]] = {}

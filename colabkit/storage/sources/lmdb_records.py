@@ -90,8 +90,6 @@ class LmdbSource(RangeSource):
 
 
 class _Values:
-    """All keys of a database, the locations of their values, and the types that their first bytes indicate."""
-
     def __init__(self, name: str, fd: int, size: int) -> None:
         self._name = name
         self._fd = fd
@@ -190,7 +188,6 @@ class _Values:
 
 
 def _paths(found: Indexing, keys: list[bytes]) -> list[str]:
-    """Return the keys as paths: as UTF-8, or in hex for binary keys."""
     has_binary = any(map(_CONTROL.search, keys))
     paths = []
     for key in keys:

@@ -50,8 +50,6 @@ _MISSING_CELLS = ["", "nan", "NaN"]
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A parsed table: the root folder of item paths, one absolute path per row, and the other columns."""
-
     root: str
     paths: tuple[str, ...]
     columns: Mapping[str, tuple[Any, ...]]
@@ -258,7 +256,6 @@ class ManifestSource:
         return _Table(root, paths, columns)
 
     def _user_path(self, row: int, cell: Any, table: Sequence[Mount]) -> str:
-        """Return the path in a cell, with `drive:` and `~` expanded; raise `BadSource` if there is no path."""
         text = os.fspath(cell) if isinstance(cell, str | os.PathLike) else ""
         if getattr(cell, "shape", ()):
             found, expected = f"item {row} of the source is {kind_of(cell)}", "a path"
@@ -386,7 +383,6 @@ def _path_column(names: Sequence[str]) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell as a plain Python value; None for a missing value."""
     if value is None or type(value).__name__ == "NAType":
         return None
     if isinstance(value, list | tuple | dict | str):

@@ -38,8 +38,6 @@ _SHARD_SUFFIX = re.compile(r"\.(tar|tfrecords?|tfrec)(?=$|-\d+-of-\d+$)", re.IGN
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file with samples: its absolute path, and its size and time when it was indexed."""
-
     path: Path
     listed: Item
 
@@ -97,7 +95,6 @@ class RangeSource:
         """Do nothing: no file stays open."""
 
     def _known(self, item: Item) -> _Range:
-        """Return the listed sample, with its location, that has an item's path and size."""
         items = self.list().items
         row = bisect_left(items, item.path, key=lambda one: one.path)
         known = items[row] if row < len(items) else None

@@ -272,7 +272,6 @@ def _open_path(act: str, path: Path) -> Source | None:
 
 
 def _shard_kind(names: Sequence[str]) -> Callable[[str, Sequence[Path]], RangeSource] | None:
-    """Return the class that reads files with these names; None if they are not all shards of one type."""
     if names and all(name.lower().endswith(".tar") for name in names):
         return WebDatasetSource
     return TfRecordSource if names and all(map(is_tfrecord_name, names)) else None

@@ -139,7 +139,6 @@ class TarSource(ArchiveSource):
             raise
 
     def _directory(self, opened: _OpenTar) -> Directory[int]:
-        """Return the archive's directory; the first caller reads it in one pass, and others wait."""
         with self._lock:
             if self._known is None or self._known[0] != opened.archive:
                 directory = answer_of(lambda: self._read_directory(opened.archive), self.can_hang)
@@ -162,8 +161,6 @@ class TarSource(ArchiveSource):
 
 
 class _Slice(ByteSpan):
-    """A member of a plain tar, read at its offset in the open archive."""
-
     def __init__(self, source: str, archive: BinaryIO, start: int, item: Item) -> None:
         super().__init__(item.size)
         self._source = source

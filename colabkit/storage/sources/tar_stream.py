@@ -104,7 +104,6 @@ class TarStream:
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Translate the various exceptions of decompressors into `BadArchive`."""
         try:
             yield
         except ColabkitError:

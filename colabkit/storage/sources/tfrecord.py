@@ -147,7 +147,6 @@ class _Examples:
         raise BadSource(cannot(self._found.act, found, expected, "Write the image's bytes as image/encoded"))
 
     def fields(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values, by name, of all features except the payload and omitted features."""
         fields: dict[str, Any] = {}
         for name, feature in features.items():
             kind = feature.WhichOneof("kind")

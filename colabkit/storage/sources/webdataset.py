@@ -62,7 +62,6 @@ class WebDatasetSource(RangeSource):
     """
 
     def _indexed(self) -> Listing:
-        """List the samples from the tar headers; read only the members that hold labels."""
         found = Indexing(self.name)
         kind = ""
         unread: Counter[str] = Counter()
@@ -126,7 +125,6 @@ def _plain_stream(path: Path, file: BinaryIO, size: int) -> TarStream:
 
 
 def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, list[_Part]]]:
-    """Return the keys of a shard's samples, in stored order, each with the sample's members."""
     directory = directory_of(stream.name, tar_members(stream), stream.archive_bytes)
     found.skipped += [(f"{shard}/{path}", reason) for path, reason in directory.listing.skipped]
     samples: list[tuple[str, list[_Part]]] = []
@@ -143,7 +141,6 @@ def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, 
 
 
 def _split_name(name: str) -> tuple[str, str] | None:
-    """Return the key and the extension in a member's name; None if the member belongs to no sample."""
     match = None if _META.search(name) else _MEMBER.fullmatch(name)
     return (match[1], match[2].lower()) if match else None
 
@@ -153,7 +150,6 @@ def _kind(extension: str) -> str:
 
 
 def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> str:
-    """Return the kind of the payloads: `image`, `npy` or an extension; empty if there are no samples."""
     extensions = {part.extension for _, parts in samples for part in parts}
     kinds = {_kind(extension) for extension in extensions}
     if not kinds.isdisjoint(IMAGE_EXTENSIONS):

@@ -186,8 +186,6 @@ class ZipSource(ArchiveSource):
 
 
 class _ZipMember(ByteSpan):
-    """A streamed member; errors of its decompressor become `BadArchive`."""
-
     def __init__(self, source: str, file: IO[bytes], member: zipfile.ZipInfo) -> None:
         super().__init__(member.file_size)
         self._source = source

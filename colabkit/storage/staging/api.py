@@ -204,7 +204,6 @@ def _targets_of(source: AnySource, name: str, act: str, *, is_local: bool) -> It
 
 
 def _download(address: Address) -> Target:
-    """Return the location of a download until it is staged."""
     return Target("disk", local_root(os.environ) / "downloads" / address.digest()[:12], address.digest())
 
 
@@ -250,7 +249,6 @@ def _open(act: str, source: AnySource, *, extract: bool, **as_table: Any) -> Sou
 
 
 def _plan_of_address(run: StagingRun) -> StagePlan:
-    """Return the plan for an address, without fetching it."""
     target = choose(run.places, 0, is_requested=len(run.places) == 1)
     why = "as requested" if target.name == "path" else "the size is known after the download"
     return StagePlan(run.name, "address", None, 0, 0, 0, 0, 0, target.name, why, target.path, ())

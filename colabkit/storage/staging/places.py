@@ -310,7 +310,6 @@ def cache_bytes(path: str, read_bytes: int) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, so that only one process at a time mounts below it."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Some file systems do not support locks.

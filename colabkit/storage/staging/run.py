@@ -166,7 +166,6 @@ class StagingRun:
             raise TargetExists(cannot(self.act, holds, "a free path", "Choose another target"))
 
     def _prepare(self, target: Target, plan: StagePlan) -> Target:
-        """Prepare the target; if a tmpfs cannot be mounted or enlarged and the user did not request one, use disk."""
         try:
             target.prepare(self.act, plan.peak_bytes)
         except NotEnoughSpace:
@@ -319,7 +318,6 @@ class StagingRun:
         ahead: Collection[str] = (),
         old: LocalCopy | None = None,
     ) -> list[tuple[Item, Crcs]]:
-        """Copy the items that no earlier run copied, verify all if requested, and return all with their CRC32s."""
         self._copy = copy
         there = copy.resume(items, self._changed)
         there += copy.link_from(old, items, self._changed) if old else []

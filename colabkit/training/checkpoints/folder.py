@@ -340,7 +340,6 @@ class CheckpointFolder:
                     self._note_failure(sealed.step, f"{refused}; it remains at {str(sealed.path)!r}")
 
     def _publish(self) -> None:
-        """Publish checkpoints until none is left; runs in the publisher thread."""
         assert self._remote is not None
         while True:
             with self._changed:

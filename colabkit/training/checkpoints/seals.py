@@ -240,7 +240,6 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def _remove(sealed: SealedCheckpoint) -> None:
-    """Remove a checkpoint, its seal first: a file without a seal does not count."""
     file_changes.remove(sealed.seal)
     file_changes.remove(sealed.path)
 

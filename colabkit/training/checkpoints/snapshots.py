@@ -236,7 +236,6 @@ def sharded(act: str, found: Text) -> InvalidOption:
 
 
 def _plain_tensors(content: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the plain, non-empty tensors in nested containers."""
     waiting: list[Any] = list(content.values())
     seen: set[int] = set()
     while waiting:
@@ -270,7 +269,6 @@ def _key(tensor: Tensor) -> _Key:
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of storage elements that a tensor uses: the first one, and the one after the last."""
     first = int(tensor.storage_offset())
     if tensor.is_contiguous():
         return first, first + tensor.numel()
