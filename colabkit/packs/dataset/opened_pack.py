@@ -174,6 +174,7 @@ class Pack(Mapping[str, PackedDataset]):
             seed: seed of the random choice.
 
         Raises:
+            InvalidOption: if `n` is not a whole number of 1 or more.
             MissingSplit: if the split does not exist.
             MissingPackage: if matplotlib is not installed.
             Corrupt: if a sample does not match its CRC.

@@ -221,11 +221,11 @@ def decode_region(
     None means that the image must be decoded in full.
 
     Rows below the box are skipped by presenting a shorter image to the decoder; the decoded rows are identical to those
-    of a full decode. The image is reduced while it is decoded by the largest factor of 8, 4 or 2 that
-    leaves the box at least as large as requested and divides its top and left, without the margin of `pixels.KEPT`
-    because a random box is seen only once. The size of the returned box may then be fractional. Compared to a full
-    decode, the resized values of 200 photos differ by 1.1 to 1.4 of 255 on average, in the worst crop by 5.7 (bilinear
-    with antialiasing to 64, 96 and 128 pixels; OpenCV's INTER_AREA differs by 1.8 to 2.1).
+    of a full decode. The image is reduced while it is decoded by the largest factor of 8, 4 or 2 that leaves the box at
+    least as large as requested and divides its top and left, without the margin of `pixels.KEPT` because a random box
+    is seen only once. The size of the returned box may then be fractional. Compared to a full decode, the resized
+    values of 200 photos differ by 1.1 to 1.4 of 255 on average, in the worst crop by 5.7 (bilinear with antialiasing to
+    64, 96 and 128 pixels; OpenCV's INTER_AREA differs by 1.8 to 2.1).
 
     Args:
         data: bytes of an image file.

@@ -233,7 +233,7 @@ def _take(array: Rows, rows: Indices) -> npt.NDArray[Any]:
 
 
 def layout_of(act: str, rows: Rows | TextColumn, layout: Layout) -> Layout:
-    """Return `nhwc` or `nchw` for images, which are `uint8` with 1 or 3 channels, and `array` for other samples.
+    """Return `layout`; for `"auto"`, `nhwc` or `nchw` for images (`uint8` with 1 or 3 channels), otherwise `array`.
 
     Raises:
         InvalidOption: if the array does not have the given layout.

@@ -127,7 +127,7 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
 
 
 def shards_of(info: PackInfo) -> Iterator[PackInfo]:
-    """Yield the files that hold the samples of a pack, after comparing each seal with the index.
+    """Yield the description of each file that holds samples of a pack, after comparing its seal with the index.
 
     Raises:
         Corrupt: if the seal of a shard differs from the one in the index.
