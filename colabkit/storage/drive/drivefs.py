@@ -198,7 +198,10 @@ def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFa
 
 
 def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tuple[str, MountFailed]:
-    name, text = type(error).__name__, " ".join(str(error).split())
+    name = type(error).__name__
+    is_timeout = isinstance(error, TimeoutError) or name == "TIMEOUT"
+    # The text of pexpect.TIMEOUT lists all messages that were waited for, and none of them has arrived.
+    text = "" if is_timeout else " ".join(str(error).split())
     if name == "MessageError":
         return "consent", MountFailed(
             cannot(
@@ -252,7 +255,7 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tupl
         return "folder", MountFailed(
             cannot("mount Drive", f"google.colab reports {text!r}", "an empty folder", "Choose another path")
         )
-    if isinstance(error, TimeoutError) or name == "TIMEOUT":
+    if is_timeout:
         return "timeout", MountFailed(
             cannot(
                 "mount Drive",

@@ -97,7 +97,11 @@ def _start(wanted: dict[str, Any], mountpoint: str) -> None:
     if how == "fails":
         raise ValueError("mount failed")
     if how == "pexpect":
-        raise TIMEOUT("Timeout exceeded.")
+        raise TIMEOUT(
+            "Timeout exceeded.\nsearcher: searcher_re:\n    0: re.compile('google.colab.drive MOUNTED')\n"
+            "    1: re.compile('root_alert: failed to read the root folder')\n"
+            "    2: re.compile('The domain policy has disabled Drive File Stream')"
+        )
     if how == "hangs":
         time.sleep(3600)
     if how == "nothing":
