@@ -48,8 +48,13 @@ def new_figure(act: str, width: float, height: float, title: str = "", *, is_arr
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    class DisplayedFigure(Figure):
+        # Notebooks display other figures only after `%matplotlib inline`.
+        def _repr_png_(self) -> bytes:
+            return encode_figure(self, "png")
+
     layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1) if is_arranged else None
-    figure = Figure(figsize=(width, height), layout=layout)
+    figure = DisplayedFigure(figsize=(width, height), layout=layout)
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 
 from colabkit.errors import InvalidOption, MissingPackage
 from colabkit.foundation import GpuSnapshot, HostSnapshot
@@ -55,6 +56,11 @@ def test_a_figure_is_written_atomically_to_the_requested_path(tmp_path):
     run().plot(tmp_path / "run.PDF")
     assert (tmp_path / "run.PDF").read_bytes().startswith(b"%PDF")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run.PDF", "run.png"]
+
+
+def test_a_figure_is_displayed_in_a_notebook_without_a_magic():
+    formatted, _ = InteractiveShell().display_formatter.format(run().plot())
+    assert formatted["image/png"].startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
