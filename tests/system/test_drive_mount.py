@@ -125,6 +125,19 @@ def test_a_mount_that_holds_the_working_folder_is_not_unmounted(colab, monkeypat
     assert colab.count("flush_and_unmount") == 0
 
 
+def test_a_mount_with_a_file_that_this_process_writes_is_unmounted_only_by_force(colab):
+    point = colabkit.mount().path
+    with (point / "log.txt").open("w") as file:
+        file.write("not yet sent")
+        for call in (colabkit.flush, colabkit.unmount, colabkit.clear_cache, lambda: colabkit.mount(force=True)):
+            with pytest.raises(MountFailed, match=r"log\.txt' open for writing\. Close the file first") as caught:
+                call()
+            assert caught.value.cause == "in use"
+    with (point / "log.txt").open() as file:
+        assert file.read() == "not yet sent"
+        colabkit.unmount(force=True)
+
+
 def test_a_mountpoint_on_another_remote_mount_raises_without_access_to_it(colab, tmp_path):
     with FuseMount(tmp_path / "other", tmp_path, "fuse.sshfs") as other:
         other.hang()

@@ -34,7 +34,7 @@ from colabkit.storage.drive.drivefs import DriveFs, check_can_mount, mount_in_co
 from colabkit.storage.drive.mountpoints import (
     DriveMount,
     check_alive,
-    check_not_inside,
+    check_unused,
     counted_files,
     detach,
     find_drive,
@@ -124,7 +124,7 @@ def mount(
     check_can_mount(place)
     if state in ("hung", "failing") and not force:
         raise _forced_only(found, state, reason)
-    check_not_inside(found, act)
+    check_unused(found, act, force=state != "alive")
     return _replace(found, point, state, readonly, timeout_s, started)
 
 
@@ -225,7 +225,8 @@ def unmount(
     Raises:
         NotMounted: if Drive is not mounted, `path` is not on a mount, or there are several Drive mounts and no `path`.
         TimedOut, UnsentWrites: if the writes are not sent in time, or cannot be sent.
-        MountFailed: if files on the mount are open, or, without `force`, if the mount is dead or hangs.
+        MountFailed: if the mount is in use; without `force`, also if it is dead, hangs, or has a file that this process
+            writes.
 
     Example:
         >>> import colabkit
@@ -239,7 +240,7 @@ def unmount(
     timeout_s = check_duration("unmount Drive", "timeout", timeout)
     found = find_mount(path, "unmount Drive")
     act = f"unmount {found.point!r}"
-    check_not_inside(found, act)
+    check_unused(found, act, force)
     if force:
         sent = _unmount_at_once(found, timeout_s)
     else:
@@ -284,7 +285,7 @@ def flush(
     check_alive(found, act, timeout_s)
     served = _served(found, act)
     if served.is_remounted:
-        check_not_inside(found, act)
+        check_unused(found, act, force=False)
     sent = served.send(act, timeout_s, progress)
     kind, remounted = DRIVE_TYPES[found.fstype], served.is_remounted
     return FlushReport(Path(found.point), kind, sent, remounted, time.monotonic() - started)
@@ -341,7 +342,7 @@ def clear_cache(
     if dry_run:
         loss = _possible_loss(unsent, timeout_s) if force else ""
     else:
-        check_not_inside(found, act)
+        check_unused(found, act, force)
         loss = served.clear(act, timeout_s, force, progress)
         freed = max(0, freed - served.cache_bytes()) if freed else 0
     return CacheReport(

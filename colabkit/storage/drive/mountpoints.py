@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -289,22 +290,32 @@ def _only_drive(act: str, table: list[Mount]) -> Mount | None:
     return found[0] if found else None
 
 
-def check_not_inside(found: Mount, act: str) -> None:
-    """Raise `MountFailed` if this process's working folder is on a mount that is about to be unmounted."""
-    try:
+def check_unused(found: Mount, act: str, force: bool) -> None:
+    """Raise `MountFailed` if this process's working folder or, without `force`, a file that it writes is on a mount.
+
+    Data that is still in the file's buffer would be lost with the mount.
+    """
+    here = None
+    with contextlib.suppress(FileNotFoundError):
         here = os.getcwd()
-    except FileNotFoundError:
+    if here is not None and mount_holding(here, [found]):
+        state = f"the working folder {here!r} is on this mount"
+        next_step = "Change to another folder first (in a notebook, %cd /content)"
+    elif not force and (written := [path for path in _files_being_written() if mount_holding(path, [found])]):
+        state = f"this process has {written[0]!r} open for writing"
+        next_step = "Close the file first"
+    else:
         return
-    if mount_holding(here, [found]):
-        failure = MountFailed(
-            cannot(
-                act,
-                f"the working folder {here!r} is on this mount",
-                "",
-                "Change to another folder first (in a notebook, %cd /content)",
-            )
-        )
-        raise with_cause("in use", failure)
+    raise with_cause("in use", MountFailed(cannot(act, state, "", next_step)))
+
+
+def _files_being_written() -> Iterator[str]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        # A descriptor may be closed by another thread meanwhile.
+        with contextlib.suppress(OSError):
+            flags = re.search(r"^flags:\s*([0-7]+)", Path("/proc/self/fdinfo", descriptor).read_text(), re.MULTILINE)
+            if flags is not None and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY:
+                yield os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def check_alive(found: Mount, act: str, timeout: float) -> None:
