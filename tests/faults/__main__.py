@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-# Cases fork, and the threads of numerical libraries do not survive that.
+# Cases run in forks, which lack the threads of numerical libraries.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 _DOUBLES = str(Path(__file__).parents[1] / "doubles")
 sys.path.insert(0, _DOUBLES)

@@ -32,8 +32,6 @@ _MOST_BYTES = 16 << 20
 
 
 def _run(*words: str) -> Callable[[Path, Path], object]:
-    """Return a function that runs a command with an archive and a new folder."""
-
     def run(source: Path, target: Path) -> None:
         target.mkdir()
         subprocess.run([*words, str(source)], cwd=target, check=True, capture_output=True, timeout=30)
@@ -104,7 +102,6 @@ def _extractions(
 
 
 def _readable(copier: Copier, archives: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
-    """Return names and bytes of the archives whose kind the tool supports."""
     return [(name, data) for name, data in archives.items() if name.rpartition(":.")[2] in copier.kinds]
 
 
@@ -208,7 +205,7 @@ def _bombs() -> dict[str, bytes]:
 @fault(29, "archives that are small and become huge, or are endless", EXTRACTORS)
 def bombs(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
     archives = dict(spread(_readable(copier, _bombs()), limit))
-    # A factor of 200 is allowed to any archive, beyond this slack. With the usual slack, bombs would need gigabytes.
+    # Any archive may inflate 200-fold beyond this slack. With the usual slack, bombs would need gigabytes.
     with mock.patch.object(items, "_INFLATION_SLACK_BYTES", 1 << 20), mock.patch.object(items, "MOST_MEMBERS", 1000):
         yield from _extractions(copier, folder, archives, {})
 

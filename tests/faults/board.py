@@ -143,7 +143,7 @@ def attempt(
             unfinished files are left.
         refusals: errors that count as REFUSED; all others are WRONG.
         seconds: deadline, after which the case counts as hanging.
-        release: called after a hanging process is killed; a process that waits for a mount ends only when it answers.
+        release: called after a hanging process is killed, so that a mount answers and the process can end.
     """
     return next(attempts([(case, work)], after, refusals=refusals, seconds=seconds, release=release))
 
@@ -258,7 +258,7 @@ def _score(
 
 
 def _kill_group(pid: int) -> None:
-    """Kill the child and the processes that it has left."""
+    """Kill all processes in the child's group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -280,7 +280,7 @@ def _children() -> int:
 
 
 def _leaks(before: tuple[int, int, int]) -> str:
-    """Wait briefly until nothing more is held than before; return what still is, empty if nothing."""
+    """Wait up to `_GRACE_S` seconds until nothing more is held than before; return the remaining excess as text."""
     deadline = time.monotonic() + _GRACE_S
     while True:
         more = [now - earlier for now, earlier in zip(_held(), before, strict=True)]
@@ -307,14 +307,14 @@ class Score:
 
     @property
     def shown(self) -> str:
-        """The outcome of the worst case."""
+        """The outcome of the worst case, or that the row was not run."""
         if self.not_run:
             return _NOT_RUN
         return max(result.outcome for result in self.results).name
 
 
 def run_row(module: str, number: int, tool: str, limit: int) -> Score:
-    """Run one row of a module with one tool, in a folder of its own."""
+    """Run one row of a module with one tool, in a new folder."""
     importlib.import_module(module)
     row = ROWS[number]
     # This process inherits the start method of its parent, but cases must use the default one.
@@ -322,7 +322,7 @@ def run_row(module: str, number: int, tool: str, limit: int) -> Score:
     # Forked processes need not copy objects that are never collected.
     gc.collect()
     gc.freeze()
-    # Names below ".partial" are searched for, so the folder's own name must be plain.
+    # Leftovers are recognized by ".partial" in their paths, so the folder's path must not contain this text.
     parent = _SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else None
     folder = Path(tempfile.mkdtemp(prefix=f"fault{number}-", dir=parent))
     os.environ["COLABKIT_LOCAL"] = str(folder / "local")

@@ -45,7 +45,7 @@ class Saver:
     Args:
         save: called with the folder and a step.
         load: returns the newest good checkpoint: its step, its content, and the names of the skipped files.
-        refusals: the tool's orderly errors.
+        refusals: the exceptions by which the tool refuses work.
     """
 
     save: Callable[[Path, int], object]
@@ -183,7 +183,7 @@ def damaged_checkpoints(saver: Saver, folder: Path, limit: int) -> Iterator[Resu
 
 
 class PlainTraining:
-    """The same training with a `DataLoader` and `torch.save` after each epoch, as in PyTorch's tutorial."""
+    """A training run like that of `SmallTraining`, with a `DataLoader`, and with `torch.save` after each epoch."""
 
     def __init__(self, data: Any) -> None:
         random.seed(1)

@@ -38,7 +38,7 @@ class Decoder:
         ways: called with the folder and a policy; return the pictures, `uint8 [H, W, C]`, in the order of their names,
             and the names of the bad files.
         policies: how bad files can be handled.
-        refusals: the tool's orderly errors.
+        refusals: the exceptions by which the tool refuses work.
     """
 
     ways: dict[str, Way]
@@ -142,7 +142,7 @@ def corrupt_images(decoder: Decoder, folder: Path, limit: int) -> Iterator[Resul
                 if policy == "skip":
                     del expected[2]
                 else:
-                    # In packs of files, the black picture has a size of its own.
+                    # In packs of files, the black picture has its own size.
                     expected[2] = np.zeros_like(pictures[2])
             else:
                 assert whole is not None, "the file is not an image, but was decoded"
@@ -209,7 +209,7 @@ def _odd_images() -> dict[str, tuple[bytes, np.ndarray | None]]:
         "more pixels than the limit": (bytes(header), None),
         "floating-point numbers": (saved(Image.fromarray(np.zeros((24, 32), np.float32)), "TIFF"), None),
     }
-    # The inverse of what the orientation asks for.
+    # Inverses of the turns that the orientations request.
     turns: dict[int, Callable[[np.ndarray], np.ndarray]] = {
         2: np.fliplr,
         3: partial(np.rot90, k=2),

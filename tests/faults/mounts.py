@@ -58,7 +58,7 @@ def _of_files(
     kinds: tuple[str, ...] = ("folder", "table", "zip", "tar", "tar.gz"),
     **plan: Any,
 ) -> Iterator[Result]:
-    """Copy each kind of source with each of the faults, for archives with those of any path."""
+    """Copy each kind of source with each fault; archives only with faults of any path."""
     cases = [
         (kind, case, one)
         for kind, (case, one) in itertools.product(kinds, faults)
@@ -67,7 +67,7 @@ def _of_files(
     with faulty_mount(copier, folder) as faulty:
         for kind, case, one in spread(cases, limit):
             for path in faulty.originals.root.rglob("*") if "mtime_grain_s" in plan else ():
-                # Changes within one tick of a coarse clock are only invisible right after a change.
+                # A coarse clock hides a change only within the tick of the previous change.
                 os.utime(path)
             own = {"path": PATHS[kind]} if one["path"] == "*" and one["on"] == "read" else {}
             yield from faulty.copy(case, kind, {"faults": [{**one, **own}], **plan}, is_correct=is_correct)

@@ -21,7 +21,7 @@ def flips(data: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
 
 
 def overwrites(data: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Yield names and copies of `data` in which some bytes are overwritten, cut out, repeated or exchanged."""
+    """Yield names and copies of `data` in which some bytes are overwritten, cut out or repeated."""
     generator = random.Random(seed)
     for number in range(count):
         changed = bytearray(data)

@@ -40,7 +40,7 @@ class Packer:
     Args:
         pack: called with the folder, the path of the pack, and the name of a variant.
         read: returns the content of a finished pack, which can be compared.
-        refusals: the tool's orderly errors.
+        refusals: the exceptions by which the tool refuses work.
         variants: the variants that the tool supports.
     """
 
@@ -51,7 +51,6 @@ class Packer:
 
 
 def write_images(folder: Path, per_class: int = 4) -> Path:
-    """Write random but reproducible images into class folders, and return the folder."""
     generator = np.random.default_rng(3)
     for label in _CLASSES:
         (folder / label).mkdir(parents=True)
@@ -110,7 +109,6 @@ PACKERS = {
 
 
 def expected_packs(packer: Packer, source: Path, folder: Path) -> dict[str, object]:
-    """Return the content of a correct pack of each variant."""
     contents = {}
     for variant in packer.variants:
         (folder / variant).mkdir(parents=True)
@@ -144,5 +142,5 @@ def checked_pack(
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a pack with its shards."""
+    """Return the bytes of all files in the folder of a pack."""
     return sum(os.stat(one).st_size for one in path.parent.iterdir())

@@ -116,7 +116,7 @@ def _readings(form: Format, folder: Path, damages: Callable[[Path, bytes], Itera
     numbers = itertools.count()
 
     def read(damaged: Path, data: bytes, reader: str, number: int) -> None:
-        # A new folder for each case, because results may be remembered by path.
+        # A new folder for each case, because results may be cached by path.
         place = folder / form.name / f"case{number}"
         place.mkdir()
         for file in files:

@@ -1,4 +1,4 @@
-"""Faults 21 and 22: several processes that stage the same source, and locks that lie."""
+"""Faults 21 and 22: several processes that stage the same source, and file locks that do not work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIZES = {f"{number % 2}/{number}.bin": 500 + 900 * number for number in range(6
 
 
 def in_processes(count: int, work: Callable[[int], object]) -> list[int]:
-    """Do the work in this many processes at once, and return the exit status of each: 0, 1 for an error or -9."""
+    """Do the work in this many processes at once, and return their exit codes, which are negative after a signal."""
     reader, writer = os.pipe()
     pids = []
     for number in range(count):
@@ -89,7 +89,7 @@ def many_stagers(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
 
 
 def _lie(how: str, number: int) -> None:
-    """Make locks of this process lie, or end it at a file change."""
+    """Break `flock` in this process, and kill process 0 at a file change, as far as `how` says so."""
     if how.startswith("locks always succeed"):
         fcntl.flock = lambda fd, operation: None  # type: ignore[assignment]
     elif how.startswith("locks fail"):

@@ -27,7 +27,6 @@ def _copies(
     sizes: dict[str, int] = SMALL,
     **options: Any,
 ) -> Iterator[Result]:
-    """Copy each kind of source with each of its plans."""
     cases = [(kind, case, plan) for kind in copier.kinds for case, plan in plans(kind)]
     with faulty_mount(copier, folder, sizes) as faulty:
         for kind, case, plan in spread(cases, limit):

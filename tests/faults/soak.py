@@ -88,7 +88,7 @@ def stage(home: Path, place: Path, slot: int) -> str:
 
 
 def extract(home: Path, place: Path, slot: int) -> str:
-    """Stage an archive, for each process to a folder of its own, and remove an earlier copy first."""
+    """Stage an archive, into a separate folder for each process, after removing an earlier copy."""
     to = place / f"extracted-{slot}"
     if to.exists():
         colabkit.unstage(to)
@@ -139,7 +139,7 @@ def _read(home: Path, epochs: Any) -> None:
     loader = colabkit.Loader(colabkit.open_pack(home / "data.h5")["train"], 8, shuffle=True)
     while True:
         for _ in loader:
-            # The reader must not take the CPU from the others.
+            # The reader must not take the CPU from the other processes.
             time.sleep(0.005)
         epochs.value += 1
 
@@ -168,7 +168,7 @@ class Soak:
         (home / "results").mkdir()
         make_tree(home / "tree", 20, (32, 32))
         make_pack(home / "data.h5", train=50)
-        # Also imports everything that the forks need.
+        # This also imports everything that the forks need.
         self.expected = {task.__name__: task(home, home / "expected", 0) for task in TASKS}
         assert threading.active_count() == 1
         self._epochs = self._context.Value("q", 0)
@@ -241,7 +241,7 @@ class Soak:
         self.counts["rounds"] += 1
 
     def held(self) -> dict[str, int]:
-        """Return the memory, files and threads of the reader, and the numbers of left shared memory and processes."""
+        """Return the reader's memory, files and threads, and how much shared memory, processes and results are left."""
         self._shm = [*self._shm, {name for name in os.listdir("/dev/shm") if SHM_NAME.match(name)}]
         return {
             "RSS": self.reader.memory_info().rss,

@@ -92,7 +92,7 @@ def with_hook(make: Callable[..., object], hook: Hook) -> Callable[..., object]:
 
 
 def failing(number: int, code: int, lasting: bool) -> Hook:
-    """Return a hook that fails at one file change, or at all writes from it on."""
+    """Return a hook that fails at one file change or, if `lasting`, also at all later ones but removals and renames."""
     changes = itertools.count(1)
 
     def fail(operation: str, path: Path) -> None:
@@ -104,7 +104,6 @@ def failing(number: int, code: int, lasting: bool) -> Hook:
 
 
 def no_hook() -> None:
-    """Remove the hook."""
     file_changes.hook = None
 
 
@@ -120,7 +119,6 @@ def filling(number: int, filler: Path) -> Hook:
 
 
 def fill_up(filler: Path) -> None:
-    """Write a file until the disk is full."""
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(_PAGE))
@@ -173,7 +171,7 @@ def _full_during_an_update(copier: Copier, originals: Originals, folder: Path, l
             def repair(enlarge: Callable[[], None] = enlarge) -> None:
                 no_hook()
                 enlarge()
-                # Removes what the failed run could not remove.
+                # Remove what the failed run could not remove.
                 copier.update(source, folder / "disk" / "copy")  # noqa: B023 - called before the next case
 
             is_old = partial(operator.eq, old)
@@ -249,7 +247,7 @@ def _memory_group(limit: int) -> Iterator[Callable[[bool], None]]:
 @fault(13, "a cgroup allows less memory than is free", COPIERS)
 def a_memory_limit(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
     is_own = copier.refusals is COPIERS[COLABKIT].refusals
-    # A tmpfs takes memory, another disk does not.
+    # Files on a tmpfs take memory, files on another disk do not.
     disk = Path(tempfile.mkdtemp(prefix="fault13-", dir="/var/tmp"))
     os.environ["COLABKIT_LOCAL"] = str(disk)
     targets = ["path", "auto", "tmpfs", "disk"] if is_own else ["path"]
