@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -63,6 +64,7 @@ class Stream:
         gpu.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
+        self.gpu.calls["wait_event"] += 1
         if event.is_recorded:
             self.ends = max(self.ends, event.at)
             _merge(self.known, event.known)
@@ -99,6 +101,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.gpu.current
+        self.gpu.calls["record"] += 1
         host = self.gpu.host
         _merge(stream.known, host.known)
         self.is_recorded, self.at, self.known = True, max(stream.ends, host.now), dict(stream.known)
@@ -172,6 +175,8 @@ class SimulatedGpu(TorchFunctionMode):
         self.total_bytes = total_bytes
         self.allocated = self.reserved = 0
         self.streams: list[Stream] = []
+        # Number of calls of the functions that take time on the host.
+        self.calls: Counter[str] = Counter()
         self.default = Stream(self)
         self._hosts: dict[int, Host] = {}
         self._override: Host | None = None
@@ -202,6 +207,7 @@ class SimulatedGpu(TorchFunctionMode):
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         """Make a stream the current one in the block."""
+        self.calls["stream"] += 1
         before = self.current
         self._current[threading.get_ident()] = stream
         try:
@@ -221,6 +227,7 @@ class SimulatedGpu(TorchFunctionMode):
     def allocate(self, size: int) -> Tensor:
         """Allocate `uint8 [size]` on the current stream, as torch's caching allocator does."""
         stream = self.current
+        self.calls["allocate"] += 1
         for memory in self._free:
             memory.pending = [event for event in memory.pending if not event.query()]
         fitting = [m for m in self._free if m.stream is stream and not m.pending and len(m.bytes) >= size]
@@ -290,6 +297,7 @@ class SimulatedGpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _copied(self, to: Tensor, sources: list[Tensor], non_blocking: bool) -> None:
+        self.calls["copy"] += 1
         from_host = sum(one.nbytes for one in sources if self.memory_of(one) is None)
         self.current.run(from_host / self.copy_bytes_per_s, reads=sources, writes=[to])
         if from_host and not non_blocking:

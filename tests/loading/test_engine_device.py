@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -214,6 +216,49 @@ def test_every_copy_is_counted_once_it_has_ended(gpu):
     transferred = {part.name: part for part in loader.meters.snapshot().parts}["transfer"]
     assert (transferred.samples, transferred.handled_bytes) == (SAMPLES, SAMPLES * (ROW_BYTES + 8))
     assert transferred.busy_s == pytest.approx(SAMPLES * (ROW_BYTES + 8) / gpu.copy_bytes_per_s)
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_the_host_makes_most_calls_once_per_group_of_batches(gpu):
+    loader = Loader(arrays(), BATCH_SIZE, device="cuda", keep="ram")
+    batches = len(loader)
+    gpu.calls.clear()
+    for batch in loader:
+        del batch
+    assert batches == 40
+    # The groups have 1, 3, 9 and 27 batches. Each has two fields, which are copied together for all its batches, and
+    # the copy is timed.
+    groups = 4
+    assert gpu.calls["copy"] == 2 * groups
+    assert gpu.calls["stream"] == groups
+    # The copy waits for free memory, and the user's stream for the copy.
+    assert gpu.calls["wait_event"] == 2 * groups
+    # Each batch begins and ends at an event. For the timing of the copies and of the waits, and for free memory, there
+    # are four events in each group.
+    assert gpu.calls["record"] <= 2 * batches + 5 * groups
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_a_batch_that_is_kept_does_not_keep_the_other_fields(gpu):
+    loader = Loader(arrays(), BATCH_SIZE, device="cuda", keep="ram")
+    labels = [numbers for _, numbers in loader]
+    del loader
+    assert torch.equal(torch.cat([each.cpu() for each in labels]), torch.arange(SAMPLES))
+    assert gpu.allocated < SAMPLES * ROW_BYTES / 4
+
+
+@pytest.mark.usefixtures("prompt_worker")
+@pytest.mark.parametrize("requests_in", [nullcontext, torch.inference_mode])
+def test_a_batch_may_change_in_place_while_autograd_needs_another(gpu, requests_in):
+    rows = torch.rand(SAMPLES, 4)
+    weight = torch.ones(4, requires_grad=True)
+    with requests_in():
+        first, second = itertools.islice(Loader(rows, BATCH_SIZE, device="cuda", keep="ram"), 4, 6)
+    loss = (weight * first).sum()
+    second.mul_(2)
+    loss.backward()
+    assert torch.equal(weight.grad, first.sum(0))
+    assert torch.equal(second, 2 * rows[5 * BATCH_SIZE :][:BATCH_SIZE])
 
 
 class Graph:

@@ -8,10 +8,12 @@ process, because the allocator caches memory separately for each stream.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -46,14 +48,27 @@ class _Destination(NamedTuple):
     Attributes:
         layouts: shape, strides and dtype of each tensor.
         tensors: the memory.
-        is_free: event after which no earlier work uses the memory.
         made_on: stream that the memory was allocated on.
     """
 
     layouts: list[tuple[Any, ...]]
     tensors: list[Tensor]
-    is_free: torch.cuda.Event
     made_on: torch.cuda.Stream
+
+
+@dataclass(slots=True)
+class _SentGroup:
+    """The copy of a group of batches.
+
+    Attributes:
+        copied: event at the end of the copy.
+        made_on: stream that the memory was allocated on.
+        awaited_on: stream that has waited for the copy last, if any.
+    """
+
+    copied: torch.cuda.Event
+    made_on: torch.cuda.Stream
+    awaited_on: torch.cuda.Stream | None = None
 
 
 class DeviceTransfer:
@@ -74,9 +89,12 @@ class DeviceTransfer:
         self._slots = slots
         self._counts = counts
         self._stream = _copy_stream(device)
-        self._in_flight: deque[tuple[Any, bool, torch.cuda.Event, torch.cuda.Stream]] = deque()
+        self._in_flight: deque[tuple[Any, bool, _SentGroup]] = deque()
         self._layouts: list[tuple[Any, ...]] = []
         self._next: _Destination | None = None
+        # After this event, no earlier work uses the newest destination. One event serves all of them, because a stream
+        # waits for the state of an event at the time of the call.
+        self._is_free = torch.cuda.Event()
 
     def __len__(self) -> int:
         """Return the number of batches that were submitted but not taken yet."""
@@ -92,37 +110,50 @@ class DeviceTransfer:
         """
         # Collect the tensors before the batches are copied: a copy of a custom mapping may replace the values of the
         # original.
-        tensors = [tensor for batch, _ in batches for tensor in tensors_in(batch) if _is_dense(tensor)]
-        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
-        to = self._next if self._next is not None and self._next.layouts == layouts else self._new(tensors, layouts)
+        tensors = [[tensor for tensor in tensors_in(batch) if _is_dense(tensor)] for batch, _ in batches]
+        fields = _joined(tensors)
+        wholes = [whole for whole, _ in fields] if fields else [tensor for batch in tensors for tensor in batch]
+        layouts = [(whole.shape, whole.stride(), whole.dtype) for whole in wholes]
+        to = self._next if self._next is not None and self._next.layouts == layouts else self._new(wholes, layouts)
         self._next = None
         # With `blocking=True`, a thread that waits for the event sleeps; otherwise it would keep a CPU core busy.
         started, copied = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-        self._stream.wait_event(to.is_free)
+        self._stream.wait_event(self._is_free)
         with torch.cuda.stream(self._stream):
             started.record(self._stream)
-            for place, tensor in zip(to.tensors, tensors, strict=True):
-                place.copy_(tensor, non_blocking=True)
+            for place, whole in zip(to.tensors, wholes, strict=True):
+                place.copy_(whole, non_blocking=True)
             copied.record(self._stream)
         if buffer is not None:
             self._slots.give_back(buffer, copied)
-        places, others = iter(to.tensors), list[Any]()
+        places = iter(to.tensors)
+        if fields:
+            # `data` gives each batch its own version counter; otherwise, autograd would treat a change of one batch as
+            # a change of all.
+            with torch.inference_mode(False):
+                split = [
+                    [part.data for part in place.split_with_sizes(rows)]
+                    for place, (_, rows) in zip(to.tensors, fields, strict=True)
+                ]
+            places = itertools.chain.from_iterable(zip(*split, strict=True))
+        others = list[Any]()
 
         def keep(value: Any) -> Any:
             others.append(value)
             return value
 
+        group = _SentGroup(copied, to.made_on)
         for batch, _ in batches:
             others.clear()
             on_device = map_tensors(batch, lambda tensor: next(places) if _is_dense(tensor) else keep(tensor), keep)
-            self._in_flight.append((on_device, bool(others), copied, to.made_on))
-        samples, size = sum(samples for _, samples in batches), sum(tensor.nbytes for tensor in tensors)
+            self._in_flight.append((on_device, bool(others), group))
+        samples, size = sum(samples for _, samples in batches), sum(whole.nbytes for whole in wholes)
         self._counts.copied(samples, size, started, copied)
         # Batches that differ from their predecessors would not fit. Without memory for the next group, only the overlap
         # is lost.
         if layouts == self._layouts:
             with suppress(torch.OutOfMemoryError):
-                self._next = self._new(tensors, layouts)
+                self._next = self._new(wholes, layouts)
         self._layouts = layouts
 
     def close(self) -> None:
@@ -131,31 +162,34 @@ class DeviceTransfer:
         The memory is freed in the order of those streams, so it is not used again before the copies end. The thread
         that closes an abandoned iteration may have another current stream.
         """
-        for _, _, copied, made_on in self._in_flight:
-            made_on.wait_event(copied)
+        for _, _, group in self._in_flight:
+            group.made_on.wait_event(group.copied)
         self._in_flight.clear()
         self._next = None
 
-    def take(self) -> tuple[Any, tuple[Mark, Mark]]:
-        """Return the oldest batch, and events around the stream's wait for its copy; the host does not wait."""
-        batch, has_others, copied, made_on = self._in_flight.popleft()
-        before = set_mark(self._device)
-        torch.cuda.current_stream(self._device).wait_event(copied)
-        after = set_mark(self._device)
-        _use_in_current_stream(batch, self._device, made_on)
+    def take(self) -> tuple[Any, tuple[Mark, Mark] | None]:
+        """Return the oldest batch, and events around the stream's wait for its copy, if any; the host does not wait."""
+        batch, has_others, group = self._in_flight.popleft()
+        current, marks = torch.cuda.current_stream(self._device), None
+        # The other batches of a group arrive with the first one.
+        if current != group.awaited_on:
+            before = set_mark(self._device)
+            current.wait_event(group.copied)
+            marks, group.awaited_on = (before, set_mark(self._device)), current
+        _use_in_current_stream(batch, self._device, group.made_on)
         if has_others:
             # These objects allocate memory themselves, so they are moved in the stream that uses them.
             batch = map_tensors(batch, self._moved, self._moved)
-        return batch, (before, after)
+        return batch, marks
 
     def _new(self, tensors: Sequence[Tensor], layouts: list[tuple[Any, ...]]) -> _Destination:
         """Allocate memory for tensors on the device."""
-        current, is_free = torch.cuda.current_stream(self._device), torch.cuda.Event()
+        current = torch.cuda.current_stream(self._device)
         # A tensor made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             places = [torch.empty_like(tensor, device=self._device) for tensor in tensors]
-        is_free.record(current)
-        return _Destination(layouts, places, is_free, current)
+        self._is_free.record(current)
+        return _Destination(layouts, places, current)
 
     def _moved(self, value: Any) -> Any:
         """Return a tensor or a custom object on the device; `to()` of some objects changes them and returns None."""
@@ -163,6 +197,40 @@ class DeviceTransfer:
             return value.to(self._device, non_blocking=True)
         moved = value.to(self._device)
         return value if moved is None else moved
+
+
+def _joined(tensors: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, list[int]]] | None:
+    """Join each field of several batches, without a copy, so that it can be copied at once.
+
+    Fields stay separate, because users keep labels longer than images.
+
+    Args:
+        tensors: the tensors of each batch.
+
+    Returns:
+        Each field of all batches, and its number of rows in each batch; None unless all rows are consecutive in memory.
+    """
+    fields = []
+    if len(tensors) == 1 or any(len(batch) != len(tensors[0]) for batch in tensors):
+        return None
+    for parts in zip(*tensors, strict=True):
+        first = parts[0]
+        dtype, shape, stride, rows = first.dtype, first.shape, first.stride(), list[int]()
+        if not shape or stride[0] * shape[0] != first.numel():
+            return None
+        begin, row_bytes = first.data_ptr(), stride[0] * dtype.itemsize
+        end = begin
+        for part in parts:
+            is_same = part.dtype == dtype and part.stride() == stride
+            if not is_same or part.data_ptr() != end or part.shape[1:] != shape[1:]:
+                return None
+            rows.append(part.shape[0])
+            end += rows[-1] * row_bytes
+        storage = first.untyped_storage()
+        if end > storage.data_ptr() + storage.nbytes():
+            return None
+        fields.append((first.as_strided((sum(rows), *shape[1:]), stride), rows))
+    return fields
 
 
 def _is_dense(tensor: Tensor) -> bool:
