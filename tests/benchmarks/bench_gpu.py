@@ -206,7 +206,6 @@ def median(values: Iterable[float]) -> float:
 
 
 def copies(bench: GpuBench) -> None:
-    """Compare the loader with copies of one pinned batch."""
     scale, is_cuda = bench.scale, bench.device.type == "cuda"
     pixels = torch.zeros(scale.batch, 3, scale.side, scale.side, dtype=torch.uint8, pin_memory=is_cuda)
     host, place = (pixels, torch.zeros(scale.batch, dtype=torch.int64)), torch.empty_like(pixels, device=bench.device)
@@ -244,7 +243,6 @@ def compare_feeds(bench: GpuBench, title: str, dataset: Any, model: nn.Module) -
 
 
 def augmented(bench: GpuBench) -> None:
-    """Compare training with random crops and MixUp with training on cached batches."""
     crop, flip = augment.RandomResizedCrop(bench.scale.side), augment.RandomHorizontalFlip()
     steps = augment.Compose([crop, flip, augment.MixUp(CLASSES)])
     step = bench.step(bench.network())

@@ -156,7 +156,6 @@ class LoaderBench(Bench):
         note: str = "",
         often: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Compare epochs of several systems; return their median images per second."""
         systems = {name: partial(self.run, "epochs", row, batch_size) for name, row in rows.items()}
         return self.compare(f"{title}, batch {batch_size}, shuffled", systems, base, often=often, note=note)
 
@@ -332,7 +331,6 @@ def checks(bench: LoaderBench) -> None:
 
 
 def worker(bench: LoaderBench) -> None:
-    """Measure the CPU use of the loader's threads with a slow consumer."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     title = f"CPU use of the loader's threads at {PACE:,} images/s of 224x224x3, share of a core"
     middle = repeated(bench, "worker", title, packed, 128, {"cpu_share": 100, "own_share": 100}, "%")
@@ -340,7 +338,6 @@ def worker(bench: LoaderBench) -> None:
 
 
 def order(bench: LoaderBench) -> None:
-    """Measure the time to the first batch of 10^9 samples, at the start and after resuming in the middle."""
     title = f"Time to the first batch of a shuffled order of {ORDER_SAMPLES:,} samples"
     middle = repeated(bench, "order", title, bench.folder / "none", 512, {"first_s": 1e3, "middle_s": 1e3}, "ms")
     bench.need("order: ms to the first batch", middle.get("first_s"), 100, "{:.1f}", at_most=True)
@@ -348,7 +345,6 @@ def order(bench: LoaderBench) -> None:
 
 
 def meters(bench: LoaderBench) -> None:
-    """Measure how much of an epoch of small raw rows the loader's meters take."""
     packed = bench.pack(bench.files())
     title = "Share of an epoch of small rows that the meters take: number of calls times the cost of one call"
     middle = repeated(bench, "meters", title, packed, 512, {"share": 100}, "%")

@@ -122,7 +122,6 @@ def from_zip(bench: PackingBench) -> None:
 
 
 def photos(bench: PackingBench) -> None:
-    """Compare packing the photos as raw 256x256 images."""
     count = warm(bench.photos)
     ours, *bare = "colabkit raw 256", "plain 256, threads", "plain 256, processes"
     systems = {system: partial(bench.run, system, bench.photos, count) for system in (ours, *bare)}
@@ -195,7 +194,6 @@ def tree_memory(process: psutil.Process) -> tuple[int, int]:
 
 
 def opening(bench: PackingBench) -> None:
-    """Measure the first open of a large pack in a process."""
     path = bench.folder / "big.h5"
     samples = sum(colabkit.pack(bench.archive, path, encoding="raw", progress=False).splits.values())
     ms = [1e3 * child([sys.executable, "-c", OPEN, path], DEADLINE_S)["seconds"] for _ in range(20)]

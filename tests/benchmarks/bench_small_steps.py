@@ -30,7 +30,6 @@ def main() -> None:
 
 
 def steps(bench: Bench) -> None:
-    """Compare steps of hand-written loops with those of `train()`."""
     torch.set_num_threads(1)
     hand, counting = "by hand", "by hand, with mean loss and accuracy"
     custom, supervised = "train(step)", "train(supervised_step(...))"

@@ -203,7 +203,6 @@ def made(folder: Path) -> Path:
 
 
 def big(bench: StagingBench) -> None:
-    """Compare copies of one big file at each setting."""
     file = bench.point / "big.bin"
     for latency_ms, at_once in bench.settings:
         systems: dict[str, Callable[[], object]] = {
@@ -239,7 +238,6 @@ def local(bench: StagingBench) -> None:
 
 
 def memory(bench: StagingBench) -> None:
-    """Measure the peak memory of a process that stages the small files, the big file, and all files."""
     code = (
         "import sys, colabkit; colabkit.stage(sys.argv[1], sys.argv[2], progress=False);"
         "print([int(line.split()[1]) // 1024 for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
@@ -256,7 +254,6 @@ def memory(bench: StagingBench) -> None:
 
 
 def again(bench: StagingBench) -> None:
-    """Measure a second `stage()` of all files."""
     target = bench.target()
     first = colabkit.stage(bench.whole, target, progress=False)
     seconds = [timed(lambda: colabkit.stage(bench.whole, target, progress=False)) for _ in range(5)]

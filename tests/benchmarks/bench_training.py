@@ -53,7 +53,6 @@ def main() -> None:
 
 
 def steps(bench: Bench) -> None:
-    """Compare steps of a hand-written loop, of `train()`, and of `train()` with checkpoints."""
     samples = samples_of(STEPS)
     figures = interleaved(
         {
@@ -71,7 +70,6 @@ def steps(bench: Bench) -> None:
 
 
 def layout(bench: Bench) -> None:
-    """Compare epochs of `small_network` over contiguous images and over channels-last ones."""
     last = "channels_last=True"
     for side in SIDES:
         figures = interleaved({"contiguous": by_layout(side, None), last: by_layout(side, True)}, bench.rounds)
@@ -131,7 +129,6 @@ def by_pack(path: Path, side: int, is_checked: bool) -> Callable[[], float]:
 
 
 def panel(bench: Bench) -> None:
-    """Compare steps of `train()` with and without the panel."""
     InteractiveShell.instance().display_pub = CountingPublisher()
     run = by_train(samples_of(20))
     run()

@@ -133,7 +133,6 @@ def watched(loader: Any) -> Any:
 
 
 def speed_of(spent: Any) -> float:
-    """Return the samples per second of a typical step."""
     step = typical_step(settled_steps(spent.recent))
     return step.samples / step.seconds
 

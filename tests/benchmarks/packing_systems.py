@@ -147,7 +147,6 @@ class Rows:
 
 
 def arrow() -> Run:
-    """Write the rows of a raw pack with Hugging Face's datasets."""
     from datasets import Array3D, Dataset, Features, Value
 
     def run(source: str, target: str) -> int:

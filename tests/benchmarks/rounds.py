@@ -71,7 +71,6 @@ class Bench:
         self.verdicts.append(verdict(what, found, needed, form, at_most))
 
     def need_ratio(self, title: str, medians: Mapping[str, float], name: str, other: str, needed: float) -> None:
-        """Record the required ratio between the speeds of two systems."""
         ratio = medians[name] / medians[other] if name in medians and other in medians else None
         self.need(f"{title}: {name} relative to {other}", ratio, needed, "{:.2f}")
 

@@ -41,11 +41,9 @@ class Colab:
         self.plan()
 
     def plan(self, **wanted: Any) -> None:
-        """Set the behavior of the fake from now on."""
         self._file.write_text(json.dumps({"root": str(self.root), "point": self.point, **wanted}))
 
     def events(self) -> list[str]:
-        """Return all calls of the fake so far."""
         path = Path(f"{self._file}.events")
         return path.read_text().splitlines() if path.exists() else []
 

@@ -204,7 +204,6 @@ def chunked(handler: Handler) -> None:
 
 @contextlib.contextmanager
 def served(content: bytes, *plans: Plan) -> Iterator[WebServer]:
-    """Run a new server within the block."""
     with running(WebServer(content, plans)) as server:
         yield server
 

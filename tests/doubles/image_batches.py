@@ -16,5 +16,4 @@ def images(count: int = 10, channels: int = 3, height: int = 23, width: int = 31
 
 
 def draws(count: int = 10, seed: int = 5) -> Draws:
-    """Return the random numbers of an epoch's first samples."""
     return Draws(seed, 1, np.arange(count))

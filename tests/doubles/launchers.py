@@ -13,7 +13,6 @@ def fill(panel: Launcher, **values: object) -> None:
 
 
 def click(panel: Launcher, action: str) -> str:
-    """Click a button, wait for its work, and return the text of the panel."""
     panel.view.buttons[action].click()
     return panel.view.said
 

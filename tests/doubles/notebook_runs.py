@@ -41,7 +41,6 @@ class Ran:
         return "\n".join(each.get("text") or each.get("data", {}).get("text/plain", "") for each in chosen)
 
     def data(self, cell: str, kind: str) -> list[str]:
-        """Return a cell's outputs of a MIME type, such as `"text/html"`."""
         return [each.data[kind] for each in self.outputs(cell) if kind in each.get("data", {})]
 
     def panels(self, cell: str) -> list[str]:
@@ -63,8 +62,6 @@ def with_parameters(name: str, **values: object) -> NotebookNode:
 
 
 class Kernel:
-    """A kernel that runs several notebooks, or the same one several times."""
-
     def __init__(self, client: NotebookClient) -> None:
         self._client = client
 

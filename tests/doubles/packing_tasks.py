@@ -30,8 +30,6 @@ class Squares:
 
 
 class Noise:
-    """A map-style dataset of random images of one size."""
-
     def __len__(self) -> int:
         return 40
 
@@ -57,7 +55,6 @@ def hold(folder: Path, path: str) -> int:
 
 
 def fail(path: str) -> int:
-    """Raise a custom error for `bees/004.png`."""
     if path == "bees/004.png":
         raise ZeroDivisionError("of mine")
     return 1

@@ -150,8 +150,6 @@ def took(counts: LoaderMeters, steps: int, wait_s: float, compute_s: float, samp
 
 
 class FakeTime:
-    """A clock that a test advances."""
-
     def __init__(self) -> None:
         self.now_s = 1000.0
 

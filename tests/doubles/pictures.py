@@ -32,7 +32,6 @@ def noise(height: int = 33, width: int = 47) -> np.ndarray:
 
 
 def saved(pixels: np.ndarray | Image.Image, kind: str, **options: object) -> bytes:
-    """Return an image as the bytes of a file."""
     buffer = io.BytesIO()
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
     image.save(buffer, kind, **options)

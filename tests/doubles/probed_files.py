@@ -24,7 +24,6 @@ def add_large(folder: Path, mebibytes: int) -> Path:
 
 
 def truncate(path: Path, size: int) -> Path:
-    """Write a sparse file of zeros."""
     with path.open("wb") as file:
         file.truncate(size)
     return path

@@ -22,7 +22,6 @@ def verbs_table() -> str:
 
 
 def _usage(verb: Verb) -> str:
-    """Return a verb with its positional arguments."""
     words = [
         option.name.upper() if option.is_required else f"[{option.name.upper()}]"
         for option in verb.options

@@ -3,9 +3,9 @@
 Tensors of the simulated GPU are CPU tensors in blocks of memory that the allocator reuses as torch's does: a block is
 free for new work on its stream as soon as its last tensor is freed; if `record_stream` named other streams, only once
 these have passed the events that are recorded at that moment. Operations take effect at once, so values are always
-correct. Instead, each operation is checked with vector clocks: it raises `DataRace` if it is not ordered after an
-earlier one that uses the same memory and at least one of both writes. The order is the one that CUDA guarantees: within
-a stream, through events, and through waits of the host. A race is found for every schedule, not only if it happens.
+correct. Each operation is also checked with vector clocks: `DataRace` is raised if two operations use the same memory,
+at least one of them writes, and nothing orders them. The order is the one that CUDA guarantees: within a stream,
+through events, and through waits of the host. A missing order is found even if no race happens in the run.
 
 Each thread of the host has its own virtual time. A stream starts an operation when its previous one, the events that it
 waits for and the host's time allow, so durations and idle times are exact.
@@ -31,7 +31,7 @@ from colabkit.loading.engine import device
 
 DEVICE = torch.device("cuda", 0)
 _Clock = dict[int, int]
-# Functions that start work on the GPU, with the places of their arguments that are written.
+# In-place functions that start work on the GPU, each with the index of the argument that is written.
 _IN_PLACE = {torch.Tensor.copy_: 0, torch.Tensor.__setitem__: 0, torch.Tensor.fill_: 0}
 
 
@@ -47,7 +47,7 @@ class Host:
         self.known: _Clock = {}
 
     def wait_for(self, other: Host) -> None:
-        """Continue after another thread, which has just handed something over."""
+        """Order this thread after everything that another one has done so far."""
         self.now = max(self.now, other.now)
         _merge(self.known, other.known)
 
@@ -137,7 +137,7 @@ class Uses:
         self._newest: dict[tuple[int, bool], int] = {}
 
     def add(self, number: int, known: _Clock, is_write: bool) -> None:
-        """Add an operation of a stream, which knows itself and the operations that have ended before it."""
+        """Add the newest operation of stream `number`; `known` has the newest operations that precede it, by stream."""
         self.check(f"stream {number}", known, is_write)
         if is_write:
             self._newest.clear()
@@ -221,7 +221,7 @@ class SimulatedGpu(TorchFunctionMode):
             stream.record_event().synchronize()
 
     def compute(self, seconds: float, *tensors: Tensor) -> None:
-        """Queue a kernel that reads tensors in the current stream."""
+        """Queue a kernel in the current stream; it reads the tensors."""
         self.current.run(seconds, reads=tensors)
 
     def allocate(self, size: int) -> Tensor:
@@ -266,7 +266,7 @@ class SimulatedGpu(TorchFunctionMode):
         return self._host_uses.setdefault(tensor.untyped_storage().data_ptr(), Uses())
 
     def write_on_host(self, tensor: Tensor) -> None:
-        """Check that the calling thread may write to host memory."""
+        """Check that the calling thread may write to a host tensor without a race."""
         self.uses_of(tensor).check("the host", self.host.known, is_write=True)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -342,7 +342,7 @@ class SimulatedGpu(TorchFunctionMode):
             "memory_allocated": lambda *_: self.allocated,
         }.items():
             monkeypatch.setattr(cuda, name, value)
-        # The copy stream of a process would outlive this GPU.
+        # The cached copy stream of the process would outlive this GPU.
         monkeypatch.setattr(device, "_copy_stream", functools.cache(torch.cuda.Stream))
         empty = torch.empty
 

@@ -36,7 +36,6 @@ def tar_bytes(files: Mapping[str, bytes], layout: int = tarfile.PAX_FORMAT) -> b
 
 
 def tar_of(path: Path, files: Mapping[str, bytes], layout: int = tarfile.PAX_FORMAT) -> Path:
-    """Write a tar, compressed according to its suffix."""
     ending = path.name[path.name.index(".") :]
     path.write_bytes(packed(tar_bytes(files, layout), ending))
     return path

@@ -1,4 +1,4 @@
-"""Wait for another thread or process; this takes long only if a test fails."""
+"""Wait until a condition holds in another thread or process; a test that passes seldom waits long."""
 
 from __future__ import annotations
 

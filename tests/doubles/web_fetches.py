@@ -1,4 +1,4 @@
-"""Fetches from a local web server."""
+"""A fetch from a local web server."""
 
 from __future__ import annotations
 

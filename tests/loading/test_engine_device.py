@@ -99,8 +99,8 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 
 
 STEPS = {
-    # Seconds to build a batch, of its step on the GPU and on the host; whether the host waits for each step; and the
-    # seconds of the slowest part.
+    # Columns, in seconds: building a batch, its step on the GPU, its step on the host; whether the host waits for each
+    # step; the slowest part.
     "the GPU, and the host is far ahead of it": (0.001, 0.010, 0.0005, False, 0.010),
     "the GPU, by little more than the copy": (0.001, 0.0025, 0.0005, False, 0.0025),
     "the GPU, and the host waits for each step": (0.001, 0.010, 0.0005, True, 0.010),
@@ -130,12 +130,10 @@ def test_copies_are_hidden_whatever_limits_the_speed(gpu, monkeypatch, limit):
 
 
 def use(gpu: SimulatedGpu, batch: Any) -> None:
-    """Queue a step that reads a batch, in the current stream."""
     gpu.compute(0.010, *batch)
 
 
 def new_memory(size: int = BATCH_SIZE * ROW_BYTES) -> torch.Tensor:
-    """Allocate memory, and write to it in the current stream."""
     return torch.empty(size, dtype=torch.uint8, device="cuda").fill_(1)
 
 
@@ -170,7 +168,7 @@ def test_memory_is_not_used_again_before_the_copies_of_an_abandoned_pass_end(gpu
     batches = iter(Loader(arrays(), BATCH_SIZE, device="cuda", keep=keep))
     with gpu.stream(side):
         use(gpu, next(batches))
-    # The garbage collector may close the iteration in any thread, whose current stream is another one.
+    # The garbage collector may close the iteration in a thread with another current stream.
     batches.close()
     for stream in (side, gpu.default):
         with gpu.stream(stream):

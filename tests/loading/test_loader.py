@@ -328,6 +328,6 @@ def test_a_system_that_allows_few_threads_gets_the_same_batches_and_a_warning(da
     allow_threads(allowed)
     found = epoch(Loader(data, 4, **options))
     assert all(map(torch.equal, found, expected))
-    # Of two threads, one reads the pack.
+    # One of the two allowed threads reads the pack.
     assert f"allows only {allowed // 2} of 3 loader threads" in caplog.text
     assert not loader_threads()
