@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration such as `"5min"` or `"1h 30min"` to seconds; raise `ValueError` if it is not one."""
+    """Parse a duration such as `"5min"` or `"1h 30min"` to seconds; raise `ValueError` for other texts."""
     found = _DURATION.findall(text.lower())
     if not found or _DURATION.sub("", text.lower()).strip() or any(unit not in _UNITS_S for _, unit in found):
         raise ValueError(text)

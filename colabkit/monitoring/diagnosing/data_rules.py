@@ -210,7 +210,7 @@ def held_by_python(run: RunProfile) -> Advice | None:
 
 
 def too_many_workers(run: RunProfile) -> Advice | None:
-    """Advise fewer workers if there are more than two per CPU and the CPU is full."""
+    """Advise fewer workers if there are more than two per CPU and all CPUs are busy."""
     facts = run.facts
     if not run.is_starved or facts.workers is None or not run.is_cpu_full or facts.is_remote:
         return None

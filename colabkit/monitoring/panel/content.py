@@ -160,7 +160,7 @@ def clipped(text: object, most: int) -> str:
 
 
 def verdict(state: PanelState) -> tuple[str, str]:
-    """Return the verdict, and a separate suffix that changes with every frame, which may be empty."""
+    """Return the verdict, and a suffix, possibly empty, that changes with every frame."""
     if state.headline:
         return clipped(state.headline, 140), ""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
