@@ -36,6 +36,9 @@ BIG = {"big.bin": (8 << 20) + 4321, "one/small.bin": 1000}
 
 Content = Mapping[str, bytes]
 
+# Bytes repeat after as many changes.
+_MOST_CHANGES = 256
+
 
 class Originals:
     """The same files as a folder, as archives and as a table of paths, in the folder `root`.
@@ -101,6 +104,7 @@ def make_quick(stalled_s: float = 0.3) -> None:
         module.STALLED_S = stalled_s  # type: ignore[attr-defined]
     concurrency._GRACE_S = engine._CLOSE_S = reads._SHARED_OPEN_S = 0.1
     concurrency._TICK_S = 0.02
+    bucket._LISTING_S = 1.0
 
 
 def checked_copy(
@@ -183,6 +187,26 @@ def checked_work(
             assert not left, f"unfinished files are left: {left}"
 
     return attempt(case, work, after, **options)
+
+
+def consistent_with(originals: Content, versions: list[Callable[[bytes, int], bytes]]) -> Callable[[Content], bool]:
+    """Return a function that returns whether each file of a copy is completely of one version."""
+
+    def is_of_one_version(data: bytes, original: bytes) -> bool:
+        return any(data == version(original, number) for version in versions for number in range(_MOST_CHANGES))
+
+    def is_consistent(found: Content) -> bool:
+        named = {path.removeprefix("tree/"): data for path, data in found.items() if path != FORMS["table"]}
+        return named.keys() == originals.keys() and all(
+            is_of_one_version(data, originals[path]) for path, data in named.items()
+        )
+
+    return is_consistent
+
+
+def rewritten(data: bytes, times: int) -> bytes:
+    """Return the bytes of a file after planned rewrites, as `planned_faults` makes them."""
+    return data.translate(bytes((byte + times) % 256 for byte in range(256)))
 
 
 @contextmanager

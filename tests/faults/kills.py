@@ -131,7 +131,7 @@ def _killed_copy(
 
 @fault(17, "staging is killed", COPIERS)
 def a_killed_copy(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
-    if copier.kinds[0] == "folder":
+    if "folder" in copier.kinds:
         yield from _killed_copies(copier, folder, limit, ("folder", "table"))
 
 

@@ -14,11 +14,23 @@ from typing import Any
 from far_mounts import FuseMount, has_fuse
 
 from .board import NotRunHereError, Outcome, Result, fault, spread
-from .copies import FORMS, PATHS, SMALL, Content, Originals, checked_copy, faulty_mount, make_quick, new_folder
+from .copies import (
+    FORMS,
+    PATHS,
+    SMALL,
+    Content,
+    Originals,
+    checked_copy,
+    consistent_with,
+    faulty_mount,
+    make_quick,
+    new_folder,
+    rewritten,
+)
+from .remotes import remote_cases
 from .tools import COPIERS, Copier
 
 _LARGER = bytes((byte + 1) % 256 for byte in range(256))
-_MOST_CHANGES = 12
 _FILES = ("class0/000.bin", "class1/004.bin", "class2/008.bin", "large.bin")
 _DAY_NS = 86_400 * 10**9
 
@@ -85,25 +97,6 @@ def a_file_that_vanishes(copier: Copier, folder: Path, limit: int) -> Iterator[R
     yield from _of_files(copier, folder, limit, faults)
 
 
-def _is_consistent(originals: Content, versions: list[Callable[[bytes, int], bytes]]) -> Callable[[Content], bool]:
-    """Return a function that returns whether each file of a copy is completely of one version."""
-    complete = {
-        path: {version(data, number) for version in versions for number in range(_MOST_CHANGES)}
-        for path, data in originals.items()
-    }
-
-    def is_consistent(found: Content) -> bool:
-        named = {path.removeprefix("tree/"): data for path, data in found.items() if path != FORMS["table"]}
-        return named.keys() == complete.keys() and all(data in complete[path] for path, data in named.items())
-
-    return is_consistent
-
-
-def _rewritten(data: bytes, times: int) -> bytes:
-    """Return the bytes of a file after planned rewrites, as `planned_faults` makes them."""
-    return data.translate(bytes((byte + times) % 256 for byte in range(256)))
-
-
 def _changes(deed: str) -> list[tuple[str, dict[str, Any]]]:
     """Return changes of files at their reads, their opens and their stat calls."""
     return [
@@ -121,7 +114,7 @@ def _changes(deed: str) -> list[tuple[str, dict[str, Any]]]:
 @fault(8, "files grow while they are copied", COPIERS)
 def a_file_that_grows(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
     files = Originals(folder / "same").files
-    is_consistent = _is_consistent(files, [lambda data, times: _rewritten(data, times) + b"+" * times])
+    is_consistent = consistent_with(files, [lambda data, times: rewritten(data, times) + b"+" * times])
     archives = [
         (
             f"the archive changes at read {first}",
@@ -130,11 +123,12 @@ def a_file_that_grows(copier: Copier, folder: Path, limit: int) -> Iterator[Resu
         for first in range(1, 9)
     ]
     yield from _of_files(copier, folder, limit, _changes("change") + archives, is_consistent)
+    yield from remote_cases(8, copier, folder, -(-limit // 4))
 
 
 @fault(9, "files are rewritten with the same size and time", COPIERS)
 def a_rewrite_that_is_hard_to_notice(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
-    is_consistent = _is_consistent(Originals(folder / "same").files, [_rewritten])
+    is_consistent = consistent_with(Originals(folder / "same").files, [rewritten])
     for grain_s in (0.0, 1.0, 2.0):
         during = [(f"{case}, clock of {grain_s:g} s", one) for case, one in _changes("rewrite")]
         with new_folder(folder / f"{grain_s:g}") as made:
@@ -142,6 +136,7 @@ def a_rewrite_that_is_hard_to_notice(copier: Copier, folder: Path, limit: int) -
             most = -(-limit // 10)
             yield from _of_files(copier, made, most, during, is_consistent, ("folder", "table"), mtime_grain_s=grain_s)
     yield from _rewritten_before_an_update(copier, folder, -(-limit // 2))
+    yield from remote_cases(9, copier, folder, -(-limit // 4))
 
 
 def _rewritten_before_an_update(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:

@@ -1,4 +1,4 @@
-"""Faults 1 to 5: reads that fail, end early or never return."""
+"""Faults 1 to 5: reads of mounts, buckets and web servers that fail, end early or never return."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from .board import Result, fault, spread
 from .copies import BIG, PATHS, SMALL, faulty_mount
+from .remotes import remote_cases
 from .tools import COPIERS, Copier
 
 _ERRORS = ("EIO", "ETIMEDOUT", "ESTALE", "ENOTCONN", "EAGAIN")
@@ -46,6 +47,7 @@ def a_burst_of_errors(copier: Copier, folder: Path, limit: int) -> Iterator[Resu
             )
 
     yield from _copies(copier, folder, limit, plans)
+    yield from remote_cases(1, copier, folder, -(-limit // 4))
 
 
 @fault(2, "one file cannot be read at all", COPIERS)
@@ -59,6 +61,7 @@ def a_permanent_error(copier: Copier, folder: Path, limit: int) -> Iterator[Resu
                 yield f"{errno} at every {operation} of {path} from byte {offset}", plan
 
     yield from _copies(copier, folder, limit, plans)
+    yield from remote_cases(2, copier, folder, -(-limit // 4))
 
 
 @fault(3, "reads fail in the middle of a big file", COPIERS)
@@ -70,6 +73,7 @@ def an_error_in_a_big_file(copier: Copier, folder: Path, limit: int) -> Iterator
             yield f"{errno} from byte {offset}, {count or 'unlimited'} times", plan
 
     yield from _copies(copier, folder, limit, plans, BIG)
+    yield from remote_cases(3, copier, folder, -(-limit // 4))
 
 
 @fault(4, "files end too early, and reads return too little", COPIERS)
@@ -82,6 +86,7 @@ def an_early_end(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
             yield f"{path} is empty when it is read", {"on": "read", "path": f"/tree/{path}", "do": "end"}
 
     yield from _copies(copier, folder, limit, plans)
+    yield from remote_cases(4, copier, folder, -(-limit // 4))
 
 
 @fault(5, "reads never return", COPIERS)
@@ -94,3 +99,4 @@ def a_hanging_read(copier: Copier, folder: Path, limit: int) -> Iterator[Result]
 
     # The slowest colabkit case tries twice, with a limit of 0.3 s; a plain tool that hangs is not worth waiting for.
     yield from _copies(copier, folder, limit, plans, seconds=10.0 if "table" in copier.kinds else 3.0)
+    yield from remote_cases(5, copier, folder, -(-limit // 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import tarfile
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
+
+import fsspec
 
 import colabkit
 from colabkit.errors import ColabkitError
@@ -29,6 +33,7 @@ class Copier:
         update: the same, to bring an existing copy up to date.
         refusals: the tool's orderly errors.
         kinds: the kinds of sources that the tool supports.
+        remotes: the kinds of remote sources that the tool supports: "bucket" and "web".
         is_program: whether it runs in another process, in which the scoreboard cannot act.
     """
 
@@ -36,6 +41,7 @@ class Copier:
     update: Callable[[Any, Path], object]
     refusals: type[Exception]
     kinds: tuple[str, ...] = ("folder",)
+    remotes: tuple[str, ...] = ()
     is_program: bool = False
 
 
@@ -60,17 +66,30 @@ def _untar(source: Path, target: Path) -> None:
         archive.extractall(target, filter="data")
 
 
+def _get(source: str, target: Path) -> None:
+    files, root = fsspec.core.url_to_fs(source)
+    files.get(f"{root}/", f"{target}/", recursive=True)
+
+
+def _download(source: str, target: Path) -> None:
+    with urlopen(source, timeout=_TIMEOUT_S) as answer, zipfile.ZipFile(io.BytesIO(answer.read())) as archive:
+        archive.extractall(target)
+
+
 COPIERS = {
     COLABKIT: Copier(
         lambda source, target: colabkit.stage(source, target, progress=False),
         lambda source, target: colabkit.stage(source, target, progress=False, refresh=True),
         ColabkitError,
         ("folder", "zip", "tar", "tar.gz", "table"),
+        ("bucket", "web"),
     ),
     "cp -r": Copier(_cp, _cp, subprocess.CalledProcessError, is_program=True),
     "shutil.copytree": Copier(shutil.copytree, partial(shutil.copytree, dirs_exist_ok=True), Exception),
     "zipfile.extractall": Copier(_unzip, _unzip, Exception, ("zip",)),
     "tarfile.extractall": Copier(_untar, _untar, Exception, ("tar", "tar.gz")),
+    "fsspec get": Copier(_get, _get, Exception, (), ("bucket",)),
+    "urlopen": Copier(_download, _download, Exception, (), ("web",)),
 }
 if shutil.which("rsync"):
     _rsync = _command("rsync", "-a")

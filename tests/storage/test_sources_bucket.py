@@ -12,14 +12,26 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+from trees import files_of
 
-from colabkit.errors import BadSource, FetchFailed, FileFailed, InvalidOption, MissingPackage, SourceMissing, TimedOut
+from colabkit.errors import (
+    BadSource,
+    FetchFailed,
+    FileFailed,
+    InvalidOption,
+    MissingPackage,
+    SourceChanged,
+    SourceMissing,
+    TimedOut,
+)
 from colabkit.storage.sources import bucket, reads
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.reads import Retries, read_item
 from colabkit.storage.sources.registry import open_source
+from colabkit.storage.staging.api import stage
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +122,23 @@ def test_an_item_named_like_the_folder_is_not_the_object_at_the_address(birds):
     assert read_item(source, items["birds"], Retries()) == b"inner"
 
 
+@pytest.mark.parametrize("error", [PermissionError("403"), TimeoutError("late"), FileNotFoundError("gone")], ids=repr)
+def test_a_folder_that_cannot_be_listed_is_not_left_out(birds, monkeypatch, error):
+    listed = MemoryFileSystem.ls
+
+    def ls(self: Any, path: str, **options: Any) -> Any:
+        if path.endswith("owls"):
+            raise error
+        return listed(self, path, **options)
+
+    # Most file systems inherit this.
+    monkeypatch.setattr(MemoryFileSystem, "find", AbstractFileSystem.find)
+    assert len(BucketSource("memory://data/birds").list().items) == 3
+    monkeypatch.setattr(MemoryFileSystem, "ls", ls)
+    with pytest.raises(FetchFailed):
+        BucketSource("memory://data/birds").list()
+
+
 def test_folder_markers_are_not_items(scripted):
     found = {
         "b/birds": info(0),
@@ -181,6 +210,28 @@ def test_on_a_fast_line_a_small_object_takes_one_request_and_a_large_one_few(scr
     requested.clear()
     assert read_item(source, large, Retries()) == data
     assert requested == [("b/birds/large", at << 20, min(9, at + 4) << 20) for at in (0, 4, 8)]
+
+
+@pytest.mark.parametrize("fields", [{"mtime": 1_700_000_000.0}, {}], ids=["dated", "undated"])
+@pytest.mark.parametrize("size", [1 << 20, 9 << 20])
+def test_an_object_that_is_rewritten_between_its_requests_is_refused_and_then_read_again(
+    scripted, tmp_path, size, fields
+):
+    facts = {"b/birds/x": info(size, ETag="1", **fields), "b/birds/small": info(4, ETag="1", **fields)}
+    requested = []
+
+    def cat(path: str, start: int | None, end: int | None) -> bytes:
+        requested.append(path)
+        if len(requested) == 5:
+            facts["b/birds/x"]["ETag"] = "2"
+        return (facts[path]["ETag"].encode() * facts[path]["size"])[start:end]
+
+    source, _ = scripted(facts, cat)
+    with pytest.raises(SourceChanged, match="modified after it was listed"):
+        stage(source, tmp_path / "copy", progress=False)
+    assert files_of(stage(source, tmp_path / "copy", progress=False).path)["x"] == b"2" * size
+    facts["b/birds/small"]["ETag"] = "3"
+    assert files_of(stage(source, tmp_path / "copy", progress=False, refresh=True).path)["small"] == b"3333"
 
 
 def test_on_a_slow_line_every_request_is_answered_within_seconds(scripted, monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import pytest
-from http_servers import served
+from http_servers import body, serve, served
 from local_copies import WalkedSource, copy, data_of, tarred, zipped
 from sampling import sampled
 from trees import leftovers
@@ -212,6 +212,19 @@ def test_an_address_is_fetched_and_extracted_and_the_download_is_removed(image_t
         assert len(server.paths) == requests, "the server was accessed"
     assert list((near_storage / "downloads").iterdir()) == []
     assert b"secret" not in b"".join(path.read_bytes() for path in near_storage.rglob("*.json"))
+
+
+@pytest.mark.parametrize("headers", [{"ETag": '"v1"'}, {}], ids=["versioned", "unversioned"])
+def test_a_download_that_is_no_archive_is_not_kept_for_the_next_call(image_tree, tmp_path, near_storage, headers):
+    data = zipped(image_tree, tmp_path / "a.zip").read_bytes()
+    for wrong in (data[: len(data) // 2], b"no archive" * 1000):
+        with served(data, body(wrong, **headers), serve) as server:
+            address = server.url.replace("file.bin", "birds.zip")
+            with pytest.raises(BadArchive):
+                copy(address)
+            assert leftovers(near_storage) == []
+            assert data_of(copy(address).path) == data_of(image_tree)
+        unstage(address)
 
 
 def test_an_address_of_one_file_is_staged_as_that_file(tmp_path):

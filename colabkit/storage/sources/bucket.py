@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
+import hashlib
 import io
 import json
 import time
@@ -27,7 +28,8 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import FSSPEC, Address, address_of
 from colabkit.storage.sources.concurrency import STALLED_S, answer_of, still_moving
-from colabkit.storage.sources.items import ByteSpan, Item, Listing, SourceKind
+from colabkit.storage.sources.items import ByteSpan, Item, Listing, SourceKind, changed_item
+from colabkit.storage.sources.reads import Retries
 
 T = TypeVar("T")
 
@@ -45,12 +47,13 @@ _CLOSE_S = 1.0
 _LISTING_S = 600.0
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _LATEST_S = 1 << 33
-_VERSION_FIELDS = frozenset(
-    {
-        *("ETag", "etag", "md5Hash", "md5", "crc32c", "generation", "checksum", "oid", "blob_id", "sha", "sha256"),
-        *("version_id", "VersionId", "mtime", "modified", "LastModified", "last_modified", "updated", "created"),
-    }
+_VERSION_NAMES = (
+    *("ETag", "etag", "md5Hash", "md5", "crc32c", "generation", "checksum", "oid", "blob_id", "sha", "sha256"),
+    *("version_id", "VersionId"),
 )
+_VERSION_FIELDS = frozenset({*_VERSION_NAMES, *_TIMES, "modified"})
+# Modules of the file systems that all others inherit from.
+_GENERIC_MODULES = frozenset({"fsspec.spec", "fsspec.asyn"})
 _NO_NAMES = frozenset({"", ".", ".."})
 _PACKAGES = {
     "gs": "gcsfs",
@@ -113,6 +116,7 @@ class BucketSource:
         self._is_object: bool | None = None
         self._request_bytes = _FIRST_BYTES
         self._quick_s = (stalled_s or STALLED_S) * _QUICK_SHARE
+        self._pieced: set[Item] = set()
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._address.text,)
@@ -182,9 +186,29 @@ class BucketSource:
             while self.has_ranges and (upto := (at or 0) + self._request_bytes) < stop:
                 pieces.append(self._requested(item, at or 0, upto))
                 at = upto
+            if at is not None:
+                self._pieced.add(item)
             # Without `end`, the last request reads to the object's end, which reveals that it has grown since listing.
             pieces.append(self._requested(item, at, end))
         return b"".join(pieces)
+
+    def check_unchanged(self) -> None:
+        """List the objects again if any took several requests, which may have returned bytes of different versions.
+
+        Raises:
+            SourceChanged: if such an object has another size, time or version than when it was read.
+        """
+        pieced, self._pieced = self._pieced, set()
+        if not pieced:
+            return
+        try:
+            found = {item.path: item for item in items_of(Retries().run(self.find))}
+        except OSError as error:
+            raise error if isinstance(error, ColabkitError) else self._unreadable(error) from None
+        for item in pieced:
+            now = found.get(item.path)
+            if now != item or now.ctime_ns != item.ctime_ns:
+                raise changed_item(self.name, item, item.size if now is None else now.size)
 
     def _requested(self, item: Item, start: int | None, end: int | None) -> bytes:
         """Return the result of one request, and adapt the size of later requests to its duration."""
@@ -236,11 +260,35 @@ class BucketSource:
             # An object can be readable even if listing is forbidden.
             return {self._root: own}
         try:
-            found: dict[str, Mapping[str, Any]] = self._fs.find(self._root, detail=True)
+            found = self._all_below()
         except FileNotFoundError:
             found = {}
         is_empty_object = own.get("type") != "directory" and not found.keys() - {self._root}
         return {self._root: own} if is_empty_object else found
+
+    def _all_below(self) -> dict[str, Mapping[str, Any]]:
+        """Return the metadata of every object below the root by key; raises `FileNotFoundError` if nothing exists."""
+        find = getattr(type(self._fs), "_find", None) or type(self._fs).find
+        if not self.has_ranges or find.__module__ not in _GENERIC_MODULES:
+            return cast(dict[str, Mapping[str, Any]], self._fs.find(self._root, detail=True))
+        # The generic `find` of fsspec omits folders whose listing fails.
+        found: dict[str, Mapping[str, Any]] = {}
+        folders = [self._root]
+        while folders:
+            folder = folders.pop()
+            try:
+                listed = self._fs.ls(folder, detail=True)
+            except FileNotFoundError as error:
+                if folder == self._root:
+                    raise
+                raise OSError(errno.EIO, "a folder vanished while it was listed") from error
+            for info in listed:
+                name = info["name"].rstrip("/")
+                if info["type"] == "directory" and name != folder:
+                    folders.append(name)
+                else:
+                    found[info["name"]] = info
+        return found
 
     def _inner_path(self, key: str) -> str:
         path = key.rpartition("/")[2] if self._is_object else key.removeprefix(self._root)
@@ -279,10 +327,12 @@ class BucketSource:
 
 
 def items_of(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
-    """Yield an item for each object whose size is known."""
+    """Yield an item for each object whose size is known; its `ctime_ns` is a number that differs between versions."""
     for path, info in facts.items():
         if info.get("size") is not None:
-            yield Item(path, int(info["size"]), _mtime_ns(info))
+            version = next((str(info[name]) for name in _VERSION_NAMES if info.get(name)), "")
+            number = int.from_bytes(hashlib.sha256(version.encode()).digest()[:7], "big") if version else 0
+            yield Item(path, int(info["size"]), _mtime_ns(info), number)
 
 
 def version_of(info: Mapping[str, Any]) -> str:

@@ -110,7 +110,7 @@ class Reading:
 
         Raises:
             TimedOut: if a read stalled twice.
-            ColabkitError: the errors of `read_item`.
+            ColabkitError: the errors of `read_item`, and, after the last block, of the source's `check_unchanged()`.
         """
         if isinstance(self._source, SequentialSource) and self._source.is_sequential:
             yield from self._passed_through(self._source, wanted)
@@ -120,6 +120,8 @@ class Reading:
             )
         else:
             yield from self._calls.results(wanted, _SIZE)
+            if (check_unchanged := getattr(self._source, "check_unchanged", None)) is not None:
+                check_unchanged()
 
     def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
         items: dict[str, Item] = {}

@@ -69,8 +69,9 @@ class Item:
         path: path inside the source, with forward slashes.
         size: size in bytes.
         mtime_ns: modification time in nanoseconds since 1970; 0 if unknown.
-        ctime_ns: time of the last change of the file or its attributes, which no program can set; 0 if unknown. Items
-            that differ only in this time are equal, since it also changes when a file is linked or renamed.
+        ctime_ns: time of the last change of the file or its attributes, which no program can set; for an object of a
+            bucket, a number made from its version; 0 if unknown. Items that differ only in this time are equal, since
+            it also changes when a file is linked or renamed.
     """
 
     path: str

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colabkit.foundation import (
+    BadArchive,
+    BadSource,
+    Corrupt,
     InvalidOption,
     NotSealed,
     SourceMissing,
@@ -225,7 +228,16 @@ def _local_file(
         download.wait_for_others(run.progress)
         with download.kept() as kept:
             kept.note(key=run.key)
-            yield kept.data if run.find() else fetch(str(source), f"{kept.data}/", progress=run.progress).path
+            try:
+                if run.find():
+                    yield kept.data
+                else:
+                    # An earlier download is replaced if the source has changed or has no version.
+                    yield fetch(str(source), f"{kept.data}/", overwrite=True, progress=run.progress).path
+            except (BadArchive, BadSource, Corrupt):
+                # The next call would find the same data, so download it again.
+                kept.start_over()
+                raise
             kept.start_over()
 
 

@@ -264,7 +264,7 @@ class PriorCopy:
         """Return whether no data of a file exists locally."""
         return (item.path, item.size, item.mtime_ns) not in self.known
 
-    def changed(self, items: Iterable[Item], *, can_hang: bool) -> set[str]:
+    def changed(self, items: Iterable[Item], *, is_mount: bool) -> set[str]:
         """Return the paths of known files that have another change time, although size and modification time are equal.
 
         These files may have been rewritten and given their earlier modification time, as by `rsync -t` or an archive
@@ -277,7 +277,7 @@ class PriorCopy:
         changed = {
             item.path for item, file in known if item.ctime_ns != file.ctime_ns and item.ctime_ns and file.ctime_ns
         }
-        return set() if can_hang and len(changed) == len(known) else changed
+        return set() if is_mount and len(changed) == len(known) else changed
 
     def without(self, paths: Container[str]) -> PriorCopy:
         """Return a copy that lacks the data of the files at these paths."""

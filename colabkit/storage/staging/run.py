@@ -131,7 +131,8 @@ class StagingRun:
                     return found
             prior = PriorCopy.find(self.places)
             listing, ahead = self._list(source, None if dry_run or prior.sealed else reading, prior)
-            self._changed = prior.changed(_files_of(listing), can_hang=source.can_hang)
+            is_mount = source.can_hang and _kind_of(source) != "bucket"
+            self._changed = prior.changed(_files_of(listing), is_mount=is_mount)
             prior = prior.without(self._changed)
             if prior.place and (unchanged := self._find_unchanged(source, prior, listing)):
                 # A previous run may have been killed before its cleanup.
