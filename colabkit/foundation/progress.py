@@ -1,11 +1,13 @@
 """The progress bar of all long operations, drawn by `tqdm.auto`: a widget in notebooks, a line in terminals.
 
 A caller with its own progress display, such as a panel with buttons, wraps the operation: `with shown_by(show): ...`.
+An open live panel shows the progress in place of a bar.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,6 +47,26 @@ class Progress:
 Show: TypeAlias = Callable[[Progress | None], None]
 
 _show: ContextVar[Show | None] = ContextVar("_show", default=None)
+# The open panels; see `offer_view`.
+_offers: list[Callable[[], Show | None]] = []
+# Panels belong to the parent process.
+os.register_at_fork(after_in_child=_offers.clear)
+
+
+def offer_view(offer: Callable[[], Show | None]) -> Callable[[], None]:
+    """Let a panel show the progress of later operations, until the returned function is called.
+
+    Args:
+        offer: called when an operation begins outside of `shown_by()`; returns a function that shows its progress, as
+            in `shown_by()`, or None to leave it to a bar.
+    """
+    _offers.append(offer)
+
+    def stop() -> None:
+        if offer in _offers:
+            _offers.remove(offer)
+
+    return stop
 
 
 @contextlib.contextmanager
@@ -78,7 +100,7 @@ class _ProgressRelay:
             self.refresh()
 
     def refresh(self) -> None:
-        self._shown = time.monotonic()
+        self._shown, self._shown_done = time.monotonic(), self._done
         action, total, unit = self._about
         self._show(Progress(action, self._done, total, unit, self._note, self._shown - self._began))
 
@@ -86,6 +108,8 @@ class _ProgressRelay:
         self._note = text
 
     def close(self) -> None:
+        if self._done != self._shown_done:
+            self.refresh()
         self._show(None)
 
 
@@ -120,7 +144,8 @@ class ProgressBar:
         # Return before importing tqdm, which takes longer than writing a small pack.
         if not enabled:
             return
-        if (show := _show.get()) is not None:
+        show = _show.get() or next(filter(None, (offer() for offer in reversed(_offers))), None)
+        if show is not None:
             self._bar = _ProgressRelay(show, action, total, unit)
             return
         with warnings.catch_warnings():

@@ -111,7 +111,7 @@ TRAINING = (
 """The options of training, shared by `train` and `%%train`."""
 
 _SHOWN = (
-    Option("refresh_s", "seconds between frames, at least 0.5", 0.5, "seconds"),
+    Option("refresh_s", "seconds between frames, at least 0.5", 1.0, "seconds"),
     Option(
         "screen",
         "where to show the panel: auto, notebook, widgets, text or none",

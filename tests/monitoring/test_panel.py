@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from panel_states import HOST, FakeTime, Frames, Machine, machine
 from torch.utils.data import DataLoader, TensorDataset
 from trainings import train
+from trees import make_tree
 
 import colabkit
 from colabkit.errors import InvalidOption, MissingPackage
@@ -36,7 +39,7 @@ def test_the_panel_runs_during_a_plain_loop_and_ends_with_one_final_frame(loader
     assert [final for _, _, final in screen.frames].count(True) == 1
     assert screen.frames[-1][2]
     assert "epoch 1 · step 6/6" in screen.frames[-1][1]
-    assert f"RAM 6.0/{HOST.ram_total_bytes >> 30}.0 GiB" in screen.frames[-1][1]
+    assert f"RAM 6.0 of {HOST.ram_total_bytes >> 30}.0 GiB" in screen.frames[-1][1]
     assert "Training panel" in screen.frames[-1][0]
     assert screen.is_closed
     assert not is_any_open()
@@ -48,19 +51,47 @@ def test_the_panel_runs_during_training(loader: colabkit.Loader) -> None:
     with Dashboard(screen, machine=machine):
         train(lambda batch: 0.25, loader, epochs=2)
     assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
-    assert "Loss        0.25" in screen.frames[-1][1]
+    assert "Loss training 0.25 " in screen.frames[-1][1]
 
 
-def test_the_validation_loss_is_shown_beside_the_training_loss(loader: colabkit.Loader) -> None:
+def test_training_and_validation_are_shown_with_different_names(loader: colabkit.Loader) -> None:
     screen = Frames()
     with Dashboard(screen, machine=machine):
         step = lambda batch: {"loss": 0.25, "accuracy": 0.9}  # noqa: E731
-        train(step, loader, validate=lambda: {"loss": 0.5, "accuracy": 0.8, "auc": 0.7})
+        train(step, loader, epochs=3, validate=lambda: {"loss": 0.5, "accuracy": 0.8, "auc": 0.7})
     html, text, _ = screen.frames[-1]
-    beside = "val_loss 0.5 · accuracy 0.9 · val_accuracy 0.8 · auc 0.7"
-    (line,) = [line for line in text.splitlines() if line.startswith("  Loss        0.25 ")]
-    assert line.endswith(f" · {beside}")
-    assert f"<b>0.25</b> &#8194;{beside}" in html
+    assert re.search(
+        r"^  Loss training 0\.25 ▁+, validation 0\.5 █+ \(best validation: 0\.5 in epoch 1\)$", text, re.MULTILINE
+    )
+    assert re.search(r"^  Accuracy training 0\.9 █+, validation 0\.8 ▁+", text, re.MULTILINE)
+    assert "auc 0.7" in text
+    assert html.count("validation</span> <b>0.") == 2
+
+
+def test_staging_and_packing_are_shown_in_place_of_bars_and_training_after_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Frames()
+    make_tree(tmp_path / "photos", 2)
+    with Dashboard(screen, refresh_s=0.0, machine=machine):
+        local = colabkit.stage(tmp_path / "photos", to=tmp_path / "near").path
+        data = colabkit.prepare(local, to=None)["train"]
+        said = [text.splitlines()[0] for _, text, _ in screen.frames]
+        assert said.index("Copying files to this machine") < said.index("Packing samples into one file")
+        assert "CPU 93%" in screen.frames[-1][1]
+        train(lambda batch: 0.5, colabkit.Loader(data, 4))
+    assert "epoch 1/1" in screen.frames[-1][1]
+    assert capsys.readouterr().err == "", "no bars"
+
+
+def test_after_a_run_operations_leave_its_panel_unchanged(loader: colabkit.Loader, tmp_path: Path) -> None:
+    screen = Frames()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.txt").write_text("a")
+    with Dashboard(screen, machine=machine):
+        train(lambda batch: 0.5, loader)
+        colabkit.stage(tmp_path / "photos", to=tmp_path / "near")
+    assert "epoch 1/1 · step 6/6" in screen.frames[-1][1]
 
 
 def test_the_panel_runs_during_a_loop_over_a_watched_data_loader() -> None:
@@ -71,7 +102,7 @@ def test_the_panel_runs_during_a_loop_over_a_watched_data_loader() -> None:
             pass
     text = screen.frames[-1][1]
     assert "epoch 1 · step 80/80" in text
-    assert "waiting for data n/a" not in text
+    assert "waiting for data" in text
 
 
 def test_two_runs_in_one_block_are_shown_one_after_the_other(loader: colabkit.Loader) -> None:
@@ -86,7 +117,7 @@ def test_two_runs_in_one_block_are_shown_one_after_the_other(loader: colabkit.Lo
         assert "epoch 1/1 · step 6/6" in screen.frames[-1][1]
         train(lambda batch: 0.125, loader, epochs=3)
     assert "epoch 3/3 · step 6/6" in screen.frames[-1][1]
-    assert "Loss        0.125" in screen.frames[-1][1]
+    assert "training 0.125 " in screen.frames[-1][1]
     assert len(doctors) == 3, "one for each run, and one for what was before"
 
 
@@ -256,10 +287,10 @@ def test_a_nested_training_is_not_shown_on_the_panel_of_the_outer_one(
     with Dashboard(screen, machine=machine):
         train(step, loader, epochs=2)
         assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
-        assert "Loss        0.25" in screen.frames[-1][1]
+        assert "Loss training 0.25 " in screen.frames[-1][1]
         train(lambda batch: 0.125, loader, epochs=1)
     assert "epoch 1/1 · step 6/6" in screen.frames[-1][1]
-    assert "Loss        0.125" in screen.frames[-1][1]
+    assert "loss 0.125" in screen.frames[-1][1]
     assert not [text for _, text, _ in screen.frames if "stopped by" in text or "/3 " in text]
 
 

@@ -15,7 +15,17 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from colabkit.foundation import Sampler, check_number, check_one_of, checked_call, meters, sampled
+from colabkit.foundation import (
+    Progress,
+    Sampler,
+    Show,
+    check_number,
+    check_one_of,
+    checked_call,
+    meters,
+    offer_view,
+    sampled,
+)
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
@@ -35,14 +45,15 @@ def is_any_open() -> bool:
 
 @checked_call()
 def dashboard(
-    *, refresh_s: float = 0.5, screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto"
+    *, refresh_s: float = 1.0, screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto"
 ) -> Dashboard:
     """Return a context manager that shows a live panel while its block runs.
 
     The panel shows the bottleneck and advice during `train()`, a loop over a `Loader`, or a loop over another loader
-    wrapped by `watch()`. It appears when the loop begins. In a loop, epochs are numbered by the loader and include
-    those before the panel was opened. The panel shows its own share of the run time, and reduces its frame rate if
-    painting takes more than 0.5%.
+    wrapped by `watch()`, and the progress of `stage()`, `pack()` and other long operations before it. Throughout, it
+    shows the utilization of GPUs and CPUs, and the rates of disks and network. It appears when the loop or operation
+    begins. In a loop, epochs are numbered by the loader and include those before the panel was opened. The panel shows
+    its own share of the run time, and reduces its frame rate if painting takes more than 0.5%.
 
     Args:
         refresh_s: seconds between frames, at least 0.5.
@@ -164,6 +175,7 @@ class Dashboard:
             self._held = held.pop_all()
         if self._asked is not None:
             self._held.callback(meters.subscribe(self.listen))
+            self._held.callback(offer_view(self._view))
         return self
 
     def __exit__(
@@ -193,11 +205,27 @@ class Dashboard:
             self._runs -= kind is meters.RunStarted
             raise
 
+    def _view(self) -> Show | None:
+        """Return a function that shows the progress of an operation, or None after a run or loop, which stays shown."""
+        has_loop = self._is_begun and self._recorder.has_loop
+        is_shown = self._asked is not None and _open[-1:] == [self] and threading.get_ident() == self._thread
+        return self._show_work if is_shown and not has_loop else None
+
+    def _show_work(self, work: Progress | None) -> None:
+        try:
+            if work is not None and self._screens:
+                self.has_heard = True
+                self._begin_once()
+                self._recorder.note_work(work)
+                if self._pace.is_due and threading.get_ident() == self._thread:
+                    self._paint(final=False)
+        except Exception:
+            self._screens = []
+            meters.logger.warning("the panel failed and is closed; the operation continues", exc_info=True)
+
     def _take_in(self, event: meters.Event, is_inner: bool) -> None:
         if not self._is_begun:
-            with self._beginning:
-                if not self._is_begun:
-                    self._begin()
+            self._begin_once()
         if not is_inner:
             if type(event) is meters.RunStarted:
                 self._recorder = RunRecorder(self._doctor(), self._clock)
@@ -206,12 +234,15 @@ class Dashboard:
         if is_due and threading.get_ident() == self._thread:
             self._paint(final=False)
 
-    def _begin(self) -> None:
-        self._sampler = self._held.enter_context(self._machine())
-        self._recorder = RunRecorder(self._doctor(), self._clock)
-        self._pace = FramePace(self._refresh_s, self._clock)
-        self._shown = ""
-        self._is_begun = True
+    def _begin_once(self) -> None:
+        with self._beginning:
+            if self._is_begun:
+                return
+            self._sampler = self._held.enter_context(self._machine())
+            self._recorder = RunRecorder(self._doctor(), self._clock)
+            self._pace = FramePace(self._refresh_s, self._clock)
+            self._shown = ""
+            self._is_begun = True
 
     def _paint(self, final: bool) -> None:
         began_s, began_cpu_s = self._clock(), self._cpu_clock()

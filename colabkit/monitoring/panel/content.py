@@ -1,22 +1,23 @@
-"""The content of the panel: its state at one instant, and the texts, bars, curves and gauges derived from it.
+"""The content of the panel: its state at one instant, and the texts derived from it; `charts` derives the rest.
 
-HTML and text show the same content.
+HTML and text show the same content. Content without data is omitted.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from colabkit.foundation import (
-    GpuSnapshot,
     HostSnapshot,
+    Progress,
     format_bytes,
     format_count,
+    format_fill,
+    format_rate,
     format_seconds,
     format_share,
     printable,
@@ -25,15 +26,18 @@ from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
 
 Phase: TypeAlias = Literal["starting", "running", "waiting", "finished", "stopped"]
 
-UNKNOWN = "n/a"
 # Larger speedup factors are not shown.
 _MOST_TIMES = 100
 # Shorter waits are not shown, since they end before the text can be read.
 _LONG_WAIT_S = 1.0
-_MOST_VALUES = 6
+_ACTIVITIES = {
+    "list": "Listing files",
+    "stage": "Copying files to this machine",
+    "pack": "Packing samples into one file",
+    "verify": "Verifying checksums",
+}
 # Longest code line that is shown, in characters.
 _MOST_OF_A_CALL = 240
-_CLIPPED = "colabkit.supervised_step(..., clip=1.0)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,8 @@ class PanelState:
     """The state that the panel shows. Unknown values are None, and unknown curves are empty.
 
     Curves are ordered from the oldest point to the newest. During the run they cover the last minute, afterwards the
-    whole run. The loss curve always covers the whole run. Rates cover the last seconds during the run, afterwards the
-    whole run.
+    whole run. The loss curve and the epochs always cover the whole run. Rates cover the last seconds during the run,
+    afterwards the whole run.
 
     Attributes:
         phase: phase of the run; `"waiting"` means waiting for a batch.
@@ -52,21 +56,26 @@ class PanelState:
         step: number of finished steps in this epoch; in a plain loop, of received batches.
         steps_per_epoch: number of steps per epoch.
         elapsed_s: seconds since the start.
-        remaining_s: estimated seconds to the end of the run, or of the epoch if `epochs` is unknown.
+        remaining_s: estimated seconds to the end of the run, or of the operation in `work`; None until stable.
+        epoch_remaining_s: estimated seconds to the end of the epoch; None until stable.
         waiting_s: seconds that the loop has been waiting for a batch.
         diagnosis: the doctor's diagnosis.
         samples_per_s: samples per second.
         data_bytes_per_s: bytes per second that the loader read, or gathered if it does not count reads.
+        is_remote: whether the loader reads from a remote mount or a network.
         queue_rate: mean fill level of the queue of ready batches, in [0, 1].
         values: values returned by a recent step.
         validation: values returned by the last validation, by label, for example `"val_loss"`.
+        epoch_values: for each complete epoch, its number, from 1, and its values by label.
+        work: the operation before the run, such as staging; None during a run.
+        work_per_s: units of this operation per second.
+        work_curve: units of this operation per second.
         host: the newest snapshot of the machine.
+        hosts: snapshots of the machine.
         gpu_number: index of the GPU that the batches go to.
-        load_curve: utilization of that GPU, or of the CPUs if there is no GPU, in [0, 1].
         speed_curve: samples per second.
         data_curve: bytes per second.
-        queue_curve: fill level of the queue, in [0, 1].
-        loss_curve: training loss.
+        loss_curve: training loss of single batches.
         cost_share: share of the time that the panel takes, including its measurements, in [0, 1].
         at_s: time of the state in seconds since 1970, which shows whether a frame is old; after the run, that of its
             end.
@@ -81,19 +90,24 @@ class PanelState:
     steps_per_epoch: int | None = None
     elapsed_s: float = 0.0
     remaining_s: float | None = None
+    epoch_remaining_s: float | None = None
     waiting_s: float = 0.0
     diagnosis: Diagnosis | None = None
     samples_per_s: float | None = None
     data_bytes_per_s: float | None = None
+    is_remote: bool = False
     queue_rate: float | None = None
     values: Mapping[str, float] = field(default_factory=dict)
     validation: Mapping[str, float] = field(default_factory=dict)
+    epoch_values: tuple[tuple[int, Mapping[str, float]], ...] = ()
+    work: Progress | None = None
+    work_per_s: float | None = None
+    work_curve: tuple[float, ...] = ()
     host: HostSnapshot | None = None
+    hosts: tuple[HostSnapshot, ...] = ()
     gpu_number: int = 0
-    load_curve: tuple[float, ...] = ()
     speed_curve: tuple[float, ...] = ()
     data_curve: tuple[float, ...] = ()
-    queue_curve: tuple[float, ...] = ()
     loss_curve: tuple[float, ...] = ()
     cost_share: float | None = None
     at_s: float | None = None
@@ -104,50 +118,23 @@ class PanelState:
         """Whether the run has ended."""
         return self.phase in ("finished", "stopped")
 
-    @property
-    def gpu(self) -> GpuSnapshot | None:
-        """The GPU that the batches go to; None without a GPU."""
-        gpus = self.host.gpus if self.host else ()
-        return gpus[self.gpu_number if self.gpu_number < len(gpus) else 0] if gpus else None
-
 
 class Segment(NamedTuple):
-    """A segment of the step time and its share in [0, 1]; None if nothing was timed."""
+    """A segment of the step time and its share in [0, 1]."""
 
     name: str
-    share: float | None
+    share: float
 
     @property
     def text(self) -> str:
         """The share as text."""
-        return UNKNOWN if self.share is None else format_share(self.share)
-
-
-class Curve(NamedTuple):
-    """A curve: its name, its newest value as text, its points, the formatter of its unit, and fixed axis limits."""
-
-    name: str
-    text: str
-    points: Sequence[float]
-    unit: Callable[[float], str]
-    low: float | None = 0.0
-    high: float | None = None
-
-
-class Gauge(NamedTuple):
-    """A fill level in [0, 1], None if unknown. `apart` is a portion of it that is drawn separately."""
-
-    name: str
-    text: str
-    share: float | None
-    apart: float = 0.0
-    apart_text: str = ""
+        return format_share(self.share)
 
 
 class AdviceText(NamedTuple):
     """The action, the reason, the predicted gain and the Python code of a piece of advice; empty if missing."""
 
-    action: str
+    action: str = ""
     found: str = ""
     gain: str = ""
     call: str = ""
@@ -163,30 +150,44 @@ def verdict(state: PanelState) -> tuple[str, str]:
     """Return the verdict, and a suffix, possibly empty, that changes with every frame."""
     if state.headline:
         return clipped(state.headline, 140), ""
+    if state.work is not None and not state.is_over:
+        return _activity(state.work.action), ""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
         return "Waiting for data", f"since {format_seconds(state.waiting_s)}"
-    sentence = clipped(state.diagnosis.sentence, 140) if state.diagnosis else ""
     early = {"starting": "Starting", "finished": "Finished", "stopped": "Stopped"}
-    return sentence or early.get(state.phase, "Warming up"), ""
+    if state.diagnosis is None or (state.phase == "starting" and not state.diagnosis.steps):
+        return early.get(state.phase, "Measuring the first steps"), ""
+    return clipped(state.diagnosis.sentence, 140), ""
 
 
 def position(state: PanelState) -> str:
-    """Return the position in the run: the error that stopped it, epoch, step and time."""
+    """Return the position in the run or the operation: the error that stopped it, epoch, step and time."""
     parts = [f"stopped by {clipped(state.stopped_by, 60)}"] if state.phase == "stopped" else []
-    if state.epoch is not None:
+    if state.work is not None:
+        done, total, unit = state.work.done, state.work.total, state.work.unit
+        if unit == "B":
+            parts.append(format_fill(done, total) if total else format_bytes(done))
+        else:
+            parts.append(f"{_of(done, total)}{unit}")
+        parts += [clipped(state.work.note, 80)] if state.work.note else []
+    elif state.epoch is not None:
         parts.append(f"epoch {_of(state.epoch, state.epochs)}")
         parts.append(f"step {_of(state.step, state.steps_per_epoch)}")
     if state.is_over:
         parts.append(f"{format_seconds(state.elapsed_s)} in total")
     elif state.remaining_s is not None:
-        parts.append(f"{_whole_seconds(state.remaining_s)} left")
+        parts.append(f"about {_coarsely(state.remaining_s)} left")
+    elif state.epoch_remaining_s is not None:
+        parts.append(f"about {_coarsely(state.epoch_remaining_s)} left in this epoch")
     else:
         parts.append(f"{_whole_seconds(state.elapsed_s)} so far")
     return " · ".join(parts)
 
 
 def done_share(state: PanelState) -> float | None:
-    """Return the finished share of the run, or of the epoch if the number of epochs is unknown."""
+    """Return the finished share of the run or operation, or of the epoch if the number of epochs is unknown."""
+    if state.work is not None:
+        return min(1.0, state.work.done / state.work.total) if state.work.total else None
     if not state.steps_per_epoch or state.epoch is None:
         return 1.0 if state.phase == "finished" else None
     done = state.step / state.steps_per_epoch
@@ -194,95 +195,47 @@ def done_share(state: PanelState) -> float | None:
 
 
 def segments(state: PanelState) -> tuple[Segment, ...]:
-    """Return the segments of the step time, one for each part."""
-    shares = state.diagnosis.shares if state.diagnosis else None
-    is_known = shares is not None and shares.wait + shares.copy + shares.compute + shares.other > 0
-    return tuple(
-        Segment(name, getattr(shares, part) if is_known else None)
-        for name, part in (("waiting for data", "wait"), ("copy", "copy"), ("step", "compute"), ("other", "other"))
-    )
-
-
-def curves(state: PanelState) -> tuple[Curve, ...]:
-    """Return the curves: load, speed, data, queue, loss."""
-    gpu, host = state.gpu, state.host
-    many = host is not None and len(host.gpus) > 1
-    name = f"GPU {state.gpu_number}" if many else "GPU" if gpu else "CPU"
-    load = gpu.utilization_rate if gpu else host.cpu_rate if host else None
-    return (
-        _curve(name, load, state.load_curve, _percent, 0.0, 1.0),
-        _curve("Images/s", state.samples_per_s, state.speed_curve, _counted),
-        _curve("Data", state.data_bytes_per_s, state.data_curve, _per_second),
-        _curve("Ready queue", state.queue_rate, state.queue_curve, _percent, 0.0, 1.0),
-        _curve("Loss", state.values.get("loss"), state.loss_curve, _number, None),
-    )
-
-
-def gauges(state: PanelState) -> tuple[Gauge, ...]:
-    """Return the fill levels of GPU memory, RAM, disk and tmpfs."""
-    host, gpu = state.host, state.gpu
-    if host is None:
-        return tuple(Gauge(name, UNKNOWN, None) for name in ("GPU memory", "RAM", "Disk", "tmpfs"))
-    if gpu is None:
-        memory = Gauge("GPU memory", "no GPU", None)
-    elif gpu.is_lost:
-        memory = Gauge("GPU memory", "GPU lost", None)
-    else:
-        memory = _filled("GPU memory", gpu.used_bytes, gpu.total_bytes)
-    ram = _filled("RAM", host.ram_used_bytes, host.ram_total_bytes)
-    if host.tmpfs_bytes and ram.share:
-        tmpfs = min(host.tmpfs_bytes / host.ram_total_bytes, ram.share)
-        ram = ram._replace(apart=tmpfs, apart_text=f"tmpfs {format_bytes(host.tmpfs_bytes)}")
-    return (
-        memory,
-        ram,
-        _filled("Disk", _used(host.disk_free_bytes, host.disk_total_bytes), host.disk_total_bytes),
-        _filled("tmpfs", _used(host.shm_free_bytes, host.shm_total_bytes), host.shm_total_bytes),
-    )
+    """Return the segments of the step time, one for each part; empty before there are enough steps for a verdict."""
+    shares = state.diagnosis.shares if state.diagnosis and state.diagnosis.verdict != "unknown" else None
+    if shares is None or not shares.wait + shares.copy + shares.compute + shares.other > 0:
+        return ()
+    named = (("waiting for data", shares.wait), ("copy", shares.copy), ("step", shares.compute))
+    return (*itertools.starmap(Segment, named), Segment("other", shares.other))
 
 
 def advice_text(state: PanelState) -> AdviceText:
-    """Return the best piece of advice, or advice about the loss if it is not finite."""
-    loss = state.values.get("loss")
-    if loss is not None and not math.isfinite(loss):
-        return AdviceText("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)
+    """Return the best piece of advice; empty if there is none yet."""
     diagnosis = state.diagnosis
-    if diagnosis is None or not diagnosis.advice:
-        if diagnosis is not None and diagnosis.needs_nothing:
-            return AdviceText("Nothing to fix")
-        is_early = diagnosis is None or diagnosis.verdict == "unknown"
-        return AdviceText("No advice yet" if is_early and not state.is_over else "No advice")
+    if diagnosis is None or state.work is not None:
+        return AdviceText()
+    if not diagnosis.advice:
+        return AdviceText("Data loading needs no fix") if diagnosis.needs_nothing else AdviceText()
     advice = diagnosis.advice[0]
     gain = ""
     if advice.samples_per_s is not None:
-        gain = f"about {_counted(advice.samples_per_s)} images/s"
+        gain = f"about {format_rate(advice.samples_per_s, 'images')}"
         if 0 < advice.samples_per_s <= _MOST_TIMES * diagnosis.samples_per_s:
             gain += f" ({advice.samples_per_s / diagnosis.samples_per_s:.1f}×)"
     return AdviceText(
-        clipped(advice.action, 100).rstrip("."), clipped(advice.found, 110), gain, clipped(advice.call, _MOST_OF_A_CALL)
+        clipped(advice.action, 100).rstrip("."), clipped(advice.found, 130), gain, clipped(advice.call, _MOST_OF_A_CALL)
     )
 
 
-def values(state: PanelState) -> str:
-    """Return the values shown next to the loss; each validation value follows its training value."""
-    found = {**state.values, **state.validation}
-    names = [label for name in ("loss", *found) for label in (name, f"val_{name}") if label in found]
-    rest = [name for name in dict.fromkeys(names) if name != "loss"]
-    return " · ".join(f"{clipped(name, 24)} {_number(found[name])}" for name in rest[:_MOST_VALUES])
-
-
 def cost(state: PanelState) -> str:
-    """Return the share of the time that the panel takes, and the time of the state, as text."""
-    share = f"panel {UNKNOWN if state.cost_share is None else format_share(state.cost_share)}"
-    return share if state.at_s is None else f"{share} · {time.strftime('%H:%M:%S UTC', time.gmtime(state.at_s))}"
+    """Return the time of the state, and the share of the time that the panel takes, as text."""
+    parts = [] if state.cost_share is None else [f"panel {format_share(state.cost_share)}"]
+    if state.at_s is not None:
+        said = "ended" if state.is_over else "updated"
+        parts.append(f"{said} {time.strftime('%-d %b %H:%M:%S UTC', time.gmtime(state.at_s))}")
+    return " · ".join(parts)
 
 
-def thinned(points: Sequence[float], most: int) -> tuple[float, ...]:
-    """Reduce a curve to at most `most` points by averaging neighbors, from the oldest to the newest."""
-    if len(points) <= most:
-        return tuple(points)
-    edges = [round(number * len(points) / most) for number in range(most + 1)]
-    return tuple(sum(points[a:b]) / (b - a) for a, b in itertools.pairwise(edges))
+def _activity(action: str) -> str:
+    """Return an action such as `"publish"` as an activity, `"Publishing"`."""
+    if action in _ACTIVITIES:
+        return _ACTIVITIES[action]
+    first, _, rest = action.partition(" ")
+    return clipped(f"{first.removesuffix('e').capitalize()}ing {rest}".strip(), 140)
 
 
 def _of(count: int, total: int | None) -> str:
@@ -293,42 +246,8 @@ def _whole_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 59.5 else format_seconds(seconds)
 
 
-def _curve(
-    name: str,
-    value: float | None,
-    points: Sequence[float],
-    unit: Callable[[float], str],
-    low: float | None = 0.0,
-    high: float | None = None,
-) -> Curve:
-    return Curve(name, UNKNOWN if value is None else unit(value), points, unit, low, high)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%"
-
-
-def _counted(per_second: float) -> str:
-    return f"{per_second:.1f}" if per_second < 9.95 else format_count(per_second)
-
-
-def _per_second(bytes_per_s: float) -> str:
-    return f"{format_bytes(bytes_per_s)}/s"
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _used(free_bytes: int | None, total_bytes: int | None) -> int | None:
-    return None if free_bytes is None or total_bytes is None else total_bytes - free_bytes
-
-
-def _filled(name: str, used_bytes: int | None, total_bytes: int | None) -> Gauge:
-    if used_bytes is None or not total_bytes:
-        return Gauge(name, UNKNOWN, None)
-    share = min(1.0, max(0.0, used_bytes / total_bytes))
-    number, _, unit = format_bytes(total_bytes).partition(" ")
-    # Show the used amount in the same unit as the total.
-    used = share * float(number)
-    return Gauge(name, f"{used:.{0 if used >= 99.95 else 1}f}/{number} {unit}", share)
+def _coarsely(seconds: float) -> str:
+    """Return a duration without false precision: in steps of five seconds or one minute."""
+    if seconds < 57.5:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    return f"{round(seconds / 60)} min" if seconds < 3570 else format_seconds(60 * round(seconds / 60))

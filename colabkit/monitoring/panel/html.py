@@ -1,8 +1,8 @@
 """The panel as HTML: inline styles only, pictures as data URLs, no scripts.
 
 The panel therefore looks the same live, in a saved notebook, and in front ends that remove scripts and style sheets.
-Without any styles, it still reads from top to bottom. It uses the colors of the theme, and its height depends only on
-its width.
+Without any styles, it still reads from top to bottom. It uses the colors of the theme. Its parts wrap, so that it
+can be read from a width of 200 px. It grows when data arrives, and reserves no space for data that may never arrive.
 
 The pictures are small SVG images, to which the colors of the page do not apply. Their colors have a contrast of at
 least 3:1 on white and on #131314 (blue, vermillion, green and purple of Okabe and Ito, and a gray). No information is
@@ -16,12 +16,13 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
 from colabkit.foundation import escape, plotting
-from colabkit.monitoring.panel import content
-from colabkit.monitoring.panel.content import PanelState, thinned
+from colabkit.monitoring.panel import charts, content
+from colabkit.monitoring.panel.charts import Chart, Line, thinned
+from colabkit.monitoring.panel.content import PanelState
 
 # Characters that need not be percent-encoded in a data URL.
 _PLAIN = ' "=/:;,()'
-# Vertical resolution of a curve.
+# Vertical resolution of a chart.
 _STEPS = 64
 # Color of the pattern lines.
 PALE = "#fff8"
@@ -34,25 +35,32 @@ _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-for
 _LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _TRACK = "#8884"
 _FAINT = "opacity:.72"
-_CUT = "overflow:hidden;text-overflow:ellipsis"
+_ROW = "display:flex;flex-wrap:wrap"
+_UNBROKEN = "white-space:nowrap"
+_ENDS = "display:flex;justify-content:space-between"
 _COLORS = (plotting.VERMILLION, plotting.PURPLE, plotting.BLUE, plotting.GREY)
 # Legend symbols of the segments, in the style of the bar.
 _SIGNS = ("▨", "▥", "■", "⊟")
-_LIVE_POINTS, _FINAL_POINTS = 32, 120
-# Below this panel width, texts may take two lines.
-_NARROW_PX = 600
-_ALMOST_FULL = 0.9
-# Longest call that is shown, in characters; two lines hold this many.
+# Colors and styles of the first and the second line of a chart.
+_LINES = ((plotting.GREEN, f"solid {plotting.GREEN}"), (plotting.BLUE, f"dashed {plotting.BLUE}"))
+_LIVE_POINTS, _FINAL_POINTS = 24, 60
+# Heights of small and large charts, in pixels.
+_LOW, _HIGH = 28, 72
+_THIN = 'vector-effect="non-scaling-stroke"'
+# Longest call that is shown, in characters.
 _SHOWN_OF_A_CALL = 140
 
 
 def as_html(state: PanelState) -> str:
-    """Return the panel as HTML, at most 8 kB during the run and 20 kB afterwards."""
+    """Return the panel as HTML, at most 10 kB during the run and 14 kB afterwards."""
+    points = _FINAL_POINTS if state.is_over else _LIVE_POINTS
+    learned = charts.learning(state)
     return (
-        "<div role='group' aria-label='Training panel' style='container-type:inline-size;box-sizing:border-box;"
-        f"max-width:760px;padding:14px 18px;border:1px solid {_LINE};border-radius:8px;color:{_TEXT};"
-        "font:13px/20px system-ui,sans-serif;font-variant-numeric:tabular-nums'>"
-        f"{_verdict(state)}{_progress(state)}{_time(state)}{_cells(state)}{_advice(state)}</div>"
+        "<div role='group' aria-label='Training panel' style='box-sizing:border-box;max-width:760px;padding:14px 18px;"
+        f"border:1px solid {_LINE};border-radius:8px;color:{_TEXT};font:13px/18px system-ui,sans-serif;"
+        "font-variant-numeric:tabular-nums;overflow-wrap:anywhere'>"
+        f"{_verdict(state)}{_progress(state)}{_time(state, points)}{_learning(learned)}{_machine(state, points)}"
+        f"{_details(state, learned)}{_advice(state)}</div>"
     )
 
 
@@ -60,115 +68,170 @@ def _verdict(state: PanelState) -> str:
     sentence, ticking = content.verdict(state)
     # Screen readers skip the part that changes with every frame.
     rest = f" <span aria-hidden='true'>{escape(ticking)}</span>" if ticking else ""
-    return f"<div role='status' style='font-weight:600;font-size:16px;{_lines(22)}'>{escape(sentence)}{rest}</div>"
+    return f"<div role='status' style='font-weight:600;font-size:16px;line-height:22px'>{escape(sentence)}{rest}</div>"
 
 
 def _progress(state: PanelState) -> str:
     done = content.done_share(state)
-    share = "n/a" if done is None else f"{100 * done:.0f}%"
+    position = f"<div style='{_FAINT}'>{escape(content.position(state))}</div>"
+    if done is None:
+        return position
+    filled = f"linear-gradient(90deg,{plotting.GREY} {100 * done:.1f}%,{_TRACK} 0)"
+    shape = f"height:4px;border-radius:2px;margin-top:6px;background:{filled}"
+    return f"{position}<div role='img' aria-label='done: {100 * done:.0f}%' style='{shape}'></div>"
+
+
+def _time(state: PanelState, points: int) -> str:
+    """Return the speed, and the shares of the step time, of which waiting for data is the most important."""
+    parts, speed = content.segments(state), charts.speed(state)
+    cells = ""
+    if speed is not None:
+        number = f"<span>{_large(speed.lines[0].text)} {escape(speed.name)}</span>"
+        limits = f"<small style='{_FAINT}'>{_limits(speed)}</small>"
+        head = f"<div style='{_ENDS};align-items:baseline;flex-wrap:wrap'>{number}{limits}</div>"
+        cells += _cell(180, f"{head}{_picture(speed, points, _LOW)}")
+    if parts:
+        alt = "time of a typical step: " + ", ".join(f"{part.name} {part.text}" for part in parts)
+        bar = stacked_bar(alt, [(part.share, color) for part, color in zip(parts, _COLORS, strict=True)], 14)
+        named = [
+            f"<span style='{_UNBROKEN}'><span aria-hidden='true' style='color:{color}'>{sign}</span> {part.name}"
+            for part, color, sign in zip(parts, _COLORS, _SIGNS, strict=True)
+        ]
+        rest = " ".join(f"{name} <b>{part.text}</b></span>" for name, part in zip(named[1:], parts[1:], strict=True))
+        legend = f"<div style='{_ROW};gap:0 14px;margin-top:3px'>{rest}</div>"
+        cells += _cell(240, f"{_large(parts[0].text)} {named[0]}</span>{bar}{legend}", 2)
+    return _row(cells)
+
+
+def _learning(found: Sequence[Chart]) -> str:
+    return _row("".join(_cell(240, _chart(chart)) for chart in found))
+
+
+def _chart(chart: Chart) -> str:
+    """Return a chart with the limits of both axes, and its best point."""
+    low, high = map(chart.unit, chart.limits)
+    lines = "".join(_named(line, style) for line, (_, style) in zip(chart.lines, _LINES, strict=False))
+    note = f"<span style='text-align:center'>▾ {escape(chart.note)}</span>" if chart.note else ""
     return (
-        f"<div style='{_FAINT};{_CUT};white-space:nowrap'>{escape(content.position(state))}</div>"
-        f"{_bar(4, f'done: {share}', done or 0.0, plotting.GREY, ';margin:6px 0 12px')}"
+        f"<div style='{_ROW};gap:0 12px'><b>{escape(chart.name)}</b>{lines}</div>"
+        "<div style='display:flex;gap:6px;margin-top:4px'>"
+        f"<small style='{_FAINT};{_ENDS};flex-direction:column;text-align:right;height:{_HIGH}px;line-height:1'>"
+        f"<span>{escape(high)}</span><span>{escape(low)}</span></small><div style='flex:1;min-width:0'>"
+        f"{_picture(chart, _FINAL_POINTS, _HIGH)}<small style='{_FAINT};{_ENDS};gap:6px;overflow-wrap:normal'>"
+        f"<span>{escape(chart.first)}</span>{note}<span>{escape(chart.last)}</span></small></div></div>"
     )
 
 
-def _time(state: PanelState) -> str:
-    parts = content.segments(state)
-    alt = "time of a typical step: " + ", ".join(f"{part.name} {part.text}" for part in parts)
-    bar = stacked_bar(alt, [(part.share or 0.0, color) for part, color in zip(parts, _COLORS, strict=True)], 14)
-    legend = " ".join(
-        f"<span><span aria-hidden='true' style='color:{color}'>{sign}</span> {part.name} <b>{part.text}</b></span>"
-        for part, color, sign in zip(parts, _COLORS, _SIGNS, strict=True)
+def _machine(state: PanelState, points: int) -> str:
+    return _row("".join(_cell(104, _small_chart(chart, points)) for chart in charts.machine(state)))
+
+
+def _small_chart(chart: Chart, points: int) -> str:
+    lines = [_named(line, style) for line, (_, style) in zip(chart.lines, _LINES, strict=False)]
+    texts = "<br/>".join([*lines, escape(chart.note)] if chart.note else lines)
+    title = f"<small style='{_FAINT};{_ENDS}'>{escape(chart.name)}{_limits(chart)}</small>"
+    return f"{title}{texts}{_picture(chart, points, _LOW)}"
+
+
+def _named(line: Line, style: str) -> str:
+    """Return the name of a line, underlined in the style of the line, and its newest value."""
+    if not line.name:
+        return f"<b>{escape(line.text)}</b>"
+    name = f"<span style='border-bottom:2px {style}'>{escape(line.name)}</span>"
+    return f"<span style='{_UNBROKEN}'>{name} <b>{escape(line.text)}</b></span>"
+
+
+def _limits(chart: Chart) -> str:
+    """Return the limits of the axis of a small chart, if it is drawn."""
+    if not any(len(line.points) > 1 for line in chart.lines):
+        return ""
+    low, high = chart.limits
+    text = f"{chart.unit(low) if low else 0}–{chart.unit(high)}"
+    return f"<span style='{_UNBROKEN}'>{escape(text)}</span>"
+
+
+def _details(state: PanelState, learned: Sequence[Chart]) -> str:
+    texts = "".join(
+        f"<span{urgent * f' style={chr(39)}font-weight:600;color:{plotting.VERMILLION}{chr(39)}'}>{escape(text)}</span>"
+        for text, urgent in charts.details(state, learned)
+        if text
     )
-    cost = f"<span style='margin-left:auto;{_FAINT}'>{escape(content.cost(state))}</span>"
-    shape = f"display:flex;flex-wrap:wrap;gap:0 20px;margin:4px 0 12px;white-space:nowrap;{_lines(20)}"
-    return f"{bar}<div style='{shape}'>{legend} {cost}</div>"
-
-
-def _cells(state: PanelState) -> str:
-    width = f"clamp((100cqw - 72px)/6,({_NARROW_PX}px - 100cqw)*999,(100cqw - 30px)/3)"
-    style = f"display:grid;grid-template-columns:repeat(auto-fit,minmax({width},1fr));gap:10px 14px"
-    curves = "".join(_curve(state, curve) for curve in content.curves(state))
-    gauges = "".join(_gauge(gauge) for gauge in content.gauges(state))
-    return f"<div style='{style};font-size:14px;white-space:nowrap'>{curves}{gauges}</div>"
-
-
-def _curve(state: PanelState, curve: content.Curve) -> str:
-    points = thinned(curve.points, _FINAL_POINTS if state.is_over else _LIVE_POINTS)
-    is_loss = curve.name == "Loss"
-    when = "the whole run" if state.is_over or is_loss else "the last minute"
-    ends = f"{curve.unit(points[0])} to {curve.unit(points[-1])}" if len(points) > 1 else "n/a"
-    picture = line_chart(f"{curve.name}, {when}: {ends}", points, curve.low, curve.high, 32)
-    beside = f" &#8194;{escape(content.values(state))}" if is_loss else ""
-    return _cell(curve.name, f"<b>{escape(curve.text)}</b>{beside}", picture, is_loss)
-
-
-def _gauge(gauge: content.Gauge) -> str:
-    share = gauge.share or 0.0
-    color = plotting.VERMILLION if share > _ALMOST_FULL else plotting.GREY
-    name, label = gauge.name, f"{gauge.name} n/a" if gauge.share is None else f"{gauge.name} {100 * share:.0f}% full"
-    hatched = ""
-    if gauge.apart:
-        name += f", ▨ {gauge.apart_text}"
-        label += f", {100 * gauge.apart:.0f}% by tmpfs"
-        place = f"margin-left:{100 * (share - gauge.apart):.1f}%;width:{100 * gauge.apart:.1f}%;height:6px"
-        hatch = f"repeating-linear-gradient(135deg,{PALE} 0 1px,#0000 1px 4px)"
-        hatched = f"<div style='{place};background:{hatch}'></div>"
-    bar = _bar(6, label, share, color, ";margin-top:3px", hatched)
-    return _cell(name, escape(gauge.text), bar, gauge.name in ("RAM", "tmpfs"))
+    return f"<small style='{_FAINT};{_ROW};gap:0 16px;margin-top:10px'>{texts}</small>" if texts else ""
 
 
 def _advice(state: PanelState) -> str:
     action, found, gain, call = content.advice_text(state)
-    reason, call = f"Advice: {found}" if found else "Advice", content.clipped(call, _SHOWN_OF_A_CALL)
-    return (
-        f"<div style='border-top:1px solid {_TRACK};margin-top:14px;padding-top:8px;display:flex;gap:14px;"
-        "justify-content:space-between;white-space:nowrap;font-size:14px'>"
-        f"<small style='{_FAINT};{_CUT}'>{escape(reason)}</small> <b>{escape(gain)}</b></div>"
-        f"<div style='{_lines(20)}'><b>{escape(action)}</b></div>"
-        f"<div style='font:12px ui-monospace,monospace;overflow-wrap:anywhere;{_lines(20)}'>{escape(call)}</div>"
+    if not action:
+        return ""
+    gain = f" <span style='{_FAINT}'>→ {escape(gain)}</span>" if gain else ""
+    reason = f"<div style='{_FAINT}'>{escape(found[:1].upper() + found[1:])}</div>" if found else ""
+    shown = escape(content.clipped(call, _SHOWN_OF_A_CALL))
+    code = f"<div style='font:12px/18px ui-monospace,monospace'>{shown}</div>" if call else ""
+    style = f"border-top:1px solid {_TRACK};margin-top:12px;padding-top:8px"
+    return f"<div style='{style}'><b>{escape(action)}</b>{gain}{reason}{code}</div>"
+
+
+def _row(cells: str) -> str:
+    return f"<div style='{_ROW};gap:10px 16px;margin-top:12px'>{cells}</div>" if cells else ""
+
+
+def _cell(least_px: int, inside: str, share: int = 1) -> str:
+    return f"<div style='flex:{share} 1 {least_px}px;min-width:0'>{inside}</div>"
+
+
+def _large(text: str) -> str:
+    return f"<span style='font-size:24px;line-height:30px;font-weight:600'>{escape(text)}</span>"
+
+
+def _picture(chart: Chart, points: int, height: int) -> str:
+    low, high = chart.limits
+    shown = [line._replace(points=line.points if line.places else thinned(line.points, points)) for line in chart.lines]
+    said = ", ".join(
+        f"{line.name} from {chart.unit(line.points[0])} to {chart.unit(line.points[-1])}".strip()
+        for line in shown
+        if len(line.points) > 1
     )
+    return line_chart(f"{chart.name}: {said}", shown, low, high, height, chart.marked) if said else ""
 
 
-def _cell(name: str, text: str, picture: str, is_wide: bool) -> str:
-    place = f" style='grid-column:span 2;{_CUT}'" if is_wide else ""
-    return f"<div{place}><small style='{_FAINT}'>{escape(name)}</small><br/>{text}{picture}</div>"
-
-
-def _bar(height_px: int, label: str, share: float, color: str, style: str, inside: str = "") -> str:
-    filled = f"linear-gradient(90deg,{color} {100 * share:.1f}%,{_TRACK} 0)"
-    shape = f"height:{height_px}px;border-radius:3px;background:{filled}{style}"
-    return f"<div role='img' aria-label='{escape(label)}' style='{shape}'>{inside}</div>"
-
-
-def _lines(height_px: int) -> str:
-    height = f"clamp({height_px}px,({_NARROW_PX}px - 100cqw)*999,{2 * height_px}px)"
-    return f"line-height:{height_px}px;overflow:hidden;height:{height}"
-
-
-def line_chart(alt: str, points: Sequence[float], low: float | None, high: float | None, height: int) -> str:
-    """Return a curve with a shaded area below it; with fewer than two points, a dashed placeholder.
+def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height: int, marked: int | None = None) -> str:
+    """Return lines; a single one has a shaded area below it, and the second of two is dashed.
 
     Args:
         alt: alternative text for the picture.
-        points: values from left to right.
-        low: value at the bottom; None for the smallest point.
-        high: value at the top; None for the largest point.
+        lines: the lines. All those with places share a scale, and the others each fill the width.
+        low: value at the bottom.
+        high: value at the top.
         height: height of the picture in pixels; the picture fills the available width.
+        marked: place of a vertical line.
     """
-    if len(points) < 2:
-        dashes = (
-            f'<path d="M0,1H2" stroke="{plotting.GREY}" stroke-dasharray="2 6" vector-effect="non-scaling-stroke"/>'
-        )
-        return _image(alt, "0 0 2 2", dashes, height)
-    bottom = min(points) if low is None else low
-    room = ((max(points) if high is None else high) - bottom) or 1.0
-    tops = [_STEPS - round(min(1.0, max(0.0, (value - bottom) / room)) * _STEPS) for value in points]
-    steps = " ".join(f"1 {after - before}" for before, after in itertools.pairwise(tops)).replace(" -", "-")
-    # The other edges of the area are outside the picture, so that only the curve is drawn as a line.
-    path = f"M-9,99V{tops[0]}H0l{steps}h9V99"
-    line = f'fill="{plotting.GREEN}26" stroke="{plotting.GREEN}" stroke-width="1.5" vector-effect="non-scaling-stroke"'
-    return _image(alt, f"0 -3 {len(points) - 1} {_STEPS + 6}", f'<path d="{path}" {line}/>', height)
+    # More steps than pixels would only make the picture larger in bytes.
+    room, scale = (high - low) or 1.0, min(_STEPS, height)
+    width = max(max(line.places, default=len(line.points) - 1) for line in lines)
+    drawn = "" if marked is None else f'<path d="M{marked},-3V99" stroke="{plotting.GREY}" {_THIN}/>'
+    for line, (color, style) in zip(lines, _LINES, strict=False):
+        if len(line.points) < 2:
+            continue
+        tops = [scale - round(min(1.0, max(0.0, (value - low) / room)) * scale) for value in line.points]
+        places = line.places or range(len(tops))
+        path, is_alone = _path(places, tops), len(lines) == 1
+        # The other edges of the area are outside the picture, so that only the curve is drawn as a line.
+        path = f"M-9,99V{tops[0]}H0l{path}h9V99" if is_alone else f"M{places[0]},{tops[0]}l{path}"
+        dash = "" if style.startswith("solid") else ' stroke-dasharray="4 2"'
+        drawn += f'<path d="{path}" fill="{f"{color}26" if is_alone else "none"}" stroke="{color}"{dash} {_THIN}/>'
+    box = f'viewBox="0 -2 {width or 1} {scale + 4}" preserveAspectRatio="none" stroke-width="1.5"'
+    return _image(alt, box, drawn, height)
+
+
+def _path(places: Sequence[int], tops: Sequence[int]) -> str:
+    """Return the relative steps of a line, in which consecutive horizontal ones are joined."""
+    steps: list[tuple[int, int]] = []
+    for (x1, y1), (x2, y2) in itertools.pairwise(zip(places, tops, strict=True)):
+        if steps and not steps[-1][1] and y1 == y2:
+            steps[-1] = steps[-1][0] + x2 - x1, 0
+        else:
+            steps.append((x2 - x1, y2 - y1))
+    return " ".join(f"{x} {y}" for x, y in steps).replace(" -", "-")
 
 
 def stacked_bar(alt: str, parts: Iterable[tuple[float, str]], height: int) -> str:
@@ -185,12 +248,11 @@ def stacked_bar(alt: str, parts: Iterable[tuple[float, str]], height: int) -> st
             drawn += f'<line x1="{x}" y1="50%" x2="{100 * left:.1f}%" y2="50%" {line}/>'
         elif color == plotting.GREY:
             drawn += f'<rect x="{x}" y="40%" width="{width}" height="20%" fill="{PALE}"/>'
-    return _image(alt, None, drawn, height, ";border-radius:3px")
+    return _image(alt, "", drawn, height)
 
 
-def _image(alt: str, view: str | None, drawn: str, height: int, style: str = "") -> str:
-    box = f' viewBox="{view}" preserveAspectRatio="none"' if view else ""
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg"{box}>{drawn}</svg>'
+def _image(alt: str, attributes: str, drawn: str, height: int) -> str:
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}>{drawn}</svg>'
     # The height is set twice: style sheets of the page may override one, and some front ends remove styles.
-    shape = f"width='100%' height='{height}' style='display:block;height:{height}px{style}'"
+    shape = f"width='100%' height='{height}' style='display:block;height:{height}px'"
     return f"<img alt='{escape(alt)}' {shape} src='data:image/svg+xml,{quote(svg, _PLAIN)}'/>"

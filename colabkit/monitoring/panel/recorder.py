@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
-from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Sampler, meters
+from colabkit.foundation import LoaderMeters, MetersSnapshot, Progress, Sampler, meters
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
@@ -17,6 +18,11 @@ _NOW_S = 5.0
 # Long enough to average over bursts, since loaders make batches in groups.
 _LATELY_S = 15.0
 _MINUTE_S = 60.0
+# A remaining time is shown once it has predicted the same end for so many seconds, to within a share of itself.
+_STEADY_S, _STEADY_SHARE = 5.0, 0.1
+_PACED_STEPS = 10
+# Maximum number of epochs that are kept; in longer runs, every second one of the older ones.
+_MOST_EPOCHS = 600
 # The doctor takes more time than the rest of the panel, and users need time to read a verdict.
 _LOOK_S = 2.0
 
@@ -36,6 +42,7 @@ class RunRecorder:
         self._clock = clock
         self._started_s = clock()
         self._ended_s: float | None = None
+        self._ended_at_s: float | None = None
         self._stopped_by: str | None = None
         self._meters: LoaderMeters | None = None
         self._begin: MetersSnapshot | None = None
@@ -45,7 +52,8 @@ class RunRecorder:
         self._epochs: int | None = None
         self._steps_per_epoch: int | None = None
         self._step = 0
-        self._noted_steps = 0
+        self._left, self._is_left_of_run = SteadyEstimate(), False
+        self._pace = EpochPace(clock)
         self._waiting_s = 0.0
         self._window: deque[tuple[float, MetersSnapshot]] = deque()
         self._values = meters.StepValues()
@@ -53,28 +61,45 @@ class RunRecorder:
         self._next_point_s = 0.0
         self._next_look_s = 0.0
         self._diagnosis: Diagnosis | None = None
-        self._speed, self._data, self._queue, self._loss = (meters.TimeSeries() for _ in range(4))
+        self._speed, self._data, self._loss, self._worked = (meters.TimeSeries() for _ in range(4))
+        self._epochs_done: list[tuple[int, Mapping[str, float]]] = []
+        self._work: Progress | None = None
+        self._done: deque[tuple[float, int]] = deque()
         self._noters: dict[type, Callable[[Any], None]] = {
             meters.BatchTaken: self._batch_taken,
             meters.StepDone: self._step_done,
             meters.ValidationDone: self._validated,
+            meters.EpochDone: self._epoch_done,
             meters.Waiting: self._waits,
             meters.EpochStarted: self._epoch_started,
             meters.RunStarted: self._run_started,
             meters.RunEnded: lambda event: self.end(event.error),
         }
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether a run or loop has begun."""
+        return self._meters is not None
+
     def note(self, event: meters.Event) -> None:
         """Record an event; events after the end of the run are ignored."""
         if self._ended_s is None and (note := self._noters.get(type(event))) is not None:
             note(event)
+
+    def note_work(self, work: Progress) -> None:
+        """Record the progress of an operation such as staging, unless a run or loop has begun."""
+        if self._ended_s is None and not self.has_loop:
+            if self._work is None or (work.action, work.total) != (self._work.action, self._work.total):
+                self._worked, self._left = meters.TimeSeries(), SteadyEstimate()
+                self._done.clear()
+            self._phase, self._work = "running", work
 
     def end(self, error: str | None) -> None:
         """Record the end of the run and the name of the error that stopped it; later calls are ignored."""
         if self._ended_s is None:
             self._phase = "stopped" if error else "finished"
             self._stopped_by = error
-            self._ended_s = self._clock()
+            self._ended_s, self._ended_at_s = self._clock(), time.time()
 
     def _batch_taken(self, event: meters.BatchTaken) -> None:
         if event.meters is not self._meters:
@@ -82,15 +107,24 @@ class RunRecorder:
         self._phase, self._waiting_s = "running", 0.0
         if not self._in_run:
             self._step += 1
-            self._noted_steps += 1
+            self._pace.step()
 
     def _step_done(self, event: meters.StepDone) -> None:
         self._values.note(event.values)
+        if self._epoch != event.epoch + 1:
+            self._pace.begin_epoch(event.step_in_epoch == 1)
         self._epoch, self._step = event.epoch + 1, event.step_in_epoch
-        self._noted_steps += 1
+        self._pace.step()
 
     def _validated(self, event: meters.ValidationDone) -> None:
         self._validation = event.values
+
+    def _epoch_done(self, event: meters.EpochDone) -> None:
+        self._epochs_done.append((event.epoch + 1, event.values))
+        if len(self._epochs_done) > _MOST_EPOCHS:
+            best = min(self._epochs_done, key=lambda epoch: epoch[1].get("val_loss", epoch[1].get("loss", 0.0)))
+            kept = self._epochs_done[::2]
+            self._epochs_done = kept if best in kept else sorted([*kept, best], key=lambda epoch: epoch[0])
 
     def _waits(self, event: meters.Waiting) -> None:
         if event.meters is self._meters:
@@ -101,6 +135,7 @@ class RunRecorder:
         if self._meters is None or (event.meters is self._meters and not self._in_run):
             self._watch(event.meters)
             self._epoch, self._step, self._steps_per_epoch = event.epoch + 1, 0, event.batches
+            self._pace.begin_epoch(True)
 
     def _run_started(self, event: meters.RunStarted) -> None:
         self._watch(event.meters)
@@ -111,6 +146,7 @@ class RunRecorder:
     def _watch(self, counts: LoaderMeters) -> None:
         if self._meters is not counts:
             self._meters, self._begin = counts, counts.snapshot()
+            self._phase, self._work = "starting", None
             self._started_s = self._clock()
 
     def state(self, machine: Sampler, cost_share: float | None) -> PanelState:
@@ -125,20 +161,20 @@ class RunRecorder:
         elapsed_s = now_s - self._started_s
         counts, facts = self._meters, self._meters.facts if self._meters else None
         spent = counts.snapshot() - self._begin if counts and self._begin else MetersSnapshot()
+        work_per_s = self._work_per_s(now_s)
         lately_s, lately = self._lately(now_s, spent)
         speed, data = self._samples_per_s(spent), _bytes_per_s(spent, lately, lately_s)
-        queue = lately.queue_rate if lately.queue_room else None
         self._read(is_over)
         if not is_over and now_s >= self._next_point_s:
             self._next_point_s = now_s + 1.0
-            for series, value in ((self._speed, speed), (self._data, data), (self._queue, queue)):
+            for series, value in ((self._speed, speed), (self._data, data), (self._worked, work_per_s)):
                 series.add(value)
         recent = machine.recent(_MINUTE_S)
-        seen = [host for host in machine.curve() if host.at_s >= self._started_s] if is_over else recent
-        number = _gpu_number(facts.device if facts else "")
         if counts and (is_over or now_s >= self._next_look_s):
             self._next_look_s = now_s + _LOOK_S
+            self._doctor.epochs, self._doctor.values = self._epochs_done, self._values.values
             self._diagnosis = self._doctor.look(spent, facts, recent, cost_share, is_over)
+        run_s, epoch_s = (None, None) if is_over else self._remaining_s(now_s, work_per_s)
         return PanelState(
             phase=self._phase,
             stopped_by=self._stopped_by,
@@ -147,23 +183,28 @@ class RunRecorder:
             step=self._step,
             steps_per_epoch=self._steps_per_epoch,
             elapsed_s=elapsed_s,
-            remaining_s=None if is_over else self._remaining_s(elapsed_s),
+            remaining_s=run_s,
+            epoch_remaining_s=epoch_s,
             waiting_s=self._waiting_s,
             diagnosis=self._diagnosis,
             samples_per_s=speed,
             data_bytes_per_s=data,
-            queue_rate=queue,
+            is_remote=bool(facts and facts.is_remote),
+            queue_rate=lately.queue_rate if lately.queue_room else None,
             values=self._values.values,
             validation=meters.label_validation(self._validation, self._values.values),
+            epoch_values=tuple(self._epochs_done),
+            work=self._work,
+            work_per_s=work_per_s,
+            work_curve=self._worked.whole if is_over else self._worked.newest,
             host=machine.latest,
-            gpu_number=number,
-            load_curve=_loads(seen, number),
+            hosts=tuple(host for host in machine.curve() if host.at_s >= self._started_s) if is_over else recent,
+            gpu_number=_gpu_number(facts.device if facts else ""),
             speed_curve=self._speed.whole if is_over else self._speed.newest,
             data_curve=self._data.whole if is_over else self._data.newest,
-            queue_curve=self._queue.whole if is_over else self._queue.newest,
             loss_curve=self._loss.whole,
             cost_share=cost_share,
-            at_s=time.time() - self._clock() + now_s,
+            at_s=self._ended_at_s or time.time(),
         )
 
     def _read(self, is_over: bool) -> None:
@@ -196,11 +237,34 @@ class RunRecorder:
                 break
         return samples / seconds if spent.recent and seconds else None
 
-    def _remaining_s(self, elapsed_s: float) -> float | None:
-        if not self._steps_per_epoch or self._epoch is None or not self._noted_steps:
+    def _work_per_s(self, now_s: float) -> float | None:
+        """Return the units of the operation per second in the last seconds; once it has ended, in total."""
+        work = self._work
+        if work is None or work.unit == " s":
             return None
-        epochs = self._epochs - self._epoch + 1 if self._epochs else 1
-        return max(0, self._steps_per_epoch * epochs - self._step) * elapsed_s / self._noted_steps
+        if self._ended_s is not None:
+            return work.done / work.seconds if work.seconds else None
+        self._done.append((now_s, work.done))
+        while len(self._done) > 2 and now_s - self._done[1][0] >= _NOW_S:
+            self._done.popleft()
+        then_s, then = self._done[0]
+        return (work.done - then) / (now_s - then_s) if now_s > then_s else None
+
+    def _remaining_s(self, now_s: float, work_per_s: float | None) -> tuple[float | None, float | None]:
+        """Return the seconds to the end of the run or operation, or else to that of the epoch; None until stable."""
+        if self._work is not None:
+            left = (self._work.total or 0) - self._work.done
+            return self._left.of(now_s, left / work_per_s if work_per_s and left > 0 else None), None
+        if not self._steps_per_epoch or self._epoch is None:
+            return None, None
+        steps = max(0, self._steps_per_epoch - self._step)
+        epochs = self._epochs - self._epoch if self._epochs else None
+        run_s, epoch_s = self._pace.remaining_s(now_s, steps, epochs)
+        is_run = run_s is not None
+        if is_run != self._is_left_of_run:
+            self._left, self._is_left_of_run = SteadyEstimate(), is_run
+        steady_s = self._left.of(now_s, run_s if is_run else epoch_s)
+        return (steady_s, None) if is_run else (None, steady_s)
 
 
 def _bytes_per_s(spent: MetersSnapshot, lately: MetersSnapshot, seconds: float) -> float | None:
@@ -216,11 +280,72 @@ def _gpu_number(device: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _loads(hosts: Sequence[HostSnapshot], gpu_number: int) -> tuple[float, ...]:
-    found = []
-    for host in hosts:
-        gpus = host.gpus[gpu_number:] or host.gpus
-        rate = gpus[0].utilization_rate if gpus else host.cpu_rate
-        if rate is not None:
-            found.append(rate)
-    return tuple(found)
+class SteadyEstimate:
+    """Returns estimates of a remaining time only once they have agreed for some seconds."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[float, float]] = deque()
+        self._since_s = 0.0
+
+    def of(self, now_s: float, remaining_s: float | None) -> float | None:
+        """Return an estimate made at `now_s` in seconds, or None if earlier ones differ from it or are missing."""
+        if remaining_s is None:
+            self._ends.clear()
+            return None
+        if not self._ends:
+            self._since_s = now_s
+        self._ends.append((now_s, now_s + remaining_s))
+        # A speed that is averaged since the start changes ever more slowly, so later estimates must agree for longer.
+        compared_s = min(max(_STEADY_S, (now_s - self._since_s) / 4), _MINUTE_S)
+        while len(self._ends) > 2 and now_s - self._ends[1][0] >= compared_s:
+            self._ends.popleft()
+        ends = [end_s for _, end_s in self._ends]
+        is_steady = max(ends) - min(ends) <= max(_STEADY_S / 2, _STEADY_SHARE * remaining_s)
+        return remaining_s if is_steady and now_s - self._ends[0][0] >= _STEADY_S else None
+
+
+class EpochPace:
+    """Estimates the remaining time of an epoch from its steps, and that of a run from its latest complete epochs.
+
+    Validations and checkpoints between epochs thus count. The first step of an epoch does not, since it may wait for
+    the loader to start.
+
+    Args:
+        clock: returns the current time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._epoch_s: deque[float] = deque(maxlen=3)
+        self._began_s: float | None = None
+        self._is_whole = False
+        self._steps = 0
+
+    def begin_epoch(self, is_whole: bool) -> None:
+        """Note that an epoch begins; `is_whole` is false if it resumes after its first step."""
+        if self._steps and self._began_s is not None and self._is_whole:
+            self._epoch_s.append(self._clock() - self._began_s)
+        self._began_s, self._is_whole, self._steps = None, is_whole, 0
+
+    def step(self) -> None:
+        """Note a step."""
+        self._steps += 1
+        if self._began_s is None:
+            self._began_s = self._clock()
+
+    def remaining_s(self, now_s: float, steps: int, epochs: int | None) -> tuple[float | None, float | None]:
+        """Return the remaining seconds of the run and of the epoch; None if unknown.
+
+        Args:
+            now_s: current time.
+            steps: number of remaining steps in this epoch.
+            epochs: number of epochs after this one; None if unknown.
+        """
+        if self._began_s is None:
+            return None, None
+        passed_s = now_s - self._began_s
+        epoch_s = steps * passed_s / (self._steps - 1) if self._steps > _PACED_STEPS else None
+        if epochs is None or not self._epoch_s:
+            return None, epoch_s
+        whole_s = fmean(self._epoch_s)
+        return whole_s * epochs + max(whole_s - passed_s, epoch_s or 0.0), epoch_s

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colabkit.monitoring.panel import content
-from colabkit.monitoring.panel.content import PanelState, thinned
+from colabkit.monitoring.panel import charts, content
+from colabkit.monitoring.panel.charts import Chart, thinned
+from colabkit.monitoring.panel.content import PanelState
 
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 # Fill characters for the segments of the step time.
 _FILLS = ("▒", "▓", "█", "░")
 _BAR = 24
-_CURVE = 24
+_CURVE = 12
+_PER_LINE = 3
 
 
 def as_text(state: PanelState) -> str:
-    """Return the panel as up to eleven lines of text, or twelve if the advice has a gain or a call.
-
-    Curves without a known value are left out.
-    """
-    parts = content.segments(state)
-    done = round(_BAR * (content.done_share(state) or 0.0))
-    load, speed, data, queue, loss = content.curves(state)
-    gpu, ram, disk, tmpfs = content.gauges(state)
+    """Return the panel as up to twelve lines of text; lines without data are left out."""
+    parts, speed, learned = content.segments(state), charts.speed(state), charts.learning(state)
+    share = content.done_share(state)
+    done = "" if share is None else f"{'█' * round(_BAR * share)}{'░' * (_BAR - round(_BAR * share))}  "
     action, found, gain, call = content.advice_text(state)
-    legend = (f"{fill} {part.name} {part.text}" for fill, part in zip(_FILLS, parts, strict=True))
+    legend = (f"{fill} {part.name} {part.text}" for fill, part in zip(_FILLS, parts, strict=False))
+    machine = [_chart(chart, is_drawn=False) for chart in charts.machine(state)]
     lines = [
         " ".join(filter(None, content.verdict(state))),
-        f"{'█' * done}{'░' * (_BAR - done)}  {content.position(state)}",
-        "  ".join([_stacked([part.share for part in parts]), *legend]),
-        *(_curve(curve) for curve in (load, speed, data, queue) if curve.text != content.UNKNOWN),
-        " · ".join(filter(None, [_curve(loss) if loss.text != content.UNKNOWN else "", content.values(state)])),
-        f"{_gauge(gpu)} · {_gauge(ram)}",
-        f"{_gauge(disk)} · {_gauge(tmpfs)} · {content.cost(state)}",
+        f"{done}{content.position(state)}",
+        _chart(speed) if speed else "",
+        "  ".join([_stacked([part.share for part in parts]), *legend]) if parts else "",
+        *map(_chart, learned),
+        *(" · ".join(machine[first : first + _PER_LINE]) for first in range(0, len(machine), _PER_LINE)),
+        " · ".join(text for text, _ in charts.details(state, learned) if text),
         f"{action}{f': {found}' if found else ''}",
         "  ".join(filter(None, [gain and f"→ {gain}", call])),
     ]
@@ -40,24 +39,21 @@ def as_text(state: PanelState) -> str:
     return "\n".join([first, *(f"  {line}" for line in rest if line)])
 
 
-def _stacked(shares: Sequence[float | None]) -> str:
+def _stacked(shares: Sequence[float]) -> str:
     drawn, passed = "", 0.0
     for fill, share in zip(_FILLS, shares, strict=True):
-        passed += share or 0.0
+        passed += share
         drawn += fill * (round(_BAR * min(1.0, passed)) - len(drawn))
     return drawn.ljust(_BAR, "·")
 
 
-def _curve(curve: content.Curve) -> str:
-    drawn = ""
-    points = thinned(curve.points, _CURVE)
-    if len(points) > 1:
-        low = min(points) if curve.low is None else curve.low
-        room = ((max(points) if curve.high is None else curve.high) - low) or 1.0
+def _chart(chart: Chart, is_drawn: bool = True) -> str:
+    low, high = chart.limits
+    room = (high - low) or 1.0
+    lines = []
+    for line in chart.lines:
+        points = thinned(line.points, _CURVE) if len(line.points) > 1 and is_drawn else ()
         tops = (min(1.0, max(0.0, (point - low) / room)) for point in points)
         drawn = "".join(_HEIGHTS[round(top * (len(_HEIGHTS) - 1))] for top in tops)
-    return f"{curve.name:12}{curve.text:14}{drawn}"
-
-
-def _gauge(gauge: content.Gauge) -> str:
-    return f"{gauge.name} {gauge.text}{f' ({gauge.apart_text})' if gauge.apart_text else ''}"
+        lines.append(" ".join(filter(None, (line.name, line.text, drawn))))
+    return " ".join(filter(None, [chart.name, ", ".join(lines), f"({chart.note})" if chart.note else ""]))

@@ -1,22 +1,25 @@
-"""Make the README's pictures of the panel: a frame of a real run, which Chromium draws in light and dark colors.
+"""Make pictures of the panel, which Chromium draws in light and dark colors.
 
 pip install ".[bench]" && python tests/system/browser/panel_picture.py --chromium /usr/bin/chromium
 
-The run trains a small network on 400 JPEG files, which are crops of scikit-learn's two photos. Decoding them takes
-longer than training, so that the panel has a bottleneck to report.
+By default, they are the README's pictures: a frame of a real run, which trains a small network on 400 JPEG files, which
+are crops of scikit-learn's two photos. Decoding them takes longer than training, so that the panel has a bottleneck to
+report. With `--states`, they are pictures of all states of the panel, at several widths.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 from sklearn.datasets import load_sample_images
 from torch import nn
 
@@ -24,10 +27,14 @@ import colabkit
 from colabkit import augment
 from colabkit.monitoring.panel.api import Dashboard
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "doubles"))
+from panel_states import STATES, render
+
 TARGET = Path(__file__).parents[3] / ".github" / "images"
 THEMES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
 BORDERS = {"light": "#d0d7de", "dark": "#30363d"}
 WIDTH = 784
+WIDTHS = (WIDTH, 400, 200)
 
 
 class KeptFrames:
@@ -59,17 +66,29 @@ def frames_of_a_run(epochs: int) -> list[str]:
     torch.set_num_threads(1)
     screen = KeptFrames()
     with tempfile.TemporaryDirectory() as name, chdir(name):
-        files = colabkit.FileDataset(write_photos(Path("photos"), 400))
+        write_photos(Path("photos"), 400)
         crops = augment.Compose([augment.RandomResizedCrop(64), augment.RandomHorizontalFlip(), augment.Normalize()])
-        loader = colabkit.Loader(files, 16, shuffle=True, transform=crops)
+        loader = colabkit.Loader(colabkit.FileDataset("photos"), 16, shuffle=True, transform=crops)
         model = nn.Sequential(
             nn.Conv2d(3, 8, 5, stride=4), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU(),
             nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 2),
         )  # fmt: skip
         step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=0.0002))
+        held_out = colabkit.Loader(colabkit.FileDataset(write_photos(Path("others"), 64)), 16, transform=crops)
         with Dashboard(screen):
-            colabkit.train(step, loader, epochs=epochs)
+            colabkit.train(step, loader, epochs=epochs, validate=held_out)
     return screen.frames
+
+
+@contextmanager
+def drawn(browser: Browser, theme: str, width: int, frame: str) -> Iterator[None]:
+    """Yield a page with a frame."""
+    background, color = THEMES[theme]
+    page = browser.new_page(viewport={"width": width, "height": 100}, device_scale_factor=2)
+    style = f"margin:12px;background:{background};color:{color};--jp-border-color2:{BORDERS[theme]}"
+    page.set_content(f'<!doctype html><body style="{style}">{frame}</body>')
+    yield page
+    page.close()
 
 
 def main() -> None:
@@ -77,17 +96,22 @@ def main() -> None:
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--target", type=Path, default=TARGET)
+    parser.add_argument("--states", nargs="*", metavar="NAME", help="draw these states, or all, instead of a real run")
     options = parser.parse_args()
-    frames = frames_of_a_run(options.epochs)
-    frame = frames[len(frames) * 3 // 4]
+    if options.states is None:
+        frames = frames_of_a_run(options.epochs)
+        pictures = {("panel", WIDTH): frames[len(frames) * 3 // 4]}
+    else:
+        names = options.states or STATES
+        pictures = {(name.replace(" ", "-"), width): render(STATES[name])[0] for name in names for width in WIDTHS}
     options.target.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])
-        for theme, (background, color) in THEMES.items():
-            page = browser.new_page(viewport={"width": WIDTH, "height": 100}, device_scale_factor=2)
-            style = f"margin:12px;background:{background};color:{color};--jp-border-color2:{BORDERS[theme]}"
-            page.set_content(f'<!doctype html><body style="{style}">{frame}</body>')
-            page.screenshot(path=options.target / f"panel-{theme}.png", full_page=True)
+        for (name, width), frame in pictures.items():
+            for theme in THEMES:
+                size = "" if options.states is None else f"-{width}"
+                with drawn(browser, theme, width, frame) as page:
+                    page.screenshot(path=options.target / f"{name}{size}-{theme}.png", full_page=True)
         browser.close()
 
 
