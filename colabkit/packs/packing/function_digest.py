@@ -129,7 +129,7 @@ def _hashed(kind: str, *parts: bytes) -> bytes:
 
 
 def _marshalled(value: Any) -> bytes:
-    # Later versions write object references, which depend on more than the values.
+    # Later versions of the format write object references, which depend on more than the values.
     return marshal.dumps(value, 2)
 
 
