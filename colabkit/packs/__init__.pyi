@@ -11,8 +11,11 @@ from .decode.images import decode_image as decode_image
 from .decode.images import decode_region as decode_region
 from .decode.images import image_size as image_size
 from .decode.images import row_decoder as row_decoder
+from .decode.jpeg import encode_jpeg as encode_jpeg
+from .decode.jpeg import read_plain_header as read_plain_header
 from .decode.pixels import FACTORS as FACTORS
 from .decode.pixels import OtherSize as OtherSize
+from .decode.pixels import describe_sizes as describe_sizes
 from .format.layout import LABELS as LABELS
 from .format.layout import SAMPLES as SAMPLES
 from .format.layout import PackInfo as PackInfo

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from contract import make_pack
+from pictures import exif, photo, saved
 from PIL import Image
 
-from colabkit.augment import Compose, MixUp, Normalize, PerSample, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.augment import CenterCrop, Compose, MixUp, Normalize, PerSample, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import LoaderFailed
 from colabkit.loading import Loader
 from colabkit.packs import FileDataset, open_pack
@@ -124,3 +127,65 @@ def test_the_generators_of_the_caller_are_unchanged(data):
     list(Loader(data, 4, device="cuda", transform=lambda images: images + torch.rand_like(images.float())))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(torch.cuda.get_rng_state(), before[1])
+
+
+@pytest.fixture
+def jpegs(tmp_path: Path) -> FileDataset:
+    """Return 64 smooth JPEG files of several sizes and orientations, some of which nvJPEG cannot decode."""
+    for number in range(64):
+        image = Image.fromarray(photo(200 + number, 300 - number, seed=number))
+        kind, mode = ("PNG", "RGB") if number % 8 == 5 else ("JPEG", ("RGB", "L", "CMYK")[number % 3])
+        image = image.convert(mode)
+        options = {"exif": exif(number % 8 + 1), "progressive": number % 2 == 1} if kind == "JPEG" else {}
+        (tmp_path / f"{number:02}.{kind.lower()}").write_bytes(saved(image, kind, **options))
+    return FileDataset(tmp_path, labels=None)
+
+
+@pytest.mark.parametrize(
+    "options", [{"size": 96}, {"transform": RandomResizedCrop(96)}, {"transform": CenterCrop(260)}]
+)
+def test_jpegs_decoded_on_the_gpu_match_those_decoded_on_the_cpu(jpegs, options):
+    on_cpu = Loader(jpegs, 16, shuffle=True, **options)
+    on_gpu = Loader(jpegs, 16, shuffle=True, device="cuda", decode="gpu", **options)
+    held = [[*on_gpu] for _ in range(3)]
+    for batches in held:
+        for images, expected in zip(batches, on_cpu, strict=True):
+            assert images.device.type == "cuda"
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            # nvJPEG interpolates colors differently.
+            assert (images.cpu().float() - expected.float()).abs().flatten(1).mean(1).max() < 4
+
+
+def test_decoding_on_the_gpu_never_overwrites_batches_in_use_and_frees_its_memory(jpegs):
+    loader = Loader(jpegs, 8, device="cuda", decode="gpu", size=224)
+    expected = [images.double().sum() for images in loader]
+    busy, side, reserved = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream(), 0
+    for number in range(20):
+        sums = []
+        with torch.cuda.stream(side if number % 2 else torch.cuda.current_stream()):
+            for images in loader:
+                for _ in range(10):
+                    busy = torch.tanh(busy @ busy)
+                # The GPU computes this sum long after the host has continued.
+                sums.append(images.double().sum())
+                del images
+            assert torch.equal(torch.stack(sums), torch.stack(expected))
+        torch.cuda.synchronize()
+        reserved = reserved if number > 3 else torch.cuda.memory_reserved()
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_a_pass_left_while_the_gpu_decodes_leaves_the_other_batches_intact(jpegs):
+    loader = Loader(jpegs, 8, device="cuda", decode="gpu", size=224)
+    first = next(iter(loader)).clone()
+    for _ in range(5):
+        next(iter(loader))
+        junk = torch.full((64, 1 << 20), 255, dtype=torch.uint8, device="cuda")
+        assert torch.equal(next(iter(loader)), first)
+        del junk
+
+
+def test_the_fastest_decoder_is_measured_on_the_gpu(jpegs):
+    loader = Loader(jpegs, 16, device="cuda", decode="auto", transform=RandomResizedCrop(96))
+    assert "images/s on the GPU" in loader.decoder.reason
+    assert len(list(loader)) == 4

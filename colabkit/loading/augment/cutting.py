@@ -8,8 +8,8 @@ and a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -229,18 +229,73 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     return result.to(images.dtype, memory_format=torch.channels_last)
 
 
+def resize_each(
+    images: Sequence[Tensor], boxes: Boxes, size: tuple[int, int], *, fill: float, is_isolated: bool
+) -> Tensor:
+    """Cut one box out of each image `uint8 [C, H, W]` and resize it; return `uint8 [B, C, h, w]`.
+
+    The images may differ in size, and the boxes may have fractional corners and sides.
+
+    Args:
+        images: the images, all on one device.
+        boxes: the box of each image.
+        size: height and width of the result.
+        fill: value of the part of a box outside its image.
+        is_isolated: whether only pixels inside the box contribute, as in `resize_batch`; if not, pixels around the box
+            contribute too, as in Pillow.
+    """
+    device, dtype = images[0].device, torch.float16 if images[0].is_cuda else torch.float32
+    images = [_padded(image, box[:4], fill) for image, box in zip(images, boxes.rows(), strict=True)]
+    boxes = replace(boxes, top=np.maximum(boxes.top, 0), left=np.maximum(boxes.left, 0))
+    sides = np.array([image.shape[1:] for image in images])
+    top, left, rows, columns, mirrored, upside_down = _on_device(boxes, device)
+    ends = (None, None) if is_isolated else torch.from_numpy(sides).to(device)[:, :, None].unbind(1)
+    taps = [_most_taps(lengths, side) for lengths, side in zip((boxes.height, boxes.width), size, strict=True)]
+    height, width = sides.max(0).tolist()
+    down = _weights(top, rows, height, size[0], upside_down, taps[0], dtype, ends[0])
+    across = _weights(left, columns, width, size[1], mirrored, taps[1], dtype, ends[1])
+    result = torch.empty((len(images), len(images[0]), *size), dtype=dtype, device=device)
+    margins = (0, 0) if is_isolated else taps
+    for number, (image, (y, x, tall, wide, *_)) in enumerate(zip(images, boxes.rows(), strict=True)):
+        inside, between = (
+            slice(max(0, math.floor(start) - margin), min(math.ceil(start + length) + margin, end))
+            for start, length, margin, end in zip((y, x), (tall, wide), margins, image.shape[1:], strict=True)
+        )
+        pixels = image[:, inside, between].to(dtype)
+        narrowed = torch.bmm(down[number, :, inside].expand(len(image), -1, -1), pixels)
+        torch.matmul(narrowed, across[number, :, between].T, out=result[number])
+    return result.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _padded(image: Tensor, box: tuple[float, ...], fill: float) -> Tensor:
+    """Pad an image where a box extends beyond it."""
+    top, left, height, width = box
+    beyond = [-left, left + width - image.shape[2], -top, top + height - image.shape[1]]
+    # Sums of fractions may exceed the image by rounding errors only.
+    pads = [max(0, round(pixels)) for pixels in beyond]
+    return torch.nn.functional.pad(image, pads, value=fill) if any(pads) else image
+
+
 def _most_taps(lengths: Sizes, outputs: int) -> int:
     """Return the largest number of input pixels that contribute to one output pixel of any box."""
-    return math.ceil(2 * max(1.0, int(lengths.max(initial=0)) / outputs)) + 1
+    return math.ceil(2 * max(1.0, float(lengths.max(initial=0)) / outputs)) + 1
 
 
 def _weights(
-    start: Tensor, length: Tensor, inputs: int, outputs: int, flipped: Tensor, taps: int, dtype: torch.dtype
+    start: Tensor,
+    length: Tensor,
+    inputs: int,
+    outputs: int,
+    flipped: Tensor,
+    taps: int,
+    dtype: torch.dtype,
+    end: Tensor | None = None,
 ) -> Tensor:
     """Return the weight of each input pixel in each output pixel along one direction, `[B, outputs, inputs]`.
 
     The box covers `length` inputs from `start`; `flipped` is 1 if the outputs are reversed: `int64 [B, 1]` each. Only
-    the `taps` pixels around the center of each output pixel are computed, in float64; the other weights are 0.
+    the `taps` pixels around the center of each output pixel are computed, in float64; the other weights are 0. Pixels
+    outside the box have weights only if `end` is given, the number of pixels of each image.
     """
     taps = min(taps, inputs)
     scale = length.double() / outputs
@@ -252,7 +307,10 @@ def _weights(
     first = (centre - support + 0.5).floor_().clamp_(0, inputs - taps).long()
     at = first[:, :, None] + torch.arange(taps, device=start.device)
     weights = (1 - (at + 0.5 - centre[:, :, None]).abs_() / support[:, :, None]).clamp_(min=0)
-    weights *= (at >= start[:, :, None]) & (at < (start + length)[:, :, None])
+    if end is None:
+        weights *= (at >= start[:, :, None]) & (at < (start + length)[:, :, None])
+    else:
+        weights *= at < end[:, :, None]
     weights /= weights.sum(2, keepdim=True)
     dense = torch.zeros((*centre.shape, inputs), dtype=dtype, device=start.device)
     return dense.scatter_(2, at, weights.to(dtype))

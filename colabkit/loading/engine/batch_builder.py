@@ -21,11 +21,13 @@ from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_batches, split_values
 from colabkit.loading.engine.columns import DatasetColumns
+from colabkit.loading.engine.device_decoder import device_decoder
 from colabkit.loading.engine.gather import FieldBuffers, GatherSlots, PageableSlots, RowGather, copy_pixels
 from colabkit.loading.engine.image_decoders import ImageDecoder, ImageOptions, crop_each
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.loading.engine.user_code import describe_samples, reporting_errors
+from colabkit.loading.inspection import bytes_in
 from colabkit.packs import stack_samples
 
 # Use several pieces per thread, so that no thread idles while another builds the rest of a batch.
@@ -58,6 +60,20 @@ class TransformStages:
     def draws_globally(self) -> bool:
         """Whether the steps in `at_last` may draw from the global generators."""
         return self.at_last is not None and not all(isinstance(step, Transform) for step in steps_of(self.at_last))
+
+    def apply_at_last(self, values: list[Any], place: int | None, draws: Draws, counts: LoaderMeters) -> None:
+        """Apply the steps in `at_last` to the first field of a batch, and to its labels at `place`, if any."""
+        assert self.at_last is not None
+        labels = None if place is None else values[place]
+        began, size = time.perf_counter(), bytes_in(values[0])
+        if isinstance(self.at_last, Transform):
+            values[0], labels = self.at_last.apply(values[0], labels, draws)
+        else:
+            values[0] = self.at_last(values[0])
+        if place is not None:
+            values[place] = labels
+        # Count only the wall time: CPU seconds serve to predict the effect of more workers, and this thread is none.
+        counts.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     @property
     def works_in_threads(self) -> bool:
@@ -146,7 +162,9 @@ class BatchBuilder:
         self._made = self._made_shape()
         self._is_contiguous = not self.options.channels_last
         row_bytes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in columns.by_name.values()]
-        self._field_bytes = row_bytes if self._made is None else [prod(self._made), *row_bytes[1:]]
+        is_on_device = self.images is not None and self.images.is_on_device
+        made_bytes = 0 if self._made is None or is_on_device else prod(self._made)
+        self._field_bytes = row_bytes if self._made is None else [made_bytes, *row_bytes[1:]]
         self._gathered_bytes = sum(self._field_bytes[int(self._made is not None) :])
         self._has_pieces = bool(self.images or stages.geometry or stages.by_slice)
         samples = min(depth.group_batches * self.options.batch_size, max(1, columns.count))
@@ -174,7 +192,11 @@ class BatchBuilder:
         builder = copy.copy(self)
         builder.seed_and_epoch = seed, epoch
         if self.images is not None:
-            builder.decoder = self.images.decoder(self.stages.geometry, ahead, self._counts)
+            geometry, counts = self.stages.geometry, self._counts
+            if self.images.is_on_device:
+                builder.decoder = device_decoder(self.images, geometry, ahead, counts, self.options)
+            else:
+                builder.decoder = self.images.decoder(geometry, ahead, counts)
         return builder
 
     def begin(self, plan: BatchPlan) -> BatchGroup:
@@ -185,7 +207,9 @@ class BatchBuilder:
         indices = torch.from_numpy(plan.indices)
         started, read_s = time.perf_counter(), 0.0
         for place, (column, memory) in enumerate(zip(self.columns.by_name.values(), memories, strict=True)):
-            if place == 0 and self._made is not None:
+            if place == 0 and self.images is not None and self.images.is_on_device:
+                group.values.append([None] * count)
+            elif place == 0 and self._made is not None:
                 group.values.append(memory.view(count, *self._made).permute(0, 3, 1, 2))
             elif isinstance(column, RowGather):
                 # The pieces of the first field become contiguous after their transforms.
@@ -227,13 +251,15 @@ class BatchBuilder:
             with self._reporting_errors(draws, indices), self._counts.busy("augment", stop - start, images.nbytes):
                 made, _ = self.stages.by_slice.apply(images, None, draws)
                 copy_pixels(made, self._result(group, made)[start:stop])
-        elif self._is_contiguous and not group.values[0].is_contiguous():
+        elif self._is_contiguous and isinstance(group.values[0], Tensor) and not group.values[0].is_contiguous():
             images = group.values[0][start:stop]
             with self._counts.busy("augment" if self.decoder is None else "decode", 0, 0):
                 copy_pixels(images, self._result(group, images)[start:stop])
 
     def finish(self, group: BatchGroup, samples: int) -> Iterator[Batch]:
         """Yield the batches that end within the first `samples` samples."""
+        if self.decoder is not None and samples >= group.plan.sizes[0]:
+            self.decoder.finish(group)
         if group.result is not None:
             group.values[0] = group.result
         plan = group.plan
@@ -248,8 +274,9 @@ class BatchBuilder:
             values = [stack_samples(value[start:stop]) for value in group.values]
             batch = Batch(values, plan.positions[start:stop], end)
             bad = [place - start for place in group.bad if start <= place < stop]
-            if bad:
-                _leave_out(batch, bad)
+            if bad and self.decoder is not None:
+                with self.decoder.on_stream():
+                    _leave_out(batch, bad)
             if not len(batch.positions):
                 continue
             if self.stages.by_batch is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, TypeAlias
@@ -65,7 +66,7 @@ class BadSamples:
 
 
 @dataclass
-class _DecodingWork:
+class DecodingWork:
     """Samples `start` to `stop` of a group, their output memory, and the time spent on them."""
 
     group: BatchGroup
@@ -79,9 +80,11 @@ class _DecodingWork:
     augment_s: float = 0.0
 
     def index(self, place: int) -> int:
+        """Return the index of a sample in the dataset."""
         return self.group.plan.indices.item(self.start + place)
 
     def position(self, place: int) -> int:
+        """Return the position of a sample in the epoch."""
         return self.group.plan.positions.item(self.start + place)
 
 
@@ -96,6 +99,7 @@ class ImageOptions:
         is_resized: whether images are resized to the row shape; if not, an image of any other size is a bad sample.
         cache: cache of decoded rows.
         bad: the bad files.
+        is_on_device: whether JPEG files are decoded on the device of the batches.
     """
 
     dataset: ImageDataset
@@ -104,6 +108,7 @@ class ImageOptions:
     is_resized: bool
     cache: RowCache
     bad: BadSamples
+    is_on_device: bool = False
 
     def decoder(self, geometry: Geometry | None, ahead: FileReadAhead | None, counts: LoaderMeters) -> ImageDecoder:
         """Return a decoder for one epoch."""
@@ -136,22 +141,32 @@ class ImageDecoder:
         Raises:
             BadImage: with the name of a sample that cannot be decoded, if `on_bad` is `"raise"`.
         """
-        work = _DecodingWork(group, start, stop, group.values[0].permute(0, 2, 3, 1).numpy()[start:stop])
+        work = DecodingWork(group, start, stop, group.values[0].permute(0, 2, 3, 1).numpy()[start:stop])
         cpu_began = time.thread_time()
         self._fill(work, draws)
+        self._count(work, cpu_began)
+        if self.geometry is not None:
+            self.counts.add("augment", stop - start, work.out.nbytes, work.augment_s)
+
+    def finish(self, group: BatchGroup) -> None:
+        """Complete a group after all of its samples were filled."""
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Return a context for work with the images of a finished group."""
+        return nullcontext()
+
+    def _count(self, work: DecodingWork, cpu_began: float) -> None:
         if self.ahead is None:
             self.counts.add("read", work.read, work.read_bytes, work.read_s)
         waited_s = 0.0 if self.ahead is None else work.read_s
         # The CPU seconds cover reading, decoding and cropping together.
         decoded_bytes, cpu_s = work.read * prod(work.out.shape[1:]), time.thread_time() - cpu_began
         self.counts.add("decode", work.read, decoded_bytes, work.decode_s, waited_s, cpu_s=cpu_s)
-        if self.geometry is not None:
-            self.counts.add("augment", stop - start, work.out.nbytes, work.augment_s)
 
-    def _fill(self, work: _DecodingWork, draws: Draws) -> None:
+    def _fill(self, work: DecodingWork, draws: Draws) -> None:
         raise NotImplementedError
 
-    def _read(self, work: _DecodingWork, place: int) -> bytes | None:
+    def _read(self, work: DecodingWork, place: int) -> bytes | None:
         began = time.perf_counter()
         if self.ahead is not None:
             data = self.ahead.fetch(work.position(place))
@@ -166,7 +181,7 @@ class ImageDecoder:
     def _is_blank(self, data: bytes) -> bool:
         return not data and self.options.files.blank is not None
 
-    def _add_bad(self, work: _DecodingWork, place: int, error: BadImage) -> None:
+    def _add_bad(self, work: DecodingWork, place: int, error: BadImage) -> None:
         bad = self.options.bad
         bad.add(self.options.dataset.name_of(work.index(place)), error)
         if bad.on_bad == "skip":
@@ -187,7 +202,7 @@ class RowDecoder(ImageDecoder):
         has_others = isinstance(dataset, PackedDataset) and not {SAMPLES, LABELS}.issuperset(dataset.fields)
         self._others = dataset if isinstance(dataset, PackedDataset) and has_others else None
 
-    def _fill(self, work: _DecodingWork, draws: Draws) -> None:
+    def _fill(self, work: DecodingWork, draws: Draws) -> None:
         if self._others is not None:
             # The images of these samples are not read again, but their other fields are.
             indices = work.group.plan.indices[work.start : work.stop]
@@ -202,7 +217,7 @@ class RowDecoder(ImageDecoder):
                     out[...] = row
         work.augment_s += time.perf_counter() - began
 
-    def _row(self, work: _DecodingWork, place: int) -> Pixels:
+    def _row(self, work: DecodingWork, place: int) -> Pixels:
         index = work.index(place)
         if (row := self._cache.row(index)) is not None:
             if self.ahead is not None:
@@ -234,7 +249,7 @@ class RowDecoder(ImageDecoder):
         cached = self._cache.row(index)
         return np.zeros(self.row_shape, np.uint8) if cached is None else cached
 
-    def _decode_row(self, work: _DecodingWork, place: int, data: bytes, row: Pixels) -> bool:
+    def _decode_row(self, work: DecodingWork, place: int, data: bytes, row: Pixels) -> bool:
         if self._is_blank(data):
             row[...] = 0
             return True
@@ -253,7 +268,7 @@ class CropDecoder(ImageDecoder):
 
     geometry: Geometry
 
-    def _fill(self, work: _DecodingWork, draws: Draws) -> None:
+    def _fill(self, work: DecodingWork, draws: Draws) -> None:
         files: dict[int, tuple[bytes, tuple[int, int]]] = {}
         for place, out in enumerate(work.out):
             try:
@@ -279,7 +294,7 @@ class CropDecoder(ImageDecoder):
 
     def _crop(
         self,
-        work: _DecodingWork,
+        work: DecodingWork,
         place: int,
         data: bytes,
         size: tuple[int, int],

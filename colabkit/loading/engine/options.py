@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -31,6 +31,8 @@ from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Sh
 _BLOCK_BYTES = 4 << 20
 _WINDOW_BYTES = 256 << 20
 _MOST_BLOCK = 1024
+
+Decode: TypeAlias = Literal["cpu", "gpu", "auto"]
 
 LOADER_CALL = checked_call(
     batch_sampler=("Use ", option("sampler"), ", which also takes a sampler that yields lists of indices"),
@@ -79,6 +81,7 @@ class LoaderOptions:
     persistent_workers: bool
     channels_last: bool | None = None
     counts: LoaderMeters = field(default_factory=LoaderMeters)
+    decode: Decode = "cpu"
     bad: BadSamples = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +99,7 @@ class LoaderOptions:
         check_callable(act, "transform", transform, next_step)
         check_callable(act, "collate_fn", self.collate_fn, "Pass a function that takes a list of samples")
         check_one_of(act, "keep", self.keep, KEEPS)
+        check_one_of(act, "decode", self.decode, ("cpu", "gpu", "auto"))
         check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
         check_one_of(act, "channels_last", self.channels_last, (None, True, False))
         if self.channels_last is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, 
 from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
 from colabkit.loading.engine.batches import BATCHES_TOGETHER
 from colabkit.loading.engine.columns import Column, DatasetColumns, ImageDataset, check_channels
+from colabkit.loading.engine.decoder_choice import DecoderChoice, choose_decoder
 from colabkit.loading.engine.device import DeviceEngine
 from colabkit.loading.engine.image_decoders import ImageOptions, row_shape_of
 from colabkit.loading.engine.options import LoaderOptions, check_without_processes
@@ -49,6 +50,7 @@ class BatchPipeline:
         tier: tier of the samples, and why it was chosen.
         engine: engine that builds the batches.
         stages: stages of the transform.
+        decoder: decoder of JPEG files, and why it was chosen.
         columns: columns of the dataset; None if samples are loaded one by one.
         row_bytes: size of a decoded sample in bytes; None if sizes differ or are unknown.
         images: options for decoding image files; None if samples need no decoding.
@@ -58,6 +60,7 @@ class BatchPipeline:
     tier: Tier
     engine: Engine
     stages: TransformStages
+    decoder: DecoderChoice
     columns: DatasetColumns | None = None
     row_bytes: int | None = None
     images: ImageOptions | None = None
@@ -133,7 +136,8 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
         check_without_processes(options, "num_workers=0 starts none", "Omit one of the two")
     sample_transform = options.transform if is_per_sample(options.transform) else None
     stages = TransformStages(at_last=None if sample_transform is not None else options.transform)
-    return BatchPipeline(options, tier, ProcessEngine(options, dataset, sample_transform), stages)
+    decoder = DecoderChoice("cpu", "samples are loaded one by one")
+    return BatchPipeline(options, tier, ProcessEngine(options, dataset, sample_transform), stages, decoder)
 
 
 def column_pipeline(options: LoaderOptions, columns: DatasetColumns, processes: int) -> BatchPipeline:
@@ -178,12 +182,19 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, processes: 
         if not columns.are_checked():
             columns.check(np.arange(columns.count), options.counts)
         engine = _device_engine(options, columns.by_name, row_bytes)
-        return BatchPipeline(options, tier, engine, stages, columns, row_bytes)
+        decoder = choose_decoder(options, None, None, tier)
+        return BatchPipeline(options, tier, engine, stages, decoder, columns, row_bytes)
     images = None
     if columns.images is not None and (files := columns.images.image_files()) is not None:
+        empty = RowCache(columns.count, row_shape or (0, 0, 0), 0, "ram", folder)
+        images = ImageOptions(columns.images, files, row_shape, options.size is not None, empty, options.bad)
+    decoder = choose_decoder(options, images, stages.geometry, tier)
+    if images is not None and decoder.name == "gpu":
+        tier = Tier("source", "decoded on the GPU in every epoch")
+        images = replace(images, is_on_device=True)
+    elif images is not None and row_shape is not None and tier.rows:
         where: Literal["ram", "disk"] = "disk" if tier.name == "disk" else "ram"
-        cache = RowCache(columns.count, row_shape or (0, 0, 0), 0 if row_shape is None else tier.rows, where, folder)
-        images = ImageOptions(columns.images, files, row_shape, options.size is not None, cache, options.bad)
+        images = replace(images, cache=RowCache(columns.count, row_shape, tier.rows, where, folder))
     row_files = row_files_of(columns.packed, rows) if columns.packed is not None and rows is not None else None
     populator = None
     if row_files is not None and rows is not None and tier.name == "ram":
@@ -191,7 +202,7 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, processes: 
     depth = _prefetch_depth(options, stages, images is not None, row_bytes)
     row_files = row_files if tier.name == "disk" else None
     thread_engine = ThreadEngine(options, columns, stages, images, depth, populator, row_files)
-    return BatchPipeline(options, tier, thread_engine, stages, columns, row_bytes, images)
+    return BatchPipeline(options, tier, thread_engine, stages, decoder, columns, row_bytes, images)
 
 
 def _image_stages(

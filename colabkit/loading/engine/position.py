@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +13,8 @@ from typing import Any
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things, kind_of, shown
 from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
+
+logger = logging.getLogger("colabkit")
 
 _VERSION = 3
 _RESTART = "Call loader.set_epoch(epoch) to start that epoch again"
@@ -28,13 +31,23 @@ class LoaderPosition:
         order: order or custom sampler of the epochs.
         pure_order: the order, if it implements `colabkit.sampler.Order`; None for a custom sampler.
         seed: seed of the loader.
+        decode: the option `decode` of the loader.
         next: epoch, and number of samples in the epoch, at which the next iteration starts.
         received: epoch, and number of its samples that the user has received.
     """
 
-    def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
+    def __init__(
+        self,
+        order: Order | Iterable[Any],
+        seed: int,
+        fingerprint: str,
+        decoder: str = "cpu",
+        decode: str = "cpu",
+    ) -> None:
         self._set_order(order)
         self.seed = seed
+        self.decode = decode
+        self._decoder = decoder
         self._fingerprint = fingerprint
         self.next = (0, 0)
         self.received = (0, 0)
@@ -107,6 +120,7 @@ class LoaderPosition:
         return {
             "version": _VERSION,
             "fingerprint": self._fingerprint,
+            "decoder": self._decoder,
             "order": self.policy,
             "order_seed": self._order_seed,
             "seed": self.seed,
@@ -163,9 +177,21 @@ class LoaderPosition:
             restart = f"Start {saved_by}, or start the epoch again with loader.set_epoch({epoch})"
             raise InvalidOption(cannot(act, found, f"as many processes now, not {world_size}", restart))
         position = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
+        self._check_decoder(act, state["decoder"], epoch)
         self._set_order(order)
         self.seed = seed
         self.next = self.received = position
+
+    def _check_decoder(self, act: str, decoder: object, epoch: int) -> None:
+        if decoder == self._decoder:
+            return
+        if self.decode == "auto" and decoder in ("cpu", "gpu"):
+            names = self._decoder.upper(), str(decoder).upper()
+            logger.warning("images are decoded on the %s now, so their pixels differ slightly from the %s's", *names)
+            return
+        found = f"the state belongs to images decoded with decode={shown(decoder)}"
+        next_step = f"Use that decoder, or start the epoch again with loader.set_epoch({epoch})"
+        raise InvalidOption(cannot(act, found, f"decode={self._decoder!r}", next_step))
 
     def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
         """Return the order of a state: the current one, or a new one if policy, seed and dataset size determine it."""

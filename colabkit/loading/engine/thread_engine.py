@@ -33,6 +33,7 @@ from colabkit.loading.engine.batch_builder import BatchBuilder, InlineGather, Pr
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, announce_plans, split_plans
 from colabkit.loading.engine.columns import DatasetColumns
 from colabkit.loading.engine.device import DeviceTransfer, send
+from colabkit.loading.engine.device_decoder import send_decoded
 from colabkit.loading.engine.gather import PinnedSlots
 from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
@@ -429,7 +430,8 @@ class ThreadEngine:
                 yield group.batches, group.buffer
 
         transfer = DeviceTransfer(self.options.device, pinned, self._counts)
-        yield from send(transfer, groups(), lambda under_way: under_way > self.depth.group_batches or not pool.ready())
+        send_all = send_decoded if self.images is not None and self.images.is_on_device else send
+        yield from send_all(transfer, groups(), lambda ahead: ahead > self.depth.group_batches or not pool.ready())
 
     def _take(self, pool: ThreadPool) -> BatchGroup | None:
         ready = pool.ready()

@@ -39,7 +39,7 @@ import numpy.typing as npt
 from numpy.lib import format as npy
 
 from colabkit.foundation import BadImage
-from colabkit.packs.decode.jpeg import SOS, find_decoder, read_header
+from colabkit.packs.decode.jpeg import SOS, find_decoder, has_end, read_header
 from colabkit.packs.decode.pixels import (
     FACTORS,
     Data,
@@ -71,7 +71,6 @@ _SPARED_ROWS = 48
 # Largest height of a coded block (MCU), reached with 4:1:0 subsampling.
 _MCU_ROWS = 32
 _BASELINE = 0xFFC0
-_END = b"\xff\xd9"
 
 
 def decode_image(data: Data, channels: int = 3, size: Size | None = None) -> Pixels:
@@ -283,7 +282,7 @@ def _decode(data: Data, channels: int, size: Size | None) -> tuple[Pixels, Size,
 
 def _lower_frame(data: Data, rows: int) -> bytearray | None:
     """Return a baseline JPEG with fewer rows in its header; None if the file is not baseline or is truncated."""
-    if not bytes(data[-16:]).rstrip(b"\0").endswith(_END):
+    if not has_end(data):
         return None
     at = 2
     while True:

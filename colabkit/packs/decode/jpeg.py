@@ -48,6 +48,13 @@ TRIAL = bytes.fromhex(
 )
 """A JPEG 8 pixels high and 16 wide, all of value 100, written by Pillow."""
 
+END = b"\xff\xd9"
+
+# Start of the scan of a file with three components, the first of which is named "R".
+_RGB_SCAN = b"\xff\xda\x00\x0c\x03R"
+_ADOBE = b"Adobe\x00"
+# Offset of the color transform from the start of the Adobe segment's content.
+_TRANSFORM = 11
 # libjpeg's message for data after the last row.
 _ROWS_LEFT = "extraneous bytes before marker"
 
@@ -97,6 +104,27 @@ def read_header(data: Data) -> Header | None:
     header = height, width, components, orientation
     _LATEST[0] = bytes(data[: at + 4]), header
     return header
+
+
+def read_plain_header(data: bytes) -> Header | None:
+    """Return the header of a JPEG in grayscale or YCbCr that ends with its end marker; None for all other files.
+
+    GPU decoders differ from libjpeg for other colors, and some decode truncated files. libjpeg takes three components
+    for RGB if the Adobe segment or their names say so, unless the file has a JFIF segment.
+    """
+    header = read_header(data)
+    if header is None or header[2] not in (1, 3) or not has_end(data):
+        return None
+    if header[2] == 3 and data[6:10] != b"JFIF":
+        adobe = data.find(_ADOBE)
+        if _RGB_SCAN in data or (adobe >= 0 and not data[adobe + _TRANSFORM]):
+            return None
+    return header
+
+
+def has_end(data: Data) -> bool:
+    """Return whether a JPEG ends with its end marker, apart from up to 14 zeros."""
+    return bytes(data[-16:]).rstrip(b"\0").endswith(END)
 
 
 def _orientation(segments: list[bytes]) -> int | None:
