@@ -1,15 +1,9 @@
-"""Small sealed packs, and checks that several test modules share: of atomic file changes and of resumable streams."""
+"""Small sealed packs, and the contract of resumable streams."""
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
-import os
 import pickle
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from colabkit.errors import ColabkitError, NotEnoughSpace
+from colabkit.errors import ColabkitError
 from colabkit.packs.format.layout import DataSet
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 
@@ -122,74 +116,6 @@ def whole_content(path: Path) -> tuple[object, ...]:
     content = {name: info.map(name).tobytes() for name in info.data_sets}
     tables = {name: info.table(name).tobytes() for name in info.table_crcs}
     return info.data_sets, info.meta, info.table_crcs, info.seal, info.splits, content, tables
-
-
-class AtChange:
-    """A hook that acts at the `number`-th file change and, if `lasting`, at all later ones but removals and renames."""
-
-    def __init__(self, number: int, act: Callable[[], object], lasting: bool = False) -> None:
-        self.number = number
-        self.act = act
-        self.lasting = lasting
-        self.count = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, operation: str, path: Path) -> None:
-        with self._lock:
-            self.count += 1
-            is_due = self.count == self.number
-        if is_due or (self.lasting and self.count > self.number and operation not in ("remove", "rename")):
-            self.act()
-
-    @property
-    def was_reached(self) -> bool:
-        return self.count >= self.number
-
-
-def fill_disk() -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def kills(killed_at: Callable[[int, Any], bool], work: partial[object]) -> Iterator[int]:
-    """Kill `work` at its 1st, 2nd, … file change, and yield after each kill, until `work` succeeds."""
-    number = 1
-    while killed_at(number, work):
-        yield number
-        number += 1
-    assert number > 1, "the work changed nothing"
-
-
-def failures(
-    file_hook: Callable[[Any], None],
-    act: Callable[[], object],
-    work: Callable[[], object],
-    *,
-    lasting: bool = False,
-    at_removals: bool = False,
-) -> Iterator[int]:
-    """Call `act`, which raises, at the 1st, 2nd, … file change of `work`; yield after each failure, until none occurs.
-
-    Removals count as file changes only if `at_removals` is true.
-    """
-    for number in itertools.count(1):
-        hook = AtChange(number, act, lasting)
-        file_hook(hook if at_removals else partial(_but_removals, hook))
-        try:
-            work()
-        except (NotEnoughSpace, KeyboardInterrupt):
-            file_hook(None)
-            assert hook.was_reached
-            yield number
-        else:
-            file_hook(None)
-            assert not hook.was_reached
-            assert number > 10
-            return
-
-
-def _but_removals(hook: AtChange, operation: str, path: Path) -> None:
-    if operation != "remove":
-        hook(operation, path)
 
 
 class StreamContract:

@@ -20,12 +20,12 @@ from pathlib import Path
 from unittest import mock
 
 import ipywidgets
-from contract import fill_disk
 from IPython.core.interactiveshell import InteractiveShell
 from launchers import click, fill
 from magic_shells import loaded_shell
 from mistake_home import make_home, variables, without_privileges
 from mistakes import LAUNCHER, MAGIC, MISTAKES, PYTHON, Mistake
+from strikes import fill_disk
 
 from colabkit.foundation import file_changes
 from colabkit.notebook.command_line import main

@@ -1,77 +1,96 @@
-"""A hook for `file_hook` that fails at one file change, like a full disk or Ctrl-C."""
+"""Hooks for `file_hook` that stop work at one file change, and runs that are stopped at each change in turn."""
 
 from __future__ import annotations
 
 import errno
 import itertools
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
+from colabkit.errors import NotEnoughSpace
 
-class Strike:
-    """A hook that calls `act` once, at the `number`-th file change; `error` is the error that reached the caller."""
+
+class AtChange:
+    """A hook that acts at the `number`-th file change and, if `lasting`, at all later ones but removals and renames.
+
+    Operations in `uncounted` do not count as changes. `operation` is the latest operation at which the hook acted.
+    """
 
     error: BaseException
 
-    def __init__(self, number: int, act: Callable[[], None]) -> None:
-        self.left = number
+    def __init__(
+        self, number: int, act: Callable[[], object], lasting: bool = False, uncounted: Collection[str] = ()
+    ) -> None:
+        self.number = number
         self.act = act
-        self.lock = threading.Lock()
+        self.lasting = lasting
+        self.uncounted = uncounted
+        self.count = 0
         self.operation = ""
+        self._lock = threading.Lock()
 
     def __call__(self, operation: str, path: Path) -> None:
-        with self.lock:
-            self.left -= 1
-            strikes = self.left == 0
-        if strikes:
+        if operation in self.uncounted:
+            return
+        with self._lock:
+            self.count += 1
+            is_due = self.count == self.number
+        if is_due or (self.lasting and self.count > self.number and operation not in ("remove", "rename")):
             self.operation = operation
             self.act()
 
     @property
-    def struck(self) -> bool:
-        return self.left <= 0
+    def was_reached(self) -> bool:
+        return self.count >= self.number
 
 
-def struck_runs(
-    file_hook: Callable[[Strike | None], None],
-    act: Callable[[], None],
+def failures(
+    file_hook: Callable[[AtChange | None], None],
+    act: Callable[[], object],
     work: Callable[[], object],
-    error: type[BaseException],
+    error: type[BaseException] | tuple[type[BaseException], ...] = (NotEnoughSpace, KeyboardInterrupt),
+    *,
     step: int = 1,
-) -> Iterator[tuple[int, Strike]]:
+    lasting: bool = False,
+    uncounted: Collection[str] = (),
+) -> Iterator[tuple[int, AtChange]]:
     """Call `act`, which raises, at each file change of `work` in turn; yield the change's number and the hook.
 
-    Only every `step`-th file change is tested. The runs end when `work` succeeds.
+    Only every `step`-th file change is tested. The runs end when `work` succeeds. `error` of a hook is the error that
+    reached the caller.
     """
     for number in itertools.count(1, step):
-        strike = Strike(number, act)
-        file_hook(strike)
+        hook = AtChange(number, act, lasting, uncounted)
+        file_hook(hook)
         try:
             work()
         except error as raised:
-            assert strike.struck
+            assert hook.was_reached
             # Keep the error with all its frames, because a notebook also does.
-            strike.error = raised
+            hook.error = raised
         else:
             break
         finally:
             file_hook(None)
-        yield number, strike
-    assert not strike.struck, "the error did not reach the caller"
+        yield number, hook
+    assert not hook.was_reached, "the error did not reach the caller"
+    assert number > 1, "the work changed nothing"
 
 
-def killed_runs(killed_at: Callable[[int, partial[object]], bool], work: partial[object]) -> Iterator[int]:
+def kills(killed_at: Callable[[int, partial[object]], bool], work: partial[object]) -> Iterator[int]:
     """Kill `work` in a child process at its 1st, 2nd, … file change, and yield each number, until `work` succeeds."""
-    for number in itertools.count(1):
-        if not killed_at(number, work):
-            return
+    number = 1
+    while killed_at(number, work):
         yield number
+        number += 1
+    assert number > 1, "the work changed nothing"
 
 
-def full() -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
+def fill_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def interrupt() -> None:

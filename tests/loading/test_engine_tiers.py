@@ -16,11 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import torch
-from contract import AtChange, fill_disk, make_pack, make_shards
+from contract import make_pack, make_shards
 from loader_batches import epoch
 from packed_files import packed, photos
 from pictures import photo, saved
 from sampling import sampled
+from strikes import AtChange, fill_disk
 
 from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace

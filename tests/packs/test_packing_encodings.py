@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import AtChange, fill_disk
 from packed_files import WAYS, assert_refused, files_of, fork, labels_of, names_in, packed, photos, stored
 from pictures import AGREEMENT, by_pillow, distance, exif, photo, saved
 from PIL import Image
+from strikes import AtChange, fill_disk
 from trees import leftovers
 
 from colabkit.errors import BadImage, BadSource, InvalidOption, TargetExists

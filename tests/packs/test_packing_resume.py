@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import failures, fill_disk
 from packed_files import ROW, assert_same, content, identity, sharded, shards_beside
 from packing_tasks import Noise
 from record_files import example, framed, image
+from strikes import failures, fill_disk
 from trees import leftovers
 
 from colabkit.errors import BadImage, NotEnoughSpace, TargetExists
@@ -127,7 +127,7 @@ def test_packing_resumes_after_a_disk_filled_up_at_any_operation(tmp_path, small
     out = tmp_path / "made" / "p.h5"
     expected = content(sharded(small_tree, tmp_path / "whole.h5", None).path)
     work = partial(sharded, small_tree, out, 3 * ROW)
-    for _ in failures(file_hook, fill_disk, work, at_removals=True):
+    for _ in failures(file_hook, fill_disk, work):
         assert not out.exists() or content(out) == expected
         work()
         assert content(out) == expected

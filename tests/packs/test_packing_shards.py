@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from contract import AtChange, fill_disk
 from packed_files import ROW, assert_same, content, flip_byte, identity, sharded, shards_beside
 from packing_tasks import Noise
 from PIL import Image
+from strikes import AtChange, fill_disk
 from trees import leftovers
 
 from colabkit.errors import BadImage, BadSource, Corrupt, InvalidOption, SourceMissing, TargetExists

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from published_files import NEW, NEW_FOLDER, OLD, OLD_FOLDER, assert_nothing_is_open, bring, content, write
-from strikes import Strike, full, interrupt, struck_runs
+from strikes import AtChange, failures, fill_disk, interrupt
 from trees import leftovers
 
 from colabkit.errors import (
@@ -155,7 +155,7 @@ def test_an_error_of_the_target_raises_one_line_that_names_it(local, tmp_path, f
             def refuse(number: int = number) -> None:
                 raise OSError(number, os.strerror(number))
 
-            file_hook(Strike(at, refuse))
+            file_hook(AtChange(at, refuse))
             with pytest.raises((FileFailed, NotEnoughSpace), match=f"(?i){os.strerror(number)}") as caught:
                 bring(local, tmp_path / f"new-{number}-{at}" / "final.h5")
             assert at == 1 or f"new-{number}-{at}" in str(caught.value)
@@ -170,12 +170,12 @@ def test_too_little_space_raises_before_anything_is_written(local, tmp_path, mon
 
 
 @pytest.mark.parametrize(("old", "new"), [(OLD, NEW), (OLD_FOLDER, NEW_FOLDER)], ids=["file", "folder"])
-@pytest.mark.parametrize(("act", "error"), [(full, NotEnoughSpace), (interrupt, KeyboardInterrupt)])
+@pytest.mark.parametrize(("act", "error"), [(fill_disk, NotEnoughSpace), (interrupt, KeyboardInterrupt)])
 def test_a_failure_at_any_operation_leaves_the_old_or_the_new_version_and_no_other_files(
     tmp_path, file_hook, old, new, act, error
 ):
     source, final = write(tmp_path / "local" / "thing", new), write(tmp_path / "remote" / "thing", old)
-    for number, strike in struck_runs(file_hook, act, lambda: bring(source, final), error):
+    for number, strike in failures(file_hook, act, lambda: bring(source, final), error):
         assert content(final) in (old, new), f"at operation {number}, {strike.operation}"
         assert leftovers(tmp_path) == [], f"at operation {number}, {strike.operation}"
         bring(source, tmp_path / "other")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from local_copies import MemorySource, copy, data_of, kept_partials, state_of, tarred, zipped
 from sampling import sampled
-from strikes import full, struck_runs
+from strikes import failures, fill_disk
 from tar_files import tar_of
 from trees import leftovers, make_tree, needs
 
@@ -362,7 +362,7 @@ def test_a_failure_leaves_no_descriptor_open(archive, tmp_path, file_hook):
         links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
         return [os.readlink(link) for link in links if os.path.islink(link) and str(tmp_path) in os.readlink(link)]
 
-    for number, strike in struck_runs(file_hook, full, partial(copy, archive, tmp_path / "local"), NotEnoughSpace):
+    for number, strike in failures(file_hook, fill_disk, partial(copy, archive, tmp_path / "local"), NotEnoughSpace):
         assert held() == [], f"at operation {number}"
         assert strike.error.__traceback__
     assert number >= 20

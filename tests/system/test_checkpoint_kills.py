@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_folders import content, found, near_of, pretend_far, save, save_again, steps_at, with_far
-from contract import AtChange, fill_disk, kills
+from strikes import AtChange, fill_disk, kills
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, NotEnoughSpace

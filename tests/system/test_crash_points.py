@@ -14,7 +14,7 @@ import pytest
 from checkpoint_folders import assert_nothing_runs
 from crash_operations import OPERATIONS, Operation
 from http_servers import served
-from strikes import Strike, full, interrupt
+from strikes import AtChange, fill_disk, interrupt
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, NotEnoughSpace
@@ -25,7 +25,7 @@ def fail() -> None:
 
 
 ERRORS: dict[str, tuple[Callable[[], None], type[BaseException]]] = {
-    "full disk": (full, NotEnoughSpace),
+    "full disk": (fill_disk, NotEnoughSpace),
     "I/O error": (fail, ColabkitError),
     "Ctrl-C": (interrupt, KeyboardInterrupt),
 }
@@ -83,18 +83,18 @@ def test_an_error_at_any_change_is_typed_and_leaves_old_or_new_output(folder, op
     trial = Trial(operation, folder, near_storage)
     act, expected = ERRORS[name]
     for number in itertools.count(1):
-        strike = Strike(number, act)
+        strike = AtChange(number, act)
         file_hook(strike)
         try:
             operation.work(folder)
         except expected:
-            assert strike.struck
+            assert strike.was_reached
         else:
             # Without an exception, the output must be the new one.
             assert operation.state(folder) == trial.states[1]
         finally:
             file_hook(None)
-        if not strike.struck:
+        if not strike.was_reached:
             break
         assert_nothing_runs(folder)
         trial.check(number)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import kills, whole_content
+from contract import whole_content
 from packed_files import ROW, WORKS, content, identity, packed, photos, photos_for, sharded
 from preparations import forget_local, ready
+from strikes import kills
 from trees import leftovers, make_tree
 
 from colabkit.errors import ColabkitError

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import fill_disk
 from packed_files import files_of, fork, names_in, packed, photos, stored
+from strikes import fill_disk
 from trees import leftovers
 from waiting import wait_until
 

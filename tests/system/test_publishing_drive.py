@@ -16,7 +16,7 @@ from far_mounts import FuseMount, has_fuse, wait_for
 from published_files import NEW, NEW_FOLDER, OLD, OLD_FOLDER, assert_nothing_is_open, bring, content, write
 from reader_threads import reader_threads
 from sampling import sampled
-from strikes import killed_runs
+from strikes import kills
 from trees import leftovers, needs
 
 from colabkit.errors import (
@@ -53,7 +53,7 @@ def drive(tmp_path: Path) -> Callable[..., FuseMount]:
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new_file_and_the_next_call_cleans_up(local, tmp_path, killed_at):
     final = write(tmp_path / "remote" / "birds.h5", OLD)
     left = 0
-    for number in killed_runs(killed_at, partial(bring, local, final)):
+    for number in kills(killed_at, partial(bring, local, final)):
         assert content(final) in (OLD, NEW), f"at operation {number}"
         left += len(leftovers(tmp_path))
         bring(local, final)
@@ -67,7 +67,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new_file_and_the_next_cal
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new_folder_except_between_its_two_renames(tmp_path, killed_at):
     source, final = write(tmp_path / "local" / "run", NEW_FOLDER), write(tmp_path / "remote" / "run", OLD_FOLDER)
     between = 0
-    for number in killed_runs(killed_at, partial(bring, source, final)):
+    for number in kills(killed_at, partial(bring, source, final)):
         assert content(final) in (None, OLD_FOLDER, NEW_FOLDER), f"at operation {number}"
         if content(final) is None:
             between += 1

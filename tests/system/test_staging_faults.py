@@ -15,7 +15,7 @@ import pytest
 from local_copies import data_of, kept_partials
 from reader_threads import reader_threads
 from sampling import sampled
-from strikes import Strike, full, interrupt, killed_runs, struck_runs
+from strikes import AtChange, failures, fill_disk, interrupt, kills
 from trees import leftovers, make_tree
 
 from colabkit.errors import ColabkitError, NotEnoughSpace
@@ -75,7 +75,7 @@ def test_a_disk_that_fills_up_at_any_operation_leaves_nothing_and_the_next_run_s
 ):
     remote, local = source(kind), tmp_path / "new" / "near"
     stage_it = partial(copy, remote, local, kind, threads)
-    for number, strike in struck_runs(file_hook, full, stage_it, NotEnoughSpace):
+    for number, strike in failures(file_hook, fill_disk, stage_it, NotEnoughSpace):
         assert content(local) in (None, whole(remote, kind)), f"at operation {number}"
         assert leftovers(tmp_path) == [] or strike.operation in ("rename", "remove"), f"at operation {number}"
         assert reader_threads() == []
@@ -99,7 +99,7 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_refresh_leaves_the_old_or_th
         os.utime(remote / "5.txt" if kind == "folder" else remote)
         copy(remote, local, kind, refresh=True)
 
-    for number, strike in struck_runs(file_hook, full, refresh, NotEnoughSpace):
+    for number, strike in failures(file_hook, fill_disk, refresh, NotEnoughSpace):
         assert content(local) == whole(remote, kind), f"at operation {number}"
         assert leftovers(tmp_path) == [] or strike.operation in ("rename", "remove"), f"at operation {number}"
     assert content(local) == whole(remote, kind)
@@ -114,7 +114,7 @@ def test_after_a_kill_at_any_operation_the_copy_is_absent_or_complete_and_the_ne
 ):
     remote, local = source(kind), tmp_path / "near"
     left_something = False
-    for number in killed_runs(killed_at, partial(copy, remote, local, kind)):
+    for number in kills(killed_at, partial(copy, remote, local, kind)):
         assert content(local) in (None, whole(remote, kind)), f"at operation {number}"
         left_something |= bool(leftovers(tmp_path))
         assert content(copy(remote, local, kind)) == whole(remote, kind)
@@ -129,7 +129,7 @@ def test_after_a_kill_at_any_operation_of_a_refresh_the_copy_is_absent_old_or_ne
     copy(remote, local, "folder")
     # A new modification time makes the source count as changed.
     os.utime(remote / "5.txt", ns=(0, 0))
-    for number in killed_runs(killed_at, partial(copy, remote, local, "folder", refresh=True)):
+    for number in kills(killed_at, partial(copy, remote, local, "folder", refresh=True)):
         assert content(local) in (None, FILES), f"at operation {number}"
         copy(remote, local, "folder", refresh=True)
         assert leftovers(tmp_path) == []
@@ -140,7 +140,7 @@ def test_after_a_kill_at_any_operation_of_a_refresh_the_copy_is_absent_old_or_ne
 def test_after_a_kill_at_any_operation_of_unstage_the_copy_is_absent_or_complete(source, tmp_path, killed_at):
     remote, local = source("folder"), tmp_path / "near"
     copy(remote, local, "folder")
-    for _ in killed_runs(killed_at, partial(unstage, local)):
+    for _ in kills(killed_at, partial(unstage, local)):
         assert content(local) in (None, FILES)
         assert content(copy(remote, local, "folder")) == FILES
     assert content(local) is None
@@ -150,7 +150,7 @@ def test_after_a_kill_at_any_operation_of_unstage_the_copy_is_absent_or_complete
 
 def test_unstage_frees_the_rest_of_an_interrupted_removal(source, tmp_path, file_hook):
     local = copy(source("folder"), tmp_path / "near", "folder")
-    file_hook(Strike(2, interrupt))
+    file_hook(AtChange(2, interrupt))
     with pytest.raises(KeyboardInterrupt):
         unstage(local)
     file_hook(None)
@@ -167,7 +167,7 @@ def test_an_interrupt_at_any_operation_leaves_no_thread_and_the_next_run_resumes
 ):
     remote, local = source(kind), tmp_path / "near"
     stage_it = partial(copy, remote, local, kind, threads)
-    for number, strike in struck_runs(file_hook, interrupt, stage_it, KeyboardInterrupt, step=2):
+    for number, strike in failures(file_hook, interrupt, stage_it, KeyboardInterrupt, step=2):
         assert content(local) in (None, whole(remote, kind)), f"at operation {number}"
         assert set(leftovers(tmp_path)) <= set(inside_kept(tmp_path)) or strike.operation in ("rename", "remove")
         assert reader_threads() == []
@@ -183,7 +183,7 @@ def test_other_file_system_errors_are_typed_and_leave_nothing(source, tmp_path, 
         raise OSError(errno.EROFS, "Read-only file system")
 
     for number in (1, 4, 9):
-        file_hook(Strike(number, refuse))
+        file_hook(AtChange(number, refuse))
         with pytest.raises(ColabkitError, match=r"Cannot stage .*Read-only file system"):
             copy(remote, local, "folder")
         assert content(local) is None
@@ -197,7 +197,7 @@ def test_failed_runs_do_not_change_the_source(source, tmp_path, file_hook):
     before = [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([remote, *remote.rglob("*")])]
     for number in range(1, 17, 3):
         for name in ("tree", "tree.zip"):
-            file_hook(Strike(number, full))
+            file_hook(AtChange(number, fill_disk))
             with pytest.raises(NotEnoughSpace):
                 stage(remote / name, tmp_path / "near", progress=False)
             file_hook(None)
