@@ -105,7 +105,8 @@ class Loader(DataLoaderSource):
         size: size in pixels of decoded image files: one side, or height and width. Images are resized and cropped as in
             `pack()`. Images decoded to one size are cached if there is room, so later epochs skip decoding. For samples
             that are stored decoded, only the stored size is allowed.
-        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` to choose by the free space; see `tier`.
+        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` to choose by the free space; see `tier`. With
+            `"auto"`, samples leave GPU memory at the start of an epoch if the GPU has run out of memory.
         decode: where JPEG files are decoded: `"cpu"`, `"gpu"` in every epoch, with torchvision's nvJPEG, or `"auto"`.
             `"auto"` chooses the GPU if decoded images do not fit in a cache and it decodes a few files 1.5 times as
             fast; see `decoder`. On the GPU, pixels differ slightly. Files that it cannot decode use the CPU.
@@ -351,7 +352,8 @@ class Loader(DataLoaderSource):
         epoch, start = self._position.begin()
         # Read the order and the seed once: a state loaded during this iteration applies to the next one.
         order, seed = self._position.pure_order, self.seed
-        planner, engine, is_published = self._planner(), self._pipeline.current_engine(), self._aside is None
+        self._pipeline = self._pipeline.of_next_epoch()
+        planner, engine, is_published = self._planner(), self._pipeline.engine, self._aside is None
         counts = self.meters if self._aside is None else self._aside
         if is_published:
             meters.used(counts)

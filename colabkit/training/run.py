@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any, cast
 
+import torch
+
 from colabkit.foundation import InvalidOption, Sampler, TrainingDiverged, cannot, meters
 from colabkit.loading import Loader, samples_in
 from colabkit.training.batch_values import unscaled_images
@@ -277,6 +279,10 @@ class TrainingRun:
         began = perf_counter()
         try:
             found = self.step(batch) if grouped is None else grouped(batch)
+        except torch.OutOfMemoryError as error:
+            if self.loader.tier.name == "gpu":
+                error.add_note(f"The Loader keeps its samples in the same memory: {self.loader.tier}. Use keep='ram'.")
+            raise
         except RuntimeError as error:
             # A supervised step scales the images itself.
             is_custom = not isinstance(self.step, SupervisedStep)

@@ -173,7 +173,7 @@ class SimulatedGpu(TorchFunctionMode):
         super().__init__()
         self.copy_bytes_per_s = copy_bytes_per_s
         self.total_bytes = total_bytes
-        self.allocated = self.reserved = 0
+        self.allocated = self.reserved = self.shortages = 0
         self.streams: list[Stream] = []
         # Number of calls of the functions that take time on the host.
         self.calls: Counter[str] = Counter()
@@ -235,6 +235,7 @@ class SimulatedGpu(TorchFunctionMode):
             memory = min(fitting, key=lambda one: len(one.bytes))
             self._free.remove(memory)
         elif self.reserved + size > self.total_bytes:
+            self.shortages += 1
             raise torch.OutOfMemoryError("CUDA out of memory. planned")
         else:
             memory = Memory(size, stream)
@@ -338,6 +339,7 @@ class SimulatedGpu(TorchFunctionMode):
             "device": lambda *_: nullcontext(),
             "synchronize": lambda *_: self.synchronize(),
             "mem_get_info": lambda *_: (self.total_bytes - self.reserved, self.total_bytes),
+            "memory_stats": lambda *_: {"num_ooms": self.shortages},
             "memory_reserved": lambda *_: self.reserved,
             "memory_allocated": lambda *_: self.allocated,
         }.items():

@@ -21,6 +21,7 @@ from loader_batches import epoch
 from packed_files import packed, photos
 from pictures import photo, saved
 from sampling import sampled
+from simulated_gpu import SimulatedGpu
 from strikes import AtChange, fill_disk
 
 from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
@@ -45,6 +46,14 @@ FILE: dict[str, Any] = {"is_decoded": False, "is_on_disk": True}
 ARRAY: dict[str, Any] = {"is_decoded": False, "is_on_disk": False}
 DECODED: dict[str, Any] = {"is_decoded": True, "is_on_disk": False}
 ROWS = 1000
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
+    simulated = SimulatedGpu(total_bytes=8 << 20)
+    simulated.install(monkeypatch)
+    with simulated:
+        yield simulated
 
 
 def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any]) -> Tier:
@@ -183,7 +192,7 @@ def resident_batches(data: Any, batch_size: int) -> list[list[Any]]:
     """Return the batches of an epoch, gathered by a `DeviceEngine`."""
     columns = columns_of("test", data, None, False)
     assert columns is not None
-    engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters(), is_contiguous=True)
+    engine = DeviceEngine(columns.by_name, torch.device("cuda", 0), 4, LoaderMeters(), is_contiguous=True)
     plan = OrderPlanner(Shuffled(columns.count, 0), batch_size, False, Share())
     return [batch.values for some in plan.plans(0, 0, 4) for batch in engine._gather(some)]
 
@@ -192,7 +201,7 @@ def resident_batches(data: Any, batch_size: int) -> list[list[Any]]:
 @pytest.mark.parametrize("step_bytes", sampled([1, 100, 64 << 20], 2))
 @pytest.mark.parametrize("kind", ["whole", "view", "shards", "arrays", "channels last", "one"])
 def test_the_device_engine_gives_the_same_batches_as_the_threads(
-    tmp_path, raw, kind, step_bytes, batch_size, monkeypatch
+    gpu, tmp_path, raw, kind, step_bytes, batch_size, monkeypatch
 ):
     monkeypatch.setattr("colabkit.loading.engine.device._STEP_BYTES", step_bytes)
     images = torch.arange(22 * 3 * 4 * 3).reshape(22, 3, 4, 3).to(torch.uint8)
@@ -217,10 +226,10 @@ def test_the_device_engine_gives_the_same_batches_as_the_threads(
             assert one.stride() == other.stride()
 
 
-def test_rows_on_a_device_have_their_own_memory(raw):
+def test_rows_on_a_device_have_their_own_memory(gpu, raw):
     columns = columns_of("test", raw.subset([3, 1]), None, False)
     assert columns is not None
-    engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters(), is_contiguous=True)
+    engine = DeviceEngine(columns.by_name, torch.device("cuda", 0), 4, LoaderMeters(), is_contiguous=True)
     assert engine._columns[0].maps[0].shape == (2, 4, 3, 3)
     (batch,) = engine._gather(next(OrderPlanner(Shuffled(2, 0), 2, False, Share()).plans(0, 0, 1)))
     batch.values[0].zero_()
@@ -550,3 +559,56 @@ def test_encoded_packs_are_decoded_once(tmp_path, monkeypatch):
     first = epoch(loader)[0]
     monkeypatch.setattr(type(data), "encoded", lambda *_: pytest.fail("a file is decoded again"))
     assert torch.equal(epoch(loader)[0], first)
+
+
+def bytes_on_gpu(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize(("processes", "local", "gpus", "share"), [(1, None, 1, 1), (4, None, 2, 2), (16, "8", 2, 4)])
+def test_free_gpu_memory_includes_the_cache_of_torch_and_is_divided_among_processes(
+    gpu, monkeypatch, tmp_path, processes, local, gpus, share
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    held, cached = bytes_on_gpu(1 << 20), bytes_on_gpu(3 << 20)
+    del cached
+    room = Room.measure(torch.device("cuda", 0), tmp_path, processes)
+    assert room.gpu_bytes == (4 << 20) // share + (3 << 20)
+    del held
+
+
+def test_samples_that_do_not_fit_in_gpu_memory_stay_in_ram(gpu, monkeypatch):
+    # Another process may use the memory between the measurement and the copy.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (80 << 30, 80 << 30))
+    rows = np.arange(9 << 20, dtype=np.uint8).reshape(9, 1 << 20)
+    loader = Loader(rows, 1, device="cuda", prefetch_batches=1)
+    assert (loader.tier.name, loader.tier.reason) == ("ram", "9.0 MiB, already in memory; the GPU ran out of memory")
+    assert np.array_equal(torch.cat([batch.cpu() for batch in loader]).numpy(), rows)
+    with pytest.raises(InvalidOption, match=r"keep='gpu', but the GPU ran out of memory; expected room for 9.0 MiB of"):
+        Loader(rows, 1, device="cuda", keep="gpu")
+
+
+@pytest.mark.parametrize("keep", ["auto", "gpu"])
+def test_samples_leave_gpu_memory_after_training_ran_out_of_it(gpu, keep):
+    rows = np.arange(2 << 20, dtype=np.uint8).reshape(64, 1 << 15)
+    loader = Loader(rows, 16, device="cuda", keep=keep)
+    for _ in range(2):
+        assert np.array_equal(torch.cat([batch.cpu() for batch in loader]).numpy(), rows)
+        assert (loader.tier.name, loader.meters.facts.kind) == ("gpu", "device")
+    with pytest.raises(torch.OutOfMemoryError):
+        bytes_on_gpu(8 << 20)
+    assert np.array_equal(torch.cat([batch.cpu() for batch in loader]).numpy(), rows)
+    if keep == "gpu":
+        assert loader.tier.name == "gpu"
+        return
+    assert (loader.tier.name, loader.meters.facts.kind, loader.meters.facts.tier) == ("ram", "gathered", "ram")
+    assert gpu.allocated < 1 << 20
+
+
+def test_a_loader_that_runs_out_of_gpu_memory_raises_the_error_of_torch(gpu):
+    held = bytes_on_gpu(7 << 20)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(Loader(np.zeros((4, 1 << 20), np.uint8), 2, device="cuda", keep="ram"))
+    del held

@@ -102,3 +102,19 @@ def test_the_seconds_of_an_epoch_include_its_queued_steps_but_no_validation(monk
             report = train(step, Loader(torch.zeros(32, 4), 4, device="cuda"), epochs=2, **options)
         assert [record.seconds for record in report.epochs] == pytest.approx([8.0, 8.0], abs=0.5)
         assert [record.compute_s for record in report.epochs] == pytest.approx([8.0, 8.0], abs=0.5)
+
+
+@pytest.mark.parametrize("keep", ["ram", "gpu"])
+def test_training_that_runs_out_of_memory_names_the_samples_in_gpu_memory(monkeypatch, keep) -> None:
+    gpu = SimulatedGpu()
+    gpu.install(monkeypatch)
+
+    def step(batch: Tensor) -> None:
+        raise torch.OutOfMemoryError("planned")
+
+    with gpu:
+        loader = Loader(torch.zeros(32, 4), 4, device="cuda", keep=keep)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            train(step, loader)
+    note = f"The Loader keeps its samples in the same memory: {loader.tier}. Use keep='ram'."
+    assert getattr(caught.value, "__notes__", []) == ([note] if keep == "gpu" else [])

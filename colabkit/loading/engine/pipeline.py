@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -24,7 +25,7 @@ from colabkit.loading.engine.options import LoaderOptions, check_without_process
 from colabkit.loading.engine.process_engine import ProcessEngine
 from colabkit.loading.engine.read_ahead import PagePopulator, row_files_of
 from colabkit.loading.engine.thread_engine import ThreadEngine
-from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fits_on
+from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fits_on, shortages
 from colabkit.loading.inspection import files_of, is_remote, path_of
 from colabkit.packs import FileDataset, PackedDataset
 
@@ -37,6 +38,7 @@ _PLAN_BYTES = 256 << 20
 _LEAST_AHEAD = 4
 _AHEAD_BYTES = 512 << 20
 _SIZES_SAMPLED = 256
+_NO_MEMORY = "the GPU ran out of memory"
 
 Engine: TypeAlias = ThreadEngine | ProcessEngine | DeviceEngine
 
@@ -54,6 +56,8 @@ class BatchPipeline:
         columns: columns of the dataset; None if samples are loaded one by one.
         row_bytes: size of a decoded sample in bytes; None if sizes differ or are unknown.
         images: options for decoding image files; None if samples need no decoding.
+        processes: number of processes that share the free space.
+        shortages: how often the GPU had run out of memory when the samples were copied there.
     """
 
     options: LoaderOptions
@@ -64,25 +68,37 @@ class BatchPipeline:
     columns: DatasetColumns | None = None
     row_bytes: int | None = None
     images: ImageOptions | None = None
+    processes: int = 1
+    shortages: int = 0
 
-    def current_engine(self) -> Engine:
-        """Return the engine of the next epoch.
+    def of_next_epoch(self) -> BatchPipeline:
+        """Return the pipeline of the next epoch.
 
-        In the GPU tier, switch to a GPU engine once all samples are decoded, if they fit in the free GPU memory.
+        Decoded samples move to GPU memory once all are decoded, if they fit. With `keep="auto"`, samples leave GPU
+        memory after the process has run out of it.
         """
+        if self.columns is not None and isinstance(self.engine, DeviceEngine):
+            device = self.options.device
+            if self.options.keep != "auto" or shortages(device) == self.shortages:
+                return self
+            pipeline = column_pipeline(self.options, self.columns, self.processes, _NO_MEMORY)
+            if (facts := self.options.counts.facts) is not None:
+                kind: Literal["gathered", "decoded"] = "gathered" if pipeline.images is None else "decoded"
+                self.options.counts.facts = replace(facts, kind=kind, tier=pipeline.tier.name)
+            return pipeline
         cache = None if self.images is None else self.images.cache
         if self.tier.name == "gpu" and self.columns is not None and cache is not None and cache.is_full:
             columns = {**self.columns.by_name, next(iter(self.columns.by_name)): cache.gather()}
             row_bytes = prod(cache.shape)
             try:
-                if fits_on(self.options.device, row_bytes * self.columns.count):
+                if fits_on(self.options.device, row_bytes * self.columns.count, self.processes):
                     self.engine = _device_engine(self.options, columns, row_bytes)
-                    self.images = None
-                    return self.engine
-            except torch.cuda.OutOfMemoryError:
+                    self.images, self.shortages = None, shortages(self.options.device)
+                    return self
+            except torch.OutOfMemoryError:
                 pass
             self.tier = Tier("ram", "the GPU has too little free memory for the decoded samples", self.tier.rows)
-        return self.engine
+        return self
 
     def facts(self, dataset: Any, count: int, transform: str | None) -> LoaderFacts:
         """Return the configuration of this loader, on which `doctor()` bases its diagnosis."""
@@ -140,13 +156,16 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     return BatchPipeline(options, tier, ProcessEngine(options, dataset, sample_transform), stages, decoder)
 
 
-def column_pipeline(options: LoaderOptions, columns: DatasetColumns, processes: int) -> BatchPipeline:
+def column_pipeline(
+    options: LoaderOptions, columns: DatasetColumns, processes: int, why_not_gpu: str = ""
+) -> BatchPipeline:
     """Return the pipeline of a dataset with columns: threads or the GPU build its batches.
 
     Args:
         options: options of the loader.
         columns: columns of the dataset.
         processes: number of processes that share the free space.
+        why_not_gpu: reason why samples are not kept in GPU memory, for the tier; "" if they may be.
 
     Raises:
         InvalidOption: if the options do not apply to the samples.
@@ -168,22 +187,20 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, processes: 
     if row_shape is not None:
         row_bytes = prod(row_shape)
     folder = local_root(os.environ)
+    room = Room.measure(options.device, folder, processes)
     tier = choose_tier(
         act,
         options.keep,
-        Room.measure(options.device, folder, processes),
+        replace(room, gpu_bytes=None) if why_not_gpu else room,
         row_bytes=row_bytes,
         count=columns.count,
         is_decoded=columns.images is not None,
         is_on_disk=columns.packed is not None,
     )
+    if why_not_gpu:
+        tier = replace(tier, reason=f"{tier.reason}; {why_not_gpu}")
     if tier.name == "gpu" and columns.images is None:
-        # Samples in GPU memory are read from the pack only once.
-        if not columns.are_checked():
-            columns.check(np.arange(columns.count), options.counts)
-        engine = _device_engine(options, columns.by_name, row_bytes)
-        decoder = choose_decoder(options, None, None, tier)
-        return BatchPipeline(options, tier, engine, stages, decoder, columns, row_bytes)
+        return _resident_pipeline(options, columns, processes, tier, stages, row_bytes)
     images = None
     if columns.images is not None and (files := columns.images.image_files()) is not None:
         empty = RowCache(columns.count, row_shape or (0, 0, 0), 0, "ram", folder)
@@ -202,7 +219,32 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, processes: 
     depth = _prefetch_depth(options, stages, images is not None, row_bytes)
     row_files = row_files if tier.name == "disk" else None
     thread_engine = ThreadEngine(options, columns, stages, images, depth, populator, row_files)
-    return BatchPipeline(options, tier, thread_engine, stages, decoder, columns, row_bytes, images)
+    return BatchPipeline(options, tier, thread_engine, stages, decoder, columns, row_bytes, images, processes)
+
+
+def _resident_pipeline(
+    options: LoaderOptions,
+    columns: DatasetColumns,
+    processes: int,
+    tier: Tier,
+    stages: TransformStages,
+    row_bytes: int | None,
+) -> BatchPipeline:
+    """Return the pipeline of rows in GPU memory or, if it runs out, of rows elsewhere."""
+    # Samples in GPU memory are read from the pack only once.
+    if not columns.are_checked():
+        columns.check(np.arange(columns.count), options.counts)
+    # `suppress` ends before anything else happens, because the error keeps the rows alive that were copied.
+    with suppress(torch.OutOfMemoryError):
+        engine = _device_engine(options, columns.by_name, row_bytes)
+        decoder, known = choose_decoder(options, None, None, tier), shortages(options.device)
+        return BatchPipeline(
+            options, tier, engine, stages, decoder, columns, row_bytes, processes=processes, shortages=known
+        )
+    if options.keep == "gpu":
+        found, next_step = f"keep='gpu', but {_NO_MEMORY}", "Free GPU memory, or use keep='auto'"
+        raise InvalidOption(cannot(options.act, found, f"room for {tier.reason}", next_step))
+    return column_pipeline(options, columns, processes, _NO_MEMORY)
 
 
 def _image_stages(

@@ -54,9 +54,25 @@ class Tier:
         return f"{self.name} ({self.reason})"
 
 
-def fits_on(device: torch.device, needed: int) -> bool:
-    """Return whether a GPU that already holds the model has room for `needed` bytes of samples."""
-    return needed <= _LATE_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+def fits_on(device: torch.device, needed: int, processes: int) -> bool:
+    """Return whether a GPU that already holds the model has room for `needed` bytes of samples of each process."""
+    return needed <= _LATE_GPU_SHARE * _free_on(device, processes)
+
+
+def _free_on(device: torch.device, processes: int) -> int:
+    """Return the free bytes of a GPU, divided among the processes of this machine that share it.
+
+    The bytes that torch's caching allocator holds without using them are free, too, but only for this process.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    sharing = -(-min(processes, int(local) if local.isdigit() else processes) // torch.cuda.device_count())
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] // max(1, sharing) + cached
+
+
+def shortages(device: torch.device) -> int:
+    """Return how often this process has run out of memory on a GPU."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
 @dataclass(frozen=True)
@@ -77,8 +93,8 @@ class Room:
 
     @classmethod
     def measure(cls, device: torch.device, folder: Path, processes: int) -> Room:
-        """Measure free GPU memory, RAM, and disk space of `folder`; divide the latter two between the processes."""
-        gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        """Measure free GPU memory, RAM, and disk space of `folder`, divided among the processes that share them."""
+        gpu = _free_on(device, processes) if device.type == "cuda" else None
         ram = memory_limits(read_file).available_bytes
         return cls(gpu, ram // processes, file_changes.free_bytes(folder) // processes, promised_bytes())
 

@@ -70,7 +70,7 @@ def loader_failed(text: str, next_step: str) -> LoaderFailed:
 
 @contextmanager
 def reporting_errors(describe: Callable[[], str], next_step: str = _RUN_TRANSFORM) -> Iterator[None]:
-    """Raise `LoaderFailed` for any error of user code in the block.
+    """Raise `LoaderFailed` for any error of user code in the block, unless a GPU runs out of memory.
 
     Args:
         describe: function that returns the operation that raised the error, for the message.
@@ -78,7 +78,7 @@ def reporting_errors(describe: Callable[[], str], next_step: str = _RUN_TRANSFOR
     """
     try:
         yield
-    except ColabkitError:
+    except (ColabkitError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise loader_failed(f"{describe()} raised {type(error).__name__}: {error}", next_step) from error
