@@ -72,6 +72,10 @@ class Report(ABC):
     def _rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table, each a name and its values."""
 
+    def _header(self) -> tuple[str, ...]:
+        """Return the names of the columns; empty if the rows explain themselves."""
+        return ()
+
     @property
     def is_good(self) -> bool:
         """Whether the report describes a state without problems."""
@@ -86,11 +90,12 @@ class Report(ABC):
 
     def _repr_html_(self) -> str:
         first = self._summary().splitlines()[0]
-        return html_table(first, self._rows())
+        return html_table(first, self._rows(), self._header())
 
     def text_table(self) -> str:
         """Return the report as text for a terminal: the summary, followed by the table."""
-        rows = self._rows()
+        header = self._header()
+        rows = [*([header] if header else []), *self._rows()]
         width = max((len(printable(row[0])) for row in rows), default=0)
         indent = " " * (width + 4)
         columns = max(40, shutil.get_terminal_size().columns - 1)

@@ -49,6 +49,9 @@ _hints_of = cache(get_type_hints)
 _LISTED = 200
 """Maximum number of epochs, validations and points of a curve in `to_dict()`."""
 
+_FIRST, _LAST = 5, 10
+"""Number of the first and the last epochs that a table lists, if there are more."""
+
 _LISTED_MACHINES = 240
 """Size budget for the host snapshots in `to_dict()`: a snapshot costs 3, plus 1 for each GPU."""
 
@@ -238,18 +241,21 @@ class TrainReport(Report):
         found += [("not saved", f"at step {step}: {reason}") for step, reason in self.failed_saves]
         return found
 
+    def _header(self) -> tuple[str, ...]:
+        return ("", "time", "speed", "waiting for data", "values") if self.epochs else ()
+
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
-        for record in self.epochs:
+        folded = max(0, len(self.epochs) - _FIRST - _LAST)
+        for record in self.epochs if folded < 2 else (*self.epochs[:_FIRST], *self.epochs[-_LAST:]):
             rate = format_rate(record.samples / max(record.seconds, 1e-9), "images")
-            rows.append(
-                (
-                    f"epoch {record.epoch + 1}",
-                    format_seconds(record.seconds),
-                    rate,
-                    f"{format_share(record.wait_s / max(record.seconds, 1e-9))} waiting",
-                    _listed(record.shown),
-                )
+            waiting = format_share(record.wait_s / max(record.seconds, 1e-9))
+            name = f"epoch {record.epoch + 1}"
+            rows.append((name, format_seconds(record.seconds), rate, waiting, _listed(record.shown)))
+        if folded > 1:
+            rows.insert(
+                _FIRST,
+                ("…", "", "", "", f"{format_things(folded, 'more epoch', 'more epochs')}, which to_pandas() lists"),
             )
         incidents = [("stopped", f"by {self.stopped} after step {self.steps}")] if self.stopped else []
         incidents += self._incidents()

@@ -77,7 +77,7 @@ def test_what_is_unknown_or_does_not_apply_is_left_out() -> None:
         assert "n/a" not in "".join(render(state)), name
     for state in (EMPTY, STATES["measuring"]):
         assert "waiting for data" not in "".join(render(state))
-    assert render(EMPTY)[1].split() == ["Starting", "0", "s", "so", "far"]
+    assert render(EMPTY)[1].split() == ["Starting:", "loading", "the", "first", "batch", "0", "s", "so", "far"]
     no_tmpfs = replace(RUNNING, host=replace(HOST, gpus=(), tmpfs_bytes=0, shm_free_bytes=HOST.shm_total_bytes))
     for shown in render(no_tmpfs):
         assert not re.search(r"GPU|tmpfs|/dev/shm|None", shown)
@@ -92,12 +92,12 @@ def test_a_true_zero_is_drawn_as_zero() -> None:
 
 
 FIRST_LINES = (
-    (EMPTY, "Starting", "0 s so far"),
+    (EMPTY, "Starting: loading the first batch", "0 s so far"),
     (replace(EMPTY, phase="running", epoch=1, step=3), "Measuring the first steps", "epoch 1 · step 3 · 0 s so far"),
     (RUNNING, DIAGNOSIS.sentence, "epoch 8/30 · step 814/1,250 · about 31 min left"),
     (STATES["waiting"], "Waiting for data since 3.2 s", "epoch 8/30 · step 814/1,250 · about 31 min left"),
     (STATES["first epoch"], DIAGNOSIS.sentence, "epoch 1/30 · step 814/1,250 · about 2 min left in this epoch"),
-    (FINISHED, DIAGNOSIS.sentence, "epoch 30/30 · step 1,250/1,250 · 38 min 31 s in total"),
+    (FINISHED, DIAGNOSIS.sentence, "finished · epoch 30/30 · step 1,250/1,250 · 38 min 31 s in total"),
     (STATES["stopped"], DIAGNOSIS.sentence, "stopped by KeyboardInterrupt · epoch 4/30"),
     (replace(EMPTY, phase="finished"), "Finished", "0 µs in total"),
     (

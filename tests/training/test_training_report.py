@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, fields, replace
 
 import pytest
@@ -53,6 +54,18 @@ def long_run(epochs: int, gpus: int) -> TrainReport:
         facts=LoaderFacts("gathered", 50_000, 128, path="/content/colabkit/data.h5"),
         hosts=tuple(HostSnapshot(at_s=1e6 / 3 + at, **rates, gpus=(card,) * gpus) for at in range(600)),
     )
+
+
+def test_a_table_has_headers_and_folds_the_middle_of_a_long_run() -> None:
+    report = long_run(300, 0)
+    names = [row[0] for row in report._rows() if row[0].startswith(("epoch", "…"))]
+    assert names == [f"epoch {number}" for number in (1, 2, 3, 4, 5)] + ["…"] + [f"epoch {n}" for n in range(291, 301)]
+    assert "285 more epochs, which to_pandas() lists" in report._repr_html_()
+    assert len(report._repr_html_().encode()) < 20_000
+    assert "…" not in [row[0] for row in long_run(16, 0)._rows()]
+    for shown in (report._repr_html_(), report.text_table()):
+        assert re.search("time.*speed.*waiting for data.*values.*epoch 1", shown, re.DOTALL)
+    assert "waiting for data" not in long_run(0, 0).text_table().partition("\n")[2]
 
 
 @pytest.mark.parametrize("epochs", sampled([1, 200, 5000], 2))

@@ -138,7 +138,8 @@ def learning(state: PanelState) -> tuple[Chart, ...]:
 def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool], ...]:
     """Return texts for the details row, and whether each is urgent: storage that is almost full.
 
-    They are memory, storage, the newest values that the charts do not show, cost and time.
+    They are memory, storage, the newest values that the charts do not show, the time that the small
+    charts cover, cost and time.
     """
     found: list[tuple[str, bool]] = []
     host = state.host
@@ -153,6 +154,8 @@ def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool
     shown = {label for chart in charts for label in (chart.value, f"val_{chart.value}")}
     newest = {name: value for name, value in {**state.values, **state.validation}.items() if name not in shown}
     found += [(f"{clipped(name, 24)} {_number(value)}", False) for name, value in newest.items()][:_MOST_VALUES]
+    if state.hosts or state.speed_curve:
+        found.append((f"small charts: {'whole run' if state.is_over else 'last minute'}", False))
     return (*found, (cost(state), False))
 
 

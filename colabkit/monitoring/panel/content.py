@@ -154,7 +154,7 @@ def verdict(state: PanelState) -> tuple[str, str]:
         return _activity(state.work.action), ""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
         return "Waiting for data", f"since {format_seconds(state.waiting_s)}"
-    early = {"starting": "Starting", "finished": "Finished", "stopped": "Stopped"}
+    early = {"starting": "Starting: loading the first batch", "finished": "Finished", "stopped": "Stopped"}
     if state.diagnosis is None or (state.phase == "starting" and not state.diagnosis.steps):
         return early.get(state.phase, "Measuring the first steps"), ""
     return clipped(state.diagnosis.sentence, 140), ""
@@ -171,6 +171,7 @@ def position(state: PanelState) -> str:
             parts.append(f"{_of(done, total)}{unit}")
         parts += [clipped(state.work.note, 80)] if state.work.note else []
     elif state.epoch is not None:
+        parts += ["finished"] if state.phase == "finished" else []
         parts.append(f"epoch {_of(state.epoch, state.epochs)}")
         parts.append(f"step {_of(state.step, state.steps_per_epoch)}")
     if state.is_over:

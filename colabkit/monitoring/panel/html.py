@@ -123,13 +123,17 @@ def _chart(chart: Chart) -> str:
 
 
 def _machine(state: PanelState, points: int) -> str:
-    return _row("".join(_cell(104, _small_chart(chart, points)) for chart in charts.machine(state)))
+    shown = charts.machine(state)
+    # At full width, up to five charts share one row, and more are in two rows.
+    least_px = 104 if len(shown) <= 5 else 170 if len(shown) <= 6 else 141
+    return _row("".join(_cell(least_px, _small_chart(chart, points)) for chart in shown))
 
 
 def _small_chart(chart: Chart, points: int) -> str:
     lines = [_named(line, style) for line, (_, style) in zip(chart.lines, _LINES, strict=False)]
     texts = "<br/>".join([*lines, escape(chart.note)] if chart.note else lines)
-    title = f"<small style='{_FAINT};{_ENDS}'>{escape(chart.name)}{_limits(chart)}</small>"
+    style = f"{_FAINT};{_ENDS};flex-wrap:wrap;overflow-wrap:normal"
+    title = f"<small style='{style}'>{escape(chart.name)}{_limits(chart)}</small>"
     return f"{title}{texts}{_picture(chart, points, _LOW)}"
 
 
@@ -180,7 +184,7 @@ def _cell(least_px: int, inside: str, share: int = 1) -> str:
 
 
 def _large(text: str) -> str:
-    return f"<span style='font-size:24px;line-height:30px;font-weight:600'>{escape(text)}</span>"
+    return f"<span style='font-size:24px;line-height:30px;font-weight:600;{_UNBROKEN}'>{escape(text)}</span>"
 
 
 def _picture(chart: Chart, points: int, height: int) -> str:
@@ -217,7 +221,7 @@ def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height:
         path, is_alone = _path(places, tops), len(lines) == 1
         # The other edges of the area are outside the picture, so that only the curve is drawn as a line.
         path = f"M-9,99V{tops[0]}H0l{path}h9V99" if is_alone else f"M{places[0]},{tops[0]}l{path}"
-        dash = "" if style.startswith("solid") else ' stroke-dasharray="4 2"'
+        dash = "" if style.startswith("solid") else ' stroke-dasharray="4 2" stroke-width="2"'
         drawn += f'<path d="{path}" fill="{f"{color}26" if is_alone else "none"}" stroke="{color}"{dash} {_THIN}/>'
     box = f'viewBox="0 -2 {width or 1} {scale + 4}" preserveAspectRatio="none" stroke-width="1.5"'
     return _image(alt, box, drawn, height)
