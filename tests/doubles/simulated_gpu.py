@@ -183,7 +183,8 @@ class SimulatedGpu(TorchFunctionMode):
         self._current: dict[int, Stream] = {}
         self._free: list[Memory] = []
         self._owners: dict[int, tuple[weakref.ref[Any], Memory]] = {}
-        self._host_uses: dict[int, Uses] = {}
+        # The uses of host memory, by its first address and the address after it.
+        self._host_uses: dict[tuple[int, int], Uses] = {}
 
     @property
     def host(self) -> Host:
@@ -264,11 +265,14 @@ class SimulatedGpu(TorchFunctionMode):
         memory = self.memory_of(tensor)
         if memory is not None:
             return memory.uses
-        return self._host_uses.setdefault(tensor.untyped_storage().data_ptr(), Uses())
+        return self._host_uses.setdefault((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes), Uses())
 
     def write_on_host(self, tensor: Tensor) -> None:
         """Check that the calling thread may write to a host tensor without a race."""
-        self.uses_of(tensor).check("the host", self.host.known, is_write=True)
+        first, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for (other_first, other_stop), uses in self._host_uses.items():
+            if first < other_stop and other_first < stop:
+                uses.check("the host", self.host.known, is_write=True)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -87,6 +89,59 @@ def test_memory_lent_in_inference_mode_can_be_filled_outside_of_it(unlocked):
 def test_a_lender_that_cannot_pin_tries_only_once(unlocked):
     lends()
     assert unlocked == ["slot"]
+
+
+@pytest.fixture
+def pinned_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Allocate pageable memory instead, and return a list of the sizes that torch would lock."""
+    sizes, empty = [], torch.empty
+
+    def rounded(size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            sizes.append(1 << (size - 1).bit_length())
+        return empty(size, **options)
+
+    monkeypatch.setattr(torch, "empty", rounded)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    return sizes
+
+
+def test_pinned_buffers_take_little_more_memory_than_their_size_although_torch_rounds_up(pinned_bytes):
+    # Batches of CIFAR, of images of 224 and of 256 pixels, and of a power of two.
+    for size in (8_280_064, 19_268_608, 25_166_848, 1 << 20):
+        pinned_bytes.clear()
+        lender = PinnedSlots(size, torch.device("cuda"), 6)
+        buffers = [lender.lend(size) for _ in range(6)]
+        assert sum(pinned_bytes) <= 1.2 * 6 * size
+        assert [buffer.nbytes for buffer in buffers] == [size] * 6
+        starts = sorted(buffer.data_ptr() for buffer in buffers)
+        assert all(start % 64 == 0 for start in starts)
+        assert all(later - start >= size for start, later in itertools.pairwise(starts))
+
+
+def test_more_pinned_buffers_than_expected_and_single_large_ones_are_lent(pinned_bytes):
+    lender = PinnedSlots(96, torch.device("cuda"), 2)
+    buffers = [lender.lend(96) for _ in range(5)]
+    assert len({buffer.data_ptr() for buffer in buffers}) == 5
+    assert pinned_bytes == [128] * 5
+    assert lender.lend(1000).nbytes == 1000
+
+
+def test_a_pinned_buffer_whose_copy_has_not_ended_is_lent_again_only_if_there_is_no_other(pinned_bytes):
+    lender, under_way, ended = PinnedSlots(320, torch.device("cuda"), 3), Mock(), Mock()
+    under_way.query.return_value = False
+    first = lender.lend(320)
+    # Torch would lock 512 bytes for one buffer, and 1,024 for three.
+    assert pinned_bytes == [1024]
+    lender.give_back(first, under_way)
+    others = [lender.lend(10) for _ in range(2)]
+    assert len({buffer.data_ptr() for buffer in (first, *others)}) == 3
+    under_way.synchronize.assert_not_called()
+    assert lender.lend(10) is first
+    under_way.synchronize.assert_called_once()
+    lender.give_back(others[0], ended)
+    assert lender.lend(10) is others[0]
+    assert pinned_bytes == [1024]
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 4096, (2 << 20) - 1])

@@ -22,6 +22,7 @@ logger = logging.getLogger("colabkit")
 _CACHE_LINE = 64
 _HUGE_PAGE = 2 << 20
 _LARGE = 1 << 20
+_MOST_PINNED_TOGETHER = 5
 
 _is_warned = threading.Event()
 
@@ -101,25 +102,35 @@ class PageableSlots:
 class PinnedSlots:
     """A pool of page-locked buffers, from which a GPU copies asynchronously; if locking fails, buffers are pageable.
 
+    Torch rounds each allocation of page-locked memory up to a power of two, so buffers are allocated several at a time
+    if they then take less memory.
+
     Args:
         slot_bytes: size of a buffer in bytes; a larger buffer is allocated when requested, but not kept.
         device: the GPU, whose driver locks the pages.
+        count: expected number of buffers; more are allocated when requested.
     """
 
-    def __init__(self, slot_bytes: int, device: torch.device) -> None:
+    def __init__(self, slot_bytes: int, device: torch.device, count: int = 1) -> None:
+        self._expected = count
         self._slot_bytes = slot_bytes
         self._device = device
         self._idle: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._unused: list[Tensor] = []
+        # Two threads may iterate over one loader.
+        self._lock = threading.Lock()
         self._can_pin = True
 
     def lend(self, size: int) -> Tensor:
         """Lend at least `size` bytes as a `uint8` tensor, after waiting for the last copy from that buffer."""
         if size > self._slot_bytes:
-            return self._new_buffer(size)
-        try:
+            return self._allocated(size)
+        with self._lock:
+            if not self._idle and not self._unused:
+                self._unused = self._new_slots()
+            if self._unused and not (self._idle and self._idle[0][1].query()):
+                return self._unused.pop()
             buffer, copied = self._idle.popleft()
-        except IndexError:
-            return self._new_buffer(self._slot_bytes)
         copied.synchronize()
         return buffer
 
@@ -128,7 +139,16 @@ class PinnedSlots:
         if buffer.nbytes == self._slot_bytes:
             self._idle.append((buffer, copied))
 
-    def _new_buffer(self, size: int) -> Tensor:
+    def _new_slots(self) -> list[Tensor]:
+        step = aligned(self._slot_bytes)
+        most = min(self._expected, _MOST_PINNED_TOGETHER) if self._can_pin else 1
+        # The first of several equal minima is the smallest number.
+        count = min(range(1, max(1, most) + 1), key=lambda count: (1 << (count * step - 1).bit_length()) / count)
+        self._expected -= count
+        block = self._allocated(count * step)
+        return [block[start : start + self._slot_bytes] for start in range(0, count * step, step)]
+
+    def _allocated(self, size: int) -> Tensor:
         # A tensor made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             if self._can_pin:
@@ -149,7 +169,7 @@ class FieldBuffers:
 
     Args:
         field_bytes: usual size of each field in bytes.
-        keep: largest number of idle pageable buffers to keep per field.
+        keep: largest number of idle pageable buffers to keep per field, and expected number of pinned buffers.
         device: device of the batches.
 
     Attributes:
@@ -158,7 +178,7 @@ class FieldBuffers:
 
     def __init__(self, field_bytes: Sequence[int], keep: int, device: torch.device) -> None:
         is_pinned = device.type == "cuda"
-        self.pinned = PinnedSlots(sum(map(aligned, field_bytes)), device) if is_pinned else None
+        self.pinned = PinnedSlots(sum(map(aligned, field_bytes)), device, keep) if is_pinned else None
         # The first field is usually large; pooling the buffers of other fields is worth it only if they are large.
         self._pageable = [
             PageableSlots(size, keep) if place == 0 or size >= _LARGE else None
