@@ -79,7 +79,7 @@ QUICK = Scale(images=24, side=32, small_images=64, batch=4, warm_up=1, steps=2, 
 
 @dataclass
 class GpuBench(Bench):
-    """The benchmark with its device, sizes and data sets."""
+    """The benchmark with its device, sizes and datasets."""
 
     def __post_init__(self) -> None:
         count = torch.cuda.device_count() if self.device.type == "cuda" else 0

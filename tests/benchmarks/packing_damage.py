@@ -110,7 +110,7 @@ def content(path: Path) -> str:
 
 
 def span(whole: bytes, chance: random.Random) -> tuple[int, int]:
-    """Return the start and end of a random block; half of all blocks begin in the first pages, with the structures."""
+    """Return the start and end of a random block; most blocks begin in the first pages, which hold the structures."""
     start = chance.randrange(len(whole) if chance.random() < 0.5 else min(len(whole), 4 * MAX_BLOCK))
     return start, min(len(whole), start + chance.randint(1, MAX_BLOCK))
 

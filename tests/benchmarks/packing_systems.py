@@ -215,7 +215,7 @@ def mds_raw() -> Run:
 
 
 def mds_jpeg() -> Run:
-    """Write the original file bytes, as MDS's converter for ImageNet does."""
+    """Write the original file bytes."""
     from streaming import MDSWriter
     from torchvision.datasets import ImageFolder
 
@@ -230,7 +230,7 @@ def mds_jpeg() -> Run:
 
 
 def webdataset() -> Run:
-    """Write the original file bytes in shards of 10,000, as in WebDataset's recipe for ImageNet."""
+    """Write the original file bytes in shards of 10,000."""
     return webdataset_of(10_000, lambda files: files)
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class FakeNvjpeg:
-    """Files are decoded in lists; one bad file fails the whole list, and EXIF is ignored.
+    """A fake decoder of lists of files: one bad file fails the whole list, and EXIF is ignored.
 
     Attributes:
-        calls: number of files in each call, without those of the trial before a loader decodes.
+        calls: number of files in each call.
         rejected: files that raise an error.
     """
 
@@ -31,7 +31,7 @@ class FakeNvjpeg:
             self.calls.append(len(files))
         for file in files:
             data = bytes(file.numpy())
-            # Four components are CMYK.
+            # The last condition finds CMYK images, whose scans have four components.
             if data in self.rejected or data[:2] != b"\xff\xd8" or b"\xff\xda\x00\x0e\x04" in data:
                 raise RuntimeError("Error while decoding JPEG images: 5")
         return [self._decode(file, mode=mode) for file in files]

@@ -20,7 +20,7 @@ def small_vit(classes: int = 10, seed: int = 0) -> nn.Module:
 
 
 def resnet18(classes: int = 10, width: int = 64, seed: int = 0) -> nn.Module:
-    """Return a residual network of 18 layers for 224x224 images in RGB; its first stage has `width` channels.
+    """Return a residual network of 18 layers for color images; its first stage has `width` channels.
 
     With `width=64`, it has the sizes in table 1 of He et al. 2015, "Deep Residual Learning for Image Recognition".
     With channels-last tensors, the backward pass of 1x1 convolutions writes out of bounds if `width` is below 16 on a
@@ -42,7 +42,7 @@ def resnet18(classes: int = 10, width: int = 64, seed: int = 0) -> nn.Module:
 
 
 def small_cnn(classes: int = 10, width: int = 16, seed: int = 0) -> nn.Module:
-    """Return a network with 3 convolutional layers for 32x32 images of 3 channels."""
+    """Return a network with 3 convolutional layers for color images."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1),

@@ -131,7 +131,7 @@ def test_the_generators_of_the_caller_are_unchanged(data):
 
 @pytest.fixture
 def jpegs(tmp_path: Path) -> FileDataset:
-    """Return 64 smooth JPEG files of several sizes and orientations, some of which nvJPEG cannot decode."""
+    """Return 64 smooth images of several sizes and orientations, some of which nvJPEG cannot decode."""
     for number in range(64):
         image = Image.fromarray(photo(200 + number, 300 - number, seed=number))
         kind, mode = ("PNG", "RGB") if number % 8 == 5 else ("JPEG", ("RGB", "L", "CMYK")[number % 3])

@@ -39,7 +39,7 @@ ON_GPU = 3 + 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with images of all kinds and sizes, and with each orientation."""
+    """Return a folder with images of all kinds, different sizes and all orientations."""
     root = tmp_path_factory.mktemp("kinds")
     for number, (mode, form, options) in enumerate([*KINDS.values(), *[KINDS["baseline"]] * 8]):
         image = Image.fromarray(photo(60 + 3 * number, 110 - 4 * number, seed=number)).convert(mode)

@@ -1,4 +1,4 @@
-"""Frames of the panel: small, valid, safe HTML of constant height, at most 12 lines of text, no unknown shown as 0."""
+"""Frames of the panel: small, valid and safe HTML, and at most 12 lines of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`publish()` leaves the old or the new version at the target, whatever fails, and no other files."""
+"""`publish()` leaves the old or the new version at the target after any error, and no other files."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(birds, monkeypatch, erro
             raise error
         return listed(self, path, **options)
 
-    # Most file systems inherit this.
+    # Most file systems inherit `find` from `AbstractFileSystem`.
     monkeypatch.setattr(MemoryFileSystem, "find", AbstractFileSystem.find)
     assert len(BucketSource("memory://data/birds").list().items) == 3
     monkeypatch.setattr(MemoryFileSystem, "ls", ls)

@@ -1,4 +1,4 @@
-"""A checkpoint folder has a valid checkpoint after SIGKILL or a full disk at any file change."""
+"""A checkpoint folder keeps a valid checkpoint after SIGKILL or a full disk at any file change."""
 
 from __future__ import annotations
 

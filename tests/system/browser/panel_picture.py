@@ -2,8 +2,8 @@
 
 pip install ".[bench]" && python tests/system/browser/panel_picture.py --chromium /usr/bin/chromium
 
-By default, they are the README's pictures: a frame of a real run, which trains a small network on 400 JPEG files, which
-are crops of scikit-learn's two photos. Decoding them takes longer than training, so that the panel has a bottleneck to
+By default, these are the README's pictures: a frame of a real run. The run trains a small network on 400 JPEG files,
+crops of scikit-learn's two photos. Decoding them takes longer than training, so that the panel has a bottleneck to
 report. With `--states`, they are pictures of all states of the panel, at several widths.
 """
 
