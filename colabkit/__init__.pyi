@@ -2,6 +2,7 @@ from . import augment as augment
 from . import errors as errors
 from . import sampler as sampler
 from . import types as types
+from .foundation import Interrupted as Interrupted
 from .foundation import RuntimeReport as RuntimeReport
 from .foundation import runtime as runtime
 from .loading import Loader as Loader

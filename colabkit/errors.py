@@ -28,6 +28,8 @@ ColabkitError
 └── LaunchFailed (RuntimeError)         one of several processes failed
 ```
 
+Ctrl-C, or a notebook's stop button, raises `colabkit.Interrupted`, which is a `KeyboardInterrupt`.
+
 All messages have the form *Cannot {action}: {found}; expected {expected}. {What to do next}.* The expected part is
 omitted if the finding implies it. A message names options and calls in the words of the caller: Python, a magic, a
 terminal or the launcher.

@@ -19,7 +19,16 @@ import colabkit
 
 HEAVY = ("torch", "h5py", "numpy", "PIL", "IPython", "ipywidgets", "google.colab", "psutil", "tqdm", "pynvml")
 MODULES = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.ModuleType)}
-MADE_BY_COLABKIT = ("Dashboard", "Launcher", "Pack", "PackedDataset", "PreparedPack", "SupervisedStep", "WatchedLoader")
+MADE_BY_COLABKIT = (
+    "Dashboard",
+    "Interrupted",
+    "Launcher",
+    "Pack",
+    "PackedDataset",
+    "PreparedPack",
+    "SupervisedStep",
+    "WatchedLoader",
+)
 NAMESPACES = [getattr(colabkit, name) for name in MODULES]
 # Arguments of these types and modules are passed by colabkit itself, never by users.
 PASSED_BY_COLABKIT = ("meters", "Words")

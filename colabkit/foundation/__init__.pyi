@@ -12,6 +12,7 @@ from .checks import check_type as check_type
 from .checks import check_whole_number as check_whole_number
 from .checks import checked_call as checked_call
 from .checks import import_optional as import_optional
+from .checks import interruptible as interruptible
 from .checks import is_finite_number as is_finite_number
 from .checks import kind_of as kind_of
 from .environment.limits import DiskReport as DiskReport
@@ -32,6 +33,7 @@ from .errors import ColabkitError as ColabkitError
 from .errors import Corrupt as Corrupt
 from .errors import FetchFailed as FetchFailed
 from .errors import FileFailed as FileFailed
+from .errors import Interrupted as Interrupted
 from .errors import InvalidOption as InvalidOption
 from .errors import LaunchFailed as LaunchFailed
 from .errors import LoaderFailed as LoaderFailed

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
-from colabkit.foundation.errors import InvalidOption, MissingPackage
+from colabkit.foundation.errors import Interrupted, InvalidOption, MissingPackage
 from colabkit.foundation.messages import Code, Message, Text, cannot, option
 from colabkit.foundation.units import format_things, parse_duration
 
@@ -228,6 +228,27 @@ def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
             raise InvalidOption(_wrong_call(function, args, kwargs, instead))
 
         return checked
+
+    return decorate
+
+
+def interruptible(work: str, then: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that turns `KeyboardInterrupt` into `Interrupted`, which a notebook shows as one line.
+
+    Args:
+        work: noun for what the function does, such as `"Staging"`.
+        then: sentences about what is kept and how to continue.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except KeyboardInterrupt as error:
+                raise Interrupted(f"{work} was interrupted. {then}") from error
+
+        return run
 
     return decorate
 

@@ -60,6 +60,13 @@ class ColabkitError(OneLineError, Exception):
     """Base class of colabkit's errors; each message ends with the next step to take."""
 
 
+class Interrupted(OneLineError, KeyboardInterrupt):
+    """Ctrl-C or a notebook's stop button ended a call; the message says what is kept."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(message)
+
+
 class InvalidOption(ColabkitError, ValueError):
     """An argument is invalid, missing or unknown."""
 

@@ -35,6 +35,7 @@ from colabkit.foundation import (
     format_bytes,
     format_seconds,
     format_things,
+    interruptible,
     mounts,
     partials,
     user_path,
@@ -102,6 +103,7 @@ class PublishReport(Report):
         ]
 
 
+@interruptible("Publishing", "Run the same call again to finish.")
 @checked_call()
 def publish(
     path: str | os.PathLike[str],

@@ -17,9 +17,9 @@ from colabkit.foundation import (
     FileFailed,
     GpuSnapshot,
     HostSnapshot,
+    Interrupted,
     LoaderFacts,
     MetersSnapshot,
-    OneLineError,
     Partial,
     PartSnapshot,
     Report,
@@ -277,7 +277,7 @@ def _unsaved_end(report: TrainReport) -> str:
     return f"the state after step {report.steps} is not saved, and {rest}. Save the model before this process ends"
 
 
-class TrainingInterrupted(OneLineError, KeyboardInterrupt):
+class TrainingInterrupted(Interrupted):
     """Ctrl-C stopped the training between two steps.
 
     Attributes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -128,6 +130,22 @@ def test_an_error_is_one_line_without_a_traceback(
     assert isinstance(shell.run_cell(f"%stage {line}").error_in_exec, error)
     (shown,) = shown_by(capsys)
     assert shown.startswith(f"{error.__name__}: {said}")
+
+
+@pytest.mark.parametrize("verb", ["stage", "pack", "prepare", "probe", "verify", "publish", "mount"])
+def test_an_interrupted_call_is_one_line_that_says_what_is_kept(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    class Path:
+        def __fspath__(self) -> NoReturn:
+            raise KeyboardInterrupt
+
+    shell.user_ns |= {"call": getattr(colabkit, verb), "path": Path()}
+    out = ", 'out'" * (verb in ("pack", "publish"))
+    result = shell.run_cell(f"call(path{out})")
+    assert isinstance(result.error_in_exec, colabkit.Interrupted)
+    (shown,) = shown_by(capsys)
+    assert re.fullmatch(r"Interrupted: [A-Z][\w ]+ was interrupted\. .*\.", shown)
 
 
 def test_variables_are_replaced_by_values_that_are_not_parsed_again() -> None:

@@ -35,6 +35,7 @@ from colabkit.foundation import (
     format_rate,
     format_seconds,
     format_things,
+    interruptible,
     option,
     parse_bytes,
     user_path,
@@ -133,6 +134,7 @@ class PackReport(Report):
         ]
 
 
+@interruptible("Packing", "Existing packs are unchanged. Run the same call again.")
 @checked_call()
 def pack(
     source: str

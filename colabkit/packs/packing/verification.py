@@ -22,6 +22,7 @@ from colabkit.foundation import (
     file_changes,
     format_seconds,
     format_things,
+    interruptible,
     user_path,
 )
 from colabkit.packs.format.layout import CRC, PackInfo
@@ -72,6 +73,7 @@ class VerifyReport(Report):
         ]
 
 
+@interruptible("The check", "No file was changed.")
 @checked_call()
 def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True) -> VerifyReport | StageVerifyReport:
     """Check every byte of a pack or a local copy against its checksums and report damaged samples or files.

@@ -23,6 +23,7 @@ from colabkit.foundation import (
     cannot,
     checked_call,
     file_changes,
+    interruptible,
     kind_of,
     local_root,
     mounts,
@@ -50,6 +51,7 @@ from colabkit.storage import (
 _NAME_CHARS = 56
 
 
+@interruptible("Preparing", "The files staged so far are kept. Run the same call again to resume.")
 @checked_call()
 def prepare(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,

@@ -25,6 +25,7 @@ from colabkit.foundation import (
     current_place,
     drive_root,
     format_seconds,
+    interruptible,
     log_causes,
     omit,
     option,
@@ -49,6 +50,7 @@ from colabkit.storage.drive.reports import CacheReport, FlushReport, MountReport
 COLAB_POINT = "/content/drive"
 
 
+@interruptible("Mounting Drive", "Run the same call again; a mount that already works is reused.")
 @checked_call()
 def mount(
     path: str | os.PathLike[str] | None = None,

@@ -23,6 +23,7 @@ from colabkit.foundation import (
     format_bytes,
     format_count,
     format_seconds,
+    interruptible,
     option,
     partials,
 )
@@ -92,6 +93,7 @@ class FetchReport(Report):
         ]
 
 
+@interruptible("The download", "Run the same call again, which resumes if the server allows that.")
 @checked_call()
 def fetch(
     source: str,

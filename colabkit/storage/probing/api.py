@@ -25,6 +25,7 @@ from colabkit.foundation import (
     file_changes,
     format_seconds,
     heartbeat,
+    interruptible,
     mount_holding,
     mounts,
     processes,
@@ -43,6 +44,7 @@ class _LastRecord(Exception):
     """A signal to stop reading after the last record, since the child may be unable to exit."""
 
 
+@interruptible("The measurement", "No file was changed.")
 @checked_call()
 def probe(path: str | os.PathLike[str], *, seconds: float | str = 8.0, progress: bool = True) -> ProbeReport:
     """Measure how fast a folder or file can be listed, opened and read, and recommend how to use it.

@@ -29,6 +29,7 @@ from colabkit.foundation import (
     check_type,
     checked_call,
     file_changes,
+    interruptible,
     local_root,
     mounts,
     omit,
@@ -49,6 +50,7 @@ from colabkit.storage.staging.run import StagingRun
 _PASS_PATH = ("Pass the path returned by ", call("stage"), "; a copy at a custom path cannot be found by its source")
 
 
+@interruptible("Staging", "The files copied so far are kept. Run the same call again to resume.")
 @checked_call()
 def stage(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
