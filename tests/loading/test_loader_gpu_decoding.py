@@ -113,12 +113,19 @@ def test_large_images_are_decoded_a_few_at_a_time(
     assert max(nvjpeg.calls) <= 3
 
 
-def test_a_file_that_nvjpeg_rejects_is_decoded_on_the_cpu(folder: Path, nvjpeg: FakeNvjpeg) -> None:
+def test_a_file_that_nvjpeg_rejects_is_decoded_on_the_cpu(
+    folder: Path, nvjpeg: FakeNvjpeg, caplog: pytest.LogCaptureFixture
+) -> None:
     loader = Loader(FileDataset(folder), 15, size=32, decode="gpu")
     expected = list(loader)
-    nvjpeg.rejected = {files_of(folder)[0].read_bytes()}
+    nvjpeg.rejected = {file.read_bytes() for file in files_of(folder)[:3]}
     nvjpeg.calls.clear()
-    assert same(list(loader), expected)
+    with caplog.at_level(logging.WARNING, "colabkit"):
+        assert same(list(loader), expected)
+    # Once in an epoch, a warning names the reason.
+    assert [record.message for record in caplog.records] == [
+        "a JPEG file cannot be decoded on the GPU (Error while decoding JPEG images: 5), so the CPU decodes such files"
+    ]
     # The whole list fails first, then each file is decoded alone.
     assert nvjpeg.calls == [ON_GPU, *[1] * ON_GPU]
 
@@ -145,6 +152,15 @@ def test_bad_files_are_an_error_skipped_or_blank(nvjpeg: FakeNvjpeg, tmp_path: P
             assert blank == ([2, 4, 9] if on_bad == "blank" else [])
         with pytest.raises(BadImage, match=r"Cannot decode '02\.jpg'"):
             list(Loader(data, 3, decode="gpu", num_workers=0, **size))
+
+
+@pytest.mark.parametrize("decode", ["gpu", "auto"])
+def test_images_are_on_the_device_of_the_loader_for_any_default_device(
+    folder: Path, nvjpeg: FakeNvjpeg, decode: Any
+) -> None:
+    with torch.device("meta"):
+        for images, _ in Loader(FileDataset(folder), 4, transform=CROPS, decode=decode, device="cpu"):
+            assert images.device.type == "cpu"
 
 
 def test_images_of_another_size_are_an_error(nvjpeg: FakeNvjpeg, folder: Path) -> None:

@@ -20,6 +20,7 @@ from pictures import (
     fill_row,
     noise,
     photo,
+    png,
     saved,
     take,
     without_pillow,
@@ -29,7 +30,7 @@ from PIL import Image
 from colabkit.errors import BadImage
 from colabkit.packs.decode import jpeg
 from colabkit.packs.decode.images import check_image, decode_image, image_size
-from colabkit.packs.decode.jpeg import encode_jpeg
+from colabkit.packs.decode.jpeg import encode_jpeg, read_plain_header
 
 XMP = (
     b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
@@ -282,3 +283,26 @@ def test_pixels_that_jpeg_cannot_store_raise(shape, package, monkeypatch):
         encode_jpeg(np.zeros(shape, np.uint8), 90)
     with pytest.raises(BadImage, match="float32"):
         encode_jpeg(np.zeros((4, 4, 3), np.float32), 90)
+
+
+def test_only_complete_files_in_gray_or_ycbcr_are_plain():
+    pixels = photo()
+    plain, gray = saved(pixels, "JPEG"), saved(Image.fromarray(pixels).convert("L"), "JPEG")
+    turned = saved(pixels, "JPEG", exif=exif(6), progressive=True)
+    assert [read_plain_header(file) for file in (plain, gray, turned, plain + b"\0" * 9)] == [
+        (45, 61, 3, 1),
+        (45, 61, 1, 1),
+        (45, 61, 3, 6),
+        (45, 61, 3, 1),
+    ]
+    # Photoshop writes an Adobe segment instead of JFIF; its last byte is the transform: 0 for RGB, 1 for YCbCr.
+    start, adobe = plain.index(b"\xff\xdb"), b"\xff\xee\x00\x0eAdobe\x00\x64\0\0\0\0"
+    by_adobe = {byte: plain[:2] + adobe + bytes([byte]) + plain[start:] for byte in (0, 1)}
+    assert read_plain_header(by_adobe[1]) == (45, 61, 3, 1)
+    cmyk = saved(Image.fromarray(pixels).convert("CMYK"), "JPEG")
+    rgb = saved(pixels, "JPEG", keep_rgb=True)
+    for file in (by_adobe[0], cmyk, rgb, plain[:-2], plain[:-40], png(pixels), b"", b"\xff\xd8\xff\xd9"):
+        assert read_plain_header(file) is None
+    # Pillow reads these colors in the same way.
+    assert np.abs(by_pillow(by_adobe[1]).astype(int) - by_pillow(plain)).max() <= AGREEMENT
+    assert np.abs(by_pillow(by_adobe[0]).astype(int) - by_pillow(plain)).max() > AGREEMENT

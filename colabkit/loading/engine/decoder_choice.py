@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,9 +14,10 @@ from colabkit.foundation import BadImage, ColabkitError, InvalidOption, LoaderMe
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import BatchGroup, BatchPlan
-from colabkit.loading.engine.device_decoder import decode_jpegs, device_decoder
+from colabkit.loading.engine.device_decoder import decode_jpegs, device_decoder, idle_stream
 from colabkit.loading.engine.image_decoders import BadSamples, ImageDecoder, ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
+from colabkit.loading.engine.thread_engine import limit_torch_to_one_thread
 from colabkit.loading.engine.tiers import RowCache, Tier
 from colabkit.packs import encode_jpeg
 
@@ -74,7 +76,9 @@ def choose_decoder(
     if found or images is None:
         return DecoderChoice("cpu", found)
     try:
-        cpu, gpu = _rates(options, images, geometry)
+        # In worker threads, too, torch computes with one thread.
+        with ThreadPoolExecutor(1, initializer=limit_torch_to_one_thread) as executor:
+            cpu, gpu = executor.submit(_rates, options, images, geometry).result()
     except (ColabkitError, RuntimeError) as error:
         return DecoderChoice("cpu", f"the speed on the GPU cannot be measured: {error}")
     reason = f"{gpu:,.0f} images/s on the GPU, {cpu:,.0f} on the CPU"
@@ -89,9 +93,10 @@ def _obstacle(device: torch.device) -> tuple[str, str]:
         return "the batches are on the CPU", "Pass device='cuda' as well"
     file = encode_jpeg(np.full((64, 64, 3), _TRIAL_VALUE, np.uint8), 90)
     try:
-        (image,) = decode_jpegs([file], 3, device)
-        if image.shape == (3, 64, 64) and abs(image.float().mean().item() - _TRIAL_VALUE) <= 2:
-            return "", ""
+        with idle_stream(device):
+            (image,) = decode_jpegs([file], 3, device)
+            if image.shape == (3, 64, 64) and abs(image.float().mean().item() - _TRIAL_VALUE) <= 2:
+                return "", ""
         reason = "an image has other pixels than on the CPU"
     except ImportError:
         return "torchvision is not installed", "Run pip install torchvision"

@@ -9,9 +9,10 @@ Values differ slightly from those of libjpeg. Images decoded on the GPU are ther
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
@@ -33,6 +34,8 @@ from colabkit.loading.engine.image_decoders import DecodingWork, ImageDecoder, I
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.tiers import Pixels
 from colabkit.packs import OtherSize, decode_image, describe_sizes, image_size, read_plain_header
+
+logger = logging.getLogger("colabkit")
 
 # One thread decodes on the GPU while another one resizes.
 _STREAMS = 2
@@ -60,6 +63,7 @@ class DeviceDecoder(ImageDecoder):
 
     device: torch.device
     is_channels_last: bool
+    _is_reported: bool = False
 
     def fill(self, group: BatchGroup, start: int, stop: int, draws: Draws) -> None:
         """Read the files from `start` to `stop` of a group; decode those that are not grayscale or YCbCr JPEGs.
@@ -107,7 +111,7 @@ class DeviceDecoder(ImageDecoder):
         layout = torch.channels_last if self.is_channels_last else torch.contiguous_format
         with self.on_stream() as synchronize:
             shape = len(files), channels, height, width
-            images = torch.zeros(shape, dtype=torch.uint8, device=self.device).contiguous(memory_format=layout)
+            images = torch.empty(shape, dtype=torch.uint8, device=self.device, memory_format=layout).zero_()
             for start, stop in _chunks(sizes.prod(1) * channels):
                 chosen = Boxes(*cast("Any", [column[start:stop] for column in boxes]))
                 decoded = self._decode(group, places[start:stop], sizes[start:stop])
@@ -173,37 +177,48 @@ class DeviceDecoder(ImageDecoder):
             return []
         try:
             return [*decode_jpegs(files, self.options.files.channels, self.device)]
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as error:
             # The error does not name the image, and no other image is returned.
-            return [None] if len(files) == 1 else [image for file in files for image in self._decode_jpegs([file])]
+            if len(files) > 1:
+                return [image for file in files for image in self._decode_jpegs([file])]
+            if not self._is_reported:
+                self._is_reported = True
+                reason = str(error).partition("\n")[0]
+                logger.warning("a JPEG file cannot be decoded on the GPU (%s), so the CPU decodes such files", reason)
+            return [None]
 
     def _moved(self, pixels: Pixels) -> Tensor:
         # Copy read-only memory, because torch would warn about it.
         writable = pixels if pixels.flags.writeable else pixels.copy()
         return torch.from_numpy(writable).permute(2, 0, 1).to(self.device)
 
-    @contextmanager
-    def on_stream(self) -> Iterator[Callable[[], None]]:
-        """Run the block in a stream that no other thread uses, and wait for its work at the end.
+    def on_stream(self) -> AbstractContextManager[Callable[[], None]]:
+        """Return the context of `idle_stream`."""
+        return idle_stream(self.device)
 
-        `with` returns a function that waits for the work so far. torchvision writes images to memory from the current
-        stream's pool in a stream of its own, without waiting for the current stream. So before it is called, the work
-        that may still read that memory has to end.
-        """
-        if self.device.type != "cuda":
-            yield lambda: None
-            return
-        idle = _idle_streams(self.device)
-        stream = idle.get()
-        synchronize = partial(_synchronize, stream)
-        try:
-            with torch.cuda.stream(stream):
-                try:
-                    yield synchronize
-                finally:
-                    synchronize()
-        finally:
-            idle.put(stream)
+
+@contextmanager
+def idle_stream(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Run the block in a stream that no other thread uses, and wait for its work at the end.
+
+    `with` returns a function that waits for the work so far. torchvision takes memory for images from the pool of the
+    current stream, but writes to it in another stream, which does not wait for the current one. So all work that may
+    still read that memory has to end before torchvision is called.
+    """
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    idle = _idle_streams(device)
+    stream = idle.get()
+    synchronize = partial(_synchronize, stream)
+    try:
+        with torch.cuda.stream(stream):
+            try:
+                yield synchronize
+            finally:
+                synchronize()
+    finally:
+        idle.put(stream)
 
 
 def decode_jpegs(files: Sequence[bytes], channels: int, device: torch.device) -> list[Tensor]:

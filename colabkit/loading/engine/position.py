@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things, kind_of, shown
+from colabkit.foundation import InvalidOption, Text, cannot, check_whole_number, format_things, kind_of, option, shown
 from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 
@@ -190,7 +190,8 @@ class LoaderPosition:
             logger.warning("images are decoded on the %s now, so their pixels differ slightly from the %s's", *names)
             return
         found = f"the state belongs to images decoded with decode={shown(decoder)}"
-        next_step = f"Use that decoder, or start the epoch again with loader.set_epoch({epoch})"
+        restart = f", or start the epoch again with loader.set_epoch({epoch})"
+        next_step: Text = ("Create the Loader with ", option("decode", decoder), restart)
         raise InvalidOption(cannot(act, found, f"decode={self._decoder!r}", next_step))
 
     def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
