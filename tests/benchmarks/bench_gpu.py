@@ -57,6 +57,7 @@ class Scale:
     Attributes:
         images: number of images, of `side` x `side` pixels.
         small_images: number of images of 32x32 pixels.
+        jpegs: number of JPEG files of twice the side.
         batch: samples per batch.
         warm_up: number of steps before each measurement.
         steps: number of steps of each measurement.
@@ -67,6 +68,7 @@ class Scale:
     images: int = 2048
     side: int = 224
     small_images: int = 50_000
+    jpegs: int = 1024
     batch: int = 128
     warm_up: int = 20
     steps: int = 200
@@ -74,7 +76,7 @@ class Scale:
     epochs: int = 20
 
 
-QUICK = Scale(images=24, side=32, small_images=64, batch=4, warm_up=1, steps=2, seconds=1.0, epochs=3)
+QUICK = Scale(images=24, side=32, small_images=64, jpegs=20, batch=4, warm_up=1, steps=2, seconds=1.0, epochs=3)
 
 
 @dataclass
@@ -192,13 +194,18 @@ class GpuBench(Bench):
 
 
 def make_pack(folder: Path, scale: Scale) -> Path:
+    make_files(folder / "files", scale.images, (scale.side, scale.side))
+    return colabkit.pack(folder / "files", folder / "pack.h5").path
+
+
+def make_files(folder: Path, count: int, size: tuple[int, int]) -> Path:
     random = np.random.default_rng(0)
-    for number in range(scale.images):
-        target = folder / "files" / str(number % CLASSES)
+    for number in range(count):
+        target = folder / str(number % CLASSES)
         target.mkdir(parents=True, exist_ok=True)
         coarse = Image.fromarray(random.integers(0, 256, (28, 28, 3), dtype=np.uint8))
-        coarse.resize((scale.side, scale.side)).save(target / f"{number}.jpg", quality=90)
-    return colabkit.pack(folder / "files", folder / "pack.h5").path
+        coarse.resize(size).save(target / f"{number}.jpg", quality=90)
+    return folder
 
 
 def median(values: Iterable[float]) -> float:
@@ -251,6 +258,32 @@ def augmented(bench: GpuBench) -> None:
         "RandomResizedCrop, MixUp": (lambda: bench.loader(bench.photos, "gpu", transform=steps), step),
     }
     bench.compare_loops("Training, ResNet-18, augmented", loops, {"RandomResizedCrop, MixUp": 0.95})
+
+
+def decoding(bench: GpuBench) -> None:
+    """Compare decoding random crops of JPEG files on the GPU with decoding on all CPUs, and without decoding."""
+    scale, title = bench.scale, "Training, ResNet-18, JPEG files"
+    data = colabkit.FileDataset(make_files(bench.folder / "jpegs", scale.jpegs, (2 * scale.side, 2 * scale.side)))
+    crop, step = augment.RandomResizedCrop(scale.side), bench.step(bench.network())
+    if bench.device.type == "cuda":
+        try:
+            bench.figures["decode='auto'"] = str(bench.loader(data, "auto", transform=crop, decode="auto").decoder)
+            bench.loader(data, "auto", transform=crop, decode="gpu")
+        except colabkit.errors.InvalidOption as error:
+            print(error)
+            bench.need(f"{title}: decode='gpu' relative to decode='cpu'", None, 1, "{:.2f}")
+            return
+
+    def loader(decode: str) -> colabkit.Loader:
+        return bench.loader(data, "auto", transform=crop, decode=decode if bench.device.type == "cuda" else "auto")
+
+    loops: Loops = {
+        "decode='cpu'": (lambda: loader("cpu"), step),
+        "decode='gpu'": (lambda: loader("gpu"), step),
+        "decode='cpu', no step": (lambda: loader("cpu"), lambda batch: None),
+        "decode='gpu', no step": (lambda: loader("gpu"), lambda batch: None),
+    }
+    bench.compare_loops(title, loops, {"decode='gpu'": 1.0})
 
 
 def optimizers(bench: GpuBench) -> None:
@@ -350,6 +383,7 @@ PARTS = {
     "training": training,
     "small": small_training,
     "augmented": augmented,
+    "decoding": decoding,
     "optimizers": optimizers,
     "memory": memory,
     "cards": cards,

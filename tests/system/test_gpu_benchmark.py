@@ -36,7 +36,15 @@ def test_a_quick_run_measures_every_part_and_writes_json(
     script.main()
     shown, written = capsys.readouterr().out, json.loads(path.read_text())
     assert all(f"({part}: " in shown for part in script.PARTS)
-    for name in ("keep='ram'", "keep='gpu'", "RandomResizedCrop, MixUp", "not fused", "one GPU per GPU", "growth of"):
+    for name in (
+        "keep='ram'",
+        "keep='gpu'",
+        "RandomResizedCrop, MixUp",
+        "decode='gpu'",
+        "not fused",
+        "one GPU per GPU",
+        "growth of",
+    ):
         assert any(name in what for what, *_ in written["needed"])
     assert all(len(row) == 4 for row in written["needed"])
 
