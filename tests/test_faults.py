@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from faults import board
+import pytest
+from faults import board, machine
 
 from colabkit.errors import FileFailed
+from colabkit.storage.staging.run import StagingRun
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,3 +57,16 @@ def test_the_page_lists_every_fault_once() -> None:
     assert sorted(board.ROWS) == list(range(1, 45))
     listed = re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
     assert listed == [(str(number), row.title) for number, row in sorted(board.ROWS.items())]
+
+
+@pytest.mark.full
+def test_random_sequences_of_calls_and_faults_keep_all_promises() -> None:
+    machine.run(3)
+
+
+@pytest.mark.full
+def test_a_planted_fault_breaks_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A copy that is never updated.
+    monkeypatch.setattr(StagingRun, "_find_unchanged", lambda run, source, prior, listing: prior.sealed)
+    with pytest.raises(AssertionError, match="the copy is not as expected"):
+        machine.run(20, shrinks=False)

@@ -17,6 +17,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_DOUBLES, os.environ.ge
 
 from tests.faults import board  # noqa: E402 - the path must be set first
 
+SHORT_SEQUENCES, SEQUENCES = 5, 100
 SHORT_LIMIT, LIMIT, PLAIN_LIMIT = 4, 200, 12
 
 PAGE = """# The fault scoreboard
@@ -46,6 +47,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows")
     parser.add_argument("--limit", type=int, help=f"maximum number of cases of a row; by default {LIMIT}")
     parser.add_argument("--no-plain", action="store_true", help="leave out the plain tools")
+    parser.add_argument("--sequences", type=int, help="number of random sequences of calls and faults after all rows")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of concurrent processes")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the page docs/faults.md to this file")
     parser.add_argument("--verbose", action="store_true", help="print every case")
@@ -80,6 +82,11 @@ def main() -> int:
     print(f"\n{table}\n\n{summary} ({time.monotonic() - started:.0f} s)")
     if arguments.table:
         arguments.table.write_text(PAGE.format(table=table, summary=summary))
+    if not arguments.rows or arguments.sequences:
+        # The processes of the rows import this module, but not hypothesis.
+        from tests.faults import machine
+
+        machine.run(arguments.sequences or (SHORT_SEQUENCES if arguments.short else SEQUENCES))
     own = [score for score in scores if score.tool == board.COLABKIT]
     return int(any(result.outcome == board.Outcome.WRONG for score in own for result in score.results))
 

@@ -42,7 +42,7 @@ _SHARED_MEMORY = "/dev/shm"
 _NOT_RUN = "not run here"
 _HANGS = "hangs"
 # Modules of this folder that contain no rows.
-_OTHER_MODULES = ("__main__", "board", "copies", "packers", "remotes", "soak", "tools")
+_OTHER_MODULES = ("__main__", "board", "copies", "machine", "packers", "remotes", "soak", "tools")
 # Imported once before the processes of the rows are forked. A process with torch would be slow to fork for each case.
 _PRELOADED = ["tests.faults.board", "h5py", "PIL.Image", "fsspec", "pandas", "colabkit.storage.staging.api"]
 
