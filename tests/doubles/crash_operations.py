@@ -6,15 +6,18 @@ Every operation reads from `folder / "in"` and writes to `folder / "out"`. Its s
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fsspec
 import numpy as np
 from checkpoint_folders import found, save, with_far
 from contract import whole_content
+from fsspec.implementations.local import LocalFileSystem
 from trainings import nothing, train
 from trees import files_of, make_tree
 
@@ -41,6 +44,16 @@ class Operation:
     work: Callable[[Path], object]
     state: Callable[[Path], object]
     is_removed_first: bool = False
+
+
+class LocalBucket(LocalFileSystem):
+    """Files of this disk at an address that `fetch()` accepts."""
+
+    protocol = "bucket"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return LocalFileSystem._strip_protocol(path.removeprefix("bucket://"))
 
 
 def _tree(folder: Path, images: int = 1) -> None:
@@ -156,6 +169,19 @@ def _fetch(folder: Path) -> None:
     colabkit.fetch(url, folder / "out" / "file", overwrite=True, **QUIET)
 
 
+def _start_fetched_folder(folder: Path) -> None:
+    _tree(folder)
+    (folder / "out").mkdir()
+    _fetch_folder(folder)
+    (folder / "in" / "tree" / "ants" / "000.png").write_bytes(b"changed")
+
+
+def _fetch_folder(folder: Path) -> None:
+    fsspec.register_implementation(LocalBucket.protocol, LocalBucket, clobber=True)
+    address = f"{LocalBucket.protocol}://{folder / 'in' / 'tree'}"
+    colabkit.fetch(address, folder / "out", overwrite=True, **QUIET)
+
+
 def _file(folder: Path) -> object:
     return (folder / "out" / "file").read_bytes()
 
@@ -185,20 +211,21 @@ def _remote_checkpoint(folder: Path) -> object:
     return step
 
 
-def _report(folder: Path) -> colabkit.types.TrainReport:
+@functools.cache
+def _report() -> colabkit.types.TrainReport:
     return train(nothing, colabkit.Loader((np.zeros(4), np.zeros(4)), 2), epochs=1)
 
 
 def _save_report(folder: Path) -> None:
-    _report(folder).save(folder / "out" / "file")
+    _report().save(folder / "out" / "file")
 
 
 def _save_trace(folder: Path) -> None:
-    _report(folder).to_trace(folder / "out" / "file")
+    _report().to_trace(folder / "out" / "file")
 
 
 def _save_plot(folder: Path) -> None:
-    _report(folder).plot(folder / "out" / "file.png")
+    _report().plot(folder / "out" / "file.png")
 
 
 def _json(folder: Path) -> object:
@@ -216,6 +243,7 @@ OPERATIONS = {
     "publish a file": Operation(_start_file, _publish_file, _file),
     "publish a folder": Operation(_start_folder, _publish_folder, _published_folder, is_removed_first=True),
     "fetch a file": Operation(_start_file, _fetch, _file),
+    "fetch a folder": Operation(_start_fetched_folder, _fetch_folder, _published_folder, is_removed_first=True),
     "refresh a local copy": Operation(_start_refresh, _refresh, _staged, is_removed_first=True),
     "unstage": Operation(_start_unstage, _unstage, _staged),
     "pack": Operation(_start_pack, _pack, _packed),
