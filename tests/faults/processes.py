@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trees import leftovers
 
-from colabkit.foundation import file_changes, locks
+from colabkit.foundation import file_changes, locks, partials
 
 from .board import COLABKIT, Outcome, Result, attempt, fault, spread
 from .copies import FORMS, Originals, content, make_quick, new_folder
@@ -118,3 +118,42 @@ def locks_that_lie(copier: Copier, folder: Path, limit: int) -> Iterator[Result]
         for kind, count, way, place in itertools.product(("folder", "zip", "tar"), (2, 4, 8), ways, range(1, 20, 3))
     ]
     yield from _staged_at_once(copier, folder, min(limit, 80), cases, _lie)
+    yield from _left_by_a_reused_process_id(copier, folder, -(-limit // 4))
+
+
+def _left_by_a_reused_process_id(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
+    """Kill a process; then its ID belongs to the next one, or to another one that is running."""
+    originals = Originals(folder / "originals", _SIZES)
+    ways = ("locks fail, and it is killed at file change", "killed at file change")
+    cases = [*itertools.product(("folder", "zip"), ways, range(1, 40), ("the next process", "another process"))]
+    for kind, way, place, owner in spread(cases, limit):
+        with new_folder(folder / "case") as made:
+            source, target, expected = originals.root / FORMS[kind], made / "copy", originals.expected(kind)
+
+            def work(
+                source: Path = source,
+                target: Path = target,
+                expected: object = expected,
+                how: str = f"{way} {place}",
+                owner: str = owner,
+            ) -> None:
+                def copy(number: int) -> None:
+                    _lie(how, number)
+                    copier.copy(source, target)
+
+                in_processes(1, copy)
+                _give_away(target.parent, os.getpid() if owner == "the next process" else os.getppid())
+                copier.copy(source, target)
+                assert content(target) == expected, "the next call makes a copy that differs"
+                left = leftovers(target.parent) + leftovers(Path(os.environ["COLABKIT_LOCAL"]))
+                assert not left, f"unfinished files are left: {left}"
+
+            case = f"{kind}: {way} {place}, and its process ID belongs to {owner}"
+            yield attempt(case, work, refusals=copier.refusals)
+
+
+def _give_away(folder: Path, pid: int) -> None:
+    """Rename the partials of an ended process as if its ID had been this one, which another process has now."""
+    for path in folder.iterdir():
+        if found := partials._PARTIAL.fullmatch(path.name):
+            path.rename(path.with_name(f"{path.name[: found.start('pid')]}{pid}{path.name[found.end('pid') :]}"))
