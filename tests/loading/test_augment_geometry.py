@@ -211,8 +211,8 @@ def test_float64_images_are_resized_in_float64(source, size):
 
 
 def test_the_batched_resize_computes_only_the_weights_that_are_not_zero():
-    batch, boxes = images(4, 3, 200, 200).float(), Boxes(*np.full((4, 4), 100), np.zeros(4, bool))
-    for size, taps in ((50, 5), (100, 3), (150, 3)):
+    batch, boxes = images(4, 3, 40, 40).float(), Boxes(*np.full((4, 4), 20), np.zeros(4, bool))
+    for size, taps in ((10, 5), (20, 3), (30, 3)):
         with RecordedKernels() as kernels:
             resize_batch(batch, boxes, (size, size))
         assert kernels.largest(torch.float64) == 4 * size * taps

@@ -68,9 +68,9 @@ class Normalize(Transform):
         self._only_scales = not any(self.mean) and all(value == 1 for value in self.std)
         self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
         # Fold the division by 255 into the scale, so that it takes no extra operation.
-        self._scale = _by_channel([1 / s for s in std])
-        self._scale_of_bytes = _by_channel([1 / (255 * s) for s in std])
-        self._shift = _by_channel([-m / s for m, s in zip(mean, std, strict=True)])
+        self._scale = self._by_channel([1 / s for s in std])
+        self._scale_of_bytes = self._by_channel([1 / (255 * s) for s in std])
+        self._shift = self._by_channel([-m / s for m, s in zip(mean, std, strict=True)])
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
         """Return the normalized images, on the same device, and the unchanged labels."""
@@ -85,23 +85,23 @@ class Normalize(Transform):
         # Moving constants to a device makes the host wait for the device, so cache the moved constants.
         if key not in self._constants:
             scale = self._scale_of_bytes if key[1] else self._scale
-            self._constants[key] = (
-                scale.to(images.device, self._computed),
-                self._shift.to(images.device, self._computed),
-            )
+            self._constants[key] = scale.to(images.device), self._shift.to(images.device)
         scale, shift = self._constants[key]
         if images.dtype == torch.float64:
             images = images.to(self._computed)
         # One kernel converts bytes, multiplies and adds.
         return torch.addcmul(shift, images, scale).to(self.dtype), labels
 
+    def _by_channel(self, values: list[float]) -> Tensor:
+        exact = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
+        return exact.view(1, -1, 1, 1).to(self._computed)
+
     def _on_cpu(self, images: Tensor) -> Tensor:
         """Return the normalized images before the conversion to `dtype`."""
         is_bytes, work = images.dtype == torch.uint8, images.to(self._computed, copy=True)
         if self._only_scales:
             return work.div_(255) if is_bytes else work
-        scale = (self._scale_of_bytes if is_bytes else self._scale).to(self._computed)
-        shift, values = self._shift.to(self._computed), work
+        scale, shift, values = self._scale_of_bytes if is_bytes else self._scale, self._shift, work
         if work.is_contiguous(memory_format=torch.channels_last):
             # Repeat the constants for each pixel of a row: loops over three channels are several times as slow.
             values = work.permute(0, 2, 3, 1).flatten(2)
@@ -111,10 +111,6 @@ class Normalize(Transform):
 
     def __repr__(self) -> str:
         return f"Normalize(mean={self.mean}, std={self.std}, dtype={self.dtype})"
-
-
-def _by_channel(values: list[float]) -> Tensor:
-    return torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu").view(1, -1, 1, 1)
 
 
 class Cutout(Transform):
