@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from trees import leftovers
 
@@ -22,6 +25,8 @@ from .packers import PACKERS, Packer, expected_packs, write_images
 from .tools import COPIERS, Copier
 
 _EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "shutil.copyfile", "os.link", "os.utime"}
+# System calls at which programs are killed; each set is counted separately in each process.
+_CALLS = ("openat", "mkdir,mkdirat", "write,copy_file_range", "rename,renameat,renameat2", "utimensat")
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
@@ -87,10 +92,12 @@ def _changes_of(work: Callable[[], object], is_own: bool) -> int:
 def _killed_copies(copier: Copier, folder: Path, limit: int, kinds: tuple[str, ...]) -> Iterator[Result]:
     """Kill copies, and updates of copies, at each file change; then the copy is absent or complete."""
     is_own = copier.refusals is COPIERS[COLABKIT].refusals
-    if copier.is_program:
-        return
     make_quick()
     originals = Originals(folder / "originals", {"a/1.bin": 3000, "a/2.bin": 70_000, "b/3.bin": 0, "b/4.bin": 9})
+    if copier.is_program:
+        if "folder" in kinds:
+            yield from _killed_programs(copier, originals, folder, limit)
+        return
     cases: list[tuple[str, bool, int]] = []
     for kind, is_update in itertools.product([one for one in copier.kinds if one in kinds], (False, True)):
         with new_folder(folder / "count") as made:
@@ -108,16 +115,54 @@ def _killed_copies(copier: Copier, folder: Path, limit: int, kinds: tuple[str, .
                 copier.copy(source, made / "copy")
                 os.utime(originals.root / "tree" / "a" / "1.bin")
                 os.utime(source)
-            yield _killed_copy(copier, source, originals.expected(kind), made, is_update, number, is_own, kind)
+            kill = partial(_is_killed, number=number, is_own=is_own)
+            case = f"{kind}: {'an update' if is_update else 'a copy'} is killed at file change {number}"
+            yield _killed_copy(case, copier, source, originals.expected(kind), made, is_update, kill)
+
+
+def _killed_programs(copier: Copier, originals: Originals, folder: Path, limit: int) -> Iterator[Result]:
+    """Kill programs that copy the folder at their system calls; cases that have fewer calls yield no result."""
+    if not shutil.which("strace"):
+        return
+    source, expected = originals.root / FORMS["folder"], originals.expected("folder")
+    for is_update, calls, number in spread([*itertools.product((False, True), _CALLS, range(1, 9))], limit):
+        with new_folder(folder / "case") as made:
+            if is_update:
+                copier.copy(source, made / "copy")
+                os.utime(originals.root / "tree" / "a" / "1.bin")
+            died = made / "died"
+
+            def kill(work: Callable[[], object], calls: str = calls, number: int = number, died: Path = died) -> None:
+                rule = f"inject={calls}:signal=SIGKILL:when={number}"
+                with patch("subprocess.run", partial(_traced, rule, subprocess.run)):
+                    try:
+                        work()
+                    except copier.refusals:
+                        died.touch()
+
+            case = f"{'an update' if is_update else 'a copy'} is killed at {calls} {number}"
+            result = _killed_copy(case, copier, source, expected, made, is_update, kill)
+            if died.exists():
+                yield result
+
+
+def _traced(rule: str, run: Callable[..., object], words: list[str], **options: Any) -> object:
+    return run(["strace", "-f", "-qq", "-o", os.devnull, "-e", "trace=%file,%desc", "-e", rule, *words], **options)
 
 
 def _killed_copy(
-    copier: Copier, source: Path, expected: Content, folder: Path, is_update: bool, number: int, is_own: bool, kind: str
+    case: str,
+    copier: Copier,
+    source: Path,
+    expected: Content,
+    folder: Path,
+    is_update: bool,
+    kill: Callable[[Callable[[], object]], object],
 ) -> Result:
     copy = copier.update if is_update else copier.copy
 
     def kill_and_repeat() -> None:
-        _is_killed(partial(copy, source, folder / "copy"), number, is_own)
+        kill(partial(copy, source, folder / "copy"))
         found = content(folder / "copy")
         assert found in (None, expected), "after the kill, the copy is incomplete"
         copy(source, folder / "copy")
@@ -125,7 +170,6 @@ def _killed_copy(
         left = leftovers(folder) + leftovers(Path(os.environ["COLABKIT_LOCAL"]))
         assert not left, f"unfinished files are left: {left}"
 
-    case = f"{kind}: {'an update' if is_update else 'a copy'} is killed at file change {number}"
     return attempt(case, kill_and_repeat, refusals=copier.refusals)
 
 
