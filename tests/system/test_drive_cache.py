@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 from far_mounts import FuseMount, RcloneMount, mounted_at, wait_for
 from far_side import Colab, Ocamlfuse
+from forks import is_killed_at
 from sampling import sampled
+from strikes import AtChange, interrupt
 
 import colabkit
-from colabkit.errors import MountFailed, NotMounted, TimedOut, UnsentWrites
+from colabkit.errors import FileFailed, MountFailed, NotMounted, TimedOut, UnsentWrites
 from colabkit.foundation.mount_table import DRIVEFS_FOLDER
 from colabkit.storage.drive import drivefs
 from colabkit.storage.drive import ocamlfuse as drive
@@ -26,10 +29,14 @@ pytestmark = pytest.mark.usefixtures("fuse")
 Remote = Callable[..., RcloneMount]
 
 
+def fail() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 @pytest.fixture
 def cached(colab: Colab) -> Path:
     folder = colab.home / DRIVEFS_FOLDER
-    for name in ("123/content_cache/d0", "123/metadata.db", "Logs/drive_fs.txt"):
+    for name in ("123/content_cache/d0", "123/metadata.db", "Logs/drive_fs.txt", "tmp"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(bytes(100_000))
     colabkit.mount()
@@ -82,6 +89,29 @@ def test_drivefs_keeps_its_cache_if_writes_are_not_sent_except_with_force(colab,
     assert report.loss == "writes that DriveFS had not sent"
     assert not (cached / "123").exists()
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+
+
+@pytest.mark.full
+def test_after_a_removal_that_fails_or_is_killed_drive_is_usable_and_the_next_call_clears_the_cache(
+    colab, cached, file_hook
+):
+    content = {path: path.read_bytes() for path in cached.rglob("*") if path.is_file()}
+    for number, act, error in ((2, fail, FileFailed), (1, interrupt, KeyboardInterrupt), (2, None, None)):
+        for path, data in content.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        if act is None:
+            assert is_killed_at(number, colabkit.clear_cache)
+            colabkit.mount()
+        else:
+            file_hook(AtChange(number, act))
+            with pytest.raises(error):
+                colabkit.clear_cache()
+            file_hook(None)
+        assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+        colabkit.clear_cache()
+        assert [path.name for path in cached.iterdir()] == ["Logs"]
+        assert mounted_at(Path(colab.point)) == ["fuse.drive"]
 
 
 def test_drivefs_is_not_cleared_if_it_could_not_be_mounted_again(colab, cached):

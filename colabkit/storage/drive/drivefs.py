@@ -398,10 +398,14 @@ class DriveFs(DriveMount):
         if not wait_until(lambda: not list(daemons("drive")), _END_S):
             found = "Drive is unmounted, but DriveFS is still running and may be writing to its cache"
             raise TimedOut(cannot(act, found, "", ("Run ", call("mount"), " and try again")))
-        with file_changes.translated(act):
-            for path in self.cached():
-                file_changes.remove(path)
-        self._mount_again(before, act, "the cache is removed")
+        done = "a part of the cache is removed"
+        try:
+            with file_changes.translated(act):
+                for path in self.cached():
+                    file_changes.remove(path)
+            done = "the cache is removed"
+        finally:
+            self._mount_again(before, act, done)
         return loss
 
     def drop(self, timeout: float) -> str:
