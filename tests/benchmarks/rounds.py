@@ -275,7 +275,7 @@ def warm(folder: Path) -> int:
 
 
 def machine() -> str:
-    """Return the CPU architecture, the number of usable cores and the versions as one line."""
+    """Return the CPU architecture, the number of usable cores, and the versions of Python and packages as one line."""
     cores = len(os.sched_getaffinity(0))
     versions = []
     for package in PACKAGES:

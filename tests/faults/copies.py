@@ -36,7 +36,7 @@ BIG = {"big.bin": (8 << 20) + 4321, "one/small.bin": 1000}
 
 Content = Mapping[str, bytes]
 
-# Bytes repeat after as many changes.
+# Each change adds 1 to every byte, so the bytes repeat after this number of changes.
 _MOST_CHANGES = 256
 
 
@@ -45,7 +45,7 @@ class Originals:
 
     Args:
         root: where the sources are written.
-        sizes: size of each file by path; files named `zeros.bin` contain only zeros and take no space in the folder.
+        sizes: size of each file by path; the file `zeros.bin` contains only zeros and takes no space in the folder.
         kinds: kinds of the sources.
     """
 
@@ -211,7 +211,6 @@ def rewritten(data: bytes, times: int) -> bytes:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Create a folder for one case and remove it with its contents."""
     path.mkdir()
     try:
         yield path
@@ -237,7 +236,7 @@ class FaultyMount:
         self.folder = folder
 
     def copy(self, case: str, kind: str, plan: dict[str, Any], **options: Any) -> Iterator[Result]:
-        """Copy a source of this kind during planned faults; yield no result if none of the faults occurred."""
+        """Copy a source of this kind during planned faults; yield no result if the copy succeeds and no fault occurred."""
         self.mount.replan(plan)
         before = self.mount.faults
         with new_folder(self.folder / "case") as folder:

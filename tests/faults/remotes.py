@@ -137,7 +137,7 @@ class FaultyBucket(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
 
 def _bucket_plans(number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the faults of a bucket that belong to a row."""
+    """Yield the faults of a bucket that belong to this row, by name."""
     firsts = (1, 2, 4, 7)
     if number == 1:
         for on, (name, error), first, count in itertools.product(("read", "list"), _ERRORS.items(), firsts, (1, 3)):
@@ -166,7 +166,6 @@ def _bucket_plans(number: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _bucket_cases(number: int, copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
-    """Copy a bucket during each of the faults of a row."""
     if "bucket" not in copier.remotes:
         return
     fsspec.register_implementation(FaultyBucket.protocol, FaultyBucket, clobber=True)
@@ -271,7 +270,6 @@ def _web_plans(number: int, size: int, new: bytes) -> Iterator[tuple[str, list[P
 
 
 def _web_cases(number: int, copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
-    """Copy an archive of a web server during each of the faults of a row."""
     if "web" not in copier.remotes:
         return
     make_quick()
@@ -305,6 +303,6 @@ def _web_cases(number: int, copier: Copier, folder: Path, limit: int) -> Iterato
 
 
 def remote_cases(number: int, copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
-    """Copy a bucket, and an archive of a web server, during each of their faults that belong to a row."""
+    """Copy a bucket and an archive of a web server, with each fault that belongs to this row."""
     yield from _bucket_cases(number, copier, folder, limit)
     yield from _web_cases(number, copier, folder, limit)

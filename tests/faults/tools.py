@@ -31,7 +31,7 @@ class Copier:
     Args:
         copy: called with the source and the path of the copy.
         update: the same, to bring an existing copy up to date.
-        refusals: the tool's orderly errors.
+        refusals: the exceptions by which the tool refuses work.
         kinds: the kinds of sources that the tool supports.
         remotes: the kinds of remote sources that the tool supports: "bucket" and "web".
         is_program: whether it runs in another process, in which the scoreboard cannot act.

@@ -261,7 +261,7 @@ def test_epochs_are_kept_also_in_long_runs_with_the_best_one(recorder: RunRecord
 
 
 def trained(recorder: RunRecorder, time: FakeTime, epochs: int, step_s: float, validation_s: float) -> list[PanelState]:
-    """Note a run of epochs with 20 steps, and return the states after each step and each validation."""
+    """Record a run of epochs with 20 steps each, and return the states after each step and each validation."""
     counts, states = LoaderMeters(), []
     recorder.note(meters.RunStarted(counts, epochs, 20))
     # The first batch takes long.

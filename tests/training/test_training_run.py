@@ -44,7 +44,7 @@ def test_values_do_not_depend_on_listeners(scores_of: Callable[[Tensor], Tensor]
 
 @pytest.mark.parametrize("kind", [nn.MSELoss, nn.CrossEntropyLoss])
 def test_targets_are_released_after_their_step(kind: type[nn.Module]) -> None:
-    # Otherwise the Loader could not reuse their memory, which may be as large as that of images.
+    # The Loader can reuse the memory of released targets, which may be as large as that of images.
     earlier: list[weakref.ref[Tensor]] = []
     alive = []
 
