@@ -1,4 +1,4 @@
-"""The fault scoreboard: how it scores the cases of a row, and counts the rows."""
+"""The fault scoreboard: its scores, its page, and its random sequences of calls and faults."""
 
 from __future__ import annotations
 

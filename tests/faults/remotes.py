@@ -203,7 +203,7 @@ def _sends(change: Callable[[bytes], bytes], **headers: object) -> Plan:
 
 
 def _chunks_cut(place: int) -> Plan:
-    """Send chunks that end after `place` bytes without the last one."""
+    """Send the first `place` bytes as one chunk, without the chunk that marks the end."""
 
     def plan(handler: Handler) -> None:
         handler.answer(200, {**handler.facts, "Content-Length": None, "Transfer-Encoding": "chunked"})
