@@ -236,7 +236,7 @@ class SupervisedStep:
             if self._scheduler is not None:
                 found = "the step has a scheduler, but the state has none"
             raise InvalidOption(cannot(_LOAD, found, "", "Create the step with the same scheduler as before"))
-        # States of earlier versions lack the scheduler's class.
+        # A state may lack the scheduler's class.
         kind = state_dict.get("scheduler_kind", self._scheduler_kind)
         if kind != self._scheduler_kind:
             kinds = f"the scheduler of the step is {self._scheduler_kind}, but that of the state is {kind}"

@@ -236,7 +236,7 @@ class FaultyMount:
         self.folder = folder
 
     def copy(self, case: str, kind: str, plan: dict[str, Any], **options: Any) -> Iterator[Result]:
-        """Copy a source of this kind with planned faults; yield no result if the copy succeeds and no fault occurred."""
+        """Copy a source of this kind with planned faults; yield no result if the copy succeeds without any fault."""
         self.mount.replan(plan)
         before = self.mount.faults
         with new_folder(self.folder / "case") as folder:
