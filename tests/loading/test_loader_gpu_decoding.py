@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from PIL import Image
 from colabkit.augment import CenterCrop, Compose, Normalize, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import BadImage, InvalidOption
 from colabkit.loading import Loader
+from colabkit.loading.engine.device_decoder import idle_stream
 from colabkit.packs import FileDataset, open_pack
 
 __all__ = ["nvjpeg"]
@@ -161,6 +164,53 @@ def test_images_are_on_the_device_of_the_loader_for_any_default_device(
     with torch.device("meta"):
         for images, _ in Loader(FileDataset(folder), 4, transform=CROPS, decode=decode, device="cpu"):
             assert images.device.type == "cpu"
+
+
+def test_threads_decode_in_streams_of_their_own_that_are_idle_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, torchvision would write to memory that queued work still reads."""
+    queued: dict[object, int] = {}
+
+    class Stream:
+        def __init__(self, _: object) -> None:
+            queued[self] = 0
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: Stream) -> None:
+            self.stream, self.work = stream, queued[stream]
+
+        def synchronize(self) -> None:
+            queued[self.stream] -= self.work
+
+    current: list[object] = []
+
+    @contextmanager
+    def in_stream(stream: Stream) -> Iterator[None]:
+        assert stream not in current
+        current.append(stream)
+        yield
+        current.remove(stream)
+
+    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", in_stream)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    device = torch.device("cuda:97")
+    with idle_stream(device) as synchronize, idle_stream(device):
+        first, second = current
+        assert first is not second
+        queued[first] += 5
+        synchronize()
+        assert queued[first] == 0
+        queued[first] += 2
+        queued[second] += 3
+    assert set(queued.values()) == {0}
+    for _ in range(3):
+        with suppress(RuntimeError), idle_stream(device):
+            queued[current[0]] += 1
+            raise RuntimeError("planned")
+        current.clear()
+    assert list(queued.values()) == [0, 0]
 
 
 def test_images_of_another_size_are_an_error(nvjpeg: FakeNvjpeg, folder: Path) -> None:

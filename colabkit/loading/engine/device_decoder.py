@@ -149,7 +149,11 @@ class DeviceDecoder(ImageDecoder):
         """Return upright images on the device; a bad sample becomes a black image."""
         files = [group.values[0][place] for place in places]
         encoded = [data for data, _ in files if isinstance(data, bytes)]
-        decoded = iter(self._decode_jpegs(encoded))
+        found = self._decode_jpegs(encoded)
+        if self.device.type == "cuda" and any(image is None for image in found):
+            # torchvision has freed the memory of an image that failed, but nvJPEG may still write to it.
+            torch.cuda.synchronize(self.device)
+        decoded = iter(found)
         work = DecodingWork(group, 0, len(group.plan.indices), _NO_PIXELS)
         images = []
         for place, size, (data, orientation) in zip(places, sizes.tolist(), files, strict=True):
