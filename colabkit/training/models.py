@@ -202,6 +202,15 @@ def precision_on(device: torch.device, amp: Amp, weights: torch.dtype = torch.fl
     return Precision("fp16" if capability >= (7, 0) else False, reason)
 
 
+def prefers_channels_last(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether convolutions that compute in `dtype` are usually faster in channels-last memory format.
+
+    Tensor cores require this format. They compute in half precision, and from compute capability 8.0 also in float32.
+    """
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and (is_half or torch.cuda.get_device_capability(device) >= (8, 0))
+
+
 def check_precision(act: str, precision: Precision, device: torch.device) -> None:
     """Raise `InvalidOption` if a device cannot train with a precision."""
     if precision.name == "fp16" and device.type != "cuda":
@@ -288,7 +297,8 @@ def compiled(module: nn.Module, mode: str | None) -> Forward:
     """
     act = f"compile {type(plain(module)).__name__}"
     try:
-        run = torch.compile(module, mode=mode)
+        # An odd last batch must not replace the graph by a slower one for any batch size.
+        run = torch.compile(module, mode=mode, dynamic=False)
     except RuntimeError as error:
         found = (option("compile", mode or True), f" fails with {type(error).__name__}: {str(error).rstrip('.')}")
         raise InvalidOption(cannot(act, found, "", ("Use ", option("compile", mode is not None)))) from error

@@ -318,8 +318,10 @@ def _diverged(step: int, name: str, value: float) -> TrainingDiverged:
 
 def _joined(values: tuple[object, ...]) -> Tensor:
     if not any(isinstance(value, Tensor) for value in values):
-        return torch.tensor([float(cast(Any, value)) for value in values], dtype=torch.float64)
-    tensors = [value if isinstance(value, Tensor) else torch.tensor(float(cast(Any, value))) for value in values]
+        return torch.tensor([float(cast(Any, value)) for value in values], dtype=torch.float64, device="cpu")
+    tensors = [
+        value if isinstance(value, Tensor) else torch.tensor(float(cast(Any, value)), device="cpu") for value in values
+    ]
     if len({(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors}) > 1:
         device = next(value.device for value in values if isinstance(value, Tensor))
         tensors = [tensor.to(device, torch.float64).reshape(()) for tensor in tensors]

@@ -44,11 +44,12 @@ def supervised_step(
         scheduler: learning rate scheduler, stepped after each optimizer update, or None.
         amp: mixed precision: `"bf16"`, `"fp16"` with gradient scaling, or False. For float32 weights,
             `"auto"` uses bf16 on CUDA GPUs of compute capability 8.0 or higher, and fp16 on those of 7.0 or higher;
-            otherwise, it uses no mixed precision.
+            otherwise, it uses no mixed precision. With fp16, an optimizer with `fused=True` is faster, because the
+            host does not wait for the GPU at each update.
         channels_last: whether to keep images and convolution weights in channels-last memory format. None does so on a
-            CUDA GPU, unless you have wrapped the model in DDP. On a CPU, it leaves the weights unchanged; images become
-            channels-last for a model whose convolution weights are, and contiguous for models that fail with
-            channels-last images.
+            CUDA GPU in half precision, or of compute capability 8.0 or higher, unless you have wrapped the model in
+            DDP. On a CPU, it leaves the weights unchanged; images become channels-last for a model whose convolution
+            weights are, and contiguous for models that fail with channels-last images.
         accumulate: number of batches whose gradients are averaged for one update.
         clip: maximum norm of all gradients together, or None for no clipping.
         compile: whether to compile the model with `torch.compile`; a string is its mode, such as `"reduce-overhead"`.

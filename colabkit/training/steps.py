@@ -38,6 +38,7 @@ from colabkit.training.models import (
     has_channels_last_weights,
     plain,
     precision_on,
+    prefers_channels_last,
     to_channels_last,
 )
 from colabkit.training.ranks import is_one_of_several
@@ -307,7 +308,10 @@ class SupervisedStep:
         if self._options.channels_last is not None:
             return self._options.channels_last
         # If the model is in a DDP, the weights must keep their strides: DDP's gradient buckets have the same strides.
-        if self._parameter.device.type != "cuda" or ddp_in(self._given) is not None:
+        weight = self._parameter
+        if not prefers_channels_last(weight.device, self._precision.dtype or weight.dtype):
+            return False
+        if ddp_in(self._given) is not None:
             return False
         return any(True for _ in convolutions(self._model))
 
@@ -371,7 +375,8 @@ class SupervisedStep:
         """Apply scaled gradients; return False if they were not finite and the update was skipped.
 
         A fused optimizer is always called. It checks the gradients on the device, and reading the result would wait for
-        the GPU, so the update always counts.
+        the GPU, so the update always counts. For other optimizers, `GradScaler` itself waits for the GPU. To avoid that
+        wait would require a change of the user's optimizer, and the copy of the next batch is already under way.
         """
         made: list[bool] = []
         hook = self._optimizer.register_step_post_hook(lambda *_: made.append(True))

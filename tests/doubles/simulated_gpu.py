@@ -72,6 +72,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record(self)
@@ -281,15 +284,18 @@ class SimulatedGpu(TorchFunctionMode):
         target = kwargs.get("device")
         if function is torch.Tensor.to and isinstance(args[1], torch.device | str):
             target = args[1]
-            if on_device:
+            if on_device and torch.device(target).type == "cuda":
                 return args[0]
         if target is not None and torch.device(target).type == "cuda":
             return self._made(function, args, kwargs)
         if on_device and function == torch.Tensor.device.__get__:
             return DEVICE
-        if function is torch.Tensor.cpu and on_device:
+        if on_device and function == torch.Tensor.is_cuda.__get__:
+            return True
+        if function in (torch.Tensor.cpu, torch.Tensor.to) and on_device:
             self.current.run(0.0, reads=on_device)
-            self.current.record_event().synchronize()
+            if not kwargs.get("non_blocking"):
+                self.current.synchronize()
             return args[0].clone()
         if function in (torch.Tensor.clone, torch.Tensor.__deepcopy__) and on_device:
             result = self._like(args[0])

@@ -7,7 +7,9 @@ from dataclasses import replace
 from time import time as now
 
 import pytest
+import torch
 from panel_states import DIAGNOSIS, HOST, FakeTime, Machine, render, took
+from simulated_gpu import SimulatedGpu
 
 from colabkit.foundation import HostSnapshot, LoaderFacts, LoaderMeters, MetersSnapshot, Progress, meters
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
@@ -338,51 +340,32 @@ def test_a_series_holds_the_newest_minute_and_a_bounded_summary_of_the_whole_run
     assert list(series.whole) == sorted(series.whole)
 
 
-class OnDevice:
-    """A value on a GPU; reading it directly would block the loop."""
+def test_values_on_a_gpu_are_read_after_they_have_arrived_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, readings = SimulatedGpu(), meters.StepValues()
+    gpu.install(monkeypatch)
 
-    is_cuda = True
+    def step(loss: float) -> None:
+        # The step takes a second in a stream that is not the current one when the value is read.
+        with gpu.stream(side):
+            value = torch.tensor([loss]).to("cuda", non_blocking=True)
+            gpu.current.run(1.0, writes=[value])
+            readings.note({"loss": value, "lr": 0.1})
 
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def detach(self) -> OnDevice:
-        return self
-
-    def to(self, device: str, non_blocking: bool) -> float:
-        assert (device, non_blocking) == ("cpu", True)
-        return self.value
-
-    def __float__(self) -> float:
-        raise AssertionError("the loop would wait")
-
-
-class Mark:
-    has_happened = False
-
-    def query(self) -> bool:
-        return self.has_happened
-
-
-def test_values_on_a_gpu_are_read_after_they_have_arrived_without_waiting() -> None:
-    marks: list[Mark] = []
-
-    def mark(value: object) -> Mark:
-        marks.append(Mark())
-        return marks[-1]
-
-    readings = meters.StepValues(mark)
-    readings.note({"loss": OnDevice(1.0), "lr": 0.1})
-    assert (readings.read(), readings.values) == (False, {})
-    readings.note({"loss": OnDevice(2.0), "lr": 0.1})
-    assert not readings.read()
-    assert len(marks) == 1, "one copy is under way at a time"
-    marks[0].has_happened = True
-    assert (readings.read(), readings.values) == (True, {"loss": 1.0, "lr": 0.1})
-    assert len(marks) == 2
-    marks[1].has_happened = True
-    assert (readings.read(), readings.values["loss"]) == (True, 2.0)
-    assert not readings.read(), "there is nothing new"
+    with gpu:
+        side = torch.cuda.Stream()
+        step(1.0)
+        assert (readings.read(), readings.values) == (False, {})
+        step(2.0)
+        assert not readings.read()
+        gpu.host.now = 1.0
+        assert (readings.read(), readings.values) == (True, {"loss": 1.0, "lr": 0.1})
+        assert (readings.read(), gpu.host.now) == (False, 1.0)
+        gpu.host.now = 2.0
+        assert (readings.read(), readings.values["loss"]) == (True, 2.0)
+        assert not readings.read(), "there is nothing new"
+        step(3.0)
+        assert not readings.read()
+        assert (readings.read_all(), readings.values["loss"], gpu.host.now) == (True, 3.0, 3.0)
 
 
 def test_the_last_values_are_always_read_unless_the_device_has_failed(recorder: RunRecorder) -> None:

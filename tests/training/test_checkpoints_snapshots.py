@@ -213,6 +213,15 @@ def test_gpu_tensors_are_loaded_and_later_changes_do_not_reach_the_file(tmp_path
     assert content["tied"].untyped_storage().data_ptr() == content["weight"].untyped_storage().data_ptr()
 
 
+def test_copies_are_on_the_cpu_for_any_default_device():
+    given = {"part": torch.arange(10.0)[::2], "empty": torch.empty(0, 3)}
+    with torch.device("meta"):
+        found = snapshots.ContentCopier().copy("save", given)
+    assert found.is_apart
+    assert torch.equal(found.content["part"], given["part"])
+    assert found.content["empty"].device.type == "cpu"
+
+
 def test_numpy_numbers_are_loaded_as_python_numbers(tmp_path):
     given = {"rate": np.float64(0.1), "half": np.float32(0.5), "count": np.int64(3), "is_on": np.bool_(True)}
     found = through_file(tmp_path, {"numbers": [given]})["numbers"][0]

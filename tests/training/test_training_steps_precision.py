@@ -13,7 +13,7 @@ from torch import nn
 
 from colabkit.errors import InvalidOption, MissingPackage
 from colabkit.training import steps
-from colabkit.training.models import Precision, precision_on
+from colabkit.training.models import Precision, precision_on, prefers_channels_last
 from colabkit.training.step_factory import supervised_step
 
 
@@ -142,6 +142,31 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
+def test_each_batch_size_is_compiled_to_its_own_static_graph(monkeypatch):
+    options: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda module, **given: options.append(given) or module)
+    make_step(compile=True)[1](batches(1)[0])
+    assert options
+    assert all(given["dynamic"] is False for given in options)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((7, 5), torch.float32, False),
+        ((7, 5), torch.float16, True),
+        ((6, 1), torch.float32, False),
+        ((8, 0), torch.float32, True),
+        ((9, 0), torch.bfloat16, True),
+    ],
+)
+@pytest.mark.every_case
+def test_channels_last_is_preferred_where_tensor_cores_compute(monkeypatch, capability, dtype, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert prefers_channels_last(torch.device("cuda:0"), dtype) is expected
+    assert not prefers_channels_last(torch.device("cpu"), dtype)
+
+
 @pytest.mark.full
 def test_a_compiled_model_trains_the_same_and_keeps_its_names(eager):
     model, step = make_step(compile=True)
@@ -175,7 +200,7 @@ def test_a_missing_compiler_raises_missing_package_and_other_errors_are_unchange
     def failing(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(torch, "compile", lambda module, mode: failing)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: failing)
     with pytest.raises(
         MissingPackage, match=r"torch.compile found no C\+\+ compiler\. Install a compiler .*compile=False"
     ):

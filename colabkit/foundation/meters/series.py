@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from colabkit.foundation.meters.steps import Mark
@@ -18,44 +18,51 @@ class StepValues:
     """The newest step values that have arrived from the device.
 
     Reading a GPU tensor directly would block the loop until the stream has computed it. Instead, an asynchronous copy
-    to the host is queued in the stream, and its result is read in a later call, once it has arrived.
-
-    Args:
-        mark: records an event in the stream of a tensor; by default a CUDA event.
+    to the host is queued in the stream, and its result is read in a later call, once it has arrived. The copy is queued
+    in the stream of the step, because the reading thread may have another current stream, in which the value may not be
+    computed yet.
     """
 
-    def __init__(self, mark: Callable[[Any], Mark] | None = None) -> None:
-        self._mark = mark or _mark
-        self._newest: Mapping[str, object] | None = None
+    def __init__(self) -> None:
+        # The newest values and, if any are on a GPU, the stream that computes them.
+        self._newest: tuple[Mapping[str, object], Any] | None = None
+        self._stream: Any = None
         self._coming: dict[str, object] | None = None
         self._marks: list[Mark] = []
         self.values: dict[str, float] = {}
 
     def note(self, values: Mapping[str, object]) -> None:
         """Remember the values of the newest step without reading them."""
-        self._newest = values
+        on_gpu: Any = next(filter(_is_on_gpu, values.values()), None)
+        self._newest = values, None if on_gpu is None else _cuda().current_stream(on_gpu.device)
 
     def read(self) -> bool:
         """Take values that have arrived, and start copying newer ones; return whether `values` changed."""
         is_new = self._take()
         if self._coming is None and self._newest is not None:
-            self._coming, self._newest = {name: self._sent(value) for name, value in self._newest.items()}, None
+            (newest, self._stream), self._newest = self._newest, None
+            self._coming = {name: self._sent(value) for name, value in newest.items()}
             is_new |= self._take()
         return is_new
 
     def read_all(self) -> bool:
         """Wait for the newest values; return whether `values` changed."""
-        newest, self._newest, self._coming, self._marks = self._newest or self._coming, None, None, []
+        newest, stream = self._newest or (self._coming, self._stream)
+        self._newest, self._coming, self._marks = None, None, []
         if newest is None:
             return False
+        # A copy in host memory may not have arrived yet.
+        if stream is not None:
+            stream.synchronize()
         self.values = _floats(newest)
         return True
 
     def _sent(self, value: Any) -> object:
-        if not getattr(value, "is_cuda", False):
+        if not _is_on_gpu(value):
             return value
-        copy = value.detach().to("cpu", non_blocking=True)
-        self._marks.append(self._mark(value))
+        with _cuda().stream(self._stream):
+            copy = value.detach().to("cpu", non_blocking=True)
+        self._marks.append(self._stream.record_event())
         return copy
 
     def _take(self) -> bool:
@@ -106,8 +113,9 @@ def _floats(values: Mapping[str, object]) -> dict[str, float]:
     return {name: float(cast(Any, value)) for name, value in values.items()}
 
 
-def _mark(value: Any) -> Mark:
-    cuda = importlib.import_module("torch").cuda
-    event = cuda.Event()
-    event.record(cuda.current_stream(value.device))
-    return cast(Mark, event)
+def _is_on_gpu(value: Any) -> bool:
+    return bool(getattr(value, "is_cuda", False))
+
+
+def _cuda() -> Any:
+    return importlib.import_module("torch").cuda

@@ -323,6 +323,7 @@ class Gpus:
         for number in range(cuda.device_count()):
             uuid = str(cuda.get_device_properties(number).uuid)
             found = [device for device in named if device.names[0].endswith(uuid)]
+            # The UUID of a card does not match its MIG slices. CUDA shows one slice only, so their order is right.
             if len(found) != 1:
                 return
             # CUDA can list a card twice; keep its first number.

@@ -131,6 +131,8 @@ class PinnedSlots:
             if self._unused and not (self._idle and self._idle[0][1].query()):
                 return self._unused.pop()
             buffer, copied = self._idle.popleft()
+        # Events cannot be used while another thread captures a CUDA graph, unless it does so with
+        # `capture_error_mode="thread_local"`, as `torch.compile` does. Python cannot set the mode of this thread.
         copied.synchronize()
         return buffer
 

@@ -147,8 +147,8 @@ def _gathered_bytes_per_s(words: int) -> float:
     # Imported here, since the panel loads this module without torch.
     import torch
 
-    rows = torch.ones((min(_PROBE_ROWS, _PROBE_BYTES // _WORD // words), words), dtype=torch.int64)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    rows = torch.ones((min(_PROBE_ROWS, _PROBE_BYTES // _WORD // words), words), dtype=torch.int64, device="cpu")
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0), device="cpu")
     batch = torch.empty_like(rows)
     took_s = []
     for _ in range(_PROBES):

@@ -433,6 +433,7 @@ class CheckpointFolder:
                 raise
         for thread in [one for one in self._threads if one.ident is not None]:
             thread.join()
+        self._copies.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -74,7 +74,7 @@ class _StorageRange:
 
     def view_for(self, tensor: Tensor) -> Tensor:
         start = tensor.storage_offset() - self.first
-        apart = torch.empty(0, dtype=self.dtype)
+        apart = torch.empty(0, dtype=self.dtype, device="cpu")
         return apart.set_(self.copy.untyped_storage(), start, tensor.size(), tensor.stride())
 
     @property
@@ -126,6 +126,12 @@ class ContentCopier:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
             return ContentCopy(_ContentBuilder(act, of_tensors).mapping(content), size, is_apart=True)
+
+    def clear(self) -> None:
+        """Free the buffers, and with them the page-locked memory that torch otherwise keeps until the process ends."""
+        self._kept = {}
+        if torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):  # noqa: SLF001 - there is no other
+            torch._C._host_emptyCache()  # noqa: SLF001
 
     def _has_buffers(self, extents: Mapping[_Key, _StorageRange]) -> bool:
         """Assign a new or reused buffer to every range; without enough memory, free all buffers and return False."""
@@ -201,7 +207,7 @@ class _ContentBuilder:
         if self._extents is None:
             return tensor.detach()
         # Only tensors without elements have no range.
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def _through_memory(self, value: Any) -> Any:
         if is_sharded(value):
