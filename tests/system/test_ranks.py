@@ -251,3 +251,13 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
         signal.signal(signal.SIGTERM, former)
     assert heard == ([signal.SIGTERM] if number == signal.SIGTERM else [])
     assert max(int(path.stem.partition("-")[2]) for path in tmp_path.glob("*.pt")) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_processes_are_launched_after_torch_was_asked_for_a_gpu() -> None:
+    def work() -> float:
+        return torch.ones(4, device="cuda").sum().item()
+
+    assert torch.cuda.is_available()
+    assert colabkit.notebook_launch(work, processes=1) == 4.0
