@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from traceback import walk_tb
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import colabkit
 from colabkit.foundation import InvalidOption, OneLineError, cannot
+from colabkit.monitoring import is_any_open
 from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
 from colabkit.notebook.lines import complete_lines, line_parser, split_line
 from colabkit.notebook.options import LineWords, arguments_of, list_verbs, look_up_in, parser_of, speak, verb_named
@@ -32,6 +34,7 @@ CellMagic: TypeAlias = Callable[[str, str], Any]
 
 _EXPRESSION = re.compile(r"[A-Za-z_][\w.]*[(\[]")
 _HELP = ("--help", "-h")
+_ON_PANEL = ("fetch", "pack", "prepare", "publish", "stage")
 _VARIABLES = (
     "\nA word {NAME} or $NAME is replaced by the variable's value; inside a longer word it is left unchanged.\n"
 )
@@ -124,7 +127,11 @@ def cell_magics(shell: InteractiveShell) -> dict[str, CellMagic]:
 
 def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
     def run(line: str) -> Any:
-        return getattr(colabkit, verb.name)(**_arguments(shell, verb, line, f"%{verb.name}"))
+        arguments = _arguments(shell, verb, line, f"%{verb.name}")
+        # In a notebook, the panel shows long operations: unlike a bar made of widgets, its last frame can be saved.
+        is_shown = verb.name in _ON_PANEL and hasattr(shell, "kernel") and arguments["progress"] and not is_any_open()
+        with colabkit.dashboard() if is_shown else nullcontext():
+            return getattr(colabkit, verb.name)(**arguments)
 
     return _wrapped(shell, verb, run)
 

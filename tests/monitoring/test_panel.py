@@ -73,7 +73,7 @@ def test_staging_and_packing_are_shown_in_place_of_bars_and_training_after_them(
 ) -> None:
     screen = Frames()
     make_tree(tmp_path / "photos", 2)
-    with Dashboard(screen, refresh_s=0.0, machine=machine):
+    with Dashboard(screen, refresh_s=0.0, machine=machine, work_after_s=0.0):
         local = colabkit.stage(tmp_path / "photos", to=tmp_path / "near").path
         data = colabkit.prepare(local, to=None)["train"]
         said = [text.splitlines()[0] for _, text, _ in screen.frames]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
+from colabkit.monitoring.panel import api as panel_api
 from colabkit.monitoring.panel.api import is_any_open
 
 LOOP = "for batch in loader: pass"
@@ -167,3 +168,20 @@ def test_invalid_options_do_not_switch_the_panel_on(shell: InteractiveShell) -> 
     run(shell, LOOP)
     assert not is_any_open()
     run(shell, "%dashboard --off").raise_error()
+
+
+def test_in_a_notebook_long_operations_are_shown_on_a_panel_of_their_own(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def stage(**options: object) -> None:
+        opened.append(len(panel_api._open))
+
+    monkeypatch.setattr(colabkit, "stage", stage, raising=False)
+    run(shell, "%stage photos").raise_error()
+    monkeypatch.setattr(shell, "kernel", object(), raising=False)
+    run(shell, "%stage photos").raise_error()
+    run(shell, "%stage photos --no-progress").raise_error()
+    run(shell, "%%dashboard\n%stage photos").raise_error()
+    assert opened == [0, 1, 0, 1], "in a terminal there is a bar, and one panel is enough"

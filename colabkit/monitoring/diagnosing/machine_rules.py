@@ -215,8 +215,7 @@ def others_on_the_cpu(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}",
-        "End other processes",
-        "",
+        "Shut down other notebooks and programs on this machine",
         confidence="high",
         check="the command top lists them",
     )

@@ -124,6 +124,7 @@ class Dashboard:
         doctor: creates the doctor of a run.
         clock: returns the current time in seconds.
         cpu_clock: returns the CPU seconds of the calling thread.
+        work_after_s: seconds that an operation must take before the panel shows it.
 
     Attributes:
         has_heard: whether an event has arrived since the panel was entered; always true if `screen` is None.
@@ -146,6 +147,7 @@ class Dashboard:
         doctor: Callable[[], Doctor] = Doctor,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
+        work_after_s: float = 1.0,
     ) -> None:
         self.has_heard = screen is None
         self._asked = screen
@@ -154,6 +156,7 @@ class Dashboard:
         self._doctor = doctor
         self._clock = clock
         self._cpu_clock = cpu_clock
+        self._work_after_s = work_after_s
         self._held = ExitStack()
         self._screens: list[Screen] = []
         self._is_begun = False
@@ -213,7 +216,7 @@ class Dashboard:
 
     def _show_work(self, work: Progress | None) -> None:
         try:
-            if work is not None and self._screens:
+            if work is not None and self._screens and (self._is_begun or work.seconds >= self._work_after_s):
                 self.has_heard = True
                 self._begin_once()
                 self._recorder.note_work(work)

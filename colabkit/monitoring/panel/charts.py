@@ -108,7 +108,9 @@ def machine(state: PanelState) -> tuple[Chart, ...]:
             for rate_name, word in zip(fields, words, strict=True)
             if (now := getattr(host, rate_name)) is not None
         )
-        found += [Chart(name, lines, _per_second)] if lines else []
+        # Without any network, as on some clusters, the chart would be empty.
+        is_used = name == "Disk" or any(any(line.points) for line in lines)
+        found += [Chart(name, lines, _per_second)] if lines and is_used else []
     if state.data_bytes_per_s is not None:
         line = Line("", _per_second(state.data_bytes_per_s), state.data_curve)
         queue = "" if state.queue_rate is None else f"queue {_percent(state.queue_rate)} full"

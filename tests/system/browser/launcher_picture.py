@@ -50,7 +50,7 @@ def take_pictures(page: Page, address: str, target: Path, epochs: int) -> None:
         # Wait until the page is painted.
         page.wait_for_timeout(1000)
         # Changing the theme uses a CPU, so the doctor may briefly report a bottleneck.
-        panel.get_by_text("Nothing to fix").wait_for(timeout=60_000)
+        panel.get_by_text("Data loading needs no fix").wait_for(timeout=60_000)
         take(page, target / f"launcher-{theme}.png")
     do(page, "notebook:shutdown-kernel")
 

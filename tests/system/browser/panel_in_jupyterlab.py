@@ -2,9 +2,9 @@
 
 pip install ".[bench]" jupyterlab && python tests/system/browser/panel_in_jupyterlab.py --pictures pictures
 
-The script checks that the panel's text changes at least once a second while the cell is running, and that the panel is
-the cell's only output. In the saved, untrusted notebook without a kernel, the panel must be readable. A narrow window
-must cut nothing off. The script saves pictures of each state.
+The script checks that the panel's text changes at least every 1.5 seconds while the cell is running, and that the panel
+is the cell's only output. In the saved, untrusted notebook without a kernel, the panel must be readable. A narrow
+window must cut nothing off. The script saves pictures of each state.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def look_at(page: Page, address: str, folder: Path, screen: str, pictures: Path)
     steps = [later - earlier for earlier, later in itertools.pairwise(changes)]
     results = [
         check(f"{screen}: frames while the cell is busy", len(changes), len(changes) >= 10),
-        check(f"{screen}: longest time without a change, s", f"{max(steps):.2f}", max(steps) <= 1 + 2 * LOOK_S),
+        check(f"{screen}: longest time without a change, s", f"{max(steps):.2f}", max(steps) <= 1.5),
         check(f"{screen}: outputs of the cell", outputs, outputs == 1),
     ]
     do(page, "docmanager:save")
@@ -107,8 +107,8 @@ def look_at_saved(page: Page, address: str, folder: Path, screen: str, pictures:
     )
     picture(page, pictures / f"{screen}-saved.png")
     return [
-        check(f"{screen}: words in the saved notebook", text.split("\n")[0], "epoch" in text and "Images/s" in text),
-        check(f"{screen}: pictures in the saved notebook", drawn, drawn == 6),
+        check(f"{screen}: words in the saved notebook", text.split("\n")[0], "epoch" in text and "images/s" in text),
+        check(f"{screen}: pictures in the saved notebook", drawn, drawn >= 6),
     ]
 
 
