@@ -107,7 +107,7 @@ FIRST_LINES = (
     ),
     (STATES["packing"], "Packing samples into one file", "812/2,000 samples · 61 s so far"),
     (STATES["staged"], "Finished", "1.3 of 3.4 GiB · 812/2,000 files, 3 retries · 61 s in total"),
-    (STATES["dead"], STATES["dead"].headline, "epoch 8/30"),
+    (STATES["dead"], STATES["dead"].headline, "epoch 8/30 · step 814/1,250 · 6 min 52 s so far"),
 )
 
 
@@ -169,6 +169,7 @@ def test_disk_and_network_show_both_directions_and_small_charts_their_limits() -
     assert re.search(r"Network in 9\.8 MiB/s, out 293 KiB/s", text)
     assert "Disk0–59.1 MiB/s" in text_of(html)
     assert "CPU0–100%" in text_of(html)
+    assert "CPU 80% (of 2 CPUs)" in render(STATES["staged"])[1], "after the end, the mean"
 
 
 def test_only_the_verdict_is_a_live_region_and_screen_readers_skip_the_seconds() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -82,35 +82,33 @@ def speed(state: PanelState) -> Chart | None:
 
 
 def machine(state: PanelState) -> tuple[Chart, ...]:
-    """Return the utilization of each GPU and of the CPUs, and the rates of disks, network and loader, if known."""
+    """Return the utilization of GPUs and CPUs, and the rates of disks, network and loader, if known."""
     host, found = state.host, []
     if host is None:
         return ()
     for number, gpu in enumerate(host.gpus if len(host.gpus) <= _MOST_GPUS else ()):
-        points = [
-            rate
-            for one in state.hosts
-            if number < len(one.gpus) and (rate := one.gpus[number].utilization_rate) is not None
-        ]
         name = f"GPU {number}" if len(host.gpus) > 1 else "GPU"
-        found += _shares(name, gpu.utilization_rate, points, _gpu_memory(gpu), is_kept=True)
+        points = _known(one.gpus[number].utilization_rate for one in state.hosts if number < len(one.gpus))
+        rate = _now_or_mean(state, gpu.utilization_rate, points)
+        found += _shares(name, rate, points, _gpu_memory(gpu), is_kept=True)
     if len(host.gpus) > _MOST_GPUS:
         busy = [[gpu.utilization_rate or 0.0 for gpu in one.gpus] for one in state.hosts if one.gpus]
         now = [gpu.utilization_rate or 0.0 for gpu in host.gpus]
         note = f"from {_percent(min(now))} to {_percent(max(now))}"
-        found += _shares(f"{len(now)} GPUs, mean", fmean(now), [fmean(rates) for rates in busy], note)
-    cpu = [one.cpu_rate for one in state.hosts if one.cpu_rate is not None]
-    found += _shares("CPU", host.cpu_rate, cpu, f"of {format_things(host.cpus, 'CPU')}")
+        means = [fmean(rates) for rates in busy]
+        found += _shares(f"{len(now)} GPUs, mean", _now_or_mean(state, fmean(now), means), means, note)
+    cpu = _known(one.cpu_rate for one in state.hosts)
+    found += _shares("CPU", _now_or_mean(state, host.cpu_rate, cpu), cpu, f"of {format_things(host.cpus, 'CPU')}")
     rates = ("disk_read_bytes_per_s", "disk_written_bytes_per_s"), ("network_bytes_per_s", "network_sent_bytes_per_s")
     for name, fields, words in zip(("Disk", "Network"), rates, (("read", "write"), ("in", "out")), strict=True):
-        lines = tuple(
-            Line(word, _per_second(now), [rate for one in state.hosts if (rate := getattr(one, rate_name)) is not None])
-            for rate_name, word in zip(fields, words, strict=True)
-            if (now := getattr(host, rate_name)) is not None
-        )
+        lines = []
+        for rate_name, word in zip(fields, words, strict=True):
+            points = _known(getattr(one, rate_name) for one in state.hosts)
+            if (value := _now_or_mean(state, getattr(host, rate_name), points)) is not None:
+                lines.append(Line(word, _per_second(value), points))
         # Without any network, as on some clusters, the chart would be empty.
         is_used = name == "Disk" or any(any(line.points) for line in lines)
-        found += [Chart(name, lines, _per_second)] if lines and is_used else []
+        found += [Chart(name, tuple(lines), _per_second)] if lines and is_used else []
     if state.data_bytes_per_s is not None:
         line = Line("", _per_second(state.data_bytes_per_s), state.data_curve)
         queue = "" if state.queue_rate is None else f"queue {_percent(state.queue_rate)} full"
@@ -157,7 +155,8 @@ def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool
     newest = {name: value for name, value in {**state.values, **state.validation}.items() if name not in shown}
     found += [(f"{clipped(name, 24)} {_number(value)}", False) for name, value in newest.items()][:_MOST_VALUES]
     if state.hosts or state.speed_curve:
-        found.append((f"small charts: {'whole run' if state.is_over else 'last minute'}", False))
+        said = "numbers and small charts: whole run" if state.is_over else "small charts: last minute"
+        found.append((said, False))
     return (*found, (cost(state), False))
 
 
@@ -196,6 +195,15 @@ def _shares(
     if rate is None:
         return [Chart(name, (), _percent, note=note)] if is_kept and note else []
     return [Chart(name, (Line("", _percent(rate), points),), _percent, 0.0, 1.0, note)]
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _now_or_mean(state: PanelState, now: float | None, points: Sequence[float]) -> float | None:
+    """Return the newest value during a run, and the mean after it."""
+    return fmean(points) if state.is_over and points else now
 
 
 def _gpu_memory(gpu: GpuSnapshot) -> str:

@@ -176,9 +176,9 @@ def position(state: PanelState) -> str:
         parts.append(f"step {_of(state.step, state.steps_per_epoch)}")
     if state.is_over:
         parts.append(f"{format_seconds(state.elapsed_s)} in total")
-    elif state.remaining_s is not None:
+    elif state.remaining_s is not None and not state.headline:
         parts.append(f"about {_coarsely(state.remaining_s)} left")
-    elif state.epoch_remaining_s is not None:
+    elif state.epoch_remaining_s is not None and not state.headline:
         parts.append(f"about {_coarsely(state.epoch_remaining_s)} left in this epoch")
     else:
         parts.append(f"{_whole_seconds(state.elapsed_s)} so far")
