@@ -159,8 +159,12 @@ def test_training_and_validation_are_charts_over_epochs_with_axes_and_the_best_e
     other = replace(
         RUNNING, epoch_values=((3, {"error": 2.0, "loss": math.nan}), (4, {"error": 1.0, "loss": math.inf}))
     )
-    assert "Error training 1" in render(other)[1]
+    assert "Error validation 1" in render(other)[1]
+    assert "Error training 1" in render(replace(other, values={"error": 1.0}))[1]
     assert "best" not in render(other)[1]
+    late = replace(RUNNING, epoch_values=((1, {"loss": math.nan}), (2, {"loss": 2.0}), (3, {"loss": 1.0})))
+    (svg,) = [unquote(one.attrib["src"]) for one in pictures(render(late)[0]) if one.attrib["alt"].startswith("Loss")]
+    assert 'd="M1,' in svg, "nothing is drawn where the loss was not finite"
 
 
 def test_disk_and_network_show_both_directions_and_small_charts_their_limits() -> None:

@@ -125,7 +125,7 @@ def learning(state: PanelState) -> tuple[Chart, ...]:
     if len(epochs) > 1:
         names = [*dict.fromkeys(label.removeprefix("val_") for _, values in epochs for label in values)]
         names = sorted((name for name in names if name != "loss"), key=lambda name: f"val_{name}" not in epochs[-1][1])
-        charts = (_over_epochs(name, epochs) for name in ["loss", *names[:1]])
+        charts = (_over_epochs(name, epochs, state.values) for name in ["loss", *names[:1]])
         return tuple(chart for chart in charts if chart.lines)
     if len(state.loss_curve) < 2 or "loss" not in state.values:
         return ()
@@ -168,10 +168,12 @@ def thinned(points: Sequence[float], most: int) -> tuple[float, ...]:
     return tuple(sum(points[a:b]) / (b - a) for a, b in itertools.pairwise(edges))
 
 
-def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]]) -> Chart:
+def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], training: Iterable[str]) -> Chart:
     lines, marked, note = [], None, ""
     first = epochs[0][0]
-    for label, word in ((name, "training"), (f"val_{name}", "validation")):
+    # A validation value has the prefix only if the step returns a value of the same name; see `label_validation`.
+    is_trained = name in {"loss", "accuracy", *training}
+    for label, word in ((name, "training" if is_trained else "validation"), (f"val_{name}", "validation")):
         known = [(epoch, values[label]) for epoch, values in epochs if math.isfinite(values.get(label, math.nan))]
         if not known:
             continue

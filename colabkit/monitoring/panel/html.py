@@ -218,7 +218,7 @@ def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height:
             continue
         tops = [scale - round(min(1.0, max(0.0, (value - low) / room)) * scale) for value in line.points]
         places = line.places or range(len(tops))
-        path, is_alone = _path(places, tops), len(lines) == 1
+        path, is_alone = _path(places, tops), len(lines) == 1 and not places[0]
         # The other edges of the area are outside the picture, so that only the curve is drawn as a line.
         path = f"M-9,99V{tops[0]}H0l{path}h9V99" if is_alone else f"M{places[0]},{tops[0]}l{path}"
         dash = "" if style.startswith("solid") else ' stroke-dasharray="4 2" stroke-width="2"'
