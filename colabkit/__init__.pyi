@@ -9,10 +9,12 @@ from .loading import Loader as Loader
 from .monitoring import Advice as Advice
 from .monitoring import Dashboard as Dashboard
 from .monitoring import Diagnosis as Diagnosis
+from .monitoring import StatusReport as StatusReport
 from .monitoring import WatchedLoader as WatchedLoader
 from .monitoring import dashboard as dashboard
 from .monitoring import doctor as doctor
 from .monitoring import log_to as log_to
+from .monitoring import status as status
 from .monitoring import watch as watch
 from .notebook import DemoReport as DemoReport
 from .notebook import Launcher as Launcher

@@ -14,7 +14,7 @@ from colabkit.foundation import (
     MetersSnapshot,
     StepDone,
 )
-from colabkit.monitoring import Shares
+from colabkit.monitoring import RunStatus, Shares
 from colabkit.packs import ImageFiles, MapDataset, PackInfo, SampleGrid
 from colabkit.storage import Item, Listing, PathTable, ReadRate, Source
 from colabkit.training import EpochRecord, Stateful, Validation
@@ -35,6 +35,7 @@ __all__ = [
     "PackInfo",
     "PathTable",
     "ReadRate",
+    "RunStatus",
     "SampleGrid",
     "Shares",
     "Source",

@@ -119,6 +119,7 @@ TIMED = {
     "headspace": (len, LOADER),
     "mount": (),
     "probe": (".",),
+    "status": (".",),
     "train": (len, LOADER),
     "unmount": (),
 }

@@ -368,13 +368,22 @@ def has_ended(maker: str, path: Path) -> bool:
         maker: result of `owner()` in that process.
         path: the file.
     """
-    boot, pid, start = maker.split("-")
-    if boot == _boot_id():
-        return _start_time(int(pid)) != start
+    if (is_alive := is_running(maker)) is not None:
+        return not is_alive
     try:
         return time.time() - path.lstat().st_mtime > _FOREIGN_PARTIAL_S
     except FileNotFoundError:
         return False
+
+
+def is_running(maker: str) -> bool | None:
+    """Return whether a process runs, or None if it belongs to another machine, container, or time before a restart.
+
+    Args:
+        maker: result of `owner()` in that process.
+    """
+    boot, pid, start = maker.split("-")
+    return _start_time(int(pid)) == start if boot == _boot_id() else None
 
 
 def _boot_id() -> str:
@@ -392,4 +401,6 @@ def _start_time(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "0" if pid == os.getpid() or not Path("/proc").is_dir() else "gone"
-    return stat.rpartition(")")[2].split()[19]
+    fields = stat.rpartition(")")[2].split()
+    # A process that ended, but whose parent has not collected its exit status, is a zombie.
+    return "gone" if fields[0] == "Z" else fields[19]

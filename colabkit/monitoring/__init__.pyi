@@ -1,3 +1,6 @@
+from .attaching import RunStatus as RunStatus
+from .attaching import StatusReport as StatusReport
+from .attaching import status as status
 from .diagnosing.api import WatchedLoader as WatchedLoader
 from .diagnosing.api import doctor as doctor
 from .diagnosing.api import watch as watch

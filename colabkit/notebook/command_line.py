@@ -32,6 +32,7 @@ from colabkit.foundation import (
     format_seconds,
     format_share,
     meters,
+    option,
     printable,
 )
 from colabkit.notebook.options import (
@@ -86,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(words)
         if verb is COMPLETION:
             return _printed(completion_script(parsed.shell, _VERBS))
+        if verb.name == "dashboard" and parsed.attach is None:
+            next_step = "Name the folder of a run, for example --attach runs/digits"
+            raise InvalidOption(cannot("show the panel", (option("attach"), " is missing"), "", next_step))
         if is_json and hasattr(parsed, "progress"):
             parsed.progress = False
         with redirect_stdout(sys.stderr) if is_json else nullcontext(), _epochs_shown(verb, is_json):

@@ -137,14 +137,18 @@ def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
 
 
 def _dashboard(shell: InteractiveShell, panels: CellPanels) -> LineMagic:
-    def run(line: str) -> None:
+    def run(line: str) -> Any:
         options = _arguments(shell, DASHBOARD, line, f"%{DASHBOARD.name}")
+        if options.get("attach") is not None:
+            del options["off"]
+            return colabkit.dashboard(**options)
         if options.pop("off"):
             if panels.hide():
                 print(NOTHING_SEEN)  # noqa: T201 - explains why no panel appeared
         else:
             panels.show(**options)
             print(_SHOWN)  # noqa: T201 - no panel is visible yet
+        return None
 
     return _wrapped(shell, DASHBOARD, run)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from colabkit.notebook.training_options import LOADING, TRAINING
 from colabkit.notebook.verb_types import Option, Verb
 
 _SAMPLES = ("samples:digits",)
@@ -63,53 +64,6 @@ _PACKED = (
     Option("max_bad", "maximum number of bad files: a share (above 0, at least one), or a count", 0.1, "amount"),
 )
 
-TRAINING = (
-    Option("epochs", "total number of epochs", 1, "number"),
-    Option(
-        "state",
-        "objects to save in checkpoints, such as: model optimizer; by default those of supervised_step",
-        None,
-        "objects",
-    ),
-    Option("to", "folder for the checkpoints; it may be on Drive", None, "path"),
-    Option(
-        "save_every",
-        "steps between two checkpoints, a duration such as 5min, or epoch",
-        "epoch",
-        "steps",
-        words=("epoch", "5min"),
-    ),
-    Option("keep_last", "how many of the newest checkpoints to keep, besides the best one", 2, "number"),
-    Option("resume", "resume from the newest checkpoint", True, "flag"),
-    Option(
-        "validate",
-        "function that returns a dict of numbers, or a Loader that supervised_step evaluates",
-        None,
-        "object",
-    ),
-    Option("validate_every", "steps between two validations, or epoch", "epoch", "steps", words=("epoch",)),
-    Option("monitor", "name of the number that selects the best checkpoint; by default the loss", None),
-    Option(
-        "mode",
-        "whether the lowest (min) or the highest (max) value is best, or auto (max for accuracy, otherwise min)",
-        "auto",
-        words=("auto", "min", "max"),
-        is_closed=True,
-    ),
-    Option("patience", "stop after this many validations or epochs without improvement of monitor", None, "number"),
-    Option("min_delta", "how much monitor must change to count as an improvement", 0.0, "amount"),
-    Option("deadline", "time until the runtime ends, such as 11h30min", None),
-    Option(
-        "on_nonfinite",
-        "raise an error or continue if a step returns NaN or infinity",
-        "raise",
-        words=("raise", "continue"),
-        is_closed=True,
-    ),
-    Option("timeout", "time limit for one file system operation of a checkpoint, such as 5min", None, "seconds"),
-)
-"""The options of training, shared by `train` and `%%train`."""
-
 _SHOWN = (
     Option("refresh_s", "seconds between frames, at least 0.5", 1.0, "seconds"),
     Option(
@@ -121,10 +75,12 @@ _SHOWN = (
     ),
 )
 
+_ATTACH = Option("attach", "show a run of another process or machine: folder of its checkpoints", None, "path")
+
 DASHBOARD = Verb(
     "dashboard",
     "show the live panel for loops over a Loader in later cells",
-    (*_SHOWN, Option("off", "stop showing the panel", False, "switch")),
+    (_ATTACH, *_SHOWN, Option("off", "stop showing the panel", False, "switch")),
     is_command=False,
 )
 
@@ -382,6 +338,31 @@ VERBS: tuple[Verb, ...] = (
     ),
     DASHBOARD,
     Verb(
+        "dashboard",
+        "show the live panel of a run of another process or machine",
+        (replace(_ATTACH, help="folder of the checkpoints of the run; required"), *_SHOWN),
+        is_magic=False,
+    ),
+    Verb(
+        "status",
+        "show runs of any process or machine, and how to resume them",
+        (
+            Option(
+                "path",
+                "folder of the checkpoints, or a folder of such folders",
+                ".",
+                "path",
+                is_positional=True,
+            ),
+            Option(
+                "seconds",
+                "how long to wait for a sign of life from another machine: seconds, or a duration such as 2min",
+                0.0,
+                "seconds",
+            ),
+        ),
+    ),
+    Verb(
         "demo",
         "train from a simulated slow drive, and compare the speeds",
         (
@@ -403,21 +384,6 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb("launch", "open a panel with buttons, from the data to the training", is_command=False),
 )
-
-LOADING = (
-    Option("split", "split of the pack", "train", words=("train", "val", "test")),
-    Option("batch_size", "samples per batch", 64, "number"),
-    Option("shuffle", "shuffle the samples in every epoch", True, "flag"),
-    Option("seed", "seed for the order and the transform", 0, "number"),
-    Option(
-        "device",
-        "device of the batches, such as cuda or cpu; by default a GPU if there is one",
-        None,
-        words=("cuda", "cpu"),
-    ),
-    Option("transform", "transform for the images of each batch: a variable", None, "object"),
-)
-"""The options of the `Loader` that `%%train` creates, unless it is given one."""
 
 _HERE = {
     "state": "variables to save in checkpoints, such as: model optimizer; required with --to",

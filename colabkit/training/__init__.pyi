@@ -14,6 +14,10 @@ from .records import is_number as is_number
 from .report import TrainingInterrupted as TrainingInterrupted
 from .report import TrainReport as TrainReport
 from .report import read_run as read_run
+from .run_status import FoundStatus as FoundStatus
+from .run_status import SavedStatus as SavedStatus
+from .run_status import folders_with_status as folders_with_status
+from .run_status import read_status as read_status
 from .step_factory import supervised_step as supervised_step
 from .steps import SupervisedStep as SupervisedStep
 from .trainer import train as train

@@ -156,10 +156,10 @@ class TrainReport(Report):
         values = super().to_dict()
         del values["spent"]["recent"]
         for name in ("epochs", "validations"):
-            values[name] = _thinned(values[name], _LISTED)
-        values["curve"] = {name: _short(_thinned(points, _LISTED)) for name, points in values["curve"].items()}
+            values[name] = thinned(values[name], _LISTED)
+        values["curve"] = {name: short(thinned(points, _LISTED)) for name, points in values["curve"].items()}
         gpus = max((len(snapshot.gpus) for snapshot in self.hosts), default=0)
-        values["hosts"] = _short(_thinned(values["hosts"], max(2, _LISTED_MACHINES // (3 + gpus))))
+        values["hosts"] = short(thinned(values["hosts"], max(2, _LISTED_MACHINES // (3 + gpus))))
         return values
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -177,7 +177,7 @@ class TrainReport(Report):
             NotMounted: if `path` is on Drive and Drive is not mounted.
         """
         values = self.to_dict()
-        values["spent"]["recent"] = _short([list(step) for step in self.spent.recent])
+        values["spent"]["recent"] = short([list(step) for step in self.spent.recent])
         return _write_json(path, "save the report", values)
 
     def to_pandas(self) -> DataFrame:
@@ -299,7 +299,7 @@ class TrainingInterrupted(Interrupted):
 
 def _write_json(path: str | os.PathLike[str], act: str, values: Any) -> Path:
     target = user_path(path, act).absolute()
-    text = json.dumps(_finite(values), allow_nan=False)
+    text = json.dumps(finite(values), allow_nan=False)
     with file_changes.translated(act), Partial(target) as partial:
         file_changes.write_file(partial.path, text.encode(), durable=True)
         partial.publish(replace=True)
@@ -310,27 +310,30 @@ def _listed(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
-def _thinned(items: list[Any], most: int) -> list[Any]:
+def thinned(items: list[Any], most: int) -> list[Any]:
+    """Return at most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return items
     step = (len(items) - 1) / (most - 1)
     return [items[round(number * step)] for number in range(most)]
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
+    """Return plain values with every float rounded to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _short(item) for key, item in value.items()}
-    return [_short(item) for item in value] if isinstance(value, list) else value
+        return {key: short(item) for key, item in value.items()}
+    return [short(item) for item in value] if isinstance(value, list) else value
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return plain values with None in place of NaN and infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value
 
 
 class SavedRun(NamedTuple):
@@ -369,14 +372,7 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
         act = f"read the report {str(found)!r}"
         raise SourceMissing(cannot(act, "the file does not exist", expected, "Check the path")) from error
     try:
-        values = json.loads(text)
-        return SavedRun(
-            _spent_of(values["spent"]),
-            None if values["facts"] is None else _record(LoaderFacts, values["facts"]),
-            tuple(_host_of(host) for host in values["hosts"]),
-            values["precision"],
-            tuple((epoch.epoch + 1, epoch.shown) for epoch in map(_epoch_of, values["epochs"])),
-        )
+        return run_of(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         act = f"read the report {str(found)!r}"
         is_json = not isinstance(error, json.JSONDecodeError)
@@ -385,21 +381,33 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
         raise BadSource(cannot(act, cause, expected, next_step)) from error
 
 
+def run_of(values: dict[str, Any]) -> SavedRun:
+    """Return the measurements in the values of a saved report or status; see `record_of` for the errors."""
+    return SavedRun(
+        _spent_of(values["spent"]),
+        None if values["facts"] is None else record_of(LoaderFacts, values["facts"]),
+        tuple(_host_of(host) for host in values["hosts"]),
+        values["precision"],
+        tuple((epoch.epoch + 1, epoch.shown) for epoch in map(epoch_of, values["epochs"])),
+    )
+
+
 def _spent_of(values: dict[str, Any]) -> MetersSnapshot:
-    parts = tuple(_record(PartSnapshot, part) for part in values["parts"])
+    parts = tuple(record_of(PartSnapshot, part) for part in values["parts"])
     recent = tuple(map(_step_of, values["recent"]))
     first = values.get("first_pass")
-    return _record(
+    return record_of(
         MetersSnapshot, values, parts=parts, recent=recent, first_pass=None if first is None else _spent_of(first)
     )
 
 
-def _epoch_of(values: dict[str, Any]) -> EpochRecord:
+def epoch_of(values: dict[str, Any]) -> EpochRecord:
+    """Return the record of an epoch for its plain values, with NaN in place of None."""
     named = {
         name: {key: math.nan if value is None else float(value) for key, value in values[name].items()}
         for name in ("values", "validation")
     }
-    return _record(EpochRecord, values, **named)
+    return record_of(EpochRecord, values, **named)
 
 
 def _step_of(values: list[Any]) -> StepTimes:
@@ -408,11 +416,11 @@ def _step_of(values: list[Any]) -> StepTimes:
 
 
 def _host_of(values: dict[str, Any]) -> HostSnapshot:
-    gpus = tuple(_record(GpuSnapshot, gpu, slowed_by=tuple(map(str, gpu["slowed_by"]))) for gpu in values["gpus"])
-    return _record(HostSnapshot, values, gpus=gpus)
+    gpus = tuple(record_of(GpuSnapshot, gpu, slowed_by=tuple(map(str, gpu["slowed_by"]))) for gpu in values["gpus"])
+    return record_of(HostSnapshot, values, gpus=gpus)
 
 
-def _record(kind: type[_Record], values: dict[str, Any], /, **converted: Any) -> _Record:
+def record_of(kind: type[_Record], values: dict[str, Any], /, **converted: Any) -> _Record:
     """Return a record of the class `kind`, built from plain `values` and from fields that are already `converted`.
 
     Raises:

@@ -42,6 +42,7 @@ from colabkit.training.schedule import (
     WaitInterrupt,
     check_time_left,
 )
+from colabkit.training.status_writer import RunPosition, StatusWriter
 from colabkit.training.steps import SupervisedStep
 
 _RESERVE = 2.0
@@ -67,6 +68,7 @@ class TrainingRun:
         self._epochs: list[EpochRecord] = []
         self._validations: list[Validation] = []
         self._curve = ValueCurve()
+        self._status = StatusWriter(self.saving.checkpoints, self.loader.meters, self.watched)
         self._begun: EpochProgress | None = None
         self._steps = 0
         self._step_s = self._validate_s = 0.0
@@ -128,7 +130,9 @@ class TrainingRun:
             check_time_left(*self.processes.from_first((self.stops.left_s, self.stops.reserve_s)))
         try:
             if is_left:
-                meters.publish(meters.RunStarted(self.loader.meters, epochs, len(self.loader), self._precision))
+                history, length = (self._epochs, self._validations), len(self.loader)
+                meters.publish(meters.RunStarted(self.loader.meters, epochs, length, self._precision))
+                self._status.begin(self._position, epochs, length, history, self._precision)
             while len(self._epochs) < epochs and not self.judge.is_out_of_patience and self._epoch():
                 pass
             if len(self._epochs) < epochs and self.judge.is_out_of_patience:
@@ -155,6 +159,7 @@ class TrainingRun:
             if is_left:
                 name = type(error).__name__ if error else unsaved or self.stops.reason
                 meters.publish(meters.RunEnded("KeyboardInterrupt" if name == "Ctrl-C" else name))
+                self._status.end(error, self.stops.reason)
         done = self.loader.meters.snapshot() - before
         seconds = self._seconds - seconds_before
         samples = sum(self.processes.from_all(done.samples)) if self._steps > steps_before else 0
@@ -190,6 +195,11 @@ class TrainingRun:
     @property
     def _seconds(self) -> float:
         return sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
+
+    def _position(self) -> RunPosition:
+        begun = self._begun
+        epoch, steps = (len(self._epochs), 0) if begun is None else (begun.epoch, begun.steps)
+        return RunPosition(epoch, steps, self._steps)
 
     def _epoch(self) -> bool:
         if self._begun is None:
@@ -273,7 +283,7 @@ class TrainingRun:
         return True
 
     def _train_on(self, batch: Any, begun: EpochProgress, counts: meters.LoaderMeters) -> None:
-        is_heard = self.on_step is not None or meters.is_heard()
+        is_heard = self.on_step is not None or meters.is_heard() or self._status.wants_values
         # Listeners get tensors, so accuracies are computed in groups only if nobody listens.
         grouped = None if is_heard else self._grouped
         began = perf_counter()
@@ -316,6 +326,8 @@ class TrainingRun:
 
     def _announce(self, done: meters.StepDone) -> None:
         meters.publish(done)
+        if self._status.wants_values:
+            self._status.note(done.values)
         if self.on_step is not None:
             try:
                 self.on_step(done)
@@ -357,7 +369,7 @@ class TrainingRun:
         random = random_state() if self.saving.folder is not None else None
         received, began = self.loader.received, time.monotonic()
         try:
-            with self.stops.wait():
+            with self.stops.wait(), self._status.validating():
                 found = self.judge.validate(len(self._validations))
         except (WaitInterrupt, Exception):
             # The resumed run validates again, so save the random state from before the validation.

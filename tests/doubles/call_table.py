@@ -37,7 +37,6 @@ ONLY_PYTHON = {
 """The calls outside of `NAMESPACES` that are neither a magic nor a command."""
 
 NO_COMMAND = {
-    "dashboard": "In a terminal, `colabkit train` shows the panel by itself.",
     "launch": "The panel has buttons, so it needs a notebook.",
 }
 """The magics that are not commands."""
@@ -45,6 +44,7 @@ NO_COMMAND = {
 OTHER_ARGUMENTS = {
     **{(form, "layout"): "It applies to arrays, which a line cannot contain." for form in ("%pack", "colabkit pack")},
     ("%dashboard", "off"): "A magic has no `with` block that ends.",
+    ("%%dashboard", "attach"): "The cell is the loop that is shown.",
     ("%%train", "step"): "The cell is the step.",
     ("%%train", "loader"): "The magic takes a pack or a dataset, and creates the Loader; it also takes a Loader.",
     ("%%train", "on_step"): "The cell runs at each step.",

@@ -46,7 +46,7 @@ def found(folder: Path) -> tuple[int, list[str]]:
 
 def steps_at(folder: Path) -> list[int]:
     """Return the steps of a folder's sealed checkpoints, after checking that the folder has no other colabkit files."""
-    seals = sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    seals = sorted(path for path in folder.iterdir() if path.suffix == ".json" and path.name != "status.json")
     files = sorted(path for path in folder.iterdir() if path.suffix == ".pt")
     assert len(seals) == len(files), [path.name for path in folder.iterdir()]
     assert leftovers(folder) == []

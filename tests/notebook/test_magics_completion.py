@@ -81,7 +81,7 @@ def test_special_values_are_offered(shell: InteractiveShell) -> None:
 
 def test_verbs_of_colabkit_and_their_options_are_offered(shell: InteractiveShell) -> None:
     check(shell, "%colabkit ", {f"%colabkit {verb.name}" for verb in LINES})
-    check(shell, "%colabkit st", ["%colabkit stage"])
+    check(shell, "%colabkit st", ["%colabkit stage", "%colabkit status"])
     check(shell, "%colabkit pack a b --enc", ["%colabkit pack a b --encoding"])
     check(shell, "%colabkit nothing --enc", [])
 

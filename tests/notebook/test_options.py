@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.notebook.options import GROUPS, arguments_of, given_in, list_verbs, look_up_in, parser_of
+from colabkit.notebook.training_options import LOADING
 from colabkit.notebook.verb_types import Verb
-from colabkit.notebook.verbs import CELLS, DASHBOARD, LOADING, VERBS
+from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS
 
 OPTIONS = [(verb, option) for verb in (*VERBS, *CELLS) for option in verb.options]
 LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))

@@ -30,7 +30,7 @@ def completed_by_bash(script: Path, *words: str) -> set[str]:
 def test_bash_completes_verbs_options_and_choices(script: Path) -> None:
     verbs = {*(verb.name for verb in COMMANDS), "completion", "--help", "--version"}
     assert completed_by_bash(script, "colabkit", "") == verbs
-    assert completed_by_bash(script, "colabkit", "st") == {"stage"}
+    assert completed_by_bash(script, "colabkit", "st") == {"stage", "status"}
     assert completed_by_bash(script, "colabkit", "stage", "--t") == {"--to", "--threads"}
     assert completed_by_bash(script, "colabkit", "pack", "--no-res") == {"--no-resume"}
     assert completed_by_bash(script, "colabkit", "pack", "a", "--encoding", "") == {"raw", "source", "jpeg", "auto"}

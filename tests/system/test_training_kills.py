@@ -25,9 +25,11 @@ from trainings import (
     train,
 )
 
+import colabkit
 from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset
+from colabkit.training import read_status, status_writer
 
 KILLS = 20
 DEADLINE_S = 60.0
@@ -130,3 +132,21 @@ def test_a_terminated_process_saves_before_it_ends(tmp_path, data, number):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_terminated_process_ends_even_if_the_training_fails(data, number):
     assert statuses_of([(train_until_told_to_end, data, None, [number], True)]) == [-number]
+
+
+def train_until_status(data: PackedDataset, folder: Path) -> None:
+    def kill(done: meters.StepDone) -> None:
+        if (saved := read_status(folder).saved) is not None and saved.checkpoint_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    status_writer.LOCAL_S, status_writer._VALUES_S = 0.02, 0.01
+    train(nothing, Loader(data, 4), epochs=1_000_000, to=folder, on_step=kill, save_every=10)
+
+
+@pytest.mark.full
+def test_the_status_of_a_run_that_was_killed_is_readable_and_says_that_it_is_dead(tmp_path, data):
+    assert statuses_of([(train_until_status, data, tmp_path)]) == [-signal.SIGKILL]
+    (run,) = colabkit.status(tmp_path).runs
+    assert run.state == "dead"
+    assert run.age_s < 30
+    assert f"to resume from step {run.checkpoint_step:,}" in run.advice

@@ -144,4 +144,5 @@ def test_a_training_whose_last_checkpoint_hangs_returns_its_report(tmp_path, dat
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-checkpoint")]
     assert all(thread.daemon for thread in threads)
     disks[0].release()
+    wait_for(lambda: "colabkit-status" not in [thread.name for thread in threading.enumerate()], "the last status")
     assert steps_at(tmp_path) == [0]

@@ -7,26 +7,33 @@ fails, the panel falls back to text, and the run continues.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Literal, Self, get_args, overload
 
 from colabkit.foundation import (
+    InvalidOption,
     Progress,
     Sampler,
     Show,
+    cannot,
     check_number,
     check_one_of,
     checked_call,
     meters,
     offer_view,
+    option,
     sampled,
+    user_path,
 )
+from colabkit.monitoring.attaching import RunWatch, StatusReport, runs_in
 from colabkit.monitoring.diagnosing.verdict import Doctor
+from colabkit.monitoring.panel.attached import show_run
 from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
 from colabkit.monitoring.panel.screens import Screen, ScreenName, TerminalScreen, choose_screen
@@ -43,11 +50,24 @@ def is_any_open() -> bool:
     return bool(_open)
 
 
+@overload
+def dashboard(*, attach: None = None, refresh_s: float = 1.0, screen: ScreenName = "auto") -> Dashboard: ...
+
+
+@overload
+def dashboard(
+    *, attach: str | os.PathLike[str], refresh_s: float = 1.0, screen: ScreenName = "auto"
+) -> StatusReport: ...
+
+
 @checked_call()
 def dashboard(
-    *, refresh_s: float = 1.0, screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto"
-) -> Dashboard:
-    """Return a context manager that shows a live panel while its block runs.
+    *,
+    attach: str | os.PathLike[str] | None = None,
+    refresh_s: float = 1.0,
+    screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto",
+) -> Dashboard | StatusReport:
+    """Return a context manager that shows a live panel while its block runs, or show the panel of another process.
 
     The panel shows the bottleneck and advice during `train()`, a loop over a `Loader`, or a loop over another loader
     wrapped by `watch()`, and the progress of `stage()`, `pack()` and other long operations before it. Throughout, it
@@ -55,7 +75,12 @@ def dashboard(
     begins. In a loop, epochs are numbered by the loader and include those before the panel was opened. The panel shows
     its own share of the run time, and reduces its frame rate if painting takes more than 0.5%.
 
+    With `attach`, the panel shows a run that saves checkpoints to that folder, in any process and on any machine, until
+    the run ends or you press Ctrl-C, which does not affect the run. If the run has died, the panel shows how to resume
+    it.
+
     Args:
+        attach: folder of the checkpoints of a run; may be on Drive. None to show the loops of this process.
         refresh_s: seconds between frames, at least 0.5.
         screen: where the panel is shown. `"notebook"` is an output of the cell, whose last frame stays in the saved
             notebook. `"widgets"` is an ipywidgets widget, replaced by a cell output at the end. `"text"` writes to
@@ -63,11 +88,13 @@ def dashboard(
             `"notebook"` if an IPython kernel is running, otherwise `"text"`.
 
     Returns:
-        The panel, as a context manager.
+        The panel, as a context manager; with `attach`, the last status of the run.
 
     Raises:
-        InvalidOption: if an argument has an invalid value.
+        InvalidOption: if an argument has an invalid value, or there are several runs in the folder.
         MissingPackage: if `screen="widgets"` and ipywidgets is not installed.
+        SourceMissing: if there is no run in the folder.
+        NotMounted, TimedOut, FileFailed: if the folder cannot be read.
 
     Example:
         >>> import colabkit
@@ -80,7 +107,16 @@ def dashboard(
     """
     check_number("show the panel", "refresh_s", refresh_s, 0.5, example=0.5)
     check_one_of("show the panel", "screen", screen, get_args(ScreenName))
-    return Dashboard(choose_screen(screen), refresh_s)
+    shown = choose_screen(screen)
+    if attach is None:
+        return Dashboard(shown, refresh_s)
+    folder = user_path(attach, "show the panel")
+    found = runs_in(folder)
+    if len(found) > 1:
+        several = f"there are {len(found)} runs in {str(folder)!r}"
+        next_step = ("For example, use ", option("attach", str(found[0])))
+        raise InvalidOption(cannot("show the panel", several, "one", next_step))
+    return StatusReport(folder, (show_run(RunWatch(found[0]), shown, refresh_s),))
 
 
 def show_beside_training() -> Callable[[], None]:

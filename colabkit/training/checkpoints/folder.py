@@ -97,7 +97,7 @@ class CheckpointFolder:
             name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
             self.local_folder = Path(os.path.abspath(local_root(os.environ))) / "checkpoints" / name
             self._remote = RemoteFolder(self.folder, timeout_s)
-        self._timeout_s = timeout_s or STALLED_S
+        self.timeout_s = timeout_s or STALLED_S
         self._keep_last = keep_last
         self._metric = f"{mode} {monitor}".rstrip()
         self._copies = ContentCopier()
@@ -226,7 +226,7 @@ class CheckpointFolder:
                 raise InvalidOption(cannot(act, "the folder is closed", "", "Create a new CheckpointFolder"))
         copied = self._copies.copy(act, content)
         number = None if score is None or not math.isfinite(score) else float(score)
-        limit_s = self._timeout_s + copied.size / SLOWEST_BYTES_S
+        limit_s = self.timeout_s + copied.size / SLOWEST_BYTES_S
         job = SaveJob(int(step), copied, number, started, wait or not copied.is_apart, wait, limit_s)
         self._start(job)
         try:
