@@ -89,6 +89,22 @@ def seal_fields(
     return path
 
 
+def seal_every_kind(path: Path, images: np.ndarray) -> Path:
+    """Seal a pack of training images with fields of every kind, two of them in tables, and return its path."""
+    count, random = len(images), np.random.default_rng(4)
+    fields = {
+        "X": {"train": images},
+        "Y": {"train": np.arange(count) % 3},
+        "Z": {"train": random.normal(size=(count, 2, 4)).astype("<f4")},
+        "caption": {"train": [f"Größe {number}".encode() for number in range(count)]},
+        "raw": {"train": [bytes(range(number)) for number in range(count)]},
+        "age": {"train": np.arange(count, dtype="<i2")},
+        "code": {"train": np.array([f"é{number}".encode() for number in range(count)], "S4")},
+    }
+    contents = {"X": "image", "Z": "array", "caption": "text", "raw": "bytes", "age": "array", "code": "text"}
+    return seal_fields(path, fields, contents, "class", tables=("age", "code"))
+
+
 def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4, 3, 3), **meta: Any) -> Path:
     """Seal one shard for each of `counts`, the sample counts by split, then their index; return the index's path."""
     shards, labels = [], {}

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from contract import seal_fields
+from contract import seal_every_kind, seal_fields
 from loader_batches import LoaderContract
 from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
@@ -249,18 +249,7 @@ def test_arrays_of_any_kind_load_sample_by_sample_and_resume(values):
 
 @pytest.fixture
 def everything(tmp_path: Path) -> PackedDataset:
-    fields = {
-        "X": {"train": IMAGES},
-        "Y": {"train": LABELS},
-        "Z": {"train": RANDOM.normal(size=(COUNT, 2, 4)).astype("<f4")},
-        "caption": {"train": [f"Größe {number}".encode() for number in range(COUNT)]},
-        "raw": {"train": [bytes(range(number)) for number in range(COUNT)]},
-        "age": {"train": np.arange(COUNT, dtype="<i2")},
-        "code": {"train": np.array([f"é{number}".encode() for number in range(COUNT)], "S4")},
-    }
-    contents = {"X": "image", "Z": "array", "caption": "text", "raw": "bytes", "age": "array", "code": "text"}
-    path = seal_fields(tmp_path / "all.h5", fields, contents, "class", tables=("age", "code"))
-    return open_pack(path)["train"]
+    return open_pack(seal_every_kind(tmp_path / "all.h5", IMAGES))["train"]
 
 
 @pytest.mark.parametrize("is_view", [False, True])

@@ -9,7 +9,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-from contract import make_pack, seal_fields
+from contract import make_pack, seal_every_kind, seal_fields
+from packed_files import flip_byte
 from pictures import png
 from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
 
@@ -24,19 +25,7 @@ IMAGES = RANDOM.integers(0, 256, (10, 6, 5, 3)).astype("|u1")
 
 @pytest.fixture
 def everything(tmp_path: Path) -> PackedDataset:
-    """Return ten samples with fields of every kind; some fields are in tables."""
-    fields = {
-        "X": {"train": IMAGES},
-        "Y": {"train": np.arange(10) % 3},
-        "Z": {"train": RANDOM.normal(size=(10, 2, 4)).astype("<f4")},
-        "caption": {"train": [f"Größe {number}".encode() for number in range(10)]},
-        "raw": {"train": [bytes(range(number)) for number in range(10)]},
-        "age": {"train": np.arange(10, dtype="<i2")},
-        "code": {"train": np.array([f"é{number}".encode() for number in range(10)], "S4")},
-    }
-    contents = {"X": "image", "Z": "array", "caption": "text", "raw": "bytes", "age": "array", "code": "text"}
-    path = seal_fields(tmp_path / "all.h5", fields, contents, "class", tables=("age", "code"))
-    return open_pack(path)["train"]
+    return open_pack(seal_every_kind(tmp_path / "all.h5", IMAGES))["train"]
 
 
 @pytest.fixture
@@ -202,11 +191,7 @@ def test_reading_a_damaged_sample_raises_with_its_name(everything, name):
     path = everything.info.path
     before = everything[9]
     found = everything.info.data_sets[f"{name}_train"]
-    with path.open("r+b") as file:
-        file.seek(found.offset + found.size_bytes - 1)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 4]))
+    flip_byte(path, found.offset + found.size_bytes - 1)
     data = open_pack(path)["train"]
     for read in (lambda: data[9], lambda: data[-1], lambda: data.subset([9])[0], lambda: data[8:]):
         with pytest.raises(Corrupt, match=r"Cannot read train\[9\] of .*verify"):

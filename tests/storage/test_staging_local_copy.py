@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from local_copies import MemorySource, copy, data_of, tarred, zipped
+from packed_files import flip_byte
 from strikes import interrupt_at
 from trees import files_of, leftovers
 
@@ -21,14 +22,6 @@ from colabkit.foundation import file_changes
 from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources.engine import BLOCK_BYTES
 from colabkit.storage.sources.items import STAGE_SEAL, Listing
-
-
-def damage(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_the_seal_lists_every_file_with_its_checksums(image_tree):
@@ -46,7 +39,7 @@ def test_the_seal_lists_every_file_with_its_checksums(image_tree):
 def test_verify_names_the_damaged_files(image_tree, tmp_path):
     path = copy(image_tree).path
     assert verify(path, progress=False).is_good
-    damage(path / "ants" / "000.png", 5)
+    flip_byte(path / "ants" / "000.png", 5)
     (path / "cats" / "001.png").unlink()
     report = verify(path, progress=False)
     assert report.damaged == ("ants/000.png", "cats/001.png")
@@ -55,7 +48,7 @@ def test_verify_names_the_damaged_files(image_tree, tmp_path):
     big.write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
     local = copy(big).path
     assert verify(local, progress=False).is_good
-    damage(local, BLOCK_BYTES + 5)
+    flip_byte(local, BLOCK_BYTES + 5)
     assert verify(local, progress=False).damaged == ("big.bin",)
 
 
@@ -64,7 +57,7 @@ def test_refresh_reads_damaged_blocks_again(image_tree):
     path = copy(image_tree).path
     # Only one block of the big file is damaged.
     for name, at in (("ants/000.png", 0), ("big.bin", BLOCK_BYTES + 5)):
-        damage(path / name, at)
+        flip_byte(path / name, at)
         assert copy(image_tree).reused, "the sizes are unchanged"
         copy(image_tree, refresh=True)
         assert data_of(path) == data_of(image_tree)
