@@ -204,3 +204,31 @@ def test_snapshots_may_be_taken_while_threads_count():
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_copies_are_counted_while_they_end_and_each_once_even_if_the_garbage_collector_counts_meanwhile():
+    counts = LoaderMeters()
+
+    class Copied:
+        """A mark that ends a moment after it is recorded; reading it lets the garbage collector end a pass."""
+
+        queries = 0
+
+        def query(self) -> bool:
+            self.queries += 1
+            if self.queries == 2:
+                counts.snapshot()
+            return self.queries > 1
+
+        def elapsed_time(self, later: Copied) -> float:
+            assert later.queries > 1
+            return 500.0
+
+    for _ in range(5):
+        mark = Copied()
+        counts.copied(4, 40, mark, mark)
+    # A pass aside the training publishes no snapshots, but its copies must not gather.
+    assert counts._parts["transfer"].samples >= 4 * 3
+    counts.snapshot()
+    counts.snapshot()
+    assert [(part.name, part.samples, part.busy_s) for part in counts.snapshot().parts] == [("transfer", 20, 2.5)]

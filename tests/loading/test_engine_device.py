@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
+from fake_nvjpeg import FakeNvjpeg
+from pictures import photo, saved
+from PIL import Image
 from simulated_gpu import DEVICE, Host, SimulatedGpu
 
 from colabkit.loading import Loader
 from colabkit.loading.engine import thread_engine
 from colabkit.loading.engine.batch_builder import BatchBuilder
 from colabkit.loading.engine.batches import BatchGroup, BatchPlan
+from colabkit.packs import FileDataset
 
 SAMPLES, BATCH_SIZE, ROW_BYTES = 640, 16, 1024
 COPY_S = 0.002
@@ -49,18 +54,19 @@ class VirtualPool:
         self.gpu, self.build_s, self.plans, self.builder, self.room = gpu, build_s, plans, builder, groups_ahead
         self.worker = Host()
         self.worker.wait_for(gpu.host)
-        self.done: deque[tuple[float, BatchGroup | None]] = deque()
+        # Groups, and what the worker knows when each is done.
+        self.done: deque[tuple[Host, BatchGroup | None]] = deque()
 
     def ready(self) -> int:
         self.catch_up()
-        return sum(done_at <= self.gpu.host.now for done_at, _ in self.done)
+        return sum(done.now <= self.gpu.host.now for done, _ in self.done)
 
     def take(self, timeout: float) -> BatchGroup | None:
         self.catch_up()
         if not self.done:
             self.build()
-        done_at, group = self.done.popleft()
-        self.gpu.host.now = max(self.gpu.host.now, done_at)
+        done, group = self.done.popleft()
+        self.gpu.host.wait_for(done)
         return group
 
     def make_room(self) -> None:
@@ -80,14 +86,21 @@ class VirtualPool:
         plan = next(self.plans, None)
         if plan is None:
             self.room = 0
-            self.done.append((self.worker.now, None))
+            self.finish(None)
             return
         with self.gpu.acting_as(self.worker):
             group = self.builder.begin(plan)
             self.gpu.write_on_host(group.buffer)
+            for piece in group.pieces:
+                self.builder.fill(group, *piece)
             group.batches = list(self.builder.finish(group, len(plan.indices)))
         self.worker.now += self.build_s
-        self.done.append((self.worker.now, group))
+        self.finish(group)
+
+    def finish(self, group: BatchGroup | None) -> None:
+        done = Host()
+        done.wait_for(self.worker)
+        self.done.append((done, group))
 
     def close(self) -> None:
         pass
@@ -246,12 +259,13 @@ def test_a_batch_that_is_kept_does_not_keep_the_other_fields(gpu):
 
 
 @pytest.mark.usefixtures("prompt_worker")
+@pytest.mark.parametrize("keep", ["ram", "gpu"])
 @pytest.mark.parametrize("requests_in", [nullcontext, torch.inference_mode])
-def test_a_batch_may_change_in_place_while_autograd_needs_another(gpu, requests_in):
+def test_a_batch_may_change_in_place_while_autograd_needs_another(gpu, requests_in, keep):
     rows = torch.rand(SAMPLES, 4)
     weight = torch.ones(4, requires_grad=True)
     with requests_in():
-        first, second = itertools.islice(Loader(rows, BATCH_SIZE, device="cuda", keep="ram"), 4, 6)
+        first, second = itertools.islice(Loader(rows, BATCH_SIZE, device="cuda", keep=keep), 4, 6)
     loss = (weight * first).sum()
     second.mul_(2)
     loss.backward()
@@ -283,3 +297,42 @@ def test_sparse_tensors_and_custom_objects_are_moved_in_the_stream_of_the_user(g
             assert torch.equal(batch["sparse"].to_dense(), torch.eye(4))
             assert batch["graph"].nodes.device == DEVICE
             use(gpu, [batch["numbers"], batch["graph"].nodes])
+
+
+class Unmovable(dict[str, torch.Tensor]):
+    """A batch that cannot be copied."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise ValueError("planned")
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_memory_is_not_used_again_before_the_copies_of_a_batch_end_that_cannot_be_sent(gpu):
+    def collate(_: list[int]) -> Unmovable:
+        return Unmovable(rows=torch.zeros(BATCH_SIZE, ROW_BYTES, dtype=torch.uint8))
+
+    loader = Loader(range(8), 4, device="cuda", collate_fn=collate, num_workers=0)
+    with pytest.raises(ValueError, match="planned"):
+        next(iter(loader))
+    # The traceback holds the memory.
+    gc.collect()
+    assert gpu.allocated == 0
+    new_memory()
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_images_without_labels_are_decoded_on_the_gpu_and_race_with_nothing(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", FakeNvjpeg())
+    for number in range(9):
+        image = Image.fromarray(photo(40 + number, 50, seed=number))
+        (tmp_path / f"{number}.jpg").write_bytes(saved(image, "JPEG"))
+    files = FileDataset(tmp_path, labels=None)
+    loader = Loader(files, 4, size=16, device="cuda", decode="gpu", channels_last=False)
+    with gpu.stream(torch.cuda.Stream()):
+        batches = [*loader]
+        use(gpu, batches)
+        assert [len(images) for images in batches] == [4, 4, 1]
+        del batches
+    for stream in gpu.streams:
+        with gpu.stream(stream):
+            new_memory()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from colabkit.foundation.meters.steps import Clock, Mark, StepTimes, StepTotals
+from colabkit.foundation.meters.steps import Clock, Mark, StepTimes, StepTotals, taken
 
 # Maximum number of earlier passes that are kept because the GPU may not have finished their steps.
 _EARLIER = 4
@@ -255,12 +255,16 @@ class LoaderMeters:
     def copied(self, samples: int, copied_bytes: int, started: Mark, ended: Mark) -> None:
         """Count a copy to a device, between two marks, as `transfer` once it has ended."""
         self._copies.append((samples, copied_bytes, started, ended))
+        self._count_copies()
 
     def _count_copies(self) -> None:
         """Count the copies that have ended, without waiting for the others."""
         with self._settling:
-            while self._copies and self._copies[0][3].query():
-                samples, size, started, ended = self._copies.popleft()
+            for copy in taken(self._copies):
+                samples, size, started, ended = copy
+                if not ended.query():
+                    self._copies.appendleft(copy)
+                    return
                 self.add("transfer", samples, size, started.elapsed_time(ended) / 1000)
 
     def retried(self) -> None:

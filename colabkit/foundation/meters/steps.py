@@ -211,7 +211,7 @@ class DeviceClock:
     def settled(self) -> list[StepTimes]:
         """Return the steps that the stream has finished, each once; may be called from any thread."""
         found = []
-        for step in _taken(self._noted):
+        for step in taken(self._noted):
             # Consecutive steps may use different streams, so the end of a step does not imply the other marks.
             if not all(mark.query() for mark in step[:4] if mark is not None):
                 self._noted.appendleft(step)
@@ -269,7 +269,8 @@ class _DeviceStep(NamedTuple):
         return StepTimes(data_s, copy_s, compute_s, other_s, self.samples, self.former_end is None)
 
 
-def _taken(noted: deque[_Noted]) -> Iterator[_Noted]:
+def taken(noted: deque[_Noted]) -> Iterator[_Noted]:
+    """Yield and remove the items; other threads, or the garbage collector, may add or take items meanwhile."""
     while True:
         try:
             yield noted.popleft()

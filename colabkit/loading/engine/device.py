@@ -115,7 +115,8 @@ class DeviceTransfer:
         wholes = [whole for whole, _ in fields] if fields else [tensor for batch in tensors for tensor in batch]
         layouts = [(whole.shape, whole.stride(), whole.dtype) for whole in wholes]
         to = self._next if self._next is not None and self._next.layouts == layouts else self._new(wholes, layouts)
-        self._next = None
+        # If an error follows, `close` finds the memory here.
+        self._next = to
         # With `blocking=True`, a thread that waits for the event sleeps; otherwise it would keep a CPU core busy.
         started, copied = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         self._stream.wait_event(self._is_free)
@@ -149,6 +150,7 @@ class DeviceTransfer:
             self._in_flight.append((on_device, bool(others), group))
         samples, size = sum(samples for _, samples in batches), sum(whole.nbytes for whole in wholes)
         self._counts.copied(samples, size, started, copied)
+        self._next = None
         # Batches that differ from their predecessors would not fit. Without memory for the next group, only the overlap
         # is lost.
         if layouts == self._layouts:
@@ -164,6 +166,9 @@ class DeviceTransfer:
         """
         for _, _, group in self._in_flight:
             group.made_on.wait_event(group.copied)
+        if self._next is not None:
+            # An error may have interrupted `submit` after it started the copies.
+            self._next.made_on.wait_stream(self._stream)
         self._in_flight.clear()
         self._next = None
 
@@ -326,6 +331,8 @@ class DeviceEngine:
                     _use_in_current_stream(batches[-1].values, self._device, gathered_on)
                 yield batches.pop()
 
+    # The batches of a plan may be requested in different modes.
+    @torch.inference_mode(False)
     def _gather(self, plan: BatchPlan) -> list[Batch]:
         numbers = torch.from_numpy(plan.indices)
         # The driver may wait for the stream before it copies more pageable memory than this.
@@ -344,9 +351,12 @@ class DeviceEngine:
             elif callable(column):
                 fields.append(column(plan.indices))
         batches = split_batches(plan, fields)
-        if not self._has_only_rows:
-            for batch in batches:
-                batch.values = map_tensors(batch.values, self._send)
+        for batch in batches:
+            # As in `DeviceTransfer.submit`, each batch has its own version counter.
+            if self._has_only_rows:
+                batch.values = [value.data for value in batch.values]
+            else:
+                batch.values = map_tensors(batch.values, lambda tensor: self._send(tensor).data)
         return batches
 
     def _send(self, tensor: Tensor) -> Tensor:

@@ -142,7 +142,8 @@ class PinnedSlots:
             self._idle.append((buffer, copied))
 
     def _new_slots(self) -> list[Tensor]:
-        step = aligned(self._slot_bytes)
+        # Groups whose fields are all on the GPU need an empty buffer.
+        step = aligned(max(1, self._slot_bytes))
         most = min(self._expected, _MOST_PINNED_TOGETHER) if self._can_pin else 1
         # The first of several equal minima is the smallest number.
         count = min(range(1, max(1, most) + 1), key=lambda count: (1 << (count * step - 1).bit_length()) / count)
