@@ -152,13 +152,13 @@ class Partial:
         return []
 
     def abandoned(self) -> list[Path]:
-        """Return the partials that ended processes left behind for this final path."""
+        """Return the partials that ended processes left behind for this final path, or for others of the same kind."""
         return [
             path for path in self._partials() if (name := _PARTIAL.fullmatch(path.name)) and _is_abandoned(path, name)
         ]
 
     def reclaim(self) -> None:
-        """Remove the partials that ended processes left behind for this final path, or restore the old folder."""
+        """Remove the `abandoned()` partials, but restore the old folder if the final path is missing."""
         for path in self.abandoned():
             if path.stem.endswith("-old") and not os.path.lexists(self.final):
                 # The process was killed between the two renames of `publish`.

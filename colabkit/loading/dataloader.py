@@ -102,7 +102,9 @@ class DataLoaderSource:
         def __getattr__(self, name: str) -> Any:
             if name not in _NEXT_STEPS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-            message = cannot("use a Loader as a DataLoader", f"a Loader has no {name}", "", _NEXT_STEPS[name])
+            message = cannot(
+                "use a Loader as a DataLoader", f"a Loader has no attribute {name!r}", "", _NEXT_STEPS[name]
+            )
             raise AttributeError(str(message), name=name, obj=self)
 
 

@@ -45,7 +45,7 @@ _unloaders: dict[InteractiveShell, list[Callable[[], object]]] = {}
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics and show the live panel during `train()`; IPython calls this for `%load_ext colabkit`.
 
-    Loading twice has no effect. Magics of the same name from other extensions are not replaced.
+    Loading the extension again has no effect. Magics of the same name from other extensions are not replaced.
 
     Args:
         shell: the running IPython shell.

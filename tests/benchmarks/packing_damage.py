@@ -140,7 +140,7 @@ def many_bits(whole: bytes, chance: random.Random) -> bytes:
 
 
 def numbers_edited(whole: bytes, chance: random.Random) -> bytes:
-    """Change digits in the text of the seal, like an attacker who knows the format."""
+    """Replace one to four digits of the seal with random digits."""
     data = bytearray(whole)
     digits = [place for place in range(4096) if whole[place : place + 1].isdigit()]
     for place in chance.sample(digits, min(len(digits), chance.randint(1, 4))):

@@ -1,8 +1,9 @@
 """Kill processes at random for minutes, and check results and leaks: `python -m tests.faults.soak --minutes 10`.
 
 Eight processes at a time stage, pack, publish, load and train in shared folders, and are killed at random times. After
-each round, every task runs once more without kills: its result must equal that of an undisturbed run, and no unfinished
-files may remain. Meanwhile one process reads a pack; its memory, threads and open files must not grow.
+each round, every task runs without kills, once per folder that it uses: its results must equal those of an undisturbed
+run, and no unfinished files may remain. Meanwhile one process reads a pack; its memory, threads and open files must not
+grow.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ class Soak:
             self.violate(f"{task} has a wrong result")
 
     def round(self) -> None:
-        """Run and kill tasks for a while, then run each once more and compare the results."""
+        """Run and kill tasks for a while, then compare the results of runs without kills, one per task and folder."""
         place = self.home / f"round-{self.counts['rounds']}"
         place.mkdir()
         ends_at = time.monotonic() + ROUND_S

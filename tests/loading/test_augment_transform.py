@@ -188,7 +188,7 @@ def test_random_numbers_are_uniform_for_any_seed(seed):
     assert values.max() < 1
     for column in values.T:
         counts = np.bincount((column * 64).astype(int), minlength=64)
-        # With 63 degrees of freedom, chi-squared exceeds 128 with probability 3e-6.
+        # With 63 degrees of freedom, chi-squared exceeds 128 with probability 2.5e-6.
         assert ((counts - 312.5) ** 2 / 312.5).sum() < 128
 
 

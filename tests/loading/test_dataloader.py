@@ -106,7 +106,7 @@ def test_worker_processes_of_a_rebuilt_loader_are_an_error_not_a_hang():
 
 
 def test_the_missing_attributes_of_a_loader_name_the_fix():
-    with pytest.raises(AttributeError, match=r"a Loader has no sampler. Pass loader.as_dataloader\(\)"):
+    with pytest.raises(AttributeError, match=r"a Loader has no attribute 'sampler'\. Pass loader.as_dataloader\(\)"):
         make_loader().sampler  # noqa: B018
     with pytest.raises(AttributeError, match=r"learn.get_preds\(dl=loader\)"):
         make_loader().new  # noqa: B018

@@ -33,8 +33,7 @@ def outcome(path: Path, original: tuple[object, ...]) -> str:
     """Return how colabkit reacts to a changed pack.
 
     "refused": reading the pack raises an error; "named": `verify()` lists damaged samples; "meaningless": the content
-    is
-    unchanged; "silent": changed content is not detected.
+    is unchanged; "silent": changed content is not detected.
     """
     try:
         found = whole_content(path)

@@ -141,7 +141,7 @@ class PackedDataset(LabelledDataset):
         """
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
-            unmapped = "its samples are in several shards, or must be decoded or converted"
+            unmapped = "the samples are in several shards, or must be decoded or converted"
             found = "the dataset is a view" if self._numbers is not None else unmapped
             next_step = "Index the dataset, for example dataset[:100]"
             raise InvalidOption(

@@ -1,9 +1,9 @@
 """Writes packs of several files: first the shards, in this process or in tasks of an executor, then their index.
 
-Shards are written into a hidden folder next to the index. Only one process at a time uses that folder. The folder is
-kept if the process is interrupted. Once all shards exist, they are moved to their final names and the index is written.
-A list in the hidden folder names the files that are moved or replaced, so that the next call recognizes them if this
-one is interrupted.
+Shards are written into a hidden folder next to the index. Only one call at a time uses that folder. The folder is kept
+if the call is interrupted. Once all shards exist, they are moved to their final names and the index is written. A list
+in the hidden folder names the files that are moved or replaced, so that the next call recognizes them if this one is
+interrupted.
 """
 
 from __future__ import annotations

@@ -382,7 +382,7 @@ class DriveFs(DriveMount):
         return "DriveFS reports that it sent all writes; whether they reached Drive cannot be checked from here"
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Send all writes, end DriveFS, remove its cache and mount Drive again; describe the data that was lost."""
+        """Send all writes, end DriveFS, remove its cache, mount again, and return a description of lost writes."""
         check_can_mount(current_place(), act)
         before = options_of(self.mount)
         loss = ""
@@ -409,7 +409,7 @@ class DriveFs(DriveMount):
         return loss
 
     def drop(self, timeout: float) -> str:
-        """Kill DriveFS and unmount at once; describe the data that was lost."""
+        """Kill DriveFS, unmount at once, and return a description of lost writes."""
         for daemon in daemons("drive"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(daemon.pid, signal.SIGKILL)

@@ -225,7 +225,10 @@ class DriveMount(ABC):
 
     @abstractmethod
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache and describe the loss; unsent writes are lost only with `force`. Raises `send`'s errors."""
+        """Clear the cache and return a description of lost writes, `""` for none; without `force`, none are lost.
+
+        Raises `send`'s errors.
+        """
 
     def wait_for_uploads(self, act: str, timeout: float, progress: bool) -> None:
         """Wait until no file is left to upload.

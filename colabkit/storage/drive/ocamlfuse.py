@@ -125,7 +125,10 @@ class Ocamlfuse(DriveMount):
             raise with_cause("unknown", failure)
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache and describe the loss; without `force`, raise an error instead if files are unsent."""
+        """Clear the cache and return a description of lost writes, `""` for none.
+
+        Without `force`, raise an error if files are unsent or their number is unknown.
+        """
         try:
             self.wait_for_uploads(act, timeout, progress)
         except TimedOut:
