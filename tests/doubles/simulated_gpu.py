@@ -249,6 +249,13 @@ class SimulatedGpu(TorchFunctionMode):
         self._owners[view.ctypes.data] = weakref.ref(view, lambda _, at=view.ctypes.data: self._release(at)), memory
         return torch.from_numpy(view)
 
+    def write_to_free_memory(self) -> None:
+        """Queue a write to all memory that the allocator would return to its stream now."""
+        for memory in self._free:
+            if all(event.query() for event in memory.pending):
+                memory.stream.run(0.0)
+                memory.uses.add(memory.stream.number, memory.stream.known, is_write=True)
+
     def _release(self, address: int) -> None:
         _, memory = self._owners.pop(address)
         self.allocated -= len(memory.bytes)
