@@ -104,8 +104,9 @@ class ManifestSource:
     all files. A pickled copy can open the items that were listed before, but does not contain the table.
 
     Args:
-        table: a pandas or polars DataFrame, an Arrow table, a Ray or Hugging Face dataset, the path of a `.csv`,
-            `.tsv` or `.parquet` file, or a list or Series of paths.
+        table: a pandas or polars DataFrame, an Arrow table, a Ray dataset, a Hugging Face dataset with a column of text
+            that has one of the names above, the path of a `.csv`, `.tsv` or `.parquet` file, or a list or Series of
+            paths.
         path_column: name of the column that holds the paths; None searches for the names above.
         root: folder of relative paths, instead of those above.
         skips_missing: leave out rows whose files are missing, unless all are missing; None if the caller has no

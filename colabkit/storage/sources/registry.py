@@ -70,7 +70,8 @@ _WHOLE_SUFFIXES = (
 class PathTable(Protocol):
     """A pandas DataFrame that lists one file in each row, or a Series of paths.
 
-    Polars frames, Arrow tables, and Ray and Hugging Face datasets are accepted as well.
+    Polars frames, Arrow tables and Ray datasets are accepted as well, and so are Hugging Face datasets with a column of
+    text that has one of the names below.
 
     The path column is the first of `path, file, filename, file_name, filepath, file_path, image, image_path,
     img_path` that exists, ignoring case, or the only column.
