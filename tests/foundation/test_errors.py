@@ -50,6 +50,7 @@ OTHERWISE_WORDED = {
     *((path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()),
     ("dataset_samples.py", "BadImage"),
     ("image_decoders.py", "BadImage"),
+    ("device_decoder.py", "BadImage"),
     # `bucket.py` and the `api.py` of packing repeat the message of another error.
     ("bucket.py", "FetchFailed"),
     ("api.py", "BadImage"),
