@@ -298,6 +298,19 @@ def test_sparse_tensors_and_custom_objects_are_moved_in_the_stream_of_the_user(g
             use(gpu, [batch["numbers"], batch["graph"].nodes])
 
 
+@pytest.mark.usefixtures("prompt_worker")
+def test_a_gpu_without_memory_for_the_next_copy_still_gets_its_batches(gpu):
+    batches = iter(Loader(arrays(), BATCH_SIZE, device="cuda", keep="ram", prefetch_batches=2))
+    held, found = deque([next(batches)], maxlen=2), []
+    gpu.total_bytes = gpu.reserved
+    for batch in batches:
+        held.append(batch)
+        found.append(batch[1].numpy().copy())
+        del batch
+    assert gpu.shortages
+    assert np.array_equal(np.concatenate(found), np.arange(BATCH_SIZE, SAMPLES))
+
+
 class Unmovable(dict[str, torch.Tensor]):
     """A batch that cannot be copied."""
 

@@ -222,6 +222,16 @@ def test_copies_are_on_the_cpu_for_any_default_device():
     assert found.content["empty"].device.type == "cpu"
 
 
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_page_locked_memory_is_freed_after_the_last_copy_from_a_gpu(tmp_path, monkeypatch, is_on_gpu):
+    freed: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: freed.append(True), raising=False)
+    monkeypatch.setattr(snapshots._StorageRange, "kind", property(lambda extent: (extent.size, is_on_gpu)))
+    through_file(tmp_path, {"weight": torch.arange(10.0)})
+    assert freed == [True] * is_on_gpu
+
+
 def test_numpy_numbers_are_loaded_as_python_numbers(tmp_path):
     given = {"rate": np.float64(0.1), "half": np.float32(0.5), "count": np.int64(3), "is_on": np.bool_(True)}
     found = through_file(tmp_path, {"numbers": [given]})["numbers"][0]

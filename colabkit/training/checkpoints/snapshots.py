@@ -129,8 +129,11 @@ class ContentCopier:
 
     def clear(self) -> None:
         """Free the buffers, and with them the page-locked memory that torch otherwise keeps until the process ends."""
-        self._kept = {}
-        if torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):  # noqa: SLF001 - there is no other
+        kept, self._kept = self._kept, {}
+        # Freeing page-locked memory makes the host wait for the GPU.
+        are_locked = any(for_gpu for _, for_gpu in kept)
+        del kept
+        if are_locked and torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):  # noqa: SLF001 - there is no other
             torch._C._host_emptyCache()  # noqa: SLF001
 
     def _has_buffers(self, extents: Mapping[_Key, _StorageRange]) -> bool:
