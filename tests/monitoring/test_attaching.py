@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from magic_shells import loaded_shell
 from panel_states import Frames, render
 from trainings import train
 
@@ -18,6 +19,7 @@ from colabkit.loading import Loader
 from colabkit.monitoring.attaching import RunWatch
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel import attached
+from colabkit.notebook.command_line import main
 
 ELSEWHERE = "00000000-7-1"
 """The owner of a status that was written on another machine."""
@@ -166,3 +168,17 @@ def test_an_attached_panel_ends_with_the_run(folder: Path, monkeypatch: pytest.M
     assert attached.show_run(watch, None, 0.5).state == "running", "Ctrl-C ends the display, not the run"
     change(folder, state="finished")
     assert colabkit.dashboard(attach=folder, screen="none").runs[0].state == "finished"
+
+
+def test_a_command_and_a_magic_show_the_status_and_the_panel(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(folder)]) == 0
+    assert "finished; epoch 3/3, step 2/2" in capsys.readouterr().out
+    assert main(["status", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["step"] == 2
+    assert main(["dashboard", "--attach", str(folder)]) == 0
+    assert "step 2/2" in capsys.readouterr().out
+    with loaded_shell() as shell:
+        assert shell.run_cell(f"%status {folder}").result.runs[0].state == "finished"
+        capsys.readouterr()
+        shell.run_cell(f"%dashboard --attach {folder}").raise_error()
+    assert "step 2/2" in capsys.readouterr().out
