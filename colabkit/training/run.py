@@ -130,9 +130,10 @@ class TrainingRun:
             check_time_left(*self.processes.from_first((self.stops.left_s, self.stops.reserve_s)))
         try:
             if is_left:
-                history, length = (self._epochs, self._validations), len(self.loader)
-                meters.publish(meters.RunStarted(self.loader.meters, epochs, length, self._precision))
-                self._status.begin(self._position, epochs, length, history, self._precision)
+                meters.publish(meters.RunStarted(self.loader.meters, epochs, len(self.loader), self._precision))
+            if is_left or self._status.is_outdated():
+                history = self._epochs, self._validations
+                self._status.begin(self._position, epochs, len(self.loader), history, self._precision)
             while len(self._epochs) < epochs and not self.judge.is_out_of_patience and self._epoch():
                 pass
             if len(self._epochs) < epochs and self.judge.is_out_of_patience:
@@ -159,7 +160,7 @@ class TrainingRun:
             if is_left:
                 name = type(error).__name__ if error else unsaved or self.stops.reason
                 meters.publish(meters.RunEnded("KeyboardInterrupt" if name == "Ctrl-C" else name))
-                self._status.end(error, self.stops.reason)
+            self._status.end(error, self.stops.reason)
         done = self.loader.meters.snapshot() - before
         seconds = self._seconds - seconds_before
         samples = sum(self.processes.from_all(done.samples)) if self._steps > steps_before else 0

@@ -96,6 +96,13 @@ class StatusWriter:
         self._cost_s = 0.0
         self._reason: str | None = None
 
+    def is_outdated(self) -> bool:
+        """Return whether the status in the folder is not that of a finished run, as after a kill at its end."""
+        try:
+            return bool(self._targets) and json.loads(self._targets[0][0].read_bytes())["state"] != "finished"
+        except (OSError, ValueError, KeyError, TypeError):
+            return True
+
     def begin(
         self,
         position: Callable[[], RunPosition],

@@ -69,6 +69,16 @@ def test_the_status_shows_how_a_run_ended_without_secrets(tmp_path, data):
     assert colabkit.doctor(tmp_path / "a" / "status.json").verdict == "unknown", "it can be read like a saved report"
 
 
+def test_a_run_that_was_killed_at_its_end_is_shown_as_finished_after_the_next_call(tmp_path, data):
+    SmallTraining(data).train(2, to=tmp_path)
+    (tmp_path / "status.json").write_text(json.dumps({**status_of(tmp_path), "state": "training"}))
+    assert SmallTraining(data).train(2, to=tmp_path).trained == 0
+    done = status_of(tmp_path)
+    assert (done["state"], done["step"], len(done["epochs"])) == ("finished", 12, 2)
+    assert SmallTraining(data).train(2, to=tmp_path).trained == 0
+    assert status_of(tmp_path) == done
+
+
 def test_a_running_run_updates_its_status_from_its_steps(tmp_path, data, often):
     found: list[dict[str, Any]] = []
 
