@@ -115,7 +115,7 @@ def killed_saves(saver: Saver, folder: Path, limit: int) -> Iterator[Result]:
         for before in range(earlier):
             saver.save(place, 10 * (before + 1))
         in_fork(partial(kill, number, partial(saver.save, place, step)))
-        if earlier or list(place.glob("*.json")):
+        if earlier or list(place.glob("checkpoint-*.json")):
             try:
                 _is_intact(place, saver)
             except Exception as error:
