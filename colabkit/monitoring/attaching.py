@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from colabkit.foundation import (
     ColabkitError,
@@ -25,7 +25,9 @@ from colabkit.foundation import (
     printable,
     user_path,
 )
-from colabkit.training import FoundStatus, SavedStatus, folders_with_status, read_status
+
+if TYPE_CHECKING:
+    from colabkit.training import SavedStatus
 
 StateSeen: TypeAlias = Literal["running", "silent", "dead", "finished", "stopped", "failed", "unknown"]
 
@@ -195,6 +197,9 @@ def runs_in(folder: Path) -> list[Path]:
     Raises:
         SourceMissing: if there are none.
     """
+    # Reading runs imports torch, which loading the extension must not do.
+    from colabkit.training import folders_with_status
+
     found = folders_with_status(folder)
     if not found:
         act, expected = f"show the status of {str(folder)!r}", "the folder that train() saves checkpoints to"
@@ -232,6 +237,8 @@ class RunWatch:
 
     def look(self) -> RunStatus:
         """Read the status and return the state of the run."""
+        from colabkit.training import FoundStatus, read_status
+
         trouble: ColabkitError | None = None
         found = FoundStatus(None, None)
         try:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, get_args, overload
+from typing import Literal, Self, get_args, overload
 
 from colabkit.foundation import (
     InvalidOption,
@@ -31,14 +31,13 @@ from colabkit.foundation import (
     sampled,
     user_path,
 )
+from colabkit.monitoring.attaching import RunWatch, StatusReport, runs_in
 from colabkit.monitoring.diagnosing.verdict import Doctor
+from colabkit.monitoring.panel.attached import show_run
 from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
 from colabkit.monitoring.panel.screens import Screen, ScreenName, TerminalScreen, choose_screen
 from colabkit.monitoring.panel.text import as_text
-
-if TYPE_CHECKING:
-    from colabkit.monitoring.attaching import StatusReport
 
 _COSTLY_S = 0.005
 _COSTLY_SHARE = 0.005
@@ -111,10 +110,6 @@ def dashboard(
     shown = choose_screen(screen)
     if attach is None:
         return Dashboard(shown, refresh_s)
-    # Reading runs needs torch, which loading the extension must not import.
-    from colabkit.monitoring.attaching import RunWatch, StatusReport, runs_in
-    from colabkit.monitoring.panel.attached import show_run
-
     folder = user_path(attach, "show the panel")
     found = runs_in(folder)
     if len(found) > 1:

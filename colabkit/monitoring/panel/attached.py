@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Sampler, meters
 from colabkit.monitoring.attaching import RunStatus, RunWatch
@@ -14,7 +15,9 @@ from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
 from colabkit.monitoring.panel.screens import Screen
 from colabkit.monitoring.panel.text import as_text
-from colabkit.training import SavedStatus
+
+if TYPE_CHECKING:
+    from colabkit.training import SavedStatus
 
 _LOOK_S = 1.0
 # If the folder is on a slow mount, a look may take at most about this share of the time.
