@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+# Let torch's threads sleep while they wait, because test workers share the cores and spinning threads slow them down
+# tenfold. libgomp reads the variable when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from contract import make_pack
