@@ -43,7 +43,7 @@ class OneLineError(BaseException):
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return type and text for `json.dumps`; if the error has a `Message`, also its parts and its options."""
+        """Return the error as values for `json.dumps`: its type, its text, and the parts of its `Message`, if any."""
         values = {"type": type(self).__name__, "message": str(self)}
         if (message := self.message) is None:
             return values

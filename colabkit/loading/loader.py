@@ -85,7 +85,7 @@ class Loader(DataLoaderSource):
 
     Args:
         dataset: dataset to load.
-        batch_size: samples per batch, in each process. With 1, several processes need equal shares, or `drop_last`.
+        batch_size: samples per batch, in each process. With 1, use `drop_last` unless the processes get equal shares.
         shuffle: whether to shuffle the samples in every epoch; `"block"` shuffles in windows, for packs beyond RAM.
         seed: seed of the order and of the transforms.
         drop_last: whether to drop a last batch that is not full; invalid with a sampler that yields batches.

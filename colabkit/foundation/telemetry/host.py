@@ -191,9 +191,9 @@ class Host:
     def _look_slowly(self) -> None:
         self._allowed = self._affinity()
         self._cpus = allowed_cpus(self._read, len(self._allowed))
-        self._room = self._near_room()
+        self._room = self._local_disk_bytes()
 
-    def _near_room(self) -> tuple[int | None, int | None]:
+    def _local_disk_bytes(self) -> tuple[int | None, int | None]:
         """Return free and total bytes of the disk for local copies, whose folder need not exist."""
         table = mounts(self._read)
         if can_hang(self._near, table):

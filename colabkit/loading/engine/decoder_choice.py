@@ -34,7 +34,7 @@ class DecoderChoice:
 
     Attributes:
         name: `"cpu"` or `"gpu"`.
-        reason: why, as text.
+        reason: reason for the choice, as text.
     """
 
     name: Literal["cpu", "gpu"]
@@ -131,7 +131,7 @@ def _rates(options: LoaderOptions, images: ImageOptions, geometry: Geometry | No
 
 
 class _IgnoredSamples(BadSamples):
-    """Bad samples of a measurement, which are neither an error nor reported."""
+    """The bad samples of a measurement, which are ignored."""
 
     def add(self, name: str, error: BadImage) -> None:
         """Ignore the sample."""

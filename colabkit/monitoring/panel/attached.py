@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from colabkit.training import SavedStatus
 
 _LOOK_S = 1.0
-# If the folder is on a slow mount, a look may take at most about this share of the time.
+# If the folder is on a slow mount, reading the status takes at most about this share of the time.
 _SHARE = 0.2
 
 

@@ -185,7 +185,7 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
             epoch, best = (min if name == "loss" else max)(known, key=lambda pair: pair[1])
             marked, note = epoch - first, f"best {word}: {_number(best)} in epoch {epoch}"
     title = clipped(name[:1].upper() + name[1:], 24)
-    # The note already has the word.
+    # The note already contains the word "epoch".
     left = str(first) if note else f"epoch {first}"
     return Chart(title, tuple(lines), _number, None, None, note, left, str(epochs[-1][0]), marked, name)
 
@@ -193,7 +193,7 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
 def _shares(
     name: str, rate: float | None, points: Sequence[float], note: str = "", is_kept: bool = False
 ) -> list[Chart]:
-    """Return a chart of shares in [0, 1] if the newest is known, or without lines if it `is_kept`."""
+    """Return a chart of shares in [0, 1]; if the newest is unknown, none, or with `is_kept` only the note."""
     if rate is None:
         return [Chart(name, (), _percent, note=note)] if is_kept and note else []
     return [Chart(name, (Line("", _percent(rate), points),), _percent, 0.0, 1.0, note)]

@@ -136,7 +136,7 @@ class MemorySampleMaker(SampleMaker):
 
     @abstractmethod
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of many samples as a column; bad samples are blank."""
+        """Return each field of these samples as a column; bad samples are blank."""
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
         """Yield the fields of some samples, omitting bad ones."""

@@ -154,7 +154,7 @@ class BucketSource:
             raise self._unreadable(error) from None
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return what `facts()` returns; raise `OSError` for errors that may be transient."""
+        """Return the same as `facts()`, but raise `OSError` for errors that may be transient."""
         found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your permissions"

@@ -317,7 +317,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO:
-    """Open a file, or raise `SourceChanged` if it differs from the listing; `flags` are more flags for `os.open`."""
+    """Open a file, with additional `flags` for `os.open`; raise `SourceChanged` if it differs from the listing."""
     fd = os.open(path, _FLAGS | flags)
     try:
         found = os.fstat(fd)
