@@ -41,7 +41,7 @@ HDF5_USER_BLOCK_BYTES = 4096
 _COPY_BYTES = 1 << 20
 _RECURSION = 100
 _SENT_BYTES = 16 << 20
-# RAM for the buffers of this process while it writes to a tmpfs; if it ran out, the kernel could kill the process.
+# RAM to keep free for the buffers of this process while it writes to a tmpfs; otherwise, the kernel could kill it.
 _OWN_BYTES = 64 << 20
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 hook: Callable[[str, Path], None] | None = None

@@ -33,7 +33,7 @@ logger = logging.getLogger("colabkit")
 LOCAL_S, REMOTE_S = 4.0, 30.0
 """Seconds between two writes to a local disk, and to a mount such as Drive."""
 
-# How long the thread waits for the training thread to hand over the values of a step.
+# Time that the thread waits for the training thread to hand over the values of a step.
 _VALUES_S = 0.5
 _EPOCHS, _STEPS, _HOSTS, _HOSTS_S = 100, 128, 15, 60.0
 _BEATS = 16
@@ -97,7 +97,7 @@ class StatusWriter:
         self._reason: str | None = None
 
     def is_outdated(self) -> bool:
-        """Return whether the status in the folder is not that of a finished run, as after a kill at its end."""
+        """Return whether the status file does not show a finished run, for example after a kill at its end."""
         try:
             return bool(self._targets) and json.loads(self._targets[0][0].read_bytes())["state"] != "finished"
         except (OSError, ValueError, KeyError, TypeError):
@@ -282,7 +282,7 @@ class StatusWriter:
                 return False
             moved()
             with Partial(path) as new:
-                # Without a sync: the file must survive the end of this process, not that of the machine.
+                # Do not sync: the file must survive the end of this process, but not a crash of the machine.
                 file_changes.write_file(new.path, text)
                 moved()
                 new.publish(replace=True)
@@ -310,7 +310,7 @@ class StatusWriter:
 
 
 def _rates(beats: Sequence[tuple[float, int, int]]) -> tuple[list[float], list[float]]:
-    """Return samples per second and bytes per second between consecutive beats."""
+    """Return the samples per second and the bytes per second between consecutive beats."""
     speed, data = [], []
     for before, now in itertools.pairwise(beats):
         seconds, samples, size = (b - a for a, b in zip(before, now, strict=True))

@@ -264,7 +264,7 @@ def in_python(work: int) -> int:
 
 
 def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
-    """Return a function that makes a loader of the folder as seen through a slow drive."""
+    """Return a function that makes the same loader, but of a slow drive that shows the folder."""
 
     def made(folder: Path) -> Any:
         # Create the data first, because that would be slow through the drive.

@@ -1,4 +1,4 @@
-"""Test cases for the doctor: each sets only the relevant values; all others are inconspicuous or unknown."""
+"""Test cases for the doctor: each sets only the relevant values; all others are normal or unknown."""
 
 from __future__ import annotations
 

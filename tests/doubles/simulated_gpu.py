@@ -339,7 +339,7 @@ class SimulatedGpu(TorchFunctionMode):
         return flat.as_strided(shape.shape, shape.stride())
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Replace what colabkit uses of `torch.cuda`."""
+        """Replace the parts of `torch.cuda` that colabkit uses."""
 
         class BoundEvent(Event):
             gpu = self

@@ -226,7 +226,7 @@ def shell_words(is_colabkit: bool, folder: Path, limit: int) -> Iterator[Result]
                 shell().run_line_magic("dashboard", "--off")
 
     def run_by_shell(word: str) -> None:
-        """What `!cp -r {word} target` does in a notebook."""
+        """Expand a word in a shell, as `!cp -r {word} target` does in a notebook."""
         (folder / "target").mkdir(exist_ok=True)
         subprocess.run(
             f'cp -r "{word}" {folder / "target"}', shell=True, check=False, cwd=folder, capture_output=True, timeout=20

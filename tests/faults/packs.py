@@ -291,7 +291,7 @@ def hostile_files(tool: tuple[Callable[[Path, bool], Content], type[Exception]],
     original = write_hdf5(folder / "fuzzed.h5", _PIXELS, np.arange(6))
 
     def parse(data: bytes) -> None:
-        """A file without a checksum may contain other samples, but must not crash, hang or fail in another way."""
+        """Read a damaged file; other samples or a colabkit error are allowed, but no crash, hang or other error."""
         (folder / "case.h5").write_bytes(data)
         with_samples = open_pack(folder / "case.h5")
         for dataset in with_samples.values():

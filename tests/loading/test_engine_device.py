@@ -54,7 +54,7 @@ class VirtualPool:
         self.gpu, self.build_s, self.plans, self.builder, self.room = gpu, build_s, plans, builder, groups_ahead
         self.worker = Host()
         self.worker.wait_for(gpu.host)
-        # Groups, and what the worker knows when each is done.
+        # Finished groups, each with the virtual time and the known operations of the worker at that moment.
         self.done: deque[tuple[Host, BatchGroup | None]] = deque()
 
     def ready(self) -> int:

@@ -76,7 +76,7 @@ def usable_cpus() -> float:
 
 
 def memory_limits(read: Reader) -> MemoryReport:
-    """Return total and available RAM: the minimum over the machine and all cgroups that contain this process.
+    """Return the total and the available RAM: the minima over the machine and all cgroups of this process.
 
     tmpfs counts as used RAM; reclaimable page cache does not.
     """
@@ -128,7 +128,7 @@ def _number(read: Reader, path: str, key: str = "") -> int:
 
 
 def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) of the cgroups that contain this process; folders may be missing."""
+    """Yield the version and the folder of each cgroup that contains this process; the folder may be missing."""
     try:
         lines = read("/proc/self/cgroup").splitlines()
     except OSError:

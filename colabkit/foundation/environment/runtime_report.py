@@ -28,9 +28,9 @@ _PACKAGES = (
     *("colabkit", "torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg"),
     *("ipython", "ipykernel", "ipywidgets", "tqdm", "psutil", "gdown", "fsspec"),
 )
-# Exists on Colab's hosted runtimes; google.colab.drive checks for the same file.
+# A file that exists on Colab's hosted runtimes; google.colab.drive checks for it, too.
 _HOSTNAME = "/var/colab/hostname"
-# Set in every notebook by VS Code's Jupyter extension.
+# A variable that VS Code's Jupyter extension sets in every notebook.
 _VS_CODE = "__vsc_ipynb_file__"
 # PAPERSPACE_API_KEY is not listed, since users may set it on any machine.
 _PAPERSPACE = ("PAPERSPACE_FQDN", "PAPERSPACE_METRIC_WORKLOAD_ID")

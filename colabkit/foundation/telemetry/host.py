@@ -194,7 +194,7 @@ class Host:
         self._room = self._local_disk_bytes()
 
     def _local_disk_bytes(self) -> tuple[int | None, int | None]:
-        """Return free and total bytes of the disk for local copies, whose folder need not exist."""
+        """Return the free and the total bytes of the disk for local copies, whose folder need not exist."""
         table = mounts(self._read)
         if can_hang(self._near, table):
             return None, None

@@ -21,7 +21,7 @@ from colabkit.foundation.telemetry.host import HostSnapshot, Telemetry
 logger = logging.getLogger("colabkit")
 
 _STOP_S = 1.0
-# Share of one CPU; if snapshots would take more, they are taken less often.
+# Maximum share of one CPU that snapshots may take; if they would take more, they are taken less often.
 _MOST_COST = 0.01
 
 

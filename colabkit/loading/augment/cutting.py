@@ -51,7 +51,7 @@ class Boxes:
 
     @classmethod
     def whole(cls, sizes: npt.NDArray[np.int64]) -> Boxes:
-        """Return boxes that cover the complete images; `sizes` holds height and width of each image, `int64 [B, 2]`."""
+        """Return boxes that cover the complete images; `sizes` holds their height and width, `int64 [B, 2]`."""
         corner = np.zeros(len(sizes), np.int64)
         return cls(corner, corner, sizes[:, 0], sizes[:, 1], np.zeros(len(sizes), np.bool_))
 

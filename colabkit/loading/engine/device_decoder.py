@@ -39,7 +39,7 @@ logger = logging.getLogger("colabkit")
 
 # One thread decodes on the GPU while another one resizes.
 _STREAMS = 2
-# Decoded images of this many bytes are in GPU memory at the same time, for each stream.
+# Maximum size in bytes of the decoded images that are in GPU memory at the same time, for each stream.
 _DECODED_BYTES = 256 << 20
 _NO_PIXELS = np.empty((0, 0, 0, 0), np.uint8)
 
@@ -251,7 +251,7 @@ def _size_of(file: EncodedOrPixels | None) -> tuple[int, int]:
 
 
 def _chunks(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of runs of images with at most `_DECODED_BYTES` in total, or of one image."""
+    """Yield the start and stop of each run of images with at most `_DECODED_BYTES` in total, or of one image."""
     start = total = 0
     for place, size in enumerate(sizes.tolist()):
         if place > start and total + size > _DECODED_BYTES:

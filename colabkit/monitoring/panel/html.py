@@ -199,7 +199,7 @@ def _picture(chart: Chart, points: int, height: int) -> str:
 
 
 def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height: int, marked: int | None = None) -> str:
-    """Return lines; a single one has a shaded area below it, and the second of two is dashed.
+    """Return lines as a picture; a single one has a shaded area below it, and the second of two is dashed.
 
     Args:
         alt: alternative text for the picture.

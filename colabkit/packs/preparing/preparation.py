@@ -39,7 +39,7 @@ from colabkit.packs.preparing.source_state import SourceState
 from colabkit.storage import Threads, answer_of, publish, stage
 
 _LOCK, _NOTES = "lock", "notes.json"
-# Time to check a remote source before an existing local pack is used unchecked.
+# Time limit for checking a remote source; after it, an existing local pack is used unchecked.
 _CHECK_S = 10.0
 
 

@@ -69,7 +69,7 @@ class _Contents(NamedTuple):
 def read_state(
     source: AnySource, address: Address | None, as_table: Mapping[str, Any], go_on: Callable[[], None]
 ) -> SourceState:
-    """Return the state of a source; only names and metadata are read, and tables of paths.
+    """Return the state of a source; this reads only names, metadata and tables of paths.
 
     Args:
         source: a source of `prepare()`.

@@ -63,7 +63,7 @@ File: TypeAlias = tuple[str, int]
 
 
 def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float] | None:
-    """Return operations and bytes per second from `start` on, or None if nothing finished.
+    """Return the operations and the bytes per second from `start` on, or None if nothing finished.
 
     At the end, some threads are idle while others finish. So up to `threads - 1` of the last operations, and at most
     half of all, are left out if that raises the rate.

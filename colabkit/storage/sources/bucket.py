@@ -33,7 +33,7 @@ from colabkit.storage.sources.reads import Retries
 
 T = TypeVar("T")
 
-# The first small read from an object of up to this size fetches the rest of the object. Also the largest request.
+# The first small read from an object of up to this size fetches the rest of the object. No request is larger.
 _WHOLE_BYTES = 8 << 20
 # Minimum number of bytes to fetch at once from larger objects, since each request costs a round trip.
 _RANGE_BYTES = 4 << 20
@@ -43,7 +43,7 @@ _FIRST_BYTES = 16 << 10
 # Requests grow if they take less than this share of the timeout, and shrink if they take more than four times that.
 _QUICK_SHARE = 1 / 30
 _CLOSE_S = 1.0
-# A listing shows no progress until it is complete, and five million objects can take this long.
+# Timeout of a listing, which shows no progress until it is complete: five million objects can take this long.
 _LISTING_S = 600.0
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _LATEST_S = 1 << 33
@@ -267,7 +267,7 @@ class BucketSource:
         return {self._root: own} if is_empty_object else found
 
     def _all_below(self) -> dict[str, Mapping[str, Any]]:
-        """Return the metadata of every object below the root by key; raises `FileNotFoundError` if nothing exists."""
+        """Return the metadata of every object below the root by key; raise `FileNotFoundError` if nothing exists."""
         find = getattr(type(self._fs), "_find", None) or type(self._fs).find
         if not self.has_ranges or find.__module__ not in _GENERIC_MODULES:
             return cast(dict[str, Mapping[str, Any]], self._fs.find(self._root, detail=True))
