@@ -61,7 +61,7 @@ class ColabkitError(OneLineError, Exception):
 
 
 class Interrupted(OneLineError, KeyboardInterrupt):
-    """Ctrl-C or a notebook's stop button ended a call; the message says what is kept."""
+    """Ctrl-C or a notebook's stop button ended a call; the message lists the data that is kept."""
 
     def __init__(self, message: object) -> None:
         super().__init__(message)

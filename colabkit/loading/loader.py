@@ -299,9 +299,9 @@ class Loader(DataLoaderSource):
         """Resume the next iteration at the position of `state`, in the same order.
 
         Batch size, number of processes and threads, device, transform and prefetching may differ. Seed and shuffle are
-        restored from the state. JPEG files must be decoded on the same device, except that with `decode="auto"`, the
-        loader logs a warning. With a custom sampler the number of processes may differ only if the state was taken
-        at the end of an epoch.
+        restored from the state. JPEG files must be decoded on the same device; with `decode="auto"`, the loader only
+        logs a warning. With a custom sampler, the number of processes may differ only if the state was taken at the end
+        of an epoch.
 
         Args:
             state: result of `state_dict()`.

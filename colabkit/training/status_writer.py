@@ -175,7 +175,7 @@ class StatusWriter:
         self._thread.join(self._limit_s)
 
     def _work(self) -> None:
-        """Write the status at once, every few seconds, and at the end; runs in the thread."""
+        """Write the status immediately, every few seconds, and at the end; runs in the thread."""
         self._update(is_new=True)
         self._begun.set()
         while self._targets and not self._ending.wait(LOCAL_S - _VALUES_S):

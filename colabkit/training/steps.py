@@ -105,8 +105,8 @@ class SupervisedStep:
         """Train on a batch and return its loss, and its accuracy if defined, as tensors on the device.
 
         Raises:
-            InvalidOption: if the batch does not consist of images and labels or is on another device than the model, or
-                if the loss is not a single number.
+            InvalidOption: if the batch does not consist of images and labels, or is on a different device from the
+                model, or if the loss is not a single number.
             MissingPackage: if `torch.compile` finds no C++ compiler.
         """
         return step_values(*self._train_on(batch), self.accuracies.takes_shares)
@@ -185,7 +185,7 @@ class SupervisedStep:
         """Return the model's outputs for the inputs of each batch, on the CPU, in evaluation mode.
 
         Raises:
-            InvalidOption: if a batch has no tensor as inputs, or is on another device than the model.
+            InvalidOption: if a batch has no tensor as inputs, or is on a different device from the model.
         """
         found = []
         with self._evaluating(batches) as iterator:

@@ -69,7 +69,7 @@ T4 = GpuSnapshot(
 
 
 def with_gpu(host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
-    """Return a snapshot of the host with a T4 whose fields have these changes."""
+    """Return a snapshot of the host with a T4, after these changes of the T4's fields."""
     return replace(host, gpus=(replace(T4, **changes),))
 
 

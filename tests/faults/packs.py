@@ -108,7 +108,7 @@ FORMATS = {
 
 
 def _readings(form: Format, folder: Path, damages: Callable[[Path, bytes], Iterable[tuple[str, bytes]]]) -> Cases:
-    """Return a case for each damaged copy of each of the format's files; readers take turns."""
+    """Return a case for each damaged copy of each of the format's files; each case uses the next reader in turn."""
     (folder / form.name).mkdir()
     files = form.write(folder / form.name)
     good = {reader: form.read(files[0], reader) for reader in form.readers}

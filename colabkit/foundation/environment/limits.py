@@ -102,7 +102,7 @@ def _machine_memory(read: Reader) -> tuple[int, int]:
     with contextlib.suppress(OSError):
         for line in read("/proc/meminfo").splitlines():
             key, _, value = line.partition(":")
-            # Sandboxes emulate this file with lines of other forms.
+            # Sandboxes emulate this file with lines in other formats.
             with contextlib.suppress(ValueError, IndexError):
                 meminfo[key] = int(value.split()[0]) * 1024
     if "MemTotal" in meminfo:
@@ -112,7 +112,7 @@ def _machine_memory(read: Reader) -> tuple[int, int]:
 
         memory = psutil.virtual_memory()
         return memory.total, memory.available
-    # On Linux, psutil reads the same file, and raises many types of errors if it is missing or odd.
+    # On Linux, psutil reads the same file, and raises many types of errors if it is missing or malformed.
     except Exception:
         pages = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
         total, available = (max(0, number) * os.sysconf("SC_PAGE_SIZE") for number in pages)

@@ -169,7 +169,7 @@ class _SamplerUsers:
         self.lock = threading.RLock()
         self.sampler: Sampler | None = None
         self.users = 0
-        # Kept after the sampler has stopped.
+        # The most recent sampler, which is kept after it has stopped.
         self.last: Sampler | None = None
 
 

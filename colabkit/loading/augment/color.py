@@ -1,6 +1,6 @@
 """Color transforms: `ColorJitter`, and the kernels that it shares with `TrivialAugmentWide`.
 
-The formulas are torchvision's. As there, `uint8` images are rounded down after each step.
+The formulas are torchvision's. As in torchvision, `uint8` images are rounded down after each step.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class DeviceTransfer:
         self._in_flight: deque[tuple[Any, bool, _SentGroup]] = deque()
         self._layouts: list[tuple[Any, ...]] = []
         self._next: _Destination | None = None
-        # After this event, no earlier work uses the newest destination. One event serves all of them, because a stream
-        # waits for the state of an event at the time of the call.
+        # After this event, no earlier work uses the newest destination. One event serves all destinations, because a
+        # stream waits for the state of an event at the time of the call.
         self._is_free = torch.cuda.Event()
 
     def __len__(self) -> int:

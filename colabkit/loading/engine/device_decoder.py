@@ -133,7 +133,7 @@ class DeviceDecoder(ImageDecoder):
         return self.options.row_shape[:2]
 
     def _boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> tuple[npt.NDArray[Any], ...]:
-        """Return the columns of a `Boxes`; those of a resized image have the aspect ratio of the result."""
+        """Return the arrays for `Boxes`; boxes that are only resized have the aspect ratio of the result."""
         if self.geometry is not None:
             boxes = self.geometry.boxes(sizes, draws)
             return boxes.top, boxes.left, boxes.height, boxes.width, boxes.mirrored, boxes.upside_down

@@ -60,7 +60,7 @@ def _paint(watch: RunWatch, found: RunStatus, doctor: Doctor, screen: Screen | N
 def panel_state(saved: SavedStatus, found: RunStatus, doctor: Doctor) -> PanelState:
     """Return the state of the panel for a saved status.
 
-    The run's events and measurements are passed to a `RunRecorder`, so that the panel shows the same as beside the run.
+    The run's events and measurements are passed to a `RunRecorder`, so that the panel looks as in that process.
 
     Args:
         saved: the saved status.

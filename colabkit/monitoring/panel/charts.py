@@ -138,7 +138,7 @@ def learning(state: PanelState) -> tuple[Chart, ...]:
 def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool], ...]:
     """Return texts for the details row, and whether each is urgent: storage that is almost full.
 
-    They are memory, storage, the newest values that the charts do not show, the time that the small
+    The texts are about memory, storage, the newest values that the charts do not show, the time that the small
     charts cover, cost and time.
     """
     found: list[tuple[str, bool]] = []
@@ -193,7 +193,7 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
 def _shares(
     name: str, rate: float | None, points: Sequence[float], note: str = "", is_kept: bool = False
 ) -> list[Chart]:
-    """Return a chart of shares in [0, 1]; if the newest is unknown, none, or with `is_kept` only the note."""
+    """Return a chart of shares in [0, 1]; without a newest share, return no chart, or with `is_kept` only its note."""
     if rate is None:
         return [Chart(name, (), _percent, note=note)] if is_kept and note else []
     return [Chart(name, (Line("", _percent(rate), points),), _percent, 0.0, 1.0, note)]

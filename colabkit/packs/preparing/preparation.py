@@ -137,7 +137,7 @@ class Preparation:
             stop.set()
 
     def find_local(self) -> PackInfo | None:
-        """Return the usable local pack for the source's state, or the newest if the state is unknown, if any."""
+        """Return the usable local pack for the source's state (the newest pack if the state is unknown), or None."""
         if self.refresh:
             return None
         for path in _newest_first(self.folder) if self.state is None else [self.path]:

@@ -159,7 +159,7 @@ class Probe:
             del self._running[thread]
 
     def _together(self, threads: int, work: Work, until: float) -> tuple[list[Op], float]:
-        """Run `work` on threads until it returns None or time is up; return finished operations and the start time."""
+        """Run `work` on threads until it returns None or time is up; return the finished operations and the start."""
         done: list[Op] = []
         go, is_done = threading.Event(), threading.Event()
 
