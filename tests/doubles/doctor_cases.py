@@ -69,7 +69,7 @@ T4 = GpuSnapshot(
 
 
 def with_gpu(host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
-    """Return a snapshot of the host with a T4, after these changes of the T4's fields."""
+    """Return a snapshot of the host with a T4; `changes` replace fields of the T4's snapshot."""
     return replace(host, gpus=(replace(T4, **changes),))
 
 

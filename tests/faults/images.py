@@ -142,7 +142,7 @@ def corrupt_images(decoder: Decoder, folder: Path, limit: int) -> Iterator[Resul
                 if policy == "skip":
                     del expected[2]
                 else:
-                    # In packs of files, the black picture has its own size.
+                    # The size of the black picture that replaces the bad image differs between tools.
                     expected[2] = np.zeros_like(pictures[2])
             else:
                 assert whole is not None, "the file is not an image, but was decoded"

@@ -206,7 +206,7 @@ def _sealed_with(meta: dict[str, Any], path: Path) -> None:
 
 
 def _groups(path: Path, depth: int, width: int) -> None:
-    """Write a file with this many nested groups and this many groups beside each other."""
+    """Write a file with `depth` nested groups and `width` sibling groups."""
     with h5py.File(path, "w") as file:
         group: h5py.Group = file
         for number in range(depth):
@@ -264,7 +264,7 @@ def _open_h5py(path: Path, names: bool) -> Content:
 def hostile_files(tool: tuple[Callable[[Path, bool], Content], type[Exception]], folder: Path, limit: int) -> Any:
     read, refusals = tool
     secret = folder / "secret.h5"
-    # This value stands in every place that a link could refer to.
+    # Write this value to every path that a link could refer to.
     with h5py.File(secret, "w") as file:
         for name in ("images", "X_train", "e/images"):
             file[name] = np.full((30, 6, 5, 3), _SECRET, np.uint8)

@@ -12,7 +12,7 @@ from colabkit.monitoring.panel.api import Dashboard, FramePace
 
 
 def paced(time: FakeTime, cost_s: float, frames: int, pace: FramePace | None = None) -> FramePace:
-    """Return a pace that has painted some frames, each when it was due."""
+    """Return a `FramePace` that has recorded some frames, each when it was due."""
     if pace is None:
         pace = FramePace(0.5, time)
         pace.painted(0.2, 0.2)
