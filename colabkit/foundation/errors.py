@@ -104,7 +104,7 @@ class FileFailed(ColabkitError, OSError):
 
 
 class NotSealed(ColabkitError, ValueError):
-    """A pack or local copy has no seal, the checksum record that is written last, or has another format version."""
+    """A pack or local copy has no seal (the record of checksums, written last), or has another format version."""
 
 
 class Corrupt(ColabkitError, ValueError):

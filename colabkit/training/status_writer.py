@@ -33,7 +33,7 @@ logger = logging.getLogger("colabkit")
 LOCAL_S, REMOTE_S = 4.0, 30.0
 """Seconds between two writes to a local disk, and to a mount such as Drive."""
 
-# Time that the thread waits for the training thread to hand over the values of a step.
+# Time to wait for the training thread to hand over the values of a step.
 _VALUES_S = 0.5
 _EPOCHS, _STEPS, _HOSTS, _HOSTS_S = 100, 128, 15, 60.0
 _BEATS = 16
@@ -69,7 +69,7 @@ class StatusWriter:
 
     Attributes:
         wants_values: whether the training thread should call `note()` after its next step.
-        state: what the run does.
+        state: what the run is doing.
     """
 
     def __init__(self, checkpoints: CheckpointFolder | None, counts: LoaderMeters, machine: Sampler) -> None:
@@ -141,7 +141,7 @@ class StatusWriter:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Show that the run validates while the block runs."""
+        """Show that the run is validating while the block runs."""
         self.state = "validating"
         try:
             yield
@@ -201,7 +201,7 @@ class StatusWriter:
         return [target for target in self._targets if target[1] is None]
 
     def _send(self, content: dict[str, Any], is_new: bool, is_last: bool) -> None:
-        """Write to the mount in another thread, since a mount may hang, unless the last write still runs."""
+        """Write to the mount in another thread, since a mount may hang, unless the last write is still running."""
         if is_last and self._sender is not None:
             self._sender.join(self._limit_s)
         far = [target for target in self._targets if target[1] is not None]

@@ -375,8 +375,8 @@ class SupervisedStep:
         """Apply scaled gradients; return False if they were not finite and the update was skipped.
 
         A fused optimizer is always called. It checks the gradients on the device, and reading the result would wait for
-        the GPU, so the update always counts. For other optimizers, `GradScaler` itself waits for the GPU. To avoid that
-        wait would require a change of the user's optimizer, and the copy of the next batch is already under way.
+        the GPU, so the update always counts. For other optimizers, `GradScaler` itself waits for the GPU. Avoiding
+        that wait would require changing the user's optimizer, and the copy of the next batch is already under way.
         """
         made: list[bool] = []
         hook = self._optimizer.register_step_post_hook(lambda *_: made.append(True))

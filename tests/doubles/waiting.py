@@ -1,4 +1,4 @@
-"""Wait until a condition holds in another thread or process; a test that passes seldom waits long."""
+"""Wait until a condition holds in another thread or process; passing tests rarely wait long."""
 
 from __future__ import annotations
 

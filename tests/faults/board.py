@@ -375,7 +375,7 @@ def run_rows(
     scores = {}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    # A process for each task, because cases may leave patches and handlers behind.
+    # Use a new process for each task, because cases may leave patches and handlers behind.
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as executor:
         futures = [executor.submit(run_row, *task) for task in tasks]
         for future in as_completed(futures):

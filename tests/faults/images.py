@@ -35,8 +35,8 @@ class Decoder:
     """A tool that decodes a folder of images.
 
     Args:
-        ways: called with the folder and a policy; return the pictures, `uint8 [H, W, C]`, in the order of their names,
-            and the names of the bad files.
+        ways: functions of the folder and a policy that return the pictures, `uint8 [H, W, C]`, in the order of their
+            names, and the names of the bad files.
         policies: how bad files can be handled.
         refusals: the exceptions by which the tool refuses work.
     """

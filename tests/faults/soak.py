@@ -156,7 +156,7 @@ class Attempt:
 
 
 class Soak:
-    """The run: it starts and kills processes, compares their results, and counts leftovers."""
+    """A soak test: it starts and kills processes, compares their results, and counts leftovers."""
 
     def __init__(self, home: Path, seed: int) -> None:
         self.home = home

@@ -1,4 +1,4 @@
-"""`Loader(decode=)` decodes JPEG files on a GPU, or else on the CPU; a fake stands for torchvision's nvJPEG."""
+"""`Loader(decode=)` decodes JPEG files on a GPU, or else on the CPU; a fake stands in for torchvision's nvJPEG."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_a_torchvision_that_cannot_decode_on_a_gpu_is_an_error_and_auto_uses_the
     assert f"decode='gpu', but {reason}" in refused(data, size=32, decode="gpu")
     assert Loader(data, 4, size=32, decode="auto").decoder.reason == reason
     monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda files, **_: [torch.zeros(3, 64, 64)] * len(files))
-    assert "other pixels than on the CPU" in refused(data, size=32, decode="gpu")
+    assert "a test image was decoded incorrectly" in refused(data, size=32, decode="gpu")
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     assert "torchvision is not installed. Run pip install torchvision, or omit decode=." in refused(
         data, size=32, decode="gpu"

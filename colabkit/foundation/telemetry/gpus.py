@@ -145,7 +145,7 @@ def gpu_reports(nvml: ModuleType | None = None, paths: Sequence[str] | None = No
         return ()
     try:
         driver = _text(_ask(opened, "nvmlSystemGetDriverVersion"))
-        # Encoded as 1000 * major + 10 * minor.
+        # The version is encoded as 1000 * major + 10 * minor.
         version = _ask(opened, "nvmlSystemGetCudaDriverVersion")
         cuda = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
         found = []
@@ -221,7 +221,7 @@ def _instances(nvml: ModuleType, card: Any, card_uuid: str | None) -> list[_Devi
         if instance is not None:
             uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", instance))
             numbers = [_ask(nvml, f"nvmlDeviceGet{kind}InstanceId", instance) for kind in ("Gpu", "Compute")]
-            # The identifier used by drivers before version 470.
+            # Drivers before version 470 use this identifier.
             older = f"MIG-{card_uuid}/{numbers[0]}/{numbers[1]}"
             found.append(_Device(instance, card, tuple(filter(None, (uuid, older)))))
     return found

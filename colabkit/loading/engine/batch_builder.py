@@ -140,7 +140,7 @@ class BatchBuilder:
         columns: columns of the dataset.
         stages: stages of the transform; the builder applies those of worker threads.
         images: options for decoding, if samples are image files.
-        depth: how many batches are built ahead.
+        depth: number of batches that are built ahead, and of threads.
         decoder: decoder of the epoch, if samples are image files.
         seed_and_epoch: seed and epoch of the samples' random numbers.
         pinned: pool of pinned buffers for batches that go to a GPU, else None.

@@ -63,7 +63,7 @@ class _SentGroup:
     Attributes:
         copied: event at the end of the copy.
         made_on: stream that the memory was allocated on.
-        awaited_on: stream that has waited for the copy last, if any.
+        awaited_on: stream that was the last to wait for the copy, if any.
     """
 
     copied: torch.cuda.Event
@@ -76,7 +76,7 @@ class DeviceTransfer:
 
     The memory for the next group is allocated together with each group. A copy then waits only for the work that was
     queued before the previous request. It overlaps the newest step even if the batch arrives after that step was
-    queued, as it does when the host is faster than the GPU and waits for a free buffer.
+    queued, as happens when the host is faster than the GPU and waits for a free buffer.
 
     Args:
         device: the GPU.

@@ -1,6 +1,6 @@
 """Decode JPEG files on a GPU with torchvision, which calls nvJPEG.
 
-Worker threads read the files. Other files than grayscale and YCbCr JPEGs are decoded there, on the CPU. The thread that
+Worker threads read the files. Files other than grayscale and YCbCr JPEGs are decoded there, on the CPU. The thread that
 finishes a group decodes its JPEGs on the GPU, turns them upright, and cuts and resizes them into one tensor. If nvJPEG
 fails, each image is decoded alone, and on the CPU if nvJPEG fails again.
 

@@ -144,7 +144,7 @@ def gather_bytes_per_s(row_bytes: float) -> float:
 
 @cache
 def _gathered_bytes_per_s(words: int) -> float:
-    # Imported here, since the panel loads this module without torch.
+    # Import torch here, since the panel loads this module without torch.
     import torch
 
     rows = torch.ones((min(_PROBE_ROWS, _PROBE_BYTES // _WORD // words), words), dtype=torch.int64, device="cpu")

@@ -19,7 +19,7 @@ _TENSOR_CORES = frozenset(
 )
 _SLOWED = 0.2
 _SLOWED_BY = {"power": "its power limit"}
-# GPU memory of other processes that is reported: more than the few hundred MiB that CUDA itself takes per process.
+# Least GPU memory of other processes that is reported; CUDA itself takes a few hundred MiB per process.
 _OTHERS_BYTES = 2 << 30
 _ON_GPU = "model.to('cuda'); colabkit.Loader(..., device='cuda')"
 # Share of the usable CPUs that other processes may use before the doctor reports them.

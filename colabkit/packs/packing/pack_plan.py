@@ -286,7 +286,7 @@ class PackPlan:
         return laid
 
     def meta(self, counts: Mapping[str, int], bad: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
-        """Return the pack's metadata; each entry of `bad` is split, index (None if omitted), path and reason."""
+        """Return the metadata; each entry of `bad` is a split, an index (None if omitted), a path and a reason."""
         fields = {name: [field.content, field.is_ragged] for name, field in self.fields.items()}
         return {**self.about, "fields": fields, "splits": dict(counts), "bad": list(bad)}
 

@@ -57,7 +57,7 @@ class SourceState:
 class _Contents(NamedTuple):
     """Lines that describe a source, and the files whose sizes and times belong to its state too.
 
-    The field `facts` names what the lines and the files' metadata contain.
+    The field `facts` describes the content of the lines and of the files' metadata.
     """
 
     lines: Sequence[str]

@@ -305,7 +305,7 @@ class FetchJob:
 
         Raises:
             AlreadyThere: if the final path already holds the source's data.
-            TargetExists: if something else is at the final path that must not be replaced.
+            TargetExists: if something else, which must not be replaced, is at the final path.
             InvalidOption: if a digest is requested for a folder.
         """
         if is_folder:

@@ -35,9 +35,9 @@ T = TypeVar("T")
 
 # The first small read from an object of up to this size fetches the rest of the object. No request is larger.
 _WHOLE_BYTES = 8 << 20
-# Minimum number of bytes to fetch at once from larger objects, since each request costs a round trip.
+# Minimum number of bytes to read ahead from larger objects, since each request costs a round trip.
 _RANGE_BYTES = 4 << 20
-# Size of the first request, and minimum. The size grows only while requests are answered quickly, so that on a slow
+# Initial and minimum size of a request. The size grows only while requests are answered quickly, so that on a slow
 # line, concurrent requests are answered before they count as stalled.
 _FIRST_BYTES = 16 << 10
 # Requests grow if they take less than this share of the timeout, and shrink if they take more than four times that.
@@ -196,7 +196,7 @@ class BucketSource:
         """List the objects again if any took several requests, which may have returned bytes of different versions.
 
         Raises:
-            SourceChanged: if such an object has another size, time or version than when it was read.
+            SourceChanged: if the size, time or version of such an object has changed since it was read.
         """
         pieced, self._pieced = self._pieced, set()
         if not pieced:

@@ -28,7 +28,7 @@ _TRIES = 4
 _BACK_OFF_S = 0.2
 _SHARED_OPEN_S = 2.0
 # Coarse clocks, such as those of FAT and of some SMB and FUSE mounts, tick every 2 s or less, at multiples of 0.1 s.
-# Those of other file systems tick with the timer of the kernel, at least 100 times a second.
+# Those of other file systems tick with the kernel's timer, at least 100 times a second.
 _TICK_NS, _COARSE_TICK_NS, _COARSE_UNIT_NS = 10_000_000, 2_000_000_000, 100_000_000
 # No clock is ahead by this much, so a program has set any later time.
 _MOST_AHEAD_NS = 86_400 * 10**9
