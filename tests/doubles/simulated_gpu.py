@@ -31,6 +31,8 @@ from colabkit.loading.engine import device
 
 DEVICE = torch.device("cuda", 0)
 _Clock = dict[int, int]
+# Before it copies more pageable memory than this, the host waits for the stream.
+_PAGEABLE_BYTES = 64 << 10
 # In-place functions that start work on the GPU, each with the index of the argument that is written.
 _IN_PLACE = {torch.Tensor.copy_: 0, torch.Tensor.__setitem__: 0, torch.Tensor.fill_: 0}
 
@@ -186,6 +188,8 @@ class SimulatedGpu(TorchFunctionMode):
         self._current: dict[int, Stream] = {}
         self._free: list[Memory] = []
         self._owners: dict[int, tuple[weakref.ref[Any], Memory]] = {}
+        # First addresses of page-locked memory.
+        self._pinned: set[int] = set()
         # The uses of host memory, by its first address and the address after it.
         self._host_uses: dict[tuple[int, int], Uses] = {}
 
@@ -289,10 +293,10 @@ class SimulatedGpu(TorchFunctionMode):
         tensors = [value for value in args if isinstance(value, Tensor)]
         on_device = [tensor for tensor in tensors if self.memory_of(tensor) is not None]
         target = kwargs.get("device")
-        if function is torch.Tensor.to and isinstance(args[1], torch.device | str):
-            target = args[1]
-            if on_device and torch.device(target).type == "cuda":
-                return args[0]
+        if function is torch.Tensor.to:
+            target = args[1] if len(args) > 1 and isinstance(args[1], torch.device | str) else target
+            if on_device and (target is None or torch.device(target).type == "cuda"):
+                return args[0] if target else function(*args, **kwargs)
         if target is not None and torch.device(target).type == "cuda":
             return self._made(function, args, kwargs)
         if on_device and function == torch.Tensor.device.__get__:
@@ -316,10 +320,13 @@ class SimulatedGpu(TorchFunctionMode):
 
     def _copied(self, to: Tensor, sources: list[Tensor], non_blocking: bool) -> None:
         self.calls["copy"] += 1
-        from_host = sum(one.nbytes for one in sources if self.memory_of(one) is None)
-        self.current.run(from_host / self.copy_bytes_per_s, reads=sources, writes=[to])
-        if from_host and not non_blocking:
-            self.current.record_event().synchronize()
+        on_host = [one for one in sources if self.memory_of(one) is None]
+        pageable = sum(one.nbytes for one in on_host if one.untyped_storage().data_ptr() not in self._pinned)
+        if pageable > _PAGEABLE_BYTES:
+            self.current.synchronize()
+        self.current.run(sum(one.nbytes for one in on_host) / self.copy_bytes_per_s, reads=sources, writes=[to])
+        if on_host and not non_blocking:
+            self.current.synchronize()
 
     def _made(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Return a new tensor on the simulated GPU."""
@@ -365,14 +372,19 @@ class SimulatedGpu(TorchFunctionMode):
         monkeypatch.setattr(device, "_copy_stream", functools.cache(torch.cuda.Stream))
         empty = torch.empty
 
+        def pinned(tensor: Tensor) -> Tensor:
+            self._pinned.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
         def without_pinning(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-            return empty(*args, **options)
+            made = empty(*args, **options)
+            return pinned(made) if pin_memory else made
 
         def record(tensor: Tensor, stream: Stream) -> None:
             self._owners[tensor.untyped_storage().data_ptr()][1].recorded.add(stream)
 
         monkeypatch.setattr(torch, "empty", without_pinning)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned(tensor.clone()))
         monkeypatch.setattr(torch.Tensor, "record_stream", record)
 
 

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from colabkit.foundation import LoaderMeters, Mark
+from colabkit.loading.augment.transform import sent
 from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, map_tensors, split_batches, tensors_in
 from colabkit.loading.engine.columns import Column
-from colabkit.loading.engine.gather import PinnedSlots, RowGather, pinned
+from colabkit.loading.engine.gather import PinnedSlots, RowGather
 
 _STEP_BYTES = 64 << 20
-# The CUDA driver copies up to this many bytes of pageable memory without waiting.
-_PAGEABLE_BYTES = 64 << 10
 
 
 def set_mark(device: torch.device) -> torch.cuda.Event:
@@ -334,9 +333,7 @@ class DeviceEngine:
     # The batches of a plan may be requested in different modes.
     @torch.inference_mode(False)
     def _gather(self, plan: BatchPlan) -> list[Batch]:
-        numbers = torch.from_numpy(plan.indices)
-        # The driver may wait for the stream before it copies more pageable memory than this.
-        indices = self._send(pinned(numbers) if numbers.nbytes > _PAGEABLE_BYTES else numbers)
+        indices = sent(torch.from_numpy(plan.indices), self._device)
         current = torch.cuda.current_stream(self._device)
         fields: list[Any] = []
         for column in self._columns:
