@@ -298,6 +298,16 @@ def test_sparse_tensors_and_custom_objects_are_moved_in_the_stream_of_the_user(g
             use(gpu, [batch["numbers"], batch["graph"].nodes])
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_the_batch_sizes_of_packed_sequences_stay_on_the_cpu(gpu):
+    def collate(lengths: list[int]) -> Any:
+        return torch.nn.utils.rnn.pack_sequence([torch.arange(1 + length) for length in lengths], enforce_sorted=False)
+
+    for batch in Loader(range(8), 4, device="cuda", collate_fn=collate, num_workers=0):
+        assert (batch.data.device, batch.batch_sizes.device.type) == (DEVICE, "cpu")
+        use(gpu, [batch.data])
+
+
 @pytest.mark.usefixtures("prompt_worker")
 def test_a_gpu_without_memory_for_the_next_copy_still_gets_its_batches(gpu):
     batches = iter(Loader(arrays(), BATCH_SIZE, device="cuda", keep="ram", prefetch_batches=2))
