@@ -272,6 +272,24 @@ def test_a_batch_may_change_in_place_while_autograd_needs_another(gpu, requests_
     assert torch.equal(second, 2 * rows[5 * BATCH_SIZE :][:BATCH_SIZE])
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_batches_made_on_the_gpu_are_handed_over_without_a_copy_and_without_a_race(gpu):
+    made: list[torch.Tensor] = []
+
+    def collate(_: list[int]) -> torch.Tensor:
+        gpu.compute(0.010)
+        made.append(new_memory())
+        return made[-1]
+
+    loader = Loader(range(20), 4, device="cuda", collate_fn=collate, num_workers=0)
+    for batch in loader:
+        assert batch is made.pop(0)
+        use(gpu, [batch])
+        del batch
+        new_memory()
+    assert gpu.allocated == 0
+
+
 class Graph:
     """A custom batch that moves itself."""
 

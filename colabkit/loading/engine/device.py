@@ -109,7 +109,7 @@ class DeviceTransfer:
         """
         # Collect the tensors before the batches are copied: a copy of a custom mapping may replace the values of the
         # original.
-        tensors = [[tensor for tensor in tensors_in(batch) if _is_dense(tensor)] for batch, _ in batches]
+        tensors = [[tensor for tensor in tensors_in(batch) if _is_copied(tensor)] for batch, _ in batches]
         fields = _joined(tensors)
         wholes = [whole for whole, _ in fields] if fields else [tensor for batch in tensors for tensor in batch]
         layouts = [(whole.shape, whole.stride(), whole.dtype) for whole in wholes]
@@ -145,7 +145,7 @@ class DeviceTransfer:
         group = _SentGroup(copied, to.made_on)
         for batch, _ in batches:
             others.clear()
-            on_device = map_tensors(batch, lambda tensor: next(places) if _is_dense(tensor) else keep(tensor), keep)
+            on_device = map_tensors(batch, lambda tensor: next(places) if _is_copied(tensor) else keep(tensor), keep)
             self._in_flight.append((on_device, bool(others), group))
         samples, size = sum(samples for _, samples in batches), sum(whole.nbytes for whole in wholes)
         self._counts.copied(samples, size, started, copied)
@@ -237,6 +237,11 @@ def _joined(tensors: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, list[int]
     return fields
 
 
+def _is_copied(tensor: Tensor) -> bool:
+    """Return whether a tensor is copied ahead; a tensor on a GPU may still be computed there, in another stream."""
+    return tensor.device.type == "cpu" and _is_dense(tensor)
+
+
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
@@ -246,7 +251,7 @@ def _use_in_current_stream(batch: Any, device: torch.device, made_on: torch.cuda
     current = torch.cuda.current_stream(device)
     if current != made_on:
         for tensor in tensors_in(batch):
-            if _is_dense(tensor):
+            if tensor.device == device and _is_dense(tensor):
                 tensor.record_stream(current)
 
 

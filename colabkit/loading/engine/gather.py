@@ -36,7 +36,9 @@ def warn_unpinned(error: RuntimeError) -> None:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Return a copy in page-locked memory, or the tensor itself if memory cannot be locked."""
+    """Return a copy in page-locked memory; a tensor on a GPU, or if memory cannot be locked, the tensor itself."""
+    if tensor.device.type != "cpu":
+        return tensor
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
