@@ -18,7 +18,7 @@ import torchvision
 from fake_nvjpeg import FakeNvjpeg
 from pictures import photo, saved
 from PIL import Image
-from simulated_gpu import DEVICE, Host, SimulatedGpu
+from simulated_gpu import DEVICE, Event, Host, SimulatedGpu, Stream
 
 from colabkit.loading import Loader
 from colabkit.loading.engine import thread_engine
@@ -186,6 +186,27 @@ def test_memory_is_not_used_again_before_the_copies_of_an_abandoned_pass_end(gpu
         with gpu.stream(stream):
             held = [new_memory() for _ in range(10)]
             del held
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_memory_is_not_used_again_before_the_copy_of_an_interrupted_request_ends(gpu, monkeypatch):
+    # No later copy, for which the streams would wait.
+    batches = iter(Loader(tuple(rows[:BATCH_SIZE] for rows in arrays()), BATCH_SIZE, device="cuda", keep="ram"))
+    wait_event = Stream.wait_event
+
+    def interrupt(stream: Stream, event: Event) -> None:
+        if stream is not gpu.default:
+            wait_event(stream, event)
+            return
+        monkeypatch.setattr(Stream, "wait_event", wait_event)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stream, "wait_event", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    gc.collect()
+    held = [new_memory() for _ in range(10)]
+    del held
 
 
 @pytest.mark.usefixtures("prompt_worker")

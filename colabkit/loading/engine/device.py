@@ -173,7 +173,7 @@ class DeviceTransfer:
 
     def take(self) -> tuple[Any, tuple[Mark, Mark] | None]:
         """Return the oldest batch, and events around the stream's wait for its copy, if any; the host does not wait."""
-        batch, has_others, group = self._in_flight.popleft()
+        batch, has_others, group = self._in_flight[0]
         current, marks = torch.cuda.current_stream(self._device), None
         # The other batches of a group arrive with the first one.
         if current != group.awaited_on:
@@ -181,6 +181,8 @@ class DeviceTransfer:
             current.wait_event(group.copied)
             marks, group.awaited_on = (before, set_mark(self._device)), current
         _use_in_current_stream(batch, self._device, group.made_on)
+        # If a keyboard interrupt comes before this line, `close` still finds the batch.
+        self._in_flight.popleft()
         if has_others:
             # These objects allocate memory themselves, so they are moved in the stream that uses them.
             batch = map_tensors(batch, self._moved, self._moved)
