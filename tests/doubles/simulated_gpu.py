@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from colabkit.loading.engine import device
+from colabkit.loading.engine import device, device_decoder
 
 DEVICE = torch.device("cuda", 0)
 _Clock = dict[int, int]
@@ -59,6 +59,7 @@ class Stream:
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         self.gpu = gpu
+        self.device = gpu.device
         self.number = len(gpu.streams)
         self.ends = 0.0
         self.idle = 0.0
@@ -172,10 +173,18 @@ class SimulatedGpu(TorchFunctionMode):
     Args:
         copy_bytes_per_s: speed of copies from the host.
         total_bytes: size of the memory.
+        device: the GPU; the current one of every thread is the first GPU until the thread chooses another one.
+
+    Attributes:
+        contexts: the GPUs on which CUDA has created a context because a thread left a stream.
     """
 
-    def __init__(self, copy_bytes_per_s: float = float("inf"), total_bytes: int = 16 << 30) -> None:
+    def __init__(
+        self, copy_bytes_per_s: float = float("inf"), total_bytes: int = 16 << 30, device: torch.device = DEVICE
+    ) -> None:
         super().__init__()
+        self.device = device
+        self.contexts: set[int] = set()
         self.copy_bytes_per_s = copy_bytes_per_s
         self.total_bytes = total_bytes
         self.allocated = self.reserved = self.shortages = 0
@@ -186,6 +195,7 @@ class SimulatedGpu(TorchFunctionMode):
         self._hosts: dict[int, Host] = {}
         self._override: Host | None = None
         self._current: dict[int, Stream] = {}
+        self._current_device: dict[int, int] = {}
         self._free: list[Memory] = []
         self._owners: dict[int, tuple[weakref.ref[Any], Memory]] = {}
         # First addresses of page-locked memory.
@@ -222,6 +232,22 @@ class SimulatedGpu(TorchFunctionMode):
             yield
         finally:
             self._current[threading.get_ident()] = before
+            # As in torch, this sets the device of the thread again.
+            self.contexts.add(self.current_device())
+
+    def current_device(self) -> int:
+        """Return the number of the current GPU of the calling thread."""
+        return self._current_device.get(threading.get_ident(), 0)
+
+    @contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        """Make a GPU the current one in the block."""
+        before = self.current_device()
+        self._current_device[threading.get_ident()] = device.index
+        try:
+            yield
+        finally:
+            self._current_device[threading.get_ident()] = before
 
     def synchronize(self) -> None:
         """Wait until all streams have finished."""
@@ -300,7 +326,7 @@ class SimulatedGpu(TorchFunctionMode):
         if target is not None and torch.device(target).type == "cuda":
             return self._made(function, args, kwargs)
         if on_device and function == torch.Tensor.device.__get__:
-            return DEVICE
+            return self.device
         if on_device and function == torch.Tensor.is_cuda.__get__:
             return True
         if function in (torch.Tensor.cpu, torch.Tensor.to) and on_device:
@@ -358,9 +384,9 @@ class SimulatedGpu(TorchFunctionMode):
             "Stream": lambda *_, **__: Stream(self),
             "stream": self.stream,
             "current_stream": lambda *_: self.current,
-            "current_device": lambda: 0,
-            "device_count": lambda: 1,
-            "device": lambda *_: nullcontext(),
+            "current_device": self.current_device,
+            "device_count": lambda: self.device.index + 1,
+            "device": self.on_device,
             "synchronize": lambda *_: self.synchronize(),
             "mem_get_info": lambda *_: (self.total_bytes - self.reserved, self.total_bytes),
             "memory_stats": lambda *_: {"num_ooms": self.shortages},
@@ -368,8 +394,10 @@ class SimulatedGpu(TorchFunctionMode):
             "memory_allocated": lambda *_: self.allocated,
         }.items():
             monkeypatch.setattr(cuda, name, value)
-        # The cached copy stream of the process would outlive this GPU.
+        # The cached streams of the process would outlive this GPU.
         monkeypatch.setattr(device, "_copy_stream", functools.cache(torch.cuda.Stream))
+        idle_streams = device_decoder._idle_streams.__wrapped__
+        monkeypatch.setattr(device_decoder, "_idle_streams", functools.cache(idle_streams))
         empty = torch.empty
 
         def pinned(tensor: Tensor) -> Tensor:

@@ -20,10 +20,12 @@ from pictures import photo, saved
 from PIL import Image
 from simulated_gpu import DEVICE, Event, Host, SimulatedGpu, Stream
 
+from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.loading.engine import thread_engine
 from colabkit.loading.engine.batch_builder import BatchBuilder
 from colabkit.loading.engine.batches import BatchGroup, BatchPlan
+from colabkit.loading.engine.device_decoder import idle_stream
 from colabkit.packs import FileDataset
 
 SAMPLES, BATCH_SIZE, ROW_BYTES = 640, 16, 1024
@@ -234,6 +236,20 @@ def test_rows_are_not_freed_while_another_stream_reads_them(gpu):
         next(iter(loader))
     del loader
     new_memory(SAMPLES * ROW_BYTES)
+
+
+def test_batches_for_another_gpu_than_the_current_one_create_no_context_on_it(monkeypatch):
+    second = torch.device("cuda", 1)
+    with SimulatedGpu(device=second) as gpu:
+        gpu.install(monkeypatch)
+        for images, numbers in Loader(arrays(), BATCH_SIZE, device="cuda:1", keep="ram"):
+            assert images.device == numbers.device == second
+        with idle_stream(second):
+            pass
+        readings = meters.StepValues()
+        readings.note({"loss": images[0, 0]})
+        readings.read()
+    assert gpu.contexts == {1}
 
 
 @pytest.mark.usefixtures("prompt_worker")

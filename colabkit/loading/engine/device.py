@@ -119,7 +119,8 @@ class DeviceTransfer:
         # With `blocking=True`, a thread that waits for the event sleeps; otherwise it would keep a CPU core busy.
         started, copied = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         self._stream.wait_event(self._is_free)
-        with torch.cuda.stream(self._stream):
+        # Without `device`, leaving the stream would create a context on the GPU that was current before.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             started.record(self._stream)
             for place, whole in zip(to.tensors, wholes, strict=True):
                 place.copy_(whole, non_blocking=True)

@@ -125,6 +125,11 @@ class PinnedSlots:
 
     def lend(self, size: int) -> Tensor:
         """Lend at least `size` bytes as a `uint8` tensor, after waiting for the last copy from that buffer."""
+        # In a thread that has not chosen a GPU, CUDA would create a context on the first one, too.
+        with torch.cuda.device(self._device):
+            return self._lent(size)
+
+    def _lent(self, size: int) -> Tensor:
         if size > self._slot_bytes:
             return self._allocated(size)
         with self._lock:
@@ -158,8 +163,7 @@ class PinnedSlots:
         with torch.inference_mode(False):
             if self._can_pin:
                 try:
-                    with torch.cuda.device(self._device):
-                        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+                    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
                 except RuntimeError as error:
                     self._can_pin = False
                     warn_unpinned(error)
