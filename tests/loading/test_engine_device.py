@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -397,14 +398,18 @@ def test_memory_is_not_used_again_before_the_copies_of_a_batch_end_that_cannot_b
     new_memory()
 
 
-@pytest.mark.usefixtures("prompt_worker")
-def test_images_without_labels_are_decoded_on_the_gpu_and_race_with_nothing(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(torchvision.io, "decode_jpeg", FakeNvjpeg())
+@pytest.fixture
+def jpegs(tmp_path: Path) -> FileDataset:
     for number in range(9):
         image = Image.fromarray(photo(40 + number, 50, seed=number))
         (tmp_path / f"{number}.jpg").write_bytes(saved(image, "JPEG"))
-    files = FileDataset(tmp_path, labels=None)
-    loader = Loader(files, 4, size=16, device="cuda", decode="gpu", channels_last=False)
+    return FileDataset(tmp_path, labels=None)
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_images_without_labels_are_decoded_on_the_gpu_and_race_with_nothing(gpu, monkeypatch, jpegs):
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", FakeNvjpeg())
+    loader = Loader(jpegs, 4, size=16, device="cuda", decode="gpu", channels_last=False)
     with gpu.stream(torch.cuda.Stream()):
         batches = [*loader]
         use(gpu, batches)
@@ -413,3 +418,18 @@ def test_images_without_labels_are_decoded_on_the_gpu_and_race_with_nothing(gpu,
     for stream in gpu.streams:
         with gpu.stream(stream):
             new_memory()
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_memory_is_not_used_again_before_a_decoder_has_ended_that_failed(gpu, monkeypatch, jpegs):
+    fake, of_nvjpeg = FakeNvjpeg(), torch.cuda.Stream()
+
+    def decode(files: list[torch.Tensor], mode: Any, device: torch.device) -> list[torch.Tensor]:
+        # Like torchvision, write to the memory in a separate stream, and free the memory after an error.
+        of_nvjpeg.run(1.0, writes=[torch.empty(40 * 50 * 3, dtype=torch.uint8, device=device)])
+        return fake(files, mode, device)
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
+    loader = Loader(jpegs, 3, size=16, device="cuda", decode="gpu")
+    fake.rejected = {jpegs.encoded(index) for index in range(9)}
+    assert [len(images) for images in loader] == [3, 3, 3]
