@@ -122,6 +122,7 @@ class Event:
 
     def synchronize(self) -> None:
         host = self.gpu.host
+        self.gpu.contexts.add(self.gpu.current_device())
         host.now = max(host.now, self.at)
         _merge(host.known, self.known)
 
@@ -176,7 +177,7 @@ class SimulatedGpu(TorchFunctionMode):
         device: the GPU; the current one of every thread is the first GPU until the thread chooses another one.
 
     Attributes:
-        contexts: the GPUs on which CUDA has created a context because a thread left a stream.
+        contexts: the GPUs on which CUDA has created a context because a thread left a stream or waited for an event.
     """
 
     def __init__(
