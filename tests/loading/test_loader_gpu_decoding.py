@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,8 @@ def test_threads_decode_in_streams_of_their_own_that_are_idle_afterwards(monkeyp
         yield
         current.remove(stream)
 
-    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", in_stream)):
+    fakes = {"Stream": Stream, "Event": Event, "stream": in_stream, "device": lambda _: nullcontext()}
+    for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     device = torch.device("cuda:97")
     with idle_stream(device) as synchronize, idle_stream(device):

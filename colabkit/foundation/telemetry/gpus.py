@@ -318,12 +318,12 @@ class Gpus:
 
     def _follow(self, cuda: Any) -> None:
         """Order the cards as torch does: CUDA orders different cards by speed, NVML by PCI address."""
-        named = [device for device in self._known if device.names]
+        # The UUID may be that of a card in MIG mode, of which CUDA shows one slice only, so their order is right.
+        named = [device for device in self._known if device.names and not device.is_sliced]
         numbers: dict[_Device, int] = {}
         for number in range(cuda.device_count()):
             uuid = str(cuda.get_device_properties(number).uuid)
             found = [device for device in named if device.names[0].endswith(uuid)]
-            # The UUID of a card does not match its MIG slices. CUDA shows one slice only, so their order is right.
             if len(found) != 1:
                 return
             # CUDA can list a card twice; keep its first number.

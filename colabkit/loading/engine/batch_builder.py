@@ -100,6 +100,8 @@ def split_transform(
     if geometry is None or not (by_sample or (resized and geometry.resizes and not on_device)):
         geometry, rest = None, transform
     if rest is None or on_device:
+        # On a GPU, these steps run in the stream of the model. In a separate stream, they would not end sooner, because
+        # they would compete with the model for the same processors, and each batch would need a second destination.
         return TransformStages(geometry, at_last=rest)
     by_slice, others = split_steps(rest, _takes_any_slice)
     by_batch, at_last = None, None

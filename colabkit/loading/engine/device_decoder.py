@@ -216,7 +216,8 @@ def idle_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     stream = idle.get()
     synchronize = partial(_synchronize, stream)
     try:
-        with torch.cuda.stream(stream):
+        # Without `device`, leaving the stream would create a context on the GPU that was current before.
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             try:
                 yield synchronize
             finally:
