@@ -129,7 +129,7 @@ def choose_network(
                 return _resnet(act, classes, device, "")
             except ColabkitError as error:
                 found = error.message.found if error.message is not None else str(error)
-                reason = f"no pretrained network, because {found}"
+                reason = str(found)
     elif name == "resnet18":
         return _resnet(act, classes, device, "you requested it;")
     model = small_network(classes, (*size, 3)).to(device)
@@ -177,13 +177,14 @@ def _weights(act: str) -> tuple[dict[str, Any], str]:
         answer_of(_ask_server, can_hang=True, stalled_s=_ANSWER_S, tries=1)
         data = answer_of(_download, can_hang=True, stalled_s=_DOWNLOAD_S, tries=1)
     except TimedOut as error:
-        found = f"the weights of resnet18 did not arrive from {_ADDRESS} in time"
+        found = f"the ImageNet weights of ResNet-18 did not arrive from {_ADDRESS} in time"
         raise TimedOut(cannot(act, found, "", _ADVICE)) from error
     except (OSError, ValueError) as error:
-        found = f"the weights of resnet18 cannot be downloaded from {_ADDRESS} ({error})"
+        cause = getattr(error, "reason", error)
+        found = f"the ImageNet weights of ResNet-18 cannot be downloaded from {_ADDRESS} ({cause})"
         raise FetchFailed(cannot(act, found, "", _ADVICE)) from error
     if not hashlib.sha256(data).hexdigest().startswith(_SHA256):
-        found = f"the weights of resnet18 from {_ADDRESS} have another checksum"
+        found = f"the ImageNet weights of ResNet-18 from {_ADDRESS} have another checksum"
         raise FetchFailed(cannot(act, found, _SHA256, _ADVICE))
     with file_changes.translated(act), Partial(path) as partial:
         file_changes.write_file(partial.path, data)

@@ -30,6 +30,9 @@ _BUDGETS = {
     ("resnet18", "cuda"): 120_000,
 }
 _LEAST_EPOCHS, _MOST_EPOCHS = 3, 30
+_FEWEST = 10
+"""Minimum number of images of a source that is not split, so that several are held out."""
+
 _PHOTO_SIDE = 64
 _LOOKED = 64
 # Mean difference of the channels, of 255, from which an image counts as colored.
@@ -82,7 +85,8 @@ def _resized(median: tuple[int, int] | None, size: tuple[int, int]) -> str:
         return f"images are resized to {size[1]}×{size[0]} pixels"
     if median == size:
         return f"images of {size[1]}×{size[0]} pixels"
-    return f"images are resized to {size[1]}×{size[0]} pixels, from a median of {median[1]}×{median[0]}"
+    before, after = f"{median[1]}×{median[0]}", f"{size[1]}×{size[0]}"
+    return f"images are resized from a median of {before} to {after} pixels, and cropped to that shape"
 
 
 def _warning(median: tuple[int, int] | None, size: tuple[int, int]) -> str:
@@ -102,10 +106,9 @@ def choose_splits(act: str, asked: Any, summary: SourceSummary) -> Choice:
     """
     found = summary.splits or {}
     if asked is None and set(found) == {"train"}:
-        fewest = min(2, summary.samples or 0)
-        if (summary.samples or 0) < 5:
-            few = f"there are only {format_things(fewest, 'image')}"
-            raise InvalidOption(cannot(act, few, "at least 5 images", "Add images"))
+        if found["train"] < _FEWEST:
+            few = f"there are only {format_things(found['train'], 'image')}"
+            raise InvalidOption(cannot(act, few, f"at least {_FEWEST}", "Add images"))
         return Choice(HELD_OUT, "a fifth of each class is held out as 'val'")
     if "train" not in found or len(found) < 2:
         names = " and ".join(map(repr, found))

@@ -161,6 +161,8 @@ class TrainOnReport(Report):
     def notes(self) -> list[str]:
         """The warnings, the skipped files and the incidents of the training."""
         notes = list(self.warnings)
+        if self.accuracy <= self.baseline:
+            notes.append("the model is no better than always answering the most frequent class")
         if self.skipped:
             first, reason = self.skipped[0]
             notes.append(f"{format_things(len(self.skipped), 'file')} skipped, first {first!r}: {reason}")

@@ -24,10 +24,14 @@ _SHORT_CHARS = 3
 _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-foreground,inherit)))"
 _LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _FAINT = "opacity:.72"
+_ONE_LINE = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
 _MONO = "font:12px/18px ui-monospace,monospace;background:none;color:inherit"
 # Red, green and blue of `plotting.BLUE` and `plotting.VERMILLION`.
 _RIGHT, _WRONG = "0,114,178", "213,94,0"
-_CELL = "border:0;padding:0;text-align:center;height:24px;min-width:26px;background:none;font-weight:normal"
+_CELL = (
+    "border:0;padding:0;text-align:center;height:24px;min-width:26px;background:none;font-weight:normal;"
+    "white-space:nowrap"
+)
 
 
 def as_html(report: TrainOnReport) -> str:
@@ -81,10 +85,14 @@ def _tile(one: SamplePrediction) -> str:
         f"border:2px {line} {color};image-rendering:{'pixelated' if is_small else 'auto'}"
     )
     alt = escape(f"{one.label}, predicted {one.predicted}")
-    below = f"<div><b>{sign}</b> {escape(_clipped(one.predicted))} {percent(one.probability, 0)}</div>"
-    actual = "" if one.is_right else f"<div style='{_FAINT}'>is {escape(_clipped(one.label))}</div>"
+    lines = [f"<b>{sign}</b> {escape(one.predicted)}"]
+    lines += [] if one.is_right else [f"is {escape(one.label)}"]
+    lines += [f"{percent(one.probability, 0)} sure"]
+    below = "".join(
+        f"<div style='{_ONE_LINE}{f';{_FAINT}' if place else ''}'>{line}</div>" for place, line in enumerate(lines)
+    )
     picture = f"<img alt='{alt}' title='{alt}' src='{one.picture}' style='{shape}'/>"
-    return f"<div style='width:82px;font-size:12px;line-height:16px'>{picture}{below}{actual}</div>"
+    return f"<div style='width:82px;font-size:12px;line-height:16px'>{picture}{below}</div>"
 
 
 def _confusion(report: TrainOnReport) -> str:
@@ -101,7 +109,11 @@ def _confusion(report: TrainOnReport) -> str:
 
 def _matrix(report: TrainOnReport) -> str:
     names = [_clipped(name) for name in report.classes]
-    turned = "" if max(map(len, names)) <= _SHORT_CHARS else "writing-mode:vertical-rl;transform:rotate(180deg)"
+    turned = (
+        ""
+        if max(map(len, names)) <= _SHORT_CHARS
+        else "writing-mode:vertical-rl;transform:rotate(180deg);white-space:nowrap"
+    )
     head = "".join(
         f"<th scope='col' style='{_CELL};vertical-align:bottom'><span style='{turned}'>{escape(name)}</span></th>"
         for name in names
