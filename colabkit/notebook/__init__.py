@@ -6,6 +6,7 @@
 - `lines`: parses and completes the line of a magic.
 - `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.
 - `command_line`: the command `colabkit`; `shell_completion`: its completion in bash, zsh and fish.
+- `recipe`: `train_on()`, which trains on a source with one call, and its report.
 - `launcher`: the panel with buttons. `demonstration`: `demo()`.
 
 To add `%hello` and `colabkit hello`, write `hello()` in the subpackage where it belongs, export it in the
