@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from colabkit.foundation import (
+    CallRef,
     Report,
     Text,
     format_count,
@@ -15,7 +16,16 @@ from colabkit.foundation import (
     format_things,
     option,
 )
+from colabkit.monitoring import draw_curves
 from colabkit.notebook.recipe.predictions import SamplePrediction, confused_pairs, percent
+from colabkit.notebook.recipe.report_html import (
+    draw_choices,
+    draw_confusion,
+    draw_next,
+    draw_notes,
+    draw_samples,
+    framed,
+)
 from colabkit.training import TrainReport
 
 _MOST_PAIRS = 10
@@ -76,12 +86,6 @@ class TrainOnReport(Report):
     seconds: float
     _longer: ClassVar[Text] = ""
     _restart: ClassVar[Text] = ""
-
-    def with_calls(self, longer: Text, restart: Text) -> Self:
-        """Set the calls that train longer and from scratch, and return the report."""
-        object.__setattr__(self, "_longer", longer)
-        object.__setattr__(self, "_restart", restart)
-        return self
 
     @property
     def is_good(self) -> bool:
@@ -197,6 +201,21 @@ class TrainOnReport(Report):
         return [*rows, ("pack", str(self.pack_path))]
 
     def _repr_html_(self) -> str:
-        from colabkit.notebook.recipe.report_html import as_html
+        return framed(
+            self.headline,
+            self.circumstances,
+            draw_notes(self.notes),
+            draw_curves([(record.epoch + 1, record.shown) for record in self.training.epochs]),
+            draw_samples("Held-out images, chosen at random", self.predictions),
+            draw_samples("Mistakes with the highest probability", self.mistakes),
+            draw_confusion(self.confusion, self.classes),
+            draw_next(self.model_path, self.next_steps, self.code),
+            draw_choices(self.found, self.choices),
+        )
 
-        return as_html(self)
+
+def with_calls(report: TrainOnReport, longer: CallRef, restart: CallRef) -> TrainOnReport:
+    """Set the calls that train longer and from scratch, and return the report."""
+    object.__setattr__(report, "_longer", longer)
+    object.__setattr__(report, "_restart", restart)
+    return report
