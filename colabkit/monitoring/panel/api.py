@@ -20,11 +20,15 @@ from colabkit.foundation import (
     InvalidOption,
     Progress,
     Sampler,
+    Screen,
+    ScreenName,
     Show,
+    TerminalScreen,
     cannot,
     check_number,
     check_one_of,
     checked_call,
+    choose_screen,
     meters,
     offer_view,
     option,
@@ -34,10 +38,8 @@ from colabkit.foundation import (
 from colabkit.monitoring.attaching import RunWatch, StatusReport, runs_in
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.attached import show_run
-from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
-from colabkit.monitoring.panel.screens import Screen, ScreenName, TerminalScreen, choose_screen
-from colabkit.monitoring.panel.text import as_text
+from colabkit.monitoring.panel.text import PanelFrame
 
 _COSTLY_S = 0.005
 _COSTLY_SHARE = 0.005
@@ -65,7 +67,7 @@ def dashboard(
     *,
     attach: str | os.PathLike[str] | None = None,
     refresh_s: float = 1.0,
-    screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto",
+    screen: Literal["auto", "notebook", "text", "lines", "final", "none"] = "auto",
 ) -> Dashboard | StatusReport:
     """Return a context manager that shows a live panel while its block runs, or show the panel of another process.
 
@@ -83,16 +85,17 @@ def dashboard(
         attach: folder of the checkpoints of a run; may be on Drive. None to show the loops of this process.
         refresh_s: seconds between frames, at least 0.5.
         screen: where the panel is shown. `"notebook"` is an output of the cell, whose last frame stays in the saved
-            notebook. `"widgets"` is an ipywidgets widget, replaced by a cell output at the end. `"text"` writes to
-            the terminal. `"none"` shows nothing and also suppresses the panel of `%load_ext colabkit`. `"auto"` is
-            `"notebook"` if an IPython kernel is running, otherwise `"text"`.
+            notebook. `"text"` is redrawn in the terminal. `"lines"` prints one line every 10 s, less often after a
+            minute, and at most 2 kB. `"final"` shows only the last frame. `"none"` shows nothing and also suppresses
+            the panel of `%load_ext colabkit`. `"auto"` is the environment variable `COLABKIT_SCREEN` if it is set,
+            otherwise `"notebook"` in a notebook, `"text"` in a terminal, and `"lines"` where nothing can be redrawn,
+            such as in a pipe or with Colab's command line.
 
     Returns:
         The panel, as a context manager; with `attach`, the last status of the run.
 
     Raises:
         InvalidOption: if an argument has an invalid value, or there are several runs in the folder.
-        MissingPackage: if `screen="widgets"` and ipywidgets is not installed.
         SourceMissing: if there is no run in the folder.
         NotMounted, TimedOut, FileFailed: if the folder cannot be read.
 
@@ -299,10 +302,10 @@ class Dashboard:
     def _show(self, screen: Screen, final: bool) -> None:
         painting, sampling = self._pace.cost_share, self._sampler.cost_share
         state = self._recorder.state(self._sampler, None if painting is None else painting + sampling)
-        html, text = (as_html(state), as_text(state)) if screen is self._asked else ("", as_text(state))
-        if final or text != self._shown:
-            screen.paint(html, text, final)
-            self._shown = text
+        frame = PanelFrame(state)
+        if final or frame.text != self._shown:
+            screen.paint(frame, final)
+            self._shown = frame.text
 
 
 def _closed(screen: Screen) -> None:
