@@ -34,7 +34,6 @@ _REDRAWN_S = 0.2
 _SHOWN_AFTER_S = 0.5
 # The speed is the mean over this number of redraws.
 _MEASURED_REDRAWS = 25
-_BAR = 20
 SECONDS = " s"
 """Unit of operations that count seconds, such as a wait."""
 
@@ -148,7 +147,7 @@ class _Bar:
 
 
 class _BarFrame:
-    """A frame of an operation: the share, the count, the speed, the remaining time and the note."""
+    """A frame of an operation: the share, the count, the note, the speed and the remaining time."""
 
     def __init__(self, progress: Progress, before: Progress) -> None:
         self._progress = progress
@@ -166,18 +165,13 @@ class _BarFrame:
         )
 
     @property
-    def text(self) -> str:
-        """One line with a bar."""
-        share = self._progress.share
-        bar = "" if share is None else f"{'█' * int(_BAR * share)}{'░' * (_BAR - int(_BAR * share))} "
-        return f"{bar}{self.line}"
-
-    @property
     def line(self) -> str:
-        """One line without a bar."""
+        """One line. A narrow terminal cuts the speed and the remaining time, which come last."""
         one, share = self._progress, self._progress.share
-        parts = [f"{format_share(share)}" if share is not None else "", one.count, *self._pace(), one.note]
+        parts = [format_share(share) if share is not None else "", one.count, one.note, *self._pace()]
         return f"{printable(one.action)}: {', '.join(filter(None, parts))}"
+
+    text = line
 
     def _pace(self) -> list[str]:
         one = self._progress

@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any, Literal, Protocol, TextIO, TypeAlias, get_args
 
 from colabkit.foundation.environment.places import current_place, running_shell
@@ -140,19 +139,17 @@ class LineScreen:
 
     Args:
         stream: output stream; standard output by default.
-        clock: returns the current time in seconds.
     """
 
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._clock = clock
-        self._began_s = clock()
+        self._began_s = time.monotonic()
         self._next_s = self._began_s + _LINE_EVERY_S
         self._left_bytes = _MOST_BYTES
 
     def paint(self, frame: Frame, final: bool) -> None:
         """Print a line if one is due, or if the frame is final."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if not final and now_s < self._next_s:
             return
         passed_s = now_s - self._began_s

@@ -65,11 +65,16 @@ def test_a_terminal_shows_action_count_speed_and_remaining_time_until_the_end(
         bar.advance(done)
         assert shown.getvalue().endswith(f"{text}\n")
     assert shown.getvalue().endswith("\x1b[1F\x1b[J")
-    with pytest.raises(KeyboardInterrupt), ProgressBar(action, total, unit) as bar:
-        now[0] += 1.0
-        bar.advance(done)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(ProgressBar(action, total, unit), now)
     assert shown.getvalue().endswith("\x1b[1F\x1b[J")
+
+
+def interrupted(bar, now):
+    with bar:
+        now[0] += 1.0
+        bar.advance(1)
+        raise KeyboardInterrupt
 
 
 def test_short_operations_show_nothing(monkeypatch, now, displayed):
@@ -119,7 +124,7 @@ def test_a_notebook_without_widgets_shows_a_bar_and_keeps_one_line_of_text(now, 
     *live, last = displayed
     assert len(live) == 2
     assert '<progress value="0.500"' in live[-1]["text/html"]
-    assert "stage: 50%, 2.0 of 4.0 MiB, 512 KiB/s, 4.0 s left, 10/20 files" in live[-1]["text/html"]
+    assert "stage: 50%, 2.0 of 4.0 MiB, 10/20 files, 512 KiB/s, 4.0 s left" in live[-1]["text/html"]
     assert last == {
         "text/html": "<div>stage: 2.0 of 4.0 MiB in 4.0 s</div>",
         "text/plain": "stage: 2.0 of 4.0 MiB in 4.0 s",

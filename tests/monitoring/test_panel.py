@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from trainings import train
 from trees import make_tree
 
 import colabkit
-from colabkit.errors import InvalidOption, MissingPackage
+from colabkit.errors import InvalidOption
 from colabkit.foundation import Frame, LoaderMeters, meters
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.api import Dashboard, is_any_open, show_beside_training
@@ -239,7 +238,7 @@ def test_the_panel_opens_and_closes_itself_during_training_and_names_the_error_t
     stop = show_beside_training()
     try:
         train(lambda batch: 0.5, loader)
-        assert capsys.readouterr().out.count("epoch 1/1 · step 6/6") == 1
+        assert capsys.readouterr().out.count("epoch 1/1, step 6/6") == 1
         with colabkit.dashboard(screen="none"):
             train(lambda batch: 0.5, loader)
         assert capsys.readouterr().out == "", "one panel is enough, and none is none"
@@ -380,6 +379,7 @@ def test_invalid_options_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
             colabkit.dashboard(refresh_s=refresh_s)
     with pytest.raises(InvalidOption, match="'window'"):
         colabkit.dashboard(screen="window")
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with pytest.raises(MissingPackage, match="pip install ipywidgets"):
-        colabkit.dashboard(screen="widgets")
+    monkeypatch.setenv("COLABKIT_SCREEN", "window")
+    with pytest.raises(InvalidOption, match="COLABKIT_SCREEN"):
+        colabkit.dashboard()
+    colabkit.dashboard(screen="lines")

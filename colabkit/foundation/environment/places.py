@@ -25,6 +25,7 @@ _BY_FOLDER = {
 }
 _LOCAL_DISKS = {"Kaggle": "/kaggle/temp", "Lightning Studio": "/cache", "Databricks": "/local_disk0"}
 _COLAB_DISK = "/content"
+_FOR_ONE_NOTEBOOK = ("Colab", "Colab in VS Code", "Colab Enterprise", "Kaggle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class Place:
     name: str
     shell: str
     can_mount_drive: bool = False
+
+    @property
+    def is_for_one_notebook(self) -> bool:
+        """Whether the machine runs no notebooks and programs but those of this notebook."""
+        return self.name in _FOR_ONE_NOTEBOOK
 
 
 def place_of(

@@ -44,6 +44,7 @@ from colabkit.monitoring.panel.text import PanelFrame
 _COSTLY_S = 0.005
 _COSTLY_SHARE = 0.005
 _SLOWEST_S = 8.0
+_PEEK_S = 1.0
 _open: list[Dashboard] = []
 
 
@@ -167,6 +168,7 @@ class Dashboard:
 
     Attributes:
         has_heard: whether an event has arrived since the panel was entered; always true if `screen` is None.
+        ignores_peeks: whether a loop is shown only after its second batch, or if it waits more than a second for one.
 
     Example:
         >>> import colabkit
@@ -189,6 +191,7 @@ class Dashboard:
         work_after_s: float = 1.0,
     ) -> None:
         self.has_heard = screen is None
+        self.ignores_peeks = False
         self._asked = screen
         self._refresh_s = refresh_s
         self._machine = machine
@@ -199,6 +202,7 @@ class Dashboard:
         self._held = ExitStack()
         self._screens: list[Screen] = []
         self._is_begun = False
+        self._batches = 0
         # Number of active runs; runs are nested if a step itself trains something.
         self._runs = 0
         self._beginning = threading.Lock()
@@ -208,7 +212,8 @@ class Dashboard:
             _open.append(self)
             held.callback(_open.remove, self)
             self._is_begun = False
-            self._runs = 0
+            self._runs = self._batches = 0
+            self._is_peek = self.ignores_peeks
             self.has_heard = self._asked is None
             if self._asked is not None:
                 self._screens = [self._asked, TerminalScreen()]
@@ -226,7 +231,8 @@ class Dashboard:
         with self._held:
             if self._is_begun:
                 self._recorder.end(kind.__name__ if kind else None)
-                self._paint(final=True)
+                if kind is not None or not self._is_peek:
+                    self._paint(final=True)
             self._screens = []
 
     def listen(self, event: meters.Event) -> None:
@@ -258,6 +264,7 @@ class Dashboard:
             if work is not None and self._screens and (self._is_begun or work.seconds >= self._work_after_s):
                 self.has_heard = True
                 self._begin_once()
+                self._is_peek = False
                 self._recorder.note_work(work)
                 if self._pace.is_due and threading.get_ident() == self._thread:
                     self._paint(final=False)
@@ -272,8 +279,11 @@ class Dashboard:
             if type(event) is meters.RunStarted:
                 self._recorder = RunRecorder(self._doctor(), self._clock)
             self._recorder.note(event)
+        self._batches += type(event) is meters.BatchTaken
+        is_long = type(event) is meters.Waiting and event.wait_s >= _PEEK_S
+        self._is_peek &= not (self._runs or self._batches > 1 or is_long)
         is_due = self._pace.is_due or (type(event) is meters.RunEnded and not is_inner)
-        if is_due and threading.get_ident() == self._thread:
+        if is_due and not self._is_peek and threading.get_ident() == self._thread:
             self._paint(final=False)
 
     def _begin_once(self) -> None:

@@ -60,17 +60,13 @@ def as_line(state: PanelState) -> str:
         *([] if state.samples_per_s is None else [format_rate(state.samples_per_s, "images")]),
         *(f"{content.clipped(name, 20)} {value:.4g}" for name, value in values),
     ]
-    if state.is_over:
-        action, found, gain, call = content.advice_text(state)
-        sentences = [
-            ", ".join(parts),
-            said,
-            ": ".join(filter(None, [action, found])),
-            ": ".join(filter(None, [gain, call])),
-        ]
-        return content.clipped(". ".join(filter(None, sentences)), _LAST_LINE)
     if state.work is not None or state.phase == "waiting":
         parts.insert(0, said)
+        said = ""
+    if state.is_over:
+        action, found, gain, call = content.advice_text(state)
+        advice = (": ".join(filter(None, pair)) for pair in ((action, found), (gain, call)))
+        return content.clipped(". ".join(filter(None, [", ".join(parts), said, *advice])), _LAST_LINE)
     fitting = [line for line in itertools.accumulate(parts, "{}, {}".format) if len(line) <= _LINE]
     return fitting[-1] if fitting else content.clipped(parts[0], _LINE)
 
