@@ -86,7 +86,7 @@ setup(
             "keras>=3.3",
             "kornia>=0.7",
             "lightning>=2.4",
-            "marimo>=0.10",
+            "marimo>=0.20",
             "polars>=1.0",
             "transformers>=4.46",
         ],
