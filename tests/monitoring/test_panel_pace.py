@@ -6,7 +6,7 @@ import pytest
 from doctor_cases import made
 from panel_states import FakeTime, Frames, machine, took
 
-from colabkit.foundation import LoaderMeters, meters
+from colabkit.foundation import Frame, LoaderMeters, meters
 from colabkit.monitoring.diagnosing.machine_rules import costly_panel
 from colabkit.monitoring.panel.api import Dashboard, FramePace
 
@@ -89,8 +89,8 @@ class Slow(Frames):
         super().__init__()
         self.time, self.cost_s, self.at_s = time, cost_s, []
 
-    def paint(self, html: str, text: str, final: bool) -> None:
-        super().paint(html, text, final)
+    def paint(self, frame: Frame, final: bool) -> None:
+        super().paint(frame, final)
         self.at_s.append(self.time.now_s - 1000)
         self.time.now_s += self.cost_s
 

@@ -4,15 +4,14 @@ In a container, `/proc/meminfo` and `os.cpu_count()` describe the host, so these
 and the limits of all cgroups that contain this process. Functions that parse system files take a file reader, so that
 tests can simulate any system.
 
-Except in `local_root`, paths on remote mounts other than `/` are not accessed, since a dead mount would hang the
-process.
+Paths on remote mounts other than `/` are not accessed, since a dead mount would hang the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ _RECLAIMABLE = {
     1: ("total_inactive_file", "total_active_file"),
 }
 """Fields of `memory.stat` that count reclaimable memory, by cgroup version; none of them includes tmpfs."""
-_DISK_FOLDERS = ("/content", "/kaggle/working", "/tmp")
+_DISK_FOLDERS = ("/content", "/kaggle/working", "/cache", "/local_disk0", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
 # The kernel also follows at most 40 symlinks in a path.
 _MOST_LINKS = 40
@@ -285,17 +284,6 @@ def is_tmpfs(path: Path) -> bool:
     text = os.path.abspath(path)
     holding = mount_holding(text if can_hang(text, table) else os.path.realpath(path), table)
     return holding is not None and holding.fstype == "tmpfs"
-
-
-def local_root(environ: Mapping[str, str]) -> Path:
-    """Return the default folder for local copies; the environment variable `COLABKIT_LOCAL` overrides it."""
-    if chosen := environ.get("COLABKIT_LOCAL"):
-        return Path(chosen).expanduser()
-    for folder in ("/content", "/kaggle/temp"):
-        if Path(folder).is_dir():
-            return Path(folder) / "colabkit"
-    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "colabkit"
 
 
 def _working_folder() -> tuple[str, ...]:

@@ -25,9 +25,9 @@ from colabkit.foundation.environment.limits import (
     can_hang,
     cgroup_folders,
     disk,
-    local_root,
     memory_limits,
 )
+from colabkit.foundation.environment.places import local_root
 from colabkit.foundation.mount_table import Reader, mounts, read_file
 from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
 from colabkit.foundation.telemetry.totals import Family, Rate

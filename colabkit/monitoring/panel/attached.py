@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Sampler, meters
+from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Sampler, Screen, meters
 from colabkit.monitoring.attaching import RunStatus, RunWatch
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
-from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
-from colabkit.monitoring.panel.screens import Screen
-from colabkit.monitoring.panel.text import as_text
+from colabkit.monitoring.panel.text import PanelFrame
 
 if TYPE_CHECKING:
     from colabkit.training import SavedStatus
@@ -53,8 +51,7 @@ def show_run(watch: RunWatch, screen: Screen | None, refresh_s: float) -> RunSta
 
 def _paint(watch: RunWatch, found: RunStatus, doctor: Doctor, screen: Screen | None, final: bool) -> None:
     if screen is not None and watch.saved is not None:
-        state = panel_state(watch.saved, found, doctor)
-        screen.paint(as_html(state), as_text(state), final)
+        screen.paint(PanelFrame(panel_state(watch.saved, found, doctor)), final)
 
 
 def panel_state(saved: SavedStatus, found: RunStatus, doctor: Doctor) -> PanelState:

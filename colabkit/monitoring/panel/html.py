@@ -82,7 +82,7 @@ def _verdict(state: PanelState) -> str:
 
 def _progress(state: PanelState) -> str:
     done = content.done_share(state)
-    position = f"<div style='{_FAINT}'>{escape(content.position(state))}</div>"
+    position = f"<div style='{_FAINT}'>{escape(' · '.join(content.position(state)))}</div>"
     if done is None:
         return position
     filled = f"linear-gradient(90deg,{plotting.GREY} {100 * done:.1f}%,{_TRACK} 0)"

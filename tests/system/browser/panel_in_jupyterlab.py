@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     parser.add_argument("--pictures", default="pictures", type=Path)
-    parser.add_argument("--screens", nargs="+", default=["notebook", "widgets"])
+    parser.add_argument("--screens", nargs="+", default=["notebook"])
     options = parser.parse_args()
     options.pictures.mkdir(parents=True, exist_ok=True)
     results = []

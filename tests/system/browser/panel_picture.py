@@ -25,6 +25,7 @@ from torch import nn
 
 import colabkit
 from colabkit import augment
+from colabkit.foundation import Frame
 from colabkit.monitoring.panel.api import Dashboard
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "doubles"))
@@ -41,8 +42,8 @@ class KeptFrames:
     def __init__(self) -> None:
         self.frames: list[str] = []
 
-    def paint(self, html: str, text: str, final: bool) -> None:
-        self.frames.append(html)
+    def paint(self, frame: Frame, final: bool) -> None:
+        self.frames.append(frame.html)
 
     def close(self) -> None:
         pass
