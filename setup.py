@@ -79,7 +79,8 @@ setup(
             "types-psutil==7.2.2.20261111",
             "types-tqdm==4.70.0.20261106",
         ],
-        "bench": ["jupyterlab>=4", "playwright>=1.40", "scikit-learn>=1.3"],
+        # Only `pytest --full` and the pictures in README need a browser.
+        "browser": ["jupyterlab>=4", "playwright>=1.40"],
         "cluster": ["distributed>=2024.1"],
         "fetch": ["fsspec>=2024.2"],
         # Only `pytest --full` tests the loader and packing with these packages.
