@@ -76,7 +76,8 @@ setup(
             "ruff==0.17.5",
             "types-psutil==7.2.2.20261111",
         ],
-        "bench": ["jupyterlab>=4", "playwright>=1.40", "scikit-learn>=1.3"],
+        # Only `pytest --full` and the pictures in README need a browser.
+        "browser": ["jupyterlab>=4", "playwright>=1.40"],
         "cluster": ["distributed>=2024.1"],
         "fetch": ["fsspec>=2024.2"],
         # Only `pytest --full` tests the loader and packing with these packages.

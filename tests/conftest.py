@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--report", action="store_true", help="print a table of known failures and how colabkit handles them"
     )
     parser.addoption("--full", action="store_true", help="run all tests, including those marked `full`")
+    parser.addoption("--pictures", type=Path, metavar="FOLDER", help="save what the tests see in a browser")
 
 
 def pytest_configure(config: pytest.Config) -> None:
