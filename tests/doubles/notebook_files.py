@@ -1,7 +1,7 @@
 """Read the notebooks of the repository, and write them in one format.
 
 `python tests/doubles/notebook_files.py` rewrites all notebooks without outputs and execution counts, with cell IDs
-and sorted keys.
+and sorted keys, and copies the template into the package, from which `write_template()` reads it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-__all__ = ["FOLDER", "NOTEBOOKS", "code_cells", "read", "stored"]
+__all__ = ["FOLDER", "NOTEBOOKS", "PACKAGED", "TEMPLATE", "code_cells", "read", "stored"]
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+TEMPLATE = FOLDER / "colabkit_template.ipynb"
+PACKAGED = FOLDER.parent / "colabkit" / "notebook" / "template.ipynb"
+"""The copy of the template in the package."""
+
 METADATA = {
     "accelerator": "GPU",
     "colab": {"toc_visible": True},
@@ -44,3 +48,4 @@ def stored(notebook: NotebookNode) -> str:
 if __name__ == "__main__":
     for path in NOTEBOOKS:
         path.write_text(stored(read(path)), encoding="utf-8")
+    PACKAGED.write_bytes(TEMPLATE.read_bytes())

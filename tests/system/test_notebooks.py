@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import NotebookNode
-from notebook_files import FOLDER, NOTEBOOKS, code_cells, read, stored
+from notebook_files import FOLDER, NOTEBOOKS, PACKAGED, TEMPLATE, code_cells, read, stored
 
 from colabkit.notebook.lines import split_line
 from colabkit.notebook.options import parser_of
@@ -41,6 +41,11 @@ class AnyValue(str):
 
 def as_python(source: str) -> str:
     return LINE_MAGIC.sub(r"\1None", CELL_MAGIC.sub("", source))
+
+
+def cell_named(notebook: NotebookNode, name: str) -> NotebookNode:
+    (found,) = [cell for cell in notebook.cells if cell.id == name]
+    return found
 
 
 def settings_of(notebook: NotebookNode) -> NotebookNode:
@@ -121,13 +126,21 @@ def test_functions_have_at_most_five_lines(path: Path) -> None:
                 assert node.end_lineno - node.lineno < MOST_LINES_OF_A_FUNCTION, f"{cell.id}: {node.lineno}"
 
 
+def test_the_package_contains_the_template() -> None:
+    assert PACKAGED.read_bytes() == TEMPLATE.read_bytes(), "run python tests/doubles/notebook_files.py"
+
+
+def test_all_notebooks_install_colabkit_in_the_same_way() -> None:
+    assert len({cell_named(read(path), "install").source for path in NOTEBOOKS}) == 1
+
+
 @by_notebook
-def test_settings_are_a_form_that_starts_with_the_source_of_colabkit(path: Path) -> None:
+def test_settings_are_a_form_that_ends_with_the_source_of_colabkit(path: Path) -> None:
     settings = settings_of(read(path))
     assert settings.metadata["cellView"] == "form"
     assert settings.source.startswith("# @title Settings\n")
     lines = [line for line in settings.source.splitlines() if not line.startswith("# @")]
-    assert lines[0] == 'INSTALL_FROM = ""  # @param {type:"string"}'
+    assert lines[-1] == 'INSTALL_FROM = ""  # @param {type:"string"}'
     for line in lines:
         value = re.fullmatch(r"[A-Z_]+ = (.+?)  # @param (.+)", line)
         assert value, line
