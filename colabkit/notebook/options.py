@@ -23,7 +23,7 @@ GROUPS = {
     "runtime": "Machine and Google Drive",
     "fetch": "Copies of data",
     "pack": "Packs",
-    "train": "Training",
+    "train_on": "Training",
     "demo": "Start",
 }
 """Headings of the help, by the first verb below each heading."""
@@ -253,9 +253,13 @@ _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("text", "path", "object", "data", "subject"), (str, "text")),
     "number": (int, "a whole number"),
     "seconds": (_seconds, "a duration in seconds, or with a unit (s, min, h or d)"),
-    "threads": (lambda text: text if text == "auto" else int(text), "auto or a whole number"),
+    "number_or_auto": (lambda text: text if text == "auto" else int(text), "auto or a whole number"),
     "steps": (lambda text: int(text) if text.lstrip("-").isdecimal() else text, "a whole number, or text"),
     "size": (_size, "a number, or height and width such as 240x320"),
+    "size_or_auto": (
+        lambda text: text if text == "auto" else _size(text),
+        "auto, a number, or height and width such as 240x320",
+    ),
     "folder": (lambda text: None if text.lower() == "none" else text, "a folder or none"),
     "labels": (_labels, "a column, or several such as a,b,c"),
     "splits": (_splits, "shares such as train=0.8,test=0.2, or a column"),
@@ -337,7 +341,7 @@ def option_words(option: Option, value: Any) -> list[str]:
     if isinstance(value, dict):
         value = [f"{name}={one}" for name, one in value.items()]
     if isinstance(value, tuple | list):
-        value = ("x" if option.kind == "size" else ",").join(map(str, value))
+        value = ("x" if option.kind.startswith("size") else ",").join(map(str, value))
         return [option.flag, value] if value else []
     return [option.flag, "..." if value is ... else str(value)]
 

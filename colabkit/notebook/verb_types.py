@@ -14,9 +14,9 @@ class Option:
         name: name of the function's parameter.
         help: one line for `--help` and `?`.
         default: default of the function; an option without one is required.
-        kind: `text`, `path`, `number`, `amount`, `bytes`, `seconds`, `flag` (also `--no-...`), `switch`, `threads`,
-            `steps`, `size`, `folder`, `labels`, `splits`, `fields`, `object`, `objects`, `data` (a path or a variable)
-            or `subject` (a variable, or the path of a saved report).
+        kind: `text`, `path`, `number`, `number_or_auto`, `amount`, `bytes`, `seconds`, `flag` (also `--no-...`),
+            `switch`, `steps`, `size`, `size_or_auto`, `folder`, `labels`, `splits`, `fields`, `object`, `objects`,
+            `data` (a path or a variable) or `subject` (a variable, or the path of a saved report).
         is_positional: whether it is positional although it has a default; required options always are.
         words: special values, which completion offers.
         is_closed: whether `words` are the only valid values.

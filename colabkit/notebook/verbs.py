@@ -17,7 +17,7 @@ from colabkit.notebook.verb_types import Option, Verb
 _SAMPLES = ("samples:digits",)
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
 _UPLOAD_TIMEOUT = Option("timeout", "seconds, or a duration such as 5min, to wait for the upload", 600.0, "seconds")
-_THREADS = Option("threads", "number of files read concurrently, or auto", "auto", "threads", words=("auto",))
+_THREADS = Option("threads", "number of files read concurrently, or auto", "auto", "number_or_auto", words=("auto",))
 _TABLE = (
     Option("path_column", "column of the paths in a table; by default one named path, file, image or similar", None),
     Option("root", "folder of the relative paths in a table; by default its own folder", None, "path"),
@@ -262,6 +262,36 @@ VERBS: tuple[Verb, ...] = (
         "verify",
         "check a pack or a local copy against its checksums",
         (Option("path", "path of the pack or the local copy", kind="path"), _PROGRESS),
+    ),
+    Verb(
+        "train_on",
+        "train a classifier on a source with one call, and test it",
+        (
+            Option("source", "as for prepare, with one class per image", kind="path", words=_SAMPLES),
+            Option("to", "folder for checkpoints and model, such as drive:colabkit", "colabkit-work", "path"),
+            Option(
+                "size",
+                "height and width to resize images to, such as 224 or 240x320, or auto",
+                "auto",
+                "size_or_auto",
+                words=("auto",),
+            ),
+            *(option for option in _PACKED if option.name in ("labels", "splits")),
+            Option("epochs", "total number of epochs, or auto", "auto", "number_or_auto", words=("auto",)),
+            Option("batch_size", "images per batch, or auto", "auto", "number_or_auto", words=("auto",)),
+            Option(
+                "model",
+                "small (small_network), resnet18 (with ImageNet weights), or auto",
+                "auto",
+                words=("auto", "small", "resnet18"),
+                is_closed=True,
+            ),
+            *(replace(option, default="skip") for option in _PACKED if option.name == "on_bad"),
+            Option("restart", "train from scratch although there is an earlier run, which is kept", False, "flag"),
+            Option("progress", "print what was found and chosen, and show progress bars", True, "flag"),
+            *(option for option in _SHOWN if option.name == "screen"),
+        ),
+        more="The same call again resumes an interrupted training; more epochs continue a complete one.",
     ),
     Verb(
         "train",

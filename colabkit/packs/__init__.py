@@ -5,7 +5,7 @@
 - `format`: the pack file format: its layout, seal and integrity checks.
 - `packing`: `pack()` and `verify()`.
 - `dataset`: `open_pack()`, `PackedDataset`, `FileDataset`, and HDF5 files not written by colabkit.
-- `preparing`: `prepare()`, which stages, packs and saves in one call.
+- `preparing`: `prepare()`, which stages, packs and saves in one call, and `describe_source()`.
 """
 
 import lazy_loader

@@ -31,3 +31,5 @@ from .packing.verification import verify as verify
 from .preparing.api import prepare as prepare
 from .preparing.prepared_pack import PreparedPack as PreparedPack
 from .preparing.prepared_pack import PrepareReport as PrepareReport
+from .preparing.source_summary import SourceSummary as SourceSummary
+from .preparing.source_summary import describe_source as describe_source

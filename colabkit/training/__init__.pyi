@@ -7,6 +7,8 @@ from .folds import KFoldReport as KFoldReport
 from .folds import k_fold as k_fold
 from .models import Stateful as Stateful
 from .models import small_network as small_network
+from .network_choice import ChosenNetwork as ChosenNetwork
+from .network_choice import choose_network as choose_network
 from .ranks import notebook_launch as notebook_launch
 from .records import EpochRecord as EpochRecord
 from .records import Validation as Validation
@@ -14,6 +16,7 @@ from .records import is_number as is_number
 from .report import TrainingInterrupted as TrainingInterrupted
 from .report import TrainReport as TrainReport
 from .report import read_run as read_run
+from .run_checkpoints import load_weights as load_weights
 from .run_status import FoundStatus as FoundStatus
 from .run_status import SavedStatus as SavedStatus
 from .run_status import folders_with_status as folders_with_status

@@ -123,16 +123,26 @@ def learning(state: PanelState) -> tuple[Chart, ...]:
     """
     epochs = state.epoch_values
     if len(epochs) > 1:
-        names = [*dict.fromkeys(label.removeprefix("val_") for _, values in epochs for label in values)]
-        names = sorted((name for name in names if name != "loss"), key=lambda name: f"val_{name}" not in epochs[-1][1])
-        charts = (_over_epochs(name, epochs, state.values) for name in ["loss", *names[:1]])
-        return tuple(chart for chart in charts if chart.lines)
+        return over_epochs(epochs, state.values)
     if len(state.loss_curve) < 2 or "loss" not in state.values:
         return ()
     lines = [Line("this batch", _number(state.values["loss"]), state.loss_curve)]
     if (validation := state.validation.get("val_loss")) is not None:
         lines.append(Line("validation", _number(validation), ()))
     return (Chart("Loss", tuple(lines), _number, None, first="first step", last="now", value="loss"),)
+
+
+def over_epochs(epochs: Sequence[tuple[int, Mapping[str, float]]], training: Iterable[str] = ()) -> tuple[Chart, ...]:
+    """Return the charts of the loss and of one more value over at least two epochs.
+
+    Args:
+        epochs: number of each epoch, from 1, and its values by label.
+        training: names of values that the step returned.
+    """
+    names = [*dict.fromkeys(label.removeprefix("val_") for _, values in epochs for label in values)]
+    names = sorted((name for name in names if name != "loss"), key=lambda name: f"val_{name}" not in epochs[-1][1])
+    charts = (_over_epochs(name, epochs, training) for name in ["loss", *names[:1]])
+    return tuple(chart for chart in charts if chart.lines)
 
 
 def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool], ...]:

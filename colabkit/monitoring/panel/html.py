@@ -12,7 +12,7 @@ shown by color alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 from colabkit.foundation import escape, plotting
@@ -62,6 +62,15 @@ def as_html(state: PanelState) -> str:
         f"{_verdict(state)}{_progress(state)}{_time(state, points)}{_learning(learned)}{_machine(state, points)}"
         f"{_details(state, learned)}{_advice(state)}</div>"
     )
+
+
+def draw_curves(epochs: Sequence[tuple[int, Mapping[str, float]]]) -> str:
+    """Return the charts of the loss and of one more value over epochs as HTML; empty for fewer than two epochs.
+
+    Args:
+        epochs: number of each epoch, from 1, and its values by label.
+    """
+    return _learning(charts.over_epochs(epochs)) if len(epochs) > 1 else ""
 
 
 def _verdict(state: PanelState) -> str:

@@ -1,0 +1,1 @@
+"""`train_on()`, which trains on a source with one call, and its report."""

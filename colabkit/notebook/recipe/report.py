@@ -1,0 +1,202 @@
+"""The report of `train_on()`: the accuracy on held-out images, sample predictions, and how to use the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from colabkit.foundation import (
+    Report,
+    Text,
+    format_count,
+    format_seconds,
+    format_things,
+    option,
+)
+from colabkit.notebook.recipe.predictions import SamplePrediction, confused_pairs, percent
+from colabkit.training import TrainReport
+
+_MOST_PAIRS = 10
+_LARGEST_MATRIX = 100
+_NETWORKS = {"small": "small network", "resnet18": "ResNet-18"}
+
+
+@dataclass(frozen=True, repr=False)
+class TrainOnReport(Report):
+    """The report of `train_on()`.
+
+    Attributes:
+        source: name of the source, without secrets.
+        found: description of the source.
+        splits: number of images in each split.
+        classes: names of the classes.
+        size: height and width of the images.
+        network: `"small"` or `"resnet18"`.
+        epochs: number of epochs, including those of earlier calls.
+        best_epoch: number of the epoch, from 1, whose weights are in the model file.
+        accuracy: fraction of held-out images that are classified correctly, in [0, 1].
+        accuracy_on: name of the held-out split.
+        chosen_on: name of the split on which the best epoch was chosen.
+        baseline: fraction of the held-out images that belong to their most frequent class, in [0, 1].
+        confusion: for each class, the number of its held-out images by predicted class.
+        predictions: randomly chosen held-out images with their predictions.
+        mistakes: the wrong predictions with the highest probabilities.
+        chosen: what was chosen or inferred, by the option that overrides it.
+        warnings: what you should consider.
+        skipped: files that could not be decoded, with the reason.
+        model_path: file with the weights of the best epoch; `code` shows how to load it.
+        pack_path: path of the local pack.
+        training: the report of the training.
+        seconds: duration of the call in seconds, after the source was described.
+    """
+
+    source: str
+    found: str
+    splits: Mapping[str, int]
+    classes: tuple[str, ...]
+    size: tuple[int, int]
+    network: Literal["small", "resnet18"]
+    epochs: int
+    best_epoch: int
+    accuracy: float
+    accuracy_on: str
+    chosen_on: str
+    baseline: float
+    confusion: tuple[tuple[int, ...], ...]
+    predictions: tuple[SamplePrediction, ...]
+    mistakes: tuple[SamplePrediction, ...]
+    chosen: Mapping[str, str]
+    warnings: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
+    model_path: Path
+    pack_path: Path
+    training: TrainReport
+    seconds: float
+    _longer: ClassVar[Text] = ""
+    _restart: ClassVar[Text] = ""
+
+    def with_calls(self, longer: Text, restart: Text) -> Self:
+        """Set the calls that train longer and from scratch, and return the report."""
+        object.__setattr__(self, "_longer", longer)
+        object.__setattr__(self, "_restart", restart)
+        return self
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all epochs are trained, every checkpoint is saved, and there are no warnings."""
+        return self.training.is_good and not self.warnings
+
+    @property
+    def code(self) -> str:
+        """Python code that loads the model file and predicts the classes of the images in a folder."""
+        build = (
+            'colabkit.small_network(len(saved["classes"]), (*saved["size"], 3))'
+            if self.network == "small"
+            else 'torchvision.models.resnet18(num_classes=len(saved["classes"]))'
+        )
+        return (
+            f"import colabkit, torch{'' if self.network == 'small' else ', torchvision'}\n"
+            f"saved = torch.load({str(self.model_path)!r})\n"
+            f"model = {build}\n"
+            'model.load_state_dict(saved["state"])\n'
+            'images = colabkit.FileDataset("new_images", labels=None)\n'
+            'normalize = colabkit.augment.Normalize(saved["mean"], saved["std"])\n'
+            'loader = colabkit.Loader(images, 32, size=tuple(saved["size"]), transform=normalize)\n'
+            'names = [saved["classes"][best] for best in colabkit.predict(model, loader).argmax(1)]\n'
+        )
+
+    @property
+    def next_steps(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of a purpose and the line to run for it."""
+        return (
+            ("Train longer", self._words.render(self._longer)),
+            ("Train again from scratch", self._words.render(self._restart)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for `json.dumps`, without pictures and with at most 10,000 counts."""
+        values = {**super().to_dict(), "training": self.training.to_dict()}
+        for name in ("predictions", "mistakes"):
+            for prediction in values[name]:
+                del prediction["picture"]
+        if len(self.classes) > _LARGEST_MATRIX:
+            values["confusion"] = None
+        return {**values, "confused": [list(pair) for pair in self.confused(_MOST_PAIRS)], "code": self.code}
+
+    def confused(self, most: int) -> list[tuple[str, str, int, int]]:
+        """Return the most frequent mistakes: label, predicted class, their count, and the images of the label."""
+        return confused_pairs(self.confusion, self.classes, most)
+
+    @property
+    def headline(self) -> str:
+        """The accuracy, as a sentence."""
+        count = format_things(self.splits[self.accuracy_on], "held-out image")
+        return f"{percent(self.accuracy)} of {count} ({self.accuracy_on}) are classified correctly"
+
+    @property
+    def circumstances(self) -> str:
+        """How the accuracy came about."""
+        judged = "these images" if self.chosen_on == self.accuracy_on else f"the split {self.chosen_on!r}"
+        epoch = f"epoch {self.best_epoch} of {self.epochs}, the best on {judged}"
+        worked = f"trained in {format_seconds(self.seconds)}"
+        if not self.training.trained:
+            worked = "complete since an earlier call, so nothing was trained"
+        share = percent(self.baseline, 0)
+        return f"{_NETWORKS[self.network]}, {epoch}; {worked}; always answering the most frequent class: {share}"
+
+    @property
+    def choices(self) -> list[tuple[str, str]]:
+        """What was chosen, and the option that overrides it; empty if there is none."""
+        return [
+            (
+                text,
+                self._words.render(option(name)) if name in ("size", "splits", "model", "batch_size", "epochs") else "",
+            )
+            for name, text in self.chosen.items()
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """The warnings, the skipped files and the incidents of the training."""
+        notes = list(self.warnings)
+        if self.accuracy <= self.baseline:
+            notes.append("the model is no better than always answering the most frequent class")
+        if self.skipped:
+            first, reason = self.skipped[0]
+            notes.append(f"{format_things(len(self.skipped), 'file')} skipped, first {first!r}: {reason}")
+        if self.training.stopped:
+            notes.append(f"training stopped by {self.training.stopped}")
+        notes += [
+            f"the checkpoint of step {step} is not saved: {reason}" for step, reason in self.training.failed_saves
+        ]
+        return notes
+
+    def _summary(self) -> str:
+        chosen = "; ".join(f"{text} ({name})" if name else text for text, name in self.choices)
+        (_, longer), (_, restart) = self.next_steps
+        return "\n".join(
+            [
+                f"{self.headline}: {self.circumstances}",
+                f"Found: {self.found}",
+                f"Chosen: {chosen}",
+                *(f"Note: {note}" for note in self.notes),
+                f"Model: {str(self.model_path)!r}; print(report.code) shows how to use it",
+                f"Next: {longer} trains longer, {restart} from scratch",
+            ]
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [("classes", ", ".join(self.classes))]
+        rows += [("images", ", ".join(f"{name} {format_count(count)}" for name, count in self.splits.items()))]
+        rows += [
+            ("confused", f"{label} as {predicted}: {count} of {whole}")
+            for label, predicted, count, whole in self.confused(_MOST_PAIRS)
+        ]
+        return [*rows, ("pack", str(self.pack_path))]
+
+    def _repr_html_(self) -> str:
+        from colabkit.notebook.recipe.report_html import as_html
+
+        return as_html(self)
