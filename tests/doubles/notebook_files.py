@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-__all__ = ["FOLDER", "NOTEBOOKS", "PACKAGED", "TEMPLATE", "code_cells", "read", "stored"]
+__all__ = ["FOLDER", "NOTEBOOKS", "PACKAGED", "TEMPLATE", "cell_named", "code_cells", "read", "stored"]
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -25,11 +25,16 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-CELL_METADATA = ("cellView", "tags")
+CELL_METADATA = ("cellView", "jupyter", "tags")
 
 
 def read(path: Path) -> NotebookNode:
     return nbformat.read(path, as_version=4)
+
+
+def cell_named(notebook: NotebookNode, name: str) -> NotebookNode:
+    (found,) = [cell for cell in notebook.cells if cell.id == name]
+    return found
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
