@@ -26,7 +26,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["colabkit", "colabkit.*"]),
-    package_data={"colabkit": ["py.typed", "**/*.pyi", "storage/samples/*.zip"]},
+    package_data={"colabkit": ["py.typed", "**/*.pyi", "notebook/template.ipynb", "storage/samples/*.zip"]},
     python_requires=">=3.11",
     install_requires=[
         "cloudpickle>=2.2",

@@ -18,12 +18,14 @@ from .monitoring import status as status
 from .monitoring import watch as watch
 from .notebook import DemoReport as DemoReport
 from .notebook import Launcher as Launcher
+from .notebook import TemplateReport as TemplateReport
 from .notebook import TrainOnReport as TrainOnReport
 from .notebook import demo as demo
 from .notebook import launch as launch
 from .notebook import load_ipython_extension as load_ipython_extension
 from .notebook import train_on as train_on
 from .notebook import unload_ipython_extension as unload_ipython_extension
+from .notebook import write_template as write_template
 from .packs import FileDataset as FileDataset
 from .packs import Pack as Pack
 from .packs import PackedDataset as PackedDataset

@@ -6,8 +6,8 @@
 - `lines`: parses and completes the line of a magic.
 - `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.
 - `command_line`: the command `colabkit`; `shell_completion`: its completion in bash, zsh and fish.
+- `launcher`: the panel with buttons. `demonstration`: `demo()`. `template`: the template notebook, `write_template()`.
 - `recipe`: `train_on()`, which trains on a source with one call, and its report.
-- `launcher`: the panel with buttons. `demonstration`: `demo()`.
 
 To add `%hello` and `colabkit hello`, write `hello()` in the subpackage where it belongs, export it in the
 `__init__.pyi` of that subpackage and in `colabkit/__init__.pyi`, and add a row `Verb("hello", ...)` to `VERBS` in

@@ -8,3 +8,5 @@ from .magics import unload_ipython_extension as unload_ipython_extension
 from .recipe.api import train_on as train_on
 from .recipe.predictions import SamplePrediction as SamplePrediction
 from .recipe.report import TrainOnReport as TrainOnReport
+from .template import TemplateReport as TemplateReport
+from .template import write_template as write_template

@@ -412,6 +412,20 @@ VERBS: tuple[Verb, ...] = (
         ),
         more="The demo trains first from the files, then from a pack.",
     ),
+    Verb(
+        "write_template",
+        "write the template notebook, with colabkit inside, for Colab",
+        (
+            Option(
+                "path",
+                "an existing folder, or the path of the notebook",
+                "colabkit_template.ipynb",
+                "path",
+                is_positional=True,
+            ),
+            Option("overwrite", "replace an existing file", False, "flag"),
+        ),
+    ),
     Verb("launch", "open a panel with buttons, from the data to the training", is_command=False),
 )
 

@@ -228,6 +228,20 @@ def _save_plot(folder: Path) -> None:
     _report().plot(folder / "out" / "file.png")
 
 
+def _start_template(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "file.ipynb").write_bytes(b"old")
+
+
+def _write_template(folder: Path) -> None:
+    colabkit.write_template(folder / "out" / "file.ipynb", overwrite=True)
+
+
+def _template(folder: Path) -> object:
+    data = (folder / "out" / "file.ipynb").read_bytes()
+    return "old" if data == b"old" else len(json.loads(data)["cells"])
+
+
 def _json(folder: Path) -> object:
     data = (folder / "out" / "file").read_bytes()
     return "old" if data == b"old" else type(json.loads(data))
@@ -251,6 +265,7 @@ OPERATIONS = {
     "prepare": Operation(_start_prepare, _prepare, _prepared),
     "save a checkpoint": Operation(_start_checkpoints, _save, _checkpoint),
     "save a checkpoint remotely": Operation(_start_checkpoints, _save_remotely, _remote_checkpoint),
+    "write the template": Operation(_start_template, _write_template, _template),
     "save a plot": Operation(_start_file, _save_plot, _plot),
     "save a trace": Operation(_start_file, _save_trace, _json),
     "save a report": Operation(_start_file, _save_report, _json),

@@ -83,7 +83,7 @@ NOTEBOOK = """
 from notebook_runs import kernel, with_parameters
 search = [Path(path) for path in os.environ["PYTHONPATH"].split(os.pathsep)]
 with kernel(made / "kernel", sys.executable, search=search, COLABKIT_DRIVE=str(made)) as running:
-    running.run(with_parameters("colabkit_template", EPOCHS=2))
+    running.run(with_parameters("colabkit_template", EPOCHS="2", SAVE_TO="drive:saved"))
 """
 
 DRIVE = """

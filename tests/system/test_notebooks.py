@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import NotebookNode
-from notebook_files import FOLDER, NOTEBOOKS, code_cells, read, stored
+from notebook_files import FOLDER, NOTEBOOKS, PACKAGED, TEMPLATE, cell_named, code_cells, read, stored
 
 from colabkit.notebook.lines import split_line
 from colabkit.notebook.options import parser_of
@@ -21,15 +21,15 @@ from colabkit.notebook.verbs import CELLS, VERBS
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 LINES = {verb.name: verb for verb in VERBS if verb.is_magic}
 BODIES = {verb.name: verb for verb in CELLS}
-OTHERS = {"load_ext", "pip"}
+OTHERS = {"colabkit", "load_ext"}
 ASSIGNED = re.compile(r"^(\w+(?:, \w+)*) = ", re.MULTILINE)
 LINE_MAGIC = re.compile(r"^(\s*(?:\w+ = )?)%(\w+)(.*)$", re.MULTILINE)
 CELL_MAGIC = re.compile(r"\A%%(\w+)(.*)\n")
-PIP = re.compile(r"^\s*[%!]pip (.*)$", re.MULTILINE)
 MOST_LINES = 18
 # Colab cuts off longer lines on a small screen.
 MOST_COLUMNS = 100
 MOST_LINES_OF_A_FUNCTION = 5
+MOST_CELLS_OF_THE_TEMPLATE = 12
 
 
 class AnyValue(str):
@@ -56,8 +56,8 @@ def magics_of(source: str) -> Iterator[tuple[str, str, dict[str, Verb]]]:
         yield match[2], match[3], LINES
 
 
-def test_there_are_three_notebooks() -> None:
-    names = ["bring_your_own_loop", "colabkit_template", "why_is_my_training_slow"]
+def test_there_are_four_notebooks() -> None:
+    names = ["bring_your_own_loop", "colabkit_template", "resume_bit_for_bit", "why_is_my_training_slow"]
     assert [path.stem for path in NOTEBOOKS] == names
 
 
@@ -121,19 +121,36 @@ def test_functions_have_at_most_five_lines(path: Path) -> None:
                 assert node.end_lineno - node.lineno < MOST_LINES_OF_A_FUNCTION, f"{cell.id}: {node.lineno}"
 
 
+def test_the_template_is_short_and_has_one_form_to_fill_in() -> None:
+    notebook = read(TEMPLATE)
+    # `write_template()` adds a cell.
+    assert len(notebook.cells) <= MOST_CELLS_OF_THE_TEMPLATE - 1
+    assert [cell.id for cell in notebook.cells if "@param" in cell.source] == ["settings"]
+    assert [cell.id for cell in code_cells(notebook)] == ["settings", "install", "train", "launcher"]
+
+
+def test_the_package_contains_the_template() -> None:
+    assert PACKAGED.read_bytes() == TEMPLATE.read_bytes(), "run python tests/doubles/notebook_files.py"
+
+
+def test_all_notebooks_install_colabkit_in_the_same_way() -> None:
+    assert len({cell_named(read(path), "install").source for path in NOTEBOOKS}) == 1
+
+
 @by_notebook
-def test_settings_are_a_form_that_starts_with_the_source_of_colabkit(path: Path) -> None:
+def test_settings_are_a_form_that_ends_with_the_source_of_colabkit(path: Path) -> None:
     settings = settings_of(read(path))
     assert settings.metadata["cellView"] == "form"
     assert settings.source.startswith("# @title Settings\n")
     lines = [line for line in settings.source.splitlines() if not line.startswith("# @")]
-    assert lines[0] == 'INSTALL_FROM = ""  # @param {type:"string"}'
+    assert lines[-1] == 'INSTALL_FROM = ""  # @param {type:"string"}'
     for line in lines:
         value = re.fullmatch(r"[A-Z_]+ = (.+?)  # @param (.+)", line)
         assert value, line
         ast.literal_eval(value[1])
         assert re.fullmatch(
-            r'\{type:"(string|integer|boolean)"\}|\{type:"slider", .+\}|\[.+\] \{type:"raw"\}', value[2]
+            r'\{type:"(string|integer|boolean)"\}|\{type:"slider", .+\}|\[.+\] \{(type:"raw"|allow-input: true)\}',
+            value[2],
         )
 
 
@@ -150,13 +167,6 @@ def test_magics_exist_and_their_options_are_valid(path: Path) -> None:
             continue
         assert name in table, f"no magic %{name}"
         parser_of(table[name], f"%{name}").parse_args(split_line(line, values))
-
-
-@by_notebook
-def test_arguments_of_pip_with_shell_characters_are_quoted(path: Path) -> None:
-    for cell in code_cells(read(path)):
-        for line in PIP.findall(cell.source):
-            assert not re.search(r"[<>|&;$]", re.sub(r'"[^"]*"', "", line)), line
 
 
 @by_notebook

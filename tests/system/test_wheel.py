@@ -38,7 +38,11 @@ def test_the_wheel_contains_every_module_and_the_samples(wheel: zipfile.ZipFile)
     sources = {
         str(path.relative_to(ROOT)) for path in (ROOT / "colabkit").rglob("*.py*") if path.suffix in (".py", ".pyi")
     }
-    assert names == sources | {"colabkit/py.typed", "colabkit/storage/samples/digits.zip"}
+    assert names == sources | {
+        "colabkit/py.typed",
+        "colabkit/notebook/template.ipynb",
+        "colabkit/storage/samples/digits.zip",
+    }
 
 
 @pytest.mark.full

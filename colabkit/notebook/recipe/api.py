@@ -53,7 +53,7 @@ def train_on(
     on_bad: Literal["raise", "skip", "blank"] = "skip",
     restart: bool = False,
     progress: bool = True,
-    screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto",
+    screen: Literal["auto", "notebook", "text", "lines", "final", "none"] = "auto",
 ) -> TrainOnReport:
     """Train an image classifier on a source, and return a report with its accuracy on held-out images.
 

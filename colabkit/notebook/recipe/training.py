@@ -21,6 +21,7 @@ from colabkit.foundation import (
     Code,
     Interrupted,
     Partial,
+    ScreenName,
     SourceChanged,
     call,
     can_hang,
@@ -69,7 +70,7 @@ class Recipe:
     on_bad: Literal["raise", "skip", "blank"]
     restart: bool
     progress: bool
-    screen: Literal["auto", "notebook", "widgets", "text", "none"]
+    screen: ScreenName
 
     def again(self, **options: Any) -> CallRef:
         """Return a call that resumes this training, with further options."""
