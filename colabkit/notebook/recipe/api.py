@@ -96,7 +96,7 @@ def train_on(
         >>> import colabkit
         >>> report = colabkit.train_on("samples:digits", epochs=2, progress=False, screen="none")
         >>> report.splits, report.network, report.accuracy > 0.7
-        ({'train': 1437, 'val': 360}, 'small', True)
+        ({'train': 1438, 'val': 359}, 'small', True)
         >>> report.model_path.exists()
         True
     """
