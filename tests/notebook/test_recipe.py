@@ -159,6 +159,7 @@ def test_drive_is_mounted_for_a_source_on_it(
         return "Drive mounted"
 
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    monkeypatch.setattr("colabkit.notebook.recipe.api.drive_mounts", lambda table: [])
     monkeypatch.setattr("colabkit.notebook.recipe.api.mount", mount)
     report = train_on("drive:colors", to="drive:work", progress=True)
     assert capsys.readouterr().out.startswith("Mounting Google Drive\n'Drive mounted'\nFound 40 images")

@@ -1,11 +1,14 @@
-"""The report of `train_on()`: the accuracy on held-out images, sample predictions, and how to use the model."""
+"""The report of `train_on()`: the accuracy on held-out images, sample predictions, and how to use the model.
+
+This module does not import torch, see `api`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from colabkit.foundation import (
     CallRef,
@@ -16,7 +19,6 @@ from colabkit.foundation import (
     format_things,
     option,
 )
-from colabkit.monitoring import draw_curves
 from colabkit.notebook.recipe.predictions import SamplePrediction, confused_pairs, percent
 from colabkit.notebook.recipe.report_html import (
     draw_choices,
@@ -26,7 +28,9 @@ from colabkit.notebook.recipe.report_html import (
     draw_samples,
     framed,
 )
-from colabkit.training import TrainReport
+
+if TYPE_CHECKING:
+    from colabkit.training import TrainReport
 
 _MOST_PAIRS = 10
 _LARGEST_MATRIX = 100
@@ -201,6 +205,8 @@ class TrainOnReport(Report):
         return [*rows, ("pack", str(self.pack_path))]
 
     def _repr_html_(self) -> str:
+        from colabkit.monitoring import draw_curves
+
         return framed(
             self.headline,
             self.circumstances,
