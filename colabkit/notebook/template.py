@@ -204,7 +204,7 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
 
 def _metadata(installed: Distribution) -> dict[str, bytes]:
     """Return the files of the `.dist-info` folder, without the description, which is the whole README."""
-    headers = (installed.read_text("METADATA") or "").partition("\n\n")[0]
+    headers = (installed.read_text("METADATA") or "").partition("\n\n")[0].rstrip()
     found = {"METADATA": f"{headers}\n".encode(), "WHEEL": _WHEEL.encode()}
     if commands := installed.read_text("entry_points.txt"):
         found["entry_points.txt"] = commands.encode()
