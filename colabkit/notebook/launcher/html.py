@@ -46,7 +46,8 @@ def sheet(kept: str) -> str:
         "& button": "margin:0;border-radius:4px;width:auto;height:auto;min-height:28px;padding:3px 14px;"
         "line-height:20px;white-space:normal",
         "& button.colabkit-main": f"background:{_ACCENT};color:#fff;font-weight:600;padding:3px 24px",
-        "& button.colabkit-switch": f"background:none;box-shadow:none!important;border:0;padding:3px 0;color:{_TEXT}",
+        "& button.colabkit-switch": f"background:none;box-shadow:none!important;border:0;padding:3px 6px;"
+        f"margin-left:-6px;color:{_TEXT}",
         "& button:focus-visible,& input:focus-visible,& select:focus-visible": f"outline:2px solid {_ACCENT};"
         "outline-offset:1px",
         "& .colabkit-only": "display:grid;grid-template-columns:150px 1fr;gap:2px 12px;align-items:start",

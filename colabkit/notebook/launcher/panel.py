@@ -20,18 +20,19 @@ from colabkit.foundation import (
     Report,
     RuntimeReport,
     cannot,
+    format_things,
     import_optional,
     local_root,
 )
 from colabkit.notebook.launcher import html
 from colabkit.notebook.launcher.actions import Action, ActionCall, call_of, cell_of
 from colabkit.notebook.launcher.browsing import DRIVE, is_drive_missing, is_place, list_place
-from colabkit.notebook.launcher.settings import Settings, in_form, places
+from colabkit.notebook.launcher.settings import FieldWords, Settings, in_form, places
 from colabkit.notebook.launcher.stopping import on_interrupt
 from colabkit.notebook.launcher.view import ONLY, View
 from colabkit.notebook.launcher.work import Outcome, Worker
 from colabkit.notebook.recipe.plan import choose_size
-from colabkit.packs import SourceSummary, describe_source
+from colabkit.packs import SourceSummary, describe_source, height_and_width
 
 _FALLBACK = "colabkit's launcher: run this cell again to open it."
 _KEPT_EVERY_S = 10.0
@@ -266,7 +267,8 @@ class Launcher:
         if self._summary is None or self._summary.median_size is None:
             return
         try:
-            size = self.view.settings.options.get("size", "auto")
+            asked = self.view.settings.options.get("size", "auto")
+            size = asked if asked == "auto" else height_and_width("use the form", asked)
             found = choose_size(size, self._summary, self._device)
         except ColabkitError as error:
             self.view.describe_size("", in_form(error)[0])
@@ -298,7 +300,7 @@ class Launcher:
         self._worker.in_main_thread(lambda: self._worker.run(doing, begun, ended))
 
     def _offer(self, label: str) -> None:
-        label = f"Train {self._epochs} more epochs" if self._epochs else label
+        label = f"Train {format_things(self._epochs, 'more epoch')}" if self._epochs else label
         if label == "Continue":
             self.view.say("Stopped. Click Continue to resume.")
         self.view.end(label, can_restart=label != "Train")
@@ -321,9 +323,12 @@ class Launcher:
                 result = found.make()
         finally:
             self.view.fold(is_training)
-        self._worker.add(found.name, getattr(result, "report", result))
+        report = getattr(result, "report", result)
         if is_training:
-            self._epochs = result.epochs
+            self._epochs = report.epochs
+        else:
+            report.speak(FieldWords())
+        self._worker.add(found.name, report)
 
 
 def _line(settings: Settings, action: Action, near: str) -> str:

@@ -226,7 +226,7 @@ class View:
 
     def remove(self) -> None:
         """Close every widget."""
-        for widget in list(_tree(self.root)):
+        for widget in list(tree_of(self.root)):
             widget.close()
 
     def _built(self, kept: str) -> Any:
@@ -348,10 +348,11 @@ def _put(widget: Any, text: str) -> None:
     widget.layout.display = None if text else "none"
 
 
-def _tree(widget: Any) -> Iterator[Any]:
+def tree_of(widget: Any) -> Iterator[Any]:
+    """Return a widget and all widgets that it contains."""
     yield widget
     for name in widget.keys:
         value = getattr(widget, name)
         for part in value if isinstance(value, tuple | list) else (value,):
             if hasattr(part, "model_id") and part is not widget:
-                yield from _tree(part)
+                yield from tree_of(part)
