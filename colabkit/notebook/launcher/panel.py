@@ -36,6 +36,7 @@ from colabkit.packs import SourceSummary, describe_source, height_and_width
 
 _FALLBACK = "colabkit's launcher: run this cell again to open it."
 _KEPT_EVERY_S = 10.0
+_ON_DRIVE = "drive:colabkit"
 _CONNECTING = "Connecting Google Drive"
 _DOING: dict[Action, str] = {
     "train": "Preparing the images",
@@ -202,13 +203,21 @@ class Launcher:
         if self._worker.is_busy:
             # A late message: the form is disabled while the panel works.
             return
-        self._show_code()
         self._epochs = 0
         self.view.offer("Train", False)
+        if name == "source":
+            self._suggest_folder()
+        self._show_code()
         if name in ("source", "labels", "splits"):
             self._worker.in_main_thread(self._describe)
         elif name == "size":
             self._describe_size()
+
+    def _suggest_folder(self) -> None:
+        """Suggest a folder on Drive for the results of a source on Drive, unless you have chosen another one."""
+        folder, local = self.view.fields["to"], Settings().to
+        if folder.value in (local, _ON_DRIVE):
+            folder.value = _ON_DRIVE if self.view.settings.source.strip().startswith(DRIVE) else local
 
     def _show_code(self, running: ActionCall | None = None) -> None:
         """Show the cell that does the same as the main button, or as the running work."""
@@ -267,9 +276,8 @@ class Launcher:
         if self._summary is None or self._summary.median_size is None:
             return
         try:
-            asked = self.view.settings.options.get("size", "auto")
-            size = asked if asked == "auto" else height_and_width("use the form", asked)
-            found = choose_size(size, self._summary, self._device)
+            size = height_and_width("use the form", self.view.settings.options.get("size"))
+            found = choose_size(size or "auto", self._summary, self._device)
         except ColabkitError as error:
             self.view.describe_size("", in_form(error)[0])
         else:
