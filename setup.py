@@ -41,7 +41,6 @@ setup(
         "simplejpeg>=1.7",
         "torch>=2.6",
         "torchvision>=0.21",
-        "tqdm>=4.64",
     ],
     extras_require={
         "test": [
@@ -66,7 +65,6 @@ setup(
             "torchcodec>=0.16",
             "trustme>=1.1",
             "types-psutil==7.2.2.20261111",
-            "types-tqdm==4.70.0.20261106",
             "webdataset>=0.2.86",
             "zstandard>=0.22",
             'backports.zstd>=1.0; python_version < "3.14"',
@@ -77,9 +75,9 @@ setup(
             "pre-commit>=4.0",
             "ruff==0.17.5",
             "types-psutil==7.2.2.20261111",
-            "types-tqdm==4.70.0.20261106",
         ],
-        "bench": ["jupyterlab>=4", "playwright>=1.40", "scikit-learn>=1.3"],
+        # Only `pytest --full` and the pictures in README need a browser.
+        "browser": ["jupyterlab>=4", "playwright>=1.40"],
         "cluster": ["distributed>=2024.1"],
         "fetch": ["fsspec>=2024.2"],
         # Only `pytest --full` tests the loader and packing with these packages.
@@ -89,6 +87,7 @@ setup(
             "keras>=3.3",
             "kornia>=0.7",
             "lightning>=2.4",
+            "marimo>=0.20",
             "polars>=1.0",
             "transformers>=4.46",
         ],

@@ -15,6 +15,7 @@ from colabkit.foundation import (
     StepDone,
 )
 from colabkit.monitoring import RunStatus, Shares
+from colabkit.notebook import SamplePrediction
 from colabkit.packs import ImageFiles, MapDataset, PackInfo, SampleGrid
 from colabkit.storage import Item, Listing, PathTable, ReadRate, Source
 from colabkit.training import EpochRecord, Stateful, Validation
@@ -37,6 +38,7 @@ __all__ = [
     "ReadRate",
     "RunStatus",
     "SampleGrid",
+    "SamplePrediction",
     "Shares",
     "Source",
     "Stateful",

@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+# Let torch's threads sleep while they wait, because test workers share the cores and spinning threads slow them down
+# tenfold. libgomp reads the variable when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from contract import make_pack
@@ -40,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--report", action="store_true", help="print a table of known failures and how colabkit handles them"
     )
     parser.addoption("--full", action="store_true", help="run all tests, including those marked `full`")
+    parser.addoption("--pictures", type=Path, metavar="FOLDER", help="save what the tests see in a browser")
 
 
 def pytest_configure(config: pytest.Config) -> None:

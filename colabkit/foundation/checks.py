@@ -28,7 +28,7 @@ R = TypeVar("R")
 # Public modules of classes whose calls are checked.
 _NAMESPACES = ("augment", "sampler")
 _FLAG_TYPES = ("bool", "bool_", "int")
-# Names of arguments in Keras or in another function of colabkit, with the names that the user may mean.
+# Arguments of Keras or of other functions of colabkit, with the arguments that the caller may have meant.
 _SYNONYMS = {
     "class_mode": "task",
     "color_mode": "channels",
@@ -254,7 +254,7 @@ def interruptible(work: str, then: str) -> Callable[[Callable[P, R]], Callable[P
 
 
 def _call_of(function: Callable[..., Any], given: Sequence[Any], arguments: str = "") -> str:
-    """Return a call as text; for an `__init__`, a call of the first class in the object's MRO that is colabkit's."""
+    """Return a call as text; for an `__init__`, a call of the first class of colabkit in the object's MRO."""
     called: Any = function
     if function.__name__ == "__init__":
         called = next(one for one in type(given[0]).__mro__ if one.__module__.startswith("colabkit."))

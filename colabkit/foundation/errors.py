@@ -43,7 +43,7 @@ class OneLineError(BaseException):
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return type and text for `json.dumps`; if the error has a `Message`, also its parts and its options."""
+        """Return the error as values for `json.dumps`: its type, its text, and the parts of its `Message`, if any."""
         values = {"type": type(self).__name__, "message": str(self)}
         if (message := self.message) is None:
             return values
@@ -61,7 +61,7 @@ class ColabkitError(OneLineError, Exception):
 
 
 class Interrupted(OneLineError, KeyboardInterrupt):
-    """Ctrl-C or a notebook's stop button ended a call; the message says what is kept."""
+    """Ctrl-C or a notebook's stop button ended a call; the message lists the data that is kept."""
 
     def __init__(self, message: object) -> None:
         super().__init__(message)
@@ -104,7 +104,7 @@ class FileFailed(ColabkitError, OSError):
 
 
 class NotSealed(ColabkitError, ValueError):
-    """A pack or local copy has no seal, the checksum record that is written last, or has another format version."""
+    """A pack or local copy has no seal (the record of checksums, written last), or has another format version."""
 
 
 class Corrupt(ColabkitError, ValueError):

@@ -41,7 +41,7 @@ HDF5_USER_BLOCK_BYTES = 4096
 _COPY_BYTES = 1 << 20
 _RECURSION = 100
 _SENT_BYTES = 16 << 20
-# RAM for the buffers of this process while it writes to a tmpfs; if it ran out, the kernel could kill the process.
+# RAM to keep free for the buffers of this process while it writes to a tmpfs; otherwise, the kernel could kill it.
 _OWN_BYTES = 64 << 20
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 hook: Callable[[str, Path], None] | None = None
@@ -55,7 +55,7 @@ def _step(operation: str, path: Path) -> None:
 
 @contextmanager
 def translated(act: str) -> Iterator[None]:
-    """Convert an `OSError` raised in the block to an error that names `act` and the cause; keep errors of colabkit."""
+    """Convert an `OSError` in the block to a colabkit error that names `act` and the cause; keep colabkit errors."""
     try:
         yield
     except ColabkitError:
@@ -97,7 +97,7 @@ def make_folder(path: Path) -> None:
     """Create a folder and its parents if they do not exist."""
     if not path.is_dir():
         _step("mkdir", path)
-        # Not with `parents=True`, which recurses into each missing parent.
+        # Do not use `parents=True`, which recurses into each missing parent.
         missing = itertools.takewhile(lambda parent: not parent.is_dir(), (path, *path.parents))
         for folder in reversed([*missing]):
             folder.mkdir(exist_ok=True)

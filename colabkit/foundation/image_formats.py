@@ -25,7 +25,7 @@ class FileFormat:
     package: str = "--upgrade pillow"
 
 
-# Webdataset sources prefer the formats in this order.
+# WebDataset sources prefer the formats in this order.
 FORMATS = (
     FileFormat("JPEG", ("jpg", "jpeg", "jfif", "mpo"), rb"\xff\xd8\xff"),
     FileFormat("PNG", ("png",), rb"\x89PNG\r\n"),

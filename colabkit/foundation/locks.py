@@ -1,4 +1,4 @@
-"""Locks of folders between processes, with `flock`. The kernel releases a lock when its process ends."""
+"""Locks on folders, made with `flock`, for use by several processes. The kernel releases them when a process ends."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def mounts(read: Reader = read_file) -> list[Mount]:
         return []
     found = []
     for fields in (line.split(" ") for line in lines):
-        # Sandboxes may emulate this file with lines of another form.
+        # Sandboxes may emulate this file with lines in another format.
         if len(fields) < 4:
             continue
         source, point, fstype, options, *_ = fields

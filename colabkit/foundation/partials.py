@@ -377,7 +377,7 @@ def has_ended(maker: str, path: Path) -> bool:
 
 
 def is_running(maker: str) -> bool | None:
-    """Return whether a process runs, or None if it belongs to another machine, container, or time before a restart.
+    """Return whether a process is running; None if it is from another machine or container, or from before a restart.
 
     Args:
         maker: result of `owner()` in that process.

@@ -42,7 +42,7 @@ _EACH_SORTED_UP_TO = 32
 _TABLES_UP_TO = 4096
 _UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)
 
-# Arrays, because NumPy would look up the type of a scalar again in each of about a hundred operations.
+# The factors are arrays, because NumPy would look up the type of a scalar again in each of about a hundred operations.
 _FIRST_FACTOR = np.array(0x85EBCA6B, np.uint32)
 _SECOND_FACTOR = np.array(0xC2B2AE35, np.uint32)
 _FIRST_SHIFT = np.array(13, np.uint32)

@@ -134,7 +134,7 @@ def svg_of(figure: Figure, title: str, description: str) -> str:
     """
     from matplotlib import rc_context
 
-    # Keep text as text, in the font of the page, and make the output deterministic.
+    # Write text as text elements in the font of the page, and make the output deterministic.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "colabkit"}):
         drawn = encode_figure(figure, "svg", transparent=True, metadata={"Date": None}).decode()
     body = drawn[drawn.index("<svg") :]

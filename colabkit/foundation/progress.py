@@ -1,24 +1,42 @@
-"""The progress bar of all long operations, drawn by `tqdm.auto`: a widget in notebooks, a line in terminals.
+"""The progress of all long operations: a bar in notebooks and terminals, and a line every 10 s elsewhere.
 
-A caller with its own progress display, such as a panel with buttons, wraps the operation: `with shown_by(show): ...`.
-An open live panel shows the progress in place of a bar.
+It needs no widgets, and a notebook keeps one line of text. A caller with its own progress display, such as a panel with
+buttons, wraps the operation: `with shown_by(show): ...`. An open live panel shows the progress in place of a bar.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 import time
-import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
-from colabkit.foundation.units import format_count, format_seconds, format_things
+from colabkit.foundation.reports import escape, printable
+from colabkit.foundation.screens import MarimoScreen, NotebookScreen, Screen, choose_screen
+from colabkit.foundation.units import (
+    format_bytes,
+    format_count,
+    format_fill,
+    format_seconds,
+    format_share,
+    format_things,
+)
 
 _REDRAWN_S = 0.2
+# Shorter operations show no bar.
+_SHOWN_AFTER_S = 0.5
+# The speed is the mean over this number of redraws.
+_MEASURED_REDRAWS = 25
+SECONDS = " s"
+"""Unit of operations that count seconds, such as a wait."""
+
 # A bar reports a stall after this time without progress.
 _STILL_S = 2.0
 
@@ -42,6 +60,18 @@ class Progress:
     unit: str
     note: str
     seconds: float
+
+    @property
+    def share(self) -> float | None:
+        """The finished share in [0, 1]; None if the total is unknown or 0."""
+        return min(1.0, self.done / self.total) if self.total else None
+
+    @property
+    def count(self) -> str:
+        """The finished and the total number of units, as text."""
+        if self.unit == "B":
+            return format_fill(self.done, self.total) if self.total else format_bytes(self.done)
+        return f"{format_count(self.done)}{f'/{format_count(self.total)}' if self.total else ''}{self.unit}"
 
 
 Show: TypeAlias = Callable[[Progress | None], None]
@@ -71,7 +101,7 @@ def offer_view(offer: Callable[[], Show | None]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Pass all progress in the block to `show` instead of drawing `tqdm` bars.
+    """Pass all progress in the block to `show` instead of drawing bars.
 
     `show` is called when an operation begins, at most a few times per second while it continues, and with None when it
     ends.
@@ -83,49 +113,89 @@ def shown_by(show: Show) -> Iterator[None]:
         _show.reset(token)
 
 
-class _ProgressRelay:
-    """A replacement for a tqdm bar that passes the progress to a function."""
+class _Bar:
+    """Shows the progress of an operation on a screen.
 
-    def __init__(self, show: Show, action: str, total: int | None, unit: str) -> None:
-        self._show = show
-        self._about = action, total, unit
-        self._began = time.monotonic()
-        self._done = 0
-        self._note = ""
-        self.refresh()
+    It is drawn only by the thread that created it, since some kernels do not show the output of other threads.
+    """
 
-    def update(self, count: int) -> None:
-        self._done += count
-        if time.monotonic() - self._shown >= _REDRAWN_S:
-            self.refresh()
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._thread = threading.get_ident()
+        self._is_drawn = False
+        self._measured: deque[Progress] = deque(maxlen=_MEASURED_REDRAWS)
 
-    def refresh(self) -> None:
-        self._shown, self._shown_done = time.monotonic(), self._done
-        action, total, unit = self._about
-        self._show(Progress(action, self._done, total, unit, self._note, self._shown - self._began))
+    def __call__(self, progress: Progress | None) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        try:
+            if progress is None:
+                self._end()
+            else:
+                self._measured.append(progress)
+                if progress.seconds >= _SHOWN_AFTER_S:
+                    self._is_drawn = True
+                    self._screen.paint(_BarFrame(progress, self._measured[0]), final=False)
+        # The operation does not depend on its display.
+        except Exception:
+            self._thread = -1
 
-    def set_postfix_str(self, text: str, refresh: bool) -> None:
-        self._note = text
-
-    def close(self) -> None:
-        if self._done != self._shown_done:
-            self.refresh()
-        self._show(None)
+    def _end(self) -> None:
+        if self._is_drawn and isinstance(self._screen, NotebookScreen | MarimoScreen):
+            self._screen.paint(_LastFrame(self._measured[-1]), final=True)
+        self._screen.close()
 
 
-class _Silence:
-    def update(self, *_: object, **__: object) -> None:
-        pass
+class _BarFrame:
+    """A frame of an operation: the share, the count, the note, the speed and the remaining time."""
 
-    refresh = set_postfix_str = close = update
+    def __init__(self, progress: Progress, before: Progress) -> None:
+        self._progress = progress
+        passed_s = progress.seconds - before.seconds
+        self._per_s = (progress.done - before.done) / passed_s if passed_s > 0 else 0.0
+
+    @property
+    def html(self) -> str:
+        """A bar, and the text below it."""
+        share = self._progress.share
+        value = "" if share is None else f' value="{share:.3f}"'
+        return (
+            '<div style="font-variant-numeric:tabular-nums">'
+            f'<progress{value} style="width:min(100%,360px)"></progress><br>{escape(self.line)}</div>'
+        )
+
+    @property
+    def line(self) -> str:
+        """One line. A narrow terminal cuts the speed and the remaining time, which come last."""
+        one, share = self._progress, self._progress.share
+        parts = [format_share(share) if share is not None else "", one.count, one.note, *self._pace()]
+        return f"{printable(one.action)}: {', '.join(filter(None, parts))}"
+
+    text = line
+
+    def _pace(self) -> list[str]:
+        one = self._progress
+        if self._per_s <= 0 or one.unit == SECONDS:
+            return []
+        speed = f"{format_bytes(self._per_s)}/s" if one.unit == "B" else f"{format_count(self._per_s)}{one.unit}/s"
+        left = [f"{format_seconds(max(1, round((one.total - one.done) / self._per_s)))} left"] if one.total else []
+        return [speed, *left]
+
+
+class _LastFrame:
+    """What a notebook keeps of an operation: one line of text."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.text = self.line = f"{printable(progress.action)}: {progress.count} in {format_seconds(progress.seconds)}"
+        self.html = f"<div>{escape(self.text)}</div>"
 
 
 class ProgressBar:
-    """A context manager that shows the progress of an operation and removes the bar at the end of the block.
+    """A context manager that shows the progress of an operation, until the end of the block.
 
-    The bar shows the count, the rate and the remaining time, and, if applicable, files, retries and the time without
-    progress. Nothing is shown if `enabled` is false, or if the output is neither a notebook with ipywidgets nor a
-    terminal, to keep logs clean. Within `shown_by()`, the progress is passed to that function instead.
+    It shows the count, the rate and the remaining time, and, if applicable, files, retries and the time without
+    progress. Within `shown_by()`, the progress is passed to that function. Otherwise, it is shown on the screen that
+    `choose_screen()` chooses, if the operation takes more than half a second.
 
     Args:
         action: description of the operation, shown before the bar.
@@ -136,67 +206,57 @@ class ProgressBar:
     """
 
     def __init__(self, action: str, total: int | None, unit: str, enabled: bool = True, files: int = 0) -> None:
+        self._about = action, total, unit
         self._files = files
         self._files_done = 0
         self._retries = 0
-        self._moved = self._shown = time.monotonic()
-        self._bar: Any = _Silence()
-        # Return before importing tqdm, which takes longer than writing a small pack.
-        if not enabled:
-            return
-        show = _show.get() or next(filter(None, (offer() for offer in reversed(_offers))), None)
-        if show is not None:
-            self._bar = _ProgressRelay(show, action, total, unit)
-            return
-        with warnings.catch_warnings():
-            # tqdm warns in a notebook without ipywidgets, where no bar is shown.
-            warnings.simplefilter("ignore")
-            from tqdm.auto import tqdm
-
-            # Unless the monitor interval is 0, tqdm starts a thread that outlives all bars.
-            self._bar = type("Bar", (tqdm,), {"monitor_interval": 0})(
-                desc=action,
-                total=total,
-                unit=unit,
-                unit_scale=unit == "B",
-                unit_divisor=1024 if unit == "B" else 1000,
-                disable=None,
-                leave=False,
-                mininterval=_REDRAWN_S,
-            )
+        self._done = self._drawn_done = 0
+        self._began = self._moved = self._drawn = time.monotonic()
+        self._still_s = 0.0
+        self._show = _chosen_show() if enabled else None
+        if self._show is not None:
+            self._draw(self._began)
 
     def advance(self, count: int, files: int = 0) -> None:
         """Add finished units and files."""
+        self._done += count
         self._files_done += files
         now = time.monotonic()
-        if now - self._shown > _REDRAWN_S or now - self._moved > _STILL_S:
-            self._annotate(now, 0.0)
-        self._moved = now
-        self._bar.update(count)
+        self._moved, self._still_s = now, 0.0
+        if now - self._drawn >= _REDRAWN_S:
+            self._draw(now)
 
     def wait(self) -> None:
         """Show how long there has been no progress; call this a few times per second while waiting."""
         now = time.monotonic()
-        if now - self._shown > _STILL_S / 2:
-            self._annotate(now, now - self._moved)
-            self._bar.refresh()
+        if now - self._drawn > _STILL_S / 2:
+            self._still_s = now - self._moved
+            self._draw(now)
 
     def retried(self, retries: int) -> None:
         """Set the total number of retried reads."""
         self._retries = retries
 
-    def _annotate(self, now: float, still_s: float) -> None:
-        self._shown = now
-        notes = [f"{format_count(self._files_done)}/{format_things(self._files, 'file')}"] if self._files else []
+    def _draw(self, now: float) -> None:
+        if self._show is not None:
+            self._drawn, self._drawn_done = now, self._done
+            action, total, unit = self._about
+            self._show(Progress(action, self._done, total, unit, self._note(), now - self._began))
+
+    def _note(self) -> str:
+        notes = [f"{format_count(self._files_done)}/{format_things(self._files, 'file')}"] if self._files_done else []
         if self._retries:
             notes.append(format_things(self._retries, "retry"))
-        if still_s > _STILL_S:
-            notes.append(f"no progress for {format_seconds(int(still_s))}")
-        self._bar.set_postfix_str(", ".join(notes), refresh=False)
+        if self._still_s > _STILL_S:
+            notes.append(f"no progress for {format_seconds(int(self._still_s))}")
+        return ", ".join(notes)
 
     def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
+        """Remove the bar; a notebook keeps one line of text."""
+        if self._show is not None:
+            if self._done != self._drawn_done:
+                self._draw(time.monotonic())
+            self._show(None)
 
     def __enter__(self) -> Self:
         return self
@@ -207,10 +267,18 @@ class ProgressBar:
         self.close()
 
 
+def _chosen_show() -> Show | None:
+    """Return the function of `shown_by()`, that of an open panel, or a bar; None to show nothing."""
+    show = _show.get() or next(filter(None, (offer() for offer in reversed(_offers))), None)
+    if show is None and (screen := choose_screen("auto", sys.stderr)) is not None:
+        show = _Bar(screen)
+    return show
+
+
 @contextlib.contextmanager
 def heartbeat(action: str, timeout: float, enabled: bool = True) -> Iterator[Callable[[float], None]]:
     """Show how much of a timeout has elapsed; the block calls the yielded function with the elapsed seconds."""
-    with ProgressBar(action, round(timeout), " s", enabled) as bar:
+    with ProgressBar(action, round(timeout), SECONDS, enabled) as bar:
         shown = 0
 
         def tick(passed: float) -> None:

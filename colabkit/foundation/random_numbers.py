@@ -21,7 +21,7 @@ GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
-# Arrays, because NumPy would look up the type of a scalar again in each operation.
+# The factors are arrays, because NumPy would look up the type of a scalar again in each operation.
 _FACTORS = [np.array(factor, np.uint64) for factor in (_FIRST, _SECOND)]
 _SHIFTS = [np.array(bits, np.uint64) for bits in (30, 27, 31)]
 

@@ -39,10 +39,10 @@ class DataLoaderSource:
     def as_dataloader(self) -> DataLoader[Any]:
         """Return a `torch.utils.data.DataLoader` that yields the same batches, for frameworks that require that class.
 
-        Use it for `accelerate.skip_first_batches`, for `Accelerator.prepare` in a single process, in
-        `Trainer.get_train_dataloader` of Hugging Face, and for `Fabric.setup_dataloaders`. Skipped batches are not
-        loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`: resume
-        either by `load_state_dict`, or by `set_epoch` and skipping.
+        Pass it to `accelerate.skip_first_batches`, to `Accelerator.prepare` in a single process, or to
+        `Fabric.setup_dataloaders`, or return it from a Hugging Face `Trainer.get_train_dataloader`. Skipped batches are
+        not loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`:
+        resume either by `load_state_dict`, or by `set_epoch` and skipping.
 
         Under `torch.distributed`, the result yields only the batches of this process, as the loader does, and Lightning
         and Fabric do not change this. Accelerate would distribute the batches again, so do not pass the result to

@@ -85,7 +85,7 @@ class Loader(DataLoaderSource):
 
     Args:
         dataset: dataset to load.
-        batch_size: samples per batch, in each process. With 1, several processes need equal shares, or `drop_last`.
+        batch_size: samples per batch, in each process. With 1, use `drop_last` unless the processes get equal shares.
         shuffle: whether to shuffle the samples in every epoch; `"block"` shuffles in windows, for packs beyond RAM.
         seed: seed of the order and of the transforms.
         drop_last: whether to drop a last batch that is not full; invalid with a sampler that yields batches.
@@ -111,7 +111,7 @@ class Loader(DataLoaderSource):
             `"auto"` chooses the GPU if decoded images do not fit in a cache and it decodes a few files 1.5 times as
             fast; see `decoder`. On the GPU, pixels differ slightly. Files that it cannot decode use the CPU.
         on_bad: how to handle image files that cannot be decoded or have a wrong CRC: `"raise"`, `"skip"` (only in a
-            single process), or `"blank"` for an empty image. If one size is needed, other sizes are always an error.
+            single process), or `"blank"` for a black image. If one size is needed, other sizes are always an error.
         num_workers: number of worker threads or processes; None for one per usable CPU. With 0, a batch is built in
             your thread when you request it; for a GPU, one thread may still build batches ahead.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
@@ -299,9 +299,9 @@ class Loader(DataLoaderSource):
         """Resume the next iteration at the position of `state`, in the same order.
 
         Batch size, number of processes and threads, device, transform and prefetching may differ. Seed and shuffle are
-        restored from the state. JPEG files must be decoded on the same device, except that with `decode="auto"`, the
-        loader logs a warning. With a custom sampler the number of processes may differ only if the state was taken
-        at the end of an epoch.
+        restored from the state. JPEG files must be decoded on the same device; with `decode="auto"`, the loader only
+        logs a warning. With a custom sampler, the number of processes may differ only if the state was taken at the end
+        of an epoch.
 
         Args:
             state: result of `state_dict()`.

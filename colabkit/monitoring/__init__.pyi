@@ -12,5 +12,4 @@ from .panel.api import dashboard as dashboard
 from .panel.api import is_any_open as is_any_open
 from .panel.api import show_beside_training as show_beside_training
 from .panel.html import draw_curves as draw_curves
-from .panel.screens import Screen as Screen
 from .trackers import log_to as log_to

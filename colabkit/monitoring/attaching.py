@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 StateSeen: TypeAlias = Literal["running", "silent", "dead", "finished", "stopped", "failed", "unknown"]
 
-# A run that has missed this many writes, and this many seconds more, is silent.
+# A run counts as silent when its status is overdue by this many writes and this many more seconds.
 _MISSED, _GRACE_S = 3, 5.0
 # Drive may show a new file this many seconds late on another machine.
 _DELAY_S = 60.0
@@ -41,7 +41,7 @@ _SHOWN_VALUES = 4
 
 @dataclass(frozen=True, repr=False)
 class RunStatus(Report):
-    """A training run, as its folder shows it.
+    """The state of a training run, read from its folder.
 
     Attributes:
         folder: folder of its checkpoints.
@@ -91,7 +91,7 @@ class RunStatus(Report):
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended, also if it died."""
+        """Whether the run has finished, stopped, failed or died."""
         return self.state not in ("running", "silent")
 
     def _position(self) -> str:

@@ -6,6 +6,7 @@ from .launcher.panel import launch as launch
 from .magics import load_ipython_extension as load_ipython_extension
 from .magics import unload_ipython_extension as unload_ipython_extension
 from .recipe.api import train_on as train_on
+from .recipe.predictions import SamplePrediction as SamplePrediction
 from .recipe.report import TrainOnReport as TrainOnReport
 from .template import TemplateReport as TemplateReport
 from .template import write_template as write_template

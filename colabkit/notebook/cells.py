@@ -204,7 +204,7 @@ def _opened(namespace: Mapping[str, Any], path: str) -> colabkit.Pack:
 
 
 def _device() -> str | None:
-    # Imported here so that the magics load without torch.
+    # Import torch here, so that the magics load without it.
     import torch
 
     return "cuda" if torch.cuda.is_available() else None

@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import cache
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -28,10 +28,6 @@ from colabkit.foundation import (
     OneLineError,
     SourceMissing,
     cannot,
-    format_rate,
-    format_seconds,
-    format_share,
-    meters,
     option,
     printable,
 )
@@ -92,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InvalidOption(cannot("show the panel", (option("attach"), " is missing"), "", next_step))
         if is_json and hasattr(parsed, "progress"):
             parsed.progress = False
-        with redirect_stdout(sys.stderr) if is_json else nullcontext(), _epochs_shown(verb, is_json):
+        with redirect_stdout(sys.stderr) if is_json else nullcontext(), _panel_shown(verb):
             report = getattr(colabkit, verb.name)(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
         is_of_line = isinstance(error, InvalidOption) and _of_the_user(error.__traceback__) is None
@@ -155,36 +151,18 @@ def _failed(error: BaseException, verb: Verb | None, is_json: bool, status: int)
 
 
 @contextmanager
-def _epochs_shown(verb: Verb, is_json: bool) -> Iterator[None]:
-    """Show the live panel during training in the block, or one line per epoch without a terminal or with `--json`."""
+def _panel_shown(verb: Verb) -> Iterator[None]:
+    """Show the panel during training in the block, in one process of a distributed run."""
     if verb.name not in ("train", "k_fold") or os.environ.get("RANK", "0") != "0":
         yield
         return
-    if sys.stdout is not None and sys.stdout.isatty() and not is_json:
-        from colabkit.monitoring import show_beside_training
+    from colabkit.monitoring import show_beside_training
 
-        end = show_beside_training()
-    else:
-        stream = sys.stderr if is_json else sys.stdout
-
-        def show(event: meters.Event) -> None:
-            if isinstance(event, meters.EpochDone):
-                # If the reader, such as `head`, has ended, training continues, and the exit status is 1.
-                with suppress(OSError):
-                    _print(_epoch_line(event), stream)
-
-        end = meters.subscribe(show)
+    end = show_beside_training()
     try:
         yield
     finally:
         end()
-
-
-def _epoch_line(done: meters.EpochDone) -> str:
-    seconds = max(done.seconds, 1e-9)
-    values = (f"{printable(name)} {value:.4g}" for name, value in done.values.items())
-    speed = f"{format_rate(done.samples / seconds, 'images')}, {format_share(done.wait_s / seconds)} waiting for data"
-    return ", ".join([f"epoch {done.epoch + 1}: {format_seconds(done.seconds)}", speed, *values])
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _RAW_TOKEN = re.compile(r"""(?:\\.|[^\s"'\\]|"(?:\\.|[^"\\])*"|'[^']*')+|["'\\].*""", re.DOTALL)
 _VARIABLE = re.compile(r"\{([\w.]+)\}|\$(\w+)")
+_FLAG = re.compile(r"(--[\w-]+)=(.+)", re.DOTALL)
 _SPECIAL = re.compile(r"""([\s"'\\])""")
 
 _LIST_S = 2.0
@@ -59,7 +60,7 @@ def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
     Raises:
         InvalidOption: if a quote is open, a backslash ends the line, or a variable or its attribute does not exist.
     """
-    return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
+    return [_word_of(raw, line, namespace) for raw in _raw_words(line)]
 
 
 def split_typed_line(line: str) -> tuple[list[str], str]:
@@ -78,6 +79,13 @@ def quote_word(word: str, begun: str) -> str | None:
         return None if "'" in word else f"'{word}"
     escaped = _SPECIAL.sub(r"\\\1", word)
     return f"\\{escaped}" if _VARIABLE.fullmatch(word) else escaped
+
+
+def _raw_words(line: str) -> Iterator[str]:
+    """Yield the words of a line as typed; the option and the variable of `--to={name}` are two words."""
+    for raw in (match.group() for match in _RAW_TOKEN.finditer(line)):
+        flag = _FLAG.fullmatch(raw)
+        yield from flag.groups() if flag and _VARIABLE.fullmatch(flag[2]) else (raw,)
 
 
 def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
@@ -145,9 +153,19 @@ def complete_lines(shell: InteractiveShell, magics: Iterable[str]) -> Callable[[
     # IPython has no API to remove a hook, and stores it under the pattern that it compiles itself.
     dispatcher = shell.strdispatchers["complete_command"]
     key = re.compile(begin.pattern)
+    completer: Any = shell.Completer
+    matches_in_python = completer._jedi_matches  # noqa: SLF001 - IPython has no API to leave a line to a hook
+
+    def matches_unless_ours(cursor_column: int, cursor_line: int, text: str) -> Iterable[Any]:
+        """Return jedi's completions, which IPython would add to ours, for lines of Python only."""
+        line = [*text.split("\n"), ""][cursor_line]
+        return () if begin.match(line[:cursor_column]) else matches_in_python(cursor_column, cursor_line, text)
+
+    completer._jedi_matches = matches_unless_ours  # noqa: SLF001
 
     def forget() -> None:
         dispatcher.regexs.pop(key, None)
+        completer.__dict__.pop("_jedi_matches", None)
 
     return forget
 

@@ -128,7 +128,7 @@ def cell_magics(shell: InteractiveShell) -> dict[str, CellMagic]:
 def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
     def run(line: str) -> Any:
         arguments = _arguments(shell, verb, line, f"%{verb.name}")
-        # In a notebook, the panel shows long operations: unlike a bar made of widgets, its last frame can be saved.
+        # In a notebook, the panel shows long operations with the rates of disks and network.
         is_shown = verb.name in _ON_PANEL and hasattr(shell, "kernel") and arguments["progress"] and not is_any_open()
         with colabkit.dashboard() if is_shown else nullcontext():
             return getattr(colabkit, verb.name)(**arguments)
@@ -267,6 +267,7 @@ class CellPanels:
 
     def _enter(self, info: Any) -> None:
         panel = colabkit.dashboard(**self._options)
+        panel.ignores_peeks = True
         panel.__enter__()
         # Keep a stack of panels, because a cell may run other cells.
         self._open.append(panel)

@@ -204,7 +204,9 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
 
 def _metadata(installed: Distribution) -> dict[str, bytes]:
     """Return the files of the `.dist-info` folder, without the description, which is the whole README."""
-    headers = (installed.read_text("METADATA") or "").partition("\n\n")[0].rstrip()
+    # An editable installation may have only the file that setuptools writes beside the source code.
+    text = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
+    headers = text.partition("\n\n")[0].rstrip()
     found = {"METADATA": f"{headers}\n".encode(), "WHEEL": _WHEEL.encode()}
     if commands := installed.read_text("entry_points.txt"):
         found["entry_points.txt"] = commands.encode()

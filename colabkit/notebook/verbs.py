@@ -68,9 +68,9 @@ _SHOWN = (
     Option("refresh_s", "seconds between frames, at least 0.5", 1.0, "seconds"),
     Option(
         "screen",
-        "where to show the panel: auto, notebook, widgets, text or none",
+        "where to show the panel: auto, notebook, text, lines, final or none",
         "auto",
-        words=("auto", "notebook", "widgets", "text", "none"),
+        words=("auto", "notebook", "text", "lines", "final", "none"),
         is_closed=True,
     ),
 )

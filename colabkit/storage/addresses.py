@@ -32,7 +32,8 @@ _DRIVE_FOLDER_PAGES = ("folderview", "embeddedfolderview")
 _EXPORT = re.compile(r"/(export|pub)$")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(://|::)")
 _LOCAL = frozenset({"file", "local"})
-# Removing shorter query values, as in `download=1`, would also remove ordinary words from messages.
+# Minimum length of the query values that are removed from messages, since a shorter one, as in `download=1`, may also
+# be an ordinary word.
 _SECRET_CHARS = 8
 
 

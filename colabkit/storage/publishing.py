@@ -56,7 +56,7 @@ SLOWEST_BYTES_S = 10e6
 
 # Slowest expected rate, in files/s, for removing a replaced folder. The removal counts as one operation of the mount.
 _SLOWEST_FILES_S = 10.0
-# Each abandoned thread holds memory for as long as the mount hangs.
+# Maximum number of abandoned threads for a mount; each holds memory as long as the mount hangs.
 _MOST_ABANDONED = 3
 
 

@@ -180,7 +180,7 @@ def notebook_launch(function: Callable[..., Any], args: Sequence[Any] = (), proc
         The return value of the function in rank 0.
 
     Raises:
-        InvalidOption: if an argument is invalid, there are GPUs but fewer than processes, the function cannot be
+        InvalidOption: if an argument is invalid, there are GPUs, but fewer than `processes`, the function cannot be
             pickled, or this process already belongs to a group.
         LaunchFailed: if a process failed. The error describes the first failure. If this was an exception, a note
             holds its traceback.

@@ -233,7 +233,7 @@ class TrainReport(Report):
         return "\n".join(lines)
 
     def _incidents(self) -> list[tuple[str, str]]:
-        """Return pairs of label and text: an unsaved last state, a resume, skipped checkpoints, changes, failures."""
+        """Return labels with texts for an unsaved last state, a resume, skipped checkpoints, changes and failures."""
         found = [("warning", unsaved)] if (unsaved := _unsaved_end(self)) else []
         found += [("resumed from", repr(str(self.resumed_from)))] if self.resumed_from else []
         found += [("skipped", f"{name!r}: {reason}") for name, reason in self.skipped_checkpoints]

@@ -165,7 +165,7 @@ class RunCheckpoints:
         return checkpoints.newest(self._flaw_of)
 
     def _flaw_of(self, content: Mapping[str, Any]) -> str:
-        """Describe the first weight that is NaN or infinite but was finite in the new model; return "" if none is."""
+        """Describe the first weight that is NaN or infinite but was initially finite; return "" if none is."""
         for name, part in self._state.items():
             saved = content["state"].get(name)
             if isinstance(part, torch.nn.Module) and isinstance(saved, Mapping):

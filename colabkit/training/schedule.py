@@ -242,7 +242,7 @@ class StopRequests:
 
     Args:
         deadline: a `time.monotonic()` value, or None.
-        waits_for_others: whether other processes also train. Waits are then not interrupted, since all processes must
+        waits_for_others: whether other processes also train. If so, waits are not interrupted, since all processes must
             agree to stop first.
         saves: whether a final checkpoint follows, for the message after Ctrl-C.
 

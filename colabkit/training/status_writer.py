@@ -33,7 +33,7 @@ logger = logging.getLogger("colabkit")
 LOCAL_S, REMOTE_S = 4.0, 30.0
 """Seconds between two writes to a local disk, and to a mount such as Drive."""
 
-# How long the thread waits for the training thread to hand over the values of a step.
+# Time to wait for the training thread to hand over the values of a step.
 _VALUES_S = 0.5
 _EPOCHS, _STEPS, _HOSTS, _HOSTS_S = 100, 128, 15, 60.0
 _BEATS = 16
@@ -69,7 +69,7 @@ class StatusWriter:
 
     Attributes:
         wants_values: whether the training thread should call `note()` after its next step.
-        state: what the run does.
+        state: what the run is doing.
     """
 
     def __init__(self, checkpoints: CheckpointFolder | None, counts: LoaderMeters, machine: Sampler) -> None:
@@ -97,7 +97,7 @@ class StatusWriter:
         self._reason: str | None = None
 
     def is_outdated(self) -> bool:
-        """Return whether the status in the folder is not that of a finished run, as after a kill at its end."""
+        """Return whether the status file does not show a finished run, for example after a kill at its end."""
         try:
             return bool(self._targets) and json.loads(self._targets[0][0].read_bytes())["state"] != "finished"
         except (OSError, ValueError, KeyError, TypeError):
@@ -141,7 +141,7 @@ class StatusWriter:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Show that the run validates while the block runs."""
+        """Show that the run is validating while the block runs."""
         self.state = "validating"
         try:
             yield
@@ -175,7 +175,7 @@ class StatusWriter:
         self._thread.join(self._limit_s)
 
     def _work(self) -> None:
-        """Write the status at once, every few seconds, and at the end; runs in the thread."""
+        """Write the status immediately, every few seconds, and at the end; runs in the thread."""
         self._update(is_new=True)
         self._begun.set()
         while self._targets and not self._ending.wait(LOCAL_S - _VALUES_S):
@@ -201,7 +201,7 @@ class StatusWriter:
         return [target for target in self._targets if target[1] is None]
 
     def _send(self, content: dict[str, Any], is_new: bool, is_last: bool) -> None:
-        """Write to the mount in another thread, since a mount may hang, unless the last write still runs."""
+        """Write to the mount in another thread, since a mount may hang, unless the last write is still running."""
         if is_last and self._sender is not None:
             self._sender.join(self._limit_s)
         far = [target for target in self._targets if target[1] is not None]
@@ -282,7 +282,7 @@ class StatusWriter:
                 return False
             moved()
             with Partial(path) as new:
-                # Without a sync: the file must survive the end of this process, not that of the machine.
+                # Do not sync: the file must survive the end of this process, but not a crash of the machine.
                 file_changes.write_file(new.path, text)
                 moved()
                 new.publish(replace=True)
@@ -310,7 +310,7 @@ class StatusWriter:
 
 
 def _rates(beats: Sequence[tuple[float, int, int]]) -> tuple[list[float], list[float]]:
-    """Return samples per second and bytes per second between consecutive beats."""
+    """Return the samples per second and the bytes per second between consecutive beats."""
     speed, data = [], []
     for before, now in itertools.pairwise(beats):
         seconds, samples, size = (b - a for a, b in zip(before, now, strict=True))

@@ -105,8 +105,8 @@ class SupervisedStep:
         """Train on a batch and return its loss, and its accuracy if defined, as tensors on the device.
 
         Raises:
-            InvalidOption: if the batch does not consist of images and labels or is on another device than the model, or
-                if the loss is not a single number.
+            InvalidOption: if the batch does not consist of images and labels, or is on a different device from the
+                model, or if the loss is not a single number.
             MissingPackage: if `torch.compile` finds no C++ compiler.
         """
         return step_values(*self._train_on(batch), self.accuracies.takes_shares)
@@ -185,7 +185,7 @@ class SupervisedStep:
         """Return the model's outputs for the inputs of each batch, on the CPU, in evaluation mode.
 
         Raises:
-            InvalidOption: if a batch has no tensor as inputs, or is on another device than the model.
+            InvalidOption: if a batch has no tensor as inputs, or is on a different device from the model.
         """
         found = []
         with self._evaluating(batches) as iterator:
@@ -375,8 +375,8 @@ class SupervisedStep:
         """Apply scaled gradients; return False if they were not finite and the update was skipped.
 
         A fused optimizer is always called. It checks the gradients on the device, and reading the result would wait for
-        the GPU, so the update always counts. For other optimizers, `GradScaler` itself waits for the GPU. To avoid that
-        wait would require a change of the user's optimizer, and the copy of the next batch is already under way.
+        the GPU, so the update always counts. For other optimizers, `GradScaler` itself waits for the GPU. Avoiding
+        that wait would require changing the user's optimizer, and the copy of the next batch is already under way.
         """
         made: list[bool] = []
         hook = self._optimizer.register_step_post_hook(lambda *_: made.append(True))

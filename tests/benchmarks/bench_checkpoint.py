@@ -105,7 +105,7 @@ def the_steps(bench: Bench) -> None:
         step()
 
     def rate(until: Callable[[], bool]) -> tuple[float, float]:
-        """Run steps until a condition holds; return the steps per second, and the seconds."""
+        """Run steps until a condition holds; return the steps per second, and the seconds taken."""
         count, started = 0, time.perf_counter()
         while not until():
             step()

@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_gpu.py --json gpu.json
 
 The script takes less than 10 minutes. The last table shows each requirement beside its figure; the JSON file also holds
-the single rounds. Samples are random images, packed at the start. Each loop runs for at least
-200 steps or 10 seconds after a warm-up, whose time counts as start-up. Models train with
-`supervised_step(amp="auto")`. Without a GPU, the script ends with status 1 and a message. `--device cpu --quick` runs
-all parts for a few steps, to check the script only.
+the single rounds. Samples are random images, packed at the start. After a warm-up, whose time counts as start-up, each
+loop runs for 200 steps and 2 seconds, but at most for 2,000 steps or 10 seconds. Models train with
+`supervised_step(amp="auto")`. A part that fails does not stop the others. Without a GPU, the script ends with status 1
+and a message. `--device cpu --quick` runs all parts for a few steps, to check the script only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -60,8 +61,8 @@ class Scale:
         jpegs: number of JPEG files of twice the side.
         batch: samples per batch.
         warm_up: number of steps before each measurement.
-        steps: number of steps of each measurement.
-        seconds: time after which a measurement ends even if steps are left.
+        steps: least and largest number of steps of a measurement.
+        seconds: least and largest duration of a measurement; a largest value ends it first.
         epochs: epochs of the memory check.
     """
 
@@ -71,12 +72,12 @@ class Scale:
     jpegs: int = 1024
     batch: int = 128
     warm_up: int = 20
-    steps: int = 200
-    seconds: float = 10.0
+    steps: tuple[int, int] = 200, 2000
+    seconds: tuple[float, float] = 2.0, 10.0
     epochs: int = 20
 
 
-QUICK = Scale(images=24, side=32, small_images=64, jpegs=20, batch=4, warm_up=1, steps=2, seconds=1.0, epochs=3)
+QUICK = Scale(24, side=32, small_images=64, jpegs=20, batch=4, warm_up=1, steps=(2, 2), seconds=(0.0, 1.0), epochs=3)
 
 
 @dataclass
@@ -84,8 +85,7 @@ class GpuBench(Bench):
     """The benchmark with its device, sizes and datasets."""
 
     def __post_init__(self) -> None:
-        count = torch.cuda.device_count() if self.device.type == "cuda" else 0
-        self.figures["GPUs"] = [str(torch.cuda.get_device_properties(number)) for number in range(count)]
+        self.figures["GPUs"] = gpus(self.device)
 
     @cached_property
     def device(self) -> torch.device:
@@ -110,7 +110,7 @@ class GpuBench(Bench):
     def loader(self, dataset: Any, keep: str, **options: Any) -> colabkit.Loader:
         """Return a loader whose epoch, in random order, outlasts a measurement."""
         scale = self.scale
-        drawn = scale.batch * (scale.warm_up + scale.steps + 1) * options.get("world_size", 1)
+        drawn = scale.batch * (scale.warm_up + scale.steps[1] + 1) * options.get("world_size", 1)
         count = len(dataset[0] if isinstance(dataset, tuple) else dataset)
         order = colabkit.sampler.Weighted(np.ones(count), num_samples=drawn)
         keep = keep if self.device.type == "cuda" else "auto"
@@ -175,10 +175,12 @@ class GpuBench(Bench):
         meters = getattr(source, "meters", None)
         before = meters and meters.snapshot()
         steps = images = size = 0
-        for batch in itertools.islice(coming, scale.steps):
+        for batch in itertools.islice(coming, scale.steps[1]):
             work(batch)
             steps, images, size = steps + 1, images + len(batch[1]), size + batch[0].nbytes
-            if time.perf_counter() - started > scale.seconds:
+            least_s, most_s = scale.seconds
+            passed_s = time.perf_counter() - started
+            if (steps >= scale.steps[0] and passed_s >= least_s) or passed_s > most_s:
                 break
         self.synchronize()
         found: Found = {"start_s": start_s, "seconds": time.perf_counter() - started}
@@ -191,6 +193,15 @@ class GpuBench(Bench):
                 if part.name == "transfer" and part.busy_s:
                     found["busy_mb_s"] = part.handled_bytes / part.busy_s / 1e6
         return found
+
+
+def gpus(device: torch.device) -> list[str]:
+    """Describe the GPUs of a benchmark on a device."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    found = [torch.cuda.get_device_properties(number) for number in range(count)]
+    return [
+        f"{one.name}, compute capability {one.major}.{one.minor}, {one.total_memory / 2**30:.0f} GiB" for one in found
+    ]
 
 
 def make_pack(folder: Path, scale: Scale) -> Path:
@@ -299,10 +310,11 @@ def optimizers(bench: GpuBench) -> None:
 
 def memory(bench: GpuBench) -> None:
     """Measure the growth of GPU memory and of pinned memory after the second epoch."""
-    step, held = bench.step(bench.network()), []
-    loader = colabkit.Loader(bench.photos, bench.scale.batch, shuffle=True, device=bench.device)
+    step, held, options = bench.step(bench.network()), [], {"shuffle": True, "device": bench.device}
+    keeps = ("ram", "gpu") if bench.device.type == "cuda" else ("ram",)
+    loaders = [colabkit.Loader(bench.photos, bench.scale.batch, keep=keep, **options) for keep in keeps]
     for _ in range(bench.scale.epochs):
-        for batch in loader:
+        for batch in itertools.chain(*loaders):
             step(batch)
         bench.synchronize()
         held.append(held_mb(bench.device))
@@ -390,6 +402,16 @@ PARTS = {
 }
 
 
+def run_part(name: str, bench: GpuBench) -> None:
+    """Run a part; its error fails the benchmark after all other parts."""
+    try:
+        PARTS[name](bench)
+    except Exception as error:
+        traceback.print_exc()
+        bench.failed.append(f"{name}: {type(error).__name__}: {error}")
+        bench.figures["failed"] = bench.failed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to check the script")
@@ -404,7 +426,8 @@ def main() -> None:
     if options.rank:
         run_rank(options)
     else:
-        GpuBench.main(parser, PARTS, rounds=2)
+        print(*gpus(torch.device(options.device)), sep="\n")
+        GpuBench.main(parser, {name: partial(run_part, name) for name in PARTS}, rounds=2)
 
 
 if __name__ == "__main__":

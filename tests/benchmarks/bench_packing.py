@@ -181,7 +181,7 @@ def living(process: psutil.Process) -> Iterator[psutil.Process]:
 
 
 def tree_memory(process: psutil.Process) -> tuple[int, int]:
-    """Return RSS and PSS of a process and its descendants, in bytes."""
+    """Return the RSS and the PSS of a process and its descendants, in bytes."""
     rss = pss = 0
     for one in living(process):
         try:

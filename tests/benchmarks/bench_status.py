@@ -1,8 +1,8 @@
-"""What the status of a run costs, and how old it gets: `python tests/benchmarks/bench_status.py`.
+"""Measure the cost of the status file, and its age when it is read: `python tests/benchmarks/bench_status.py`.
 
-Two trainings alternate, with and without `status.json`. Their steps only burn CPU time. The cost is the difference of
-the shortest times per step, and the CPU time of the thread that writes. A second process reads the status every 50
-ms. Both rows save to a local disk and to a simulated Drive mount that takes 25 ms for each operation.
+Two training runs alternate, with and without `status.json`. Their steps only use CPU time. The cost is the difference
+of the shortest times per step, and the CPU time of the thread that writes. A second process reads the status every
+50 ms. Both rows save to a local disk and to a simulated Drive mount that takes 25 ms for each operation.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from models import small_cnn
 
 BATCH, STEPS = 64, 12
 SIDES = (32, 64, 128)
-# Epochs with the panel are longer, so there are fewer of them.
+# Epochs with the panel are longer, so their number of rounds is divided by this.
 PANEL_ROUNDS_SHARE = 4
 # Approximate size of a message without its content, in bytes.
 ENVELOPE_BYTES = 650

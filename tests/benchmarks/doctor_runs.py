@@ -192,7 +192,7 @@ def predicted_by(run: Run, found: Diagnosis) -> float | None:
     return next((given[rule] for rule in run.rules if given.get(rule)), None)
 
 
-# Data to load
+# Datasets and loaders.
 
 
 def photos(folder: Path, count: int = 640, size: tuple[int, int] = (256, 256)) -> Path:
@@ -264,7 +264,7 @@ def in_python(work: int) -> int:
 
 
 def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
-    """Return a function that makes a loader of the folder as seen through a slow drive."""
+    """Return a function like `make`, whose loader reads the folder through a slow drive."""
 
     def made(folder: Path) -> Any:
         # Create the data first, because that would be slow through the drive.

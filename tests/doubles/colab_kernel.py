@@ -12,7 +12,7 @@ from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 
 from colabkit.foundation import mount_table as mounts
-from colabkit.foundation.environment import runtime_report as places
+from colabkit.foundation.environment import places
 
 MOUNTS = "/content/"
 # Packages that Colab does not include.

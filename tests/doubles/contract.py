@@ -144,7 +144,7 @@ class StreamContract:
     dropped = 0
 
     def make(self, fail_at: int | None = None) -> Any:
-        """Return a new but equal stream of several batches; batch `fail_at`, counted from 0, fails with "planned"."""
+        """Return a new but equal stream of several batches; batch `fail_at`, from 0, raises the error "planned"."""
         raise NotImplementedError
 
     def samples(self, batch: Any) -> Samples:

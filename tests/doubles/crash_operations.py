@@ -35,7 +35,7 @@ class Operation:
 
     Args:
         start: called once with an empty folder.
-        work: importable, and can be called again.
+        work: runs the operation; it is importable, and can be called again.
         state: returns equal values for equal output; raises `AssertionError` if the output is incomplete.
         is_removed_first: whether the old output is removed before the new output appears, as documented.
     """

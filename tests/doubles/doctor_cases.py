@@ -1,4 +1,4 @@
-"""Test cases for the doctor: each sets only the relevant values; all others are inconspicuous or unknown."""
+"""Test cases for the doctor: each sets only the relevant values; all others are normal or unknown."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ T4 = GpuSnapshot(
 
 
 def with_gpu(host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
-    """Return a snapshot of the host with a T4 whose fields have these changes."""
+    """Return a snapshot of the host with a T4; `changes` replace fields of the T4's snapshot."""
     return replace(host, gpus=(replace(T4, **changes),))
 
 

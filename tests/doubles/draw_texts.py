@@ -70,7 +70,7 @@ def _comments(name: str, source: str) -> Iterator[tuple[str, str]]:
     for _, group in itertools.groupby(numbered, lambda pair: pair[0]):
         block = [one for _, one in group]
         text = "\n".join(one.string for one in block)
-        if not text.startswith(("# noqa", "# type:", "# fmt:", "# ruff:", "#!")):
+        if not text.startswith(("# noqa", "# type:", "# fmt:", "# ruff:", "# isort:", "#!")):
             yield f"{name}:{block[0].start[0]}", f"{text}\n    {block[-1].line.strip()}" if len(block) == 1 else text
 
 

@@ -81,14 +81,14 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.headers
 
     def start(self) -> int:
-        """Return N of a requested range `N-`; 0 for other requests, or if `If-Range` names another version."""
+        """Return the start of a requested range; 0 without a range, or if `If-Range` names another version."""
         found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         known = self.headers.get("If-Range")
         versions = (None, self.facts.get("ETag"), self.facts.get("Last-Modified"))
         return int(found[1]) if found and known in versions else 0
 
     def reply(self) -> tuple[int, dict[str, object], bytes]:
-        """Return status, headers and body of a correct reply."""
+        """Return the status, the headers and the body of a correct reply."""
         start, content = self.start(), self.content
         if start >= len(content) and "Range" in self.headers:
             return 416, {"Content-Range": f"bytes */{len(content)}"}, b""
@@ -114,7 +114,7 @@ def without_ranges(handler: Handler) -> None:
 
 
 def cut_after(count: int, is_ranged: bool = True) -> Plan:
-    """Announce the complete body, but close the connection after `count` bytes; may ignore the requested range."""
+    """Announce the body, but close the connection after `count` bytes; without `is_ranged`, ignore requested ranges."""
 
     def plan(handler: Handler) -> None:
         whole = (200, dict(handler.facts), handler.content)
@@ -158,7 +158,7 @@ def drip_headers(handler: Handler) -> None:
 
 
 def drops(handler: Handler, data: bytes) -> None:
-    """Send data at one byte every 20 ms; stop when the test ends."""
+    """Send one byte of the data every 20 ms, until the test ends."""
     for byte in data:
         handler.wfile.write(bytes([byte]))
         handler.wfile.flush()

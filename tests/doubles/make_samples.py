@@ -2,7 +2,7 @@
 
     pip install scikit-learn && python tests/doubles/make_samples.py
 
-The archive holds 1,797 greyscale PNG images of 8x8 pixels in one folder for each class; values 0..16 are scaled to
+The archive holds 1,797 grayscale PNG images of 8x8 pixels in one folder for each class; values 0..16 are scaled to
 0..255. Every run writes the same bytes. License of the data: CC BY 4.0, E. Alpaydin and C. Kaynak,
 https://doi.org/10.24432/C50P49.
 """

@@ -1,4 +1,4 @@
-"""The table of mistakes: what users type, where, and what the message must and must not contain.
+"""The table of mistakes: the text that users type, and fragments that the message must or must not contain.
 
 `mistake_page` makes the mistakes in the folder of `mistake_home`, with its variables, and writes the page.
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderMeters, Progress, StepTimes
+from colabkit.foundation import Frame, GpuSnapshot, HostSnapshot, LoaderMeters, Progress, StepTimes
 from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis, Shares
 from colabkit.monitoring.panel.content import PanelState
 from colabkit.monitoring.panel.html import as_html
@@ -209,8 +209,8 @@ class Frames:
         self.frames: list[tuple[str, str, bool]] = []
         self.is_closed = False
 
-    def paint(self, html: str, text: str, final: bool) -> None:
-        self.frames.append((html, text, final))
+    def paint(self, frame: Frame, final: bool) -> None:
+        self.frames.append((frame.html, frame.text, final))
 
     def close(self) -> None:
         self.is_closed = True

@@ -76,7 +76,7 @@ def tf_records(place: Path) -> Path:
 
 
 def database(place: Path) -> Path:
-    """Write the pictures as an LMDB in the layout of scene text recognition data sets."""
+    """Write the pictures as an LMDB in the layout of scene text recognition datasets."""
     values = {}
     for n in range(24):
         values[b"image-%09d" % n] = png(n)

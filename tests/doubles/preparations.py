@@ -15,7 +15,7 @@ from colabkit.packs.preparing.prepared_pack import PreparedPack
 
 
 def ready(source: object, **options: Any) -> PreparedPack:
-    """Prepare without progress bars, and check that the files in the report exist."""
+    """Call `prepare()` without progress bars, and check that the files in the report exist."""
     prepared = prepare(source, progress=False, **options)
     report = prepared.report
     assert verify(report.path, progress=False).is_good

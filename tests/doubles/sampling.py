@@ -9,7 +9,7 @@ import pytest
 
 
 def sampled(values: Iterable[Any], count: int) -> Sequence[Any]:
-    """Return parameters of which only evenly spaced ones run without `--full`, including the first and the last.
+    """Return the parameters; without `--full`, only evenly spaced ones run, including the first and the last.
 
     Args:
         values: the parameters; a tuple stands for several arguments.

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from colabkit.loading.engine import device
+from colabkit.loading.engine import device, device_decoder
 
 DEVICE = torch.device("cuda", 0)
 _Clock = dict[int, int]
+# Before it copies more pageable memory than this, the host waits for the stream.
+_PAGEABLE_BYTES = 64 << 10
 # In-place functions that start work on the GPU, each with the index of the argument that is written.
 _IN_PLACE = {torch.Tensor.copy_: 0, torch.Tensor.__setitem__: 0, torch.Tensor.fill_: 0}
 
@@ -57,6 +59,7 @@ class Stream:
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         self.gpu = gpu
+        self.device = gpu.device
         self.number = len(gpu.streams)
         self.ends = 0.0
         self.idle = 0.0
@@ -119,6 +122,7 @@ class Event:
 
     def synchronize(self) -> None:
         host = self.gpu.host
+        self.gpu.contexts.add(self.gpu.current_device())
         host.now = max(host.now, self.at)
         _merge(host.known, self.known)
 
@@ -170,10 +174,18 @@ class SimulatedGpu(TorchFunctionMode):
     Args:
         copy_bytes_per_s: speed of copies from the host.
         total_bytes: size of the memory.
+        device: the GPU; the current one of every thread is the first GPU until the thread chooses another one.
+
+    Attributes:
+        contexts: the GPUs on which CUDA has created a context because a thread left a stream or waited for an event.
     """
 
-    def __init__(self, copy_bytes_per_s: float = float("inf"), total_bytes: int = 16 << 30) -> None:
+    def __init__(
+        self, copy_bytes_per_s: float = float("inf"), total_bytes: int = 16 << 30, device: torch.device = DEVICE
+    ) -> None:
         super().__init__()
+        self.device = device
+        self.contexts: set[int] = set()
         self.copy_bytes_per_s = copy_bytes_per_s
         self.total_bytes = total_bytes
         self.allocated = self.reserved = self.shortages = 0
@@ -184,8 +196,11 @@ class SimulatedGpu(TorchFunctionMode):
         self._hosts: dict[int, Host] = {}
         self._override: Host | None = None
         self._current: dict[int, Stream] = {}
+        self._current_device: dict[int, int] = {}
         self._free: list[Memory] = []
         self._owners: dict[int, tuple[weakref.ref[Any], Memory]] = {}
+        # First addresses of page-locked memory.
+        self._pinned: set[int] = set()
         # The uses of host memory, by its first address and the address after it.
         self._host_uses: dict[tuple[int, int], Uses] = {}
 
@@ -218,6 +233,22 @@ class SimulatedGpu(TorchFunctionMode):
             yield
         finally:
             self._current[threading.get_ident()] = before
+            # As in torch, this sets the device of the thread again.
+            self.contexts.add(self.current_device())
+
+    def current_device(self) -> int:
+        """Return the number of the current GPU of the calling thread."""
+        return self._current_device.get(threading.get_ident(), 0)
+
+    @contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        """Make a GPU the current one in the block."""
+        before = self.current_device()
+        self._current_device[threading.get_ident()] = device.index
+        try:
+            yield
+        finally:
+            self._current_device[threading.get_ident()] = before
 
     def synchronize(self) -> None:
         """Wait until all streams have finished."""
@@ -289,14 +320,14 @@ class SimulatedGpu(TorchFunctionMode):
         tensors = [value for value in args if isinstance(value, Tensor)]
         on_device = [tensor for tensor in tensors if self.memory_of(tensor) is not None]
         target = kwargs.get("device")
-        if function is torch.Tensor.to and isinstance(args[1], torch.device | str):
-            target = args[1]
-            if on_device and torch.device(target).type == "cuda":
-                return args[0]
+        if function is torch.Tensor.to:
+            target = args[1] if len(args) > 1 and isinstance(args[1], torch.device | str) else target
+            if on_device and (target is None or torch.device(target).type == "cuda"):
+                return args[0] if target else function(*args, **kwargs)
         if target is not None and torch.device(target).type == "cuda":
             return self._made(function, args, kwargs)
         if on_device and function == torch.Tensor.device.__get__:
-            return DEVICE
+            return self.device
         if on_device and function == torch.Tensor.is_cuda.__get__:
             return True
         if function in (torch.Tensor.cpu, torch.Tensor.to) and on_device:
@@ -316,10 +347,13 @@ class SimulatedGpu(TorchFunctionMode):
 
     def _copied(self, to: Tensor, sources: list[Tensor], non_blocking: bool) -> None:
         self.calls["copy"] += 1
-        from_host = sum(one.nbytes for one in sources if self.memory_of(one) is None)
-        self.current.run(from_host / self.copy_bytes_per_s, reads=sources, writes=[to])
-        if from_host and not non_blocking:
-            self.current.record_event().synchronize()
+        on_host = [one for one in sources if self.memory_of(one) is None]
+        pageable = sum(one.nbytes for one in on_host if one.untyped_storage().data_ptr() not in self._pinned)
+        if pageable > _PAGEABLE_BYTES:
+            self.current.synchronize()
+        self.current.run(sum(one.nbytes for one in on_host) / self.copy_bytes_per_s, reads=sources, writes=[to])
+        if on_host and not non_blocking:
+            self.current.synchronize()
 
     def _made(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Return a new tensor on the simulated GPU."""
@@ -339,7 +373,7 @@ class SimulatedGpu(TorchFunctionMode):
         return flat.as_strided(shape.shape, shape.stride())
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Replace what colabkit uses of `torch.cuda`."""
+        """Replace the parts of `torch.cuda` that colabkit uses."""
 
         class BoundEvent(Event):
             gpu = self
@@ -351,9 +385,9 @@ class SimulatedGpu(TorchFunctionMode):
             "Stream": lambda *_, **__: Stream(self),
             "stream": self.stream,
             "current_stream": lambda *_: self.current,
-            "current_device": lambda: 0,
-            "device_count": lambda: 1,
-            "device": lambda *_: nullcontext(),
+            "current_device": self.current_device,
+            "device_count": lambda: self.device.index + 1,
+            "device": self.on_device,
             "synchronize": lambda *_: self.synchronize(),
             "mem_get_info": lambda *_: (self.total_bytes - self.reserved, self.total_bytes),
             "memory_stats": lambda *_: {"num_ooms": self.shortages},
@@ -361,18 +395,25 @@ class SimulatedGpu(TorchFunctionMode):
             "memory_allocated": lambda *_: self.allocated,
         }.items():
             monkeypatch.setattr(cuda, name, value)
-        # The cached copy stream of the process would outlive this GPU.
+        # The cached streams of the process would outlive this GPU.
         monkeypatch.setattr(device, "_copy_stream", functools.cache(torch.cuda.Stream))
+        idle_streams = device_decoder._idle_streams.__wrapped__
+        monkeypatch.setattr(device_decoder, "_idle_streams", functools.cache(idle_streams))
         empty = torch.empty
 
+        def pinned(tensor: Tensor) -> Tensor:
+            self._pinned.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
         def without_pinning(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-            return empty(*args, **options)
+            made = empty(*args, **options)
+            return pinned(made) if pin_memory else made
 
         def record(tensor: Tensor, stream: Stream) -> None:
             self._owners[tensor.untyped_storage().data_ptr()][1].recorded.add(stream)
 
         monkeypatch.setattr(torch, "empty", without_pinning)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned(tensor.clone()))
         monkeypatch.setattr(torch.Tensor, "record_stream", record)
 
 

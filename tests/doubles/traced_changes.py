@@ -106,7 +106,7 @@ def _unannounced(trace: str, announced: set[str]) -> Iterator[str]:
             continue
         is_expected = call in SUITABLE.get(operation, ()) and (
             changed == path
-            # Parents of a new folder, and files in a removed folder.
+            # Also accept parents of a new folder, and files in a removed folder.
             or (operation == "mkdir" and path.startswith(f"{changed}/"))
             or (operation == "remove" and changed.startswith(f"{path}/"))
         )

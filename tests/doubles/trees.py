@@ -28,7 +28,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files below a folder by path."""
+    """Return the bytes of each file below a folder, keyed by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

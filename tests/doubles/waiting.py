@@ -1,4 +1,4 @@
-"""Wait until a condition holds in another thread or process; a test that passes seldom waits long."""
+"""Wait until a condition holds in another thread or process; passing tests rarely wait long."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ LONG_S = 30.0
 """Deadline in seconds, reached only by failing tests."""
 
 
-def comes_true(condition: Callable[[], object], seconds: float = LONG_S) -> bool:
-    """Return whether a condition becomes true before the deadline."""
+def comes_true(condition: Callable[[], object], seconds: float = LONG_S, look_s: float = 0.001) -> bool:
+    """Return whether a condition becomes true before the deadline; it is looked at every `look_s` seconds."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
+        time.sleep(look_s)
     return bool(condition())
 
 

@@ -120,7 +120,7 @@ def _judged(
 
 
 def _escapes(outside: Path) -> dict[str, bytes]:
-    """Return archives whose members lead outside, are links or special files, or exclude one another."""
+    """Return archives with members that point outside, links, special files, or members that exclude one another."""
     found = {}
     harmless = entry("first", b"1")
     tars = {**REFUSED, **{name: data for name, (data, _) in SKIPPED.items()}}
@@ -221,7 +221,7 @@ def _good_archives() -> dict[str, bytes]:
 
 
 def _headers(data: bytes) -> list[int]:
-    """Return the places of a tar's headers. Only these have a checksum."""
+    """Return the offsets of a tar's headers, the only parts with a checksum."""
     return [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
 
 

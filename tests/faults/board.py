@@ -236,7 +236,7 @@ def _score(
     after: Callable[[], object] | None,
     refusals: type[BaseException] | tuple[type[BaseException], ...],
 ) -> tuple[Outcome, str, bool]:
-    """Return outcome, detail and whether a wrong outcome is silent."""
+    """Run one case; return its outcome, the details, and whether a wrong result went unnoticed."""
     outcome, detail, is_refused = Outcome.WRONG, "", False
     before = _held()
     try:
@@ -280,7 +280,7 @@ def _children() -> int:
 
 
 def _leaks(before: tuple[int, int, int]) -> str:
-    """Wait up to `_GRACE_S` seconds until nothing more is held than before; return the remaining excess as text."""
+    """Describe the threads, child processes and files that still exceed those `before` after `_GRACE_S` seconds."""
     deadline = time.monotonic() + _GRACE_S
     while True:
         more = [now - earlier for now, earlier in zip(_held(), before, strict=True)]
@@ -375,7 +375,7 @@ def run_rows(
     scores = {}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    # A process for each task, because cases may leave patches and handlers behind.
+    # Use a new process for each task, because cases may leave patches and handlers behind.
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as executor:
         futures = [executor.submit(run_row, *task) for task in tasks]
         for future in as_completed(futures):

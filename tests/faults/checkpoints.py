@@ -1,4 +1,4 @@
-"""Faults 37 to 40: checkpoints that are killed, damaged, resumed or hostile."""
+"""Faults 37 to 40: kills while checkpoints are saved or models are trained, and damaged or hostile checkpoints."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SAVERS = {COLABKIT: Saver(_save, _load, ColabkitError), "torch.save": Saver(_tor
 
 
 def _is_intact(folder: Path, saver: Saver) -> Outcome:
-    """Load the newest checkpoint, which must be complete."""
+    """Check the newest checkpoint, and return the outcome."""
     step, found, skipped = saver.load(folder)
     expected = content(step)
     assert torch.equal(found["state"]["weights"], expected["state"]["weights"]), "the weights differ"
@@ -120,7 +120,7 @@ def killed_saves(saver: Saver, folder: Path, limit: int) -> Iterator[Result]:
                 _is_intact(place, saver)
             except Exception as error:
                 raise AssertionError(f"the earlier checkpoints do not count any more: {error}") from error
-        # The next save must not be disturbed by what the killed process left, and must remove it.
+        # The next save must succeed despite the leftovers of the killed process, and must remove them.
         saver.save(place, step)
         assert saver.load(place)[0] == max(step, 10 * earlier)
         assert not leftovers(place), "unfinished files are left"

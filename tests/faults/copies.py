@@ -162,7 +162,7 @@ def checked_work(
     """Make a file or folder while a fault occurs, and score the outcome, as described in `checked_copy`.
 
     Args:
-        case: what is done.
+        case: description of the case, as in `attempt()`.
         make: creates the target; returns false if the report lists what it left out.
         target: the file or folder.
         check: raises `AssertionError` if the existing target is wrong or incomplete.
@@ -190,7 +190,7 @@ def checked_work(
 
 
 def consistent_with(originals: Content, versions: list[Callable[[bytes, int], bytes]]) -> Callable[[Content], bool]:
-    """Return a function that returns whether each file of a copy is completely of one version."""
+    """Return a function that checks whether each file of a copy has the bytes of a single version."""
 
     def is_of_one_version(data: bytes, original: bytes) -> bool:
         return any(data == version(original, number) for version in versions for number in range(_MOST_CHANGES))

@@ -33,7 +33,7 @@ from trainings import SmallTraining, history, same
 
 import colabkit
 from colabkit.errors import ColabkitError
-from colabkit.foundation import meters
+from colabkit.foundation import Frame, meters
 from colabkit.monitoring.panel.api import Dashboard
 from colabkit.notebook.verbs import LINES
 from colabkit.packs import open_pack
@@ -49,7 +49,7 @@ class BrokenScreen:
     def __init__(self, broken: tuple[str, ...] = (), error: type[Exception] = OSError, after: int = 0) -> None:
         self._broken, self._error, self._left = broken, error, after
 
-    def paint(self, html: str, text: str, final: bool) -> None:
+    def paint(self, frame: Frame, final: bool) -> None:
         self._left -= 1
         if "paint" in self._broken and self._left < 0:
             raise self._error("no front end")
@@ -226,7 +226,7 @@ def shell_words(is_colabkit: bool, folder: Path, limit: int) -> Iterator[Result]
                 shell().run_line_magic("dashboard", "--off")
 
     def run_by_shell(word: str) -> None:
-        """What `!cp -r {word} target` does in a notebook."""
+        """Expand a word in a shell, as `!cp -r {word} target` does in a notebook."""
         (folder / "target").mkdir(exist_ok=True)
         subprocess.run(
             f'cp -r "{word}" {folder / "target"}', shell=True, check=False, cwd=folder, capture_output=True, timeout=20

@@ -35,8 +35,8 @@ class Decoder:
     """A tool that decodes a folder of images.
 
     Args:
-        ways: called with the folder and a policy; return the pictures, `uint8 [H, W, C]`, in the order of their names,
-            and the names of the bad files.
+        ways: functions of the folder and a policy that return the pictures, `uint8 [H, W, C]`, in the order of their
+            names, and the names of the bad files.
         policies: how bad files can be handled.
         refusals: the exceptions by which the tool refuses work.
     """
@@ -142,7 +142,7 @@ def corrupt_images(decoder: Decoder, folder: Path, limit: int) -> Iterator[Resul
                 if policy == "skip":
                     del expected[2]
                 else:
-                    # In packs of files, the black picture has its own size.
+                    # The size of the black picture that replaces the bad image differs between tools.
                     expected[2] = np.zeros_like(pictures[2])
             else:
                 assert whole is not None, "the file is not an image, but was decoded"

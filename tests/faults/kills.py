@@ -90,7 +90,7 @@ def _changes_of(work: Callable[[], object], is_own: bool) -> int:
 
 
 def _killed_copies(copier: Copier, folder: Path, limit: int, kinds: tuple[str, ...]) -> Iterator[Result]:
-    """Kill copies, and updates of copies, at each file change; then the copy is absent or complete."""
+    """Kill copying, and updating a copy, at each file change; afterwards, the copy must be absent or complete."""
     is_own = copier.refusals is COPIERS[COLABKIT].refusals
     make_quick()
     originals = Originals(folder / "originals", {"a/1.bin": 3000, "a/2.bin": 70_000, "b/3.bin": 0, "b/4.bin": 9})
@@ -200,7 +200,7 @@ def a_killed_pack(packer: Packer, folder: Path, limit: int) -> Iterator[Result]:
 
             def kill_and_repeat(target: Path = target, variant: str = variant, number: int = number) -> None:
                 act = partial(packer.pack, source, target, variant)
-                # A plain tool writes everything to one file, so that it is killed before it closes the file.
+                # A plain tool writes everything to one file, so kill it before it closes that file.
                 is_killed = _is_killed(act, number, is_own) if is_own else _is_killed_at_the_end(act)
                 assert is_killed or not target.exists() or packer.read(target) == expected[variant]
                 if target.exists():
@@ -271,7 +271,7 @@ def an_interrupt(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
             interrupted = replace(copier, copy=copy, refusals=errors)  # type: ignore[arg-type]
 
             def clean(source: Path = source, target: Path = made / "copy") -> None:
-                # After an interrupt at the end of the work, the next call removes what is left.
+                # After an interrupt at the end of the work, the next call removes the leftovers.
                 if target.exists():
                     copier.update(source, target)
 

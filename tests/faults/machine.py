@@ -68,7 +68,7 @@ class Storage(RuleBasedStateMachine):
             os.environ["COLABKIT_LOCAL"] = self.former
 
     def write(self, path: str, color: int) -> None:
-        """Write an image with a time of its own: changes within one tick of the clock belong to another test."""
+        """Write an image with a new modification time; another test covers changes within one clock tick."""
         target = self.source / path
         target.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (4, 4), color).save(target)
@@ -143,7 +143,7 @@ class Storage(RuleBasedStateMachine):
             return
         self.call_stage()
         self.copied = self.files
-        # A killed `pack()` leaves files beside the pack until the next one.
+        # A killed `pack()` leaves files beside the pack until the next call.
         left = [path for path in leftovers(self.home) if Path(path).parent != self.path.parent]
         assert not left, "staging leaves unfinished files"
 
@@ -233,7 +233,7 @@ class Storage(RuleBasedStateMachine):
     @precondition(lambda self: self.packed is not None)
     @rule(place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
     def corrupt_pack(self, place: float, mask: int) -> None:
-        """Replace the pack by one with a wrong byte, which must be noticed or harmless."""
+        """Change a byte of the pack; reading must raise an error, or return the right samples."""
         data = bytearray(self.path.read_bytes())
         data[int(place * len(data))] ^= mask
         damaged = self.path.with_name("damaged.h5")
@@ -250,7 +250,7 @@ class Storage(RuleBasedStateMachine):
     @precondition(lambda self: self.copied is not None)
     @rule(data=st.data())
     def corrupt_copy(self, data: st.DataObject) -> None:
-        """Flip bits of a file of the copy, which must be noticed and repaired."""
+        """Flip bits of one file of the copy; `verify()` must report the file."""
         assert self.copied is not None
         name = data.draw(st.sampled_from(sorted(self.copied)))
         target = self.copy / name
@@ -264,7 +264,7 @@ class Storage(RuleBasedStateMachine):
         colabkit.unstage(self.copy)
         self.copied = None
 
-    # What holds after each step.
+    # Invariants, which are checked after each step.
 
     def found_copy(self) -> Mapping[str, bytes] | None:
         if not self.copy.exists():
@@ -307,7 +307,7 @@ def _refused(work: Callable[[], object], error: type[ColabkitError]) -> None:
 
 
 def _repeated(work: Callable[[], object]) -> None:
-    """Call `work` again while another process creates the same output, as the error advises."""
+    """Repeat `work`, as the error advises, as long as another process creates the same output."""
     while True:
         try:
             work()
@@ -317,7 +317,7 @@ def _repeated(work: Callable[[], object]) -> None:
 
 
 def run(examples: int, shrinks: bool = True) -> None:
-    """Run as many sequences, always the same ones; with `shrinks`, look for the shortest one that fails.
+    """Run this many sequences, always the same ones; with `shrinks`, look for the shortest one that fails.
 
     Raises:
         Exception: the error of a sequence that breaks a promise, after its steps are printed.

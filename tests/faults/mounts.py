@@ -42,7 +42,7 @@ def a_mount_that_dies(copier: Copier, folder: Path, limit: int) -> Iterator[Resu
     make_quick()
     originals = Originals(folder / "originals")
     requests = [("read", 1), ("read", 2), ("read", 5), ("read", 9), ("open", 1), ("open", 4), ("list", 1), ("list", 3)]
-    # Each mount takes long to start.
+    # Starting a mount takes long, so limit the number of cases.
     for kind, (operation, first) in spread(list(itertools.product(copier.kinds, requests)), min(limit, 40)):
         case = f"{kind}: the mount dies at {operation} {first}"
         plan = {"faults": [{"on": operation, "path": "*", "do": "die", "first": first}]}
@@ -70,7 +70,7 @@ def _of_files(
     kinds: tuple[str, ...] = ("folder", "table", "zip", "tar", "tar.gz"),
     **plan: Any,
 ) -> Iterator[Result]:
-    """Copy each kind of source with each fault; archives only with faults of any path."""
+    """Copy each kind of source with each fault; archives only with faults that affect every path."""
     cases = [
         (kind, case, one)
         for kind, (case, one) in itertools.product(kinds, faults)
@@ -98,7 +98,7 @@ def a_file_that_vanishes(copier: Copier, folder: Path, limit: int) -> Iterator[R
 
 
 def _changes(deed: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return changes of files at their reads, their opens and their stat calls."""
+    """Return faults that change a file when it is read, opened or examined by a stat call."""
     return [
         (
             f"{name} changes at {operation} {first}{'' if count else ' and all later ones'}",

@@ -42,7 +42,7 @@ def _tree(root: Path) -> Tree:
 
 
 def _put(root: bytes, path: bytes, data: bytes = b"data") -> None:
-    """Write a file below a folder, whose path may be longer than the system accepts in one call."""
+    """Write a file below a folder; its path may be longer than the system accepts in one call."""
     *folders, name = path.split(b"/")
     place = os.open(root, os.O_RDONLY)
     for folder in folders:

@@ -108,7 +108,7 @@ FORMATS = {
 
 
 def _readings(form: Format, folder: Path, damages: Callable[[Path, bytes], Iterable[tuple[str, bytes]]]) -> Cases:
-    """Return a case for each damaged copy of each of the format's files; readers take turns."""
+    """Return a case for each damaged copy of each of the format's files; each case uses the next reader in turn."""
     (folder / form.name).mkdir()
     files = form.write(folder / form.name)
     good = {reader: form.read(files[0], reader) for reader in form.readers}
@@ -206,7 +206,7 @@ def _sealed_with(meta: dict[str, Any], path: Path) -> None:
 
 
 def _groups(path: Path, depth: int, width: int) -> None:
-    """Write a file with this many nested groups and this many groups beside each other."""
+    """Write a file with `depth` nested groups and `width` sibling groups."""
     with h5py.File(path, "w") as file:
         group: h5py.Group = file
         for number in range(depth):
@@ -264,7 +264,7 @@ def _open_h5py(path: Path, names: bool) -> Content:
 def hostile_files(tool: tuple[Callable[[Path, bool], Content], type[Exception]], folder: Path, limit: int) -> Any:
     read, refusals = tool
     secret = folder / "secret.h5"
-    # This value stands in every place that a link could refer to.
+    # Write this value to every path that a link could refer to.
     with h5py.File(secret, "w") as file:
         for name in ("images", "X_train", "e/images"):
             file[name] = np.full((30, 6, 5, 3), _SECRET, np.uint8)
@@ -291,7 +291,7 @@ def hostile_files(tool: tuple[Callable[[Path, bool], Content], type[Exception]],
     original = write_hdf5(folder / "fuzzed.h5", _PIXELS, np.arange(6))
 
     def parse(data: bytes) -> None:
-        """A file without a checksum may contain other samples, but must not crash, hang or fail in another way."""
+        """Read a damaged file; other samples or a colabkit error are allowed, but no crash, hang or other error."""
         (folder / "case.h5").write_bytes(data)
         with_samples = open_pack(folder / "case.h5")
         for dataset in with_samples.values():

@@ -89,7 +89,7 @@ def many_stagers(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
 
 
 def _lie(how: str, number: int) -> None:
-    """Break `flock` in this process, and kill process 0 at a file change, as far as `how` says so."""
+    """Break `flock` in this process, and kill process 0 at a file change, as `how` requests."""
     if how.startswith("locks always succeed"):
         fcntl.flock = lambda fd, operation: None  # type: ignore[assignment]
     elif how.startswith("locks fail"):
@@ -122,7 +122,7 @@ def locks_that_lie(copier: Copier, folder: Path, limit: int) -> Iterator[Result]
 
 
 def _left_by_a_reused_process_id(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
-    """Kill a process; then its ID belongs to the next one, or to another one that is running."""
+    """Kill a process whose ID is reused by the next process, or by another one that is running."""
     originals = Originals(folder / "originals", _SIZES)
     ways = ("locks fail, and it is killed at file change", "killed at file change")
     cases = [*itertools.product(("folder", "zip"), ways, range(1, 40), ("the next process", "another process"))]
@@ -153,7 +153,7 @@ def _left_by_a_reused_process_id(copier: Copier, folder: Path, limit: int) -> It
 
 
 def _give_away(folder: Path, pid: int) -> None:
-    """Rename the partials of an ended process as if its ID had been this one, which another process has now."""
+    """Rename the partials of an ended process as if its ID were `pid`, which another process has now."""
     for path in folder.iterdir():
         if found := partials._PARTIAL.fullmatch(path.name):
             path.rename(path.with_name(f"{path.name[: found.start('pid')]}{pid}{path.name[found.end('pid') :]}"))

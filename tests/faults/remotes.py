@@ -84,7 +84,7 @@ class FaultyBucket(fsspec.AbstractFileSystem):  # type: ignore[misc]
         cls.plan, cls._asked = plan or {}, 0
 
     def _fault(self, operation: str, path: str) -> Any:
-        """Return what happens to this request, None without a fault; raise planned errors."""
+        """Return the planned fault of this request, or None without one; raise planned errors."""
         plan, cls = self.plan, type(self)
         if operation != plan.get("on") or not fnmatch.fnmatch(path, plan.get("path", "*")):
             return None
@@ -217,7 +217,7 @@ def _range(add: int) -> Callable[[int, int], dict[str, object]]:
 
 
 def _changes(new: bytes, version: str, place: int) -> list[Plan]:
-    """Send the first bytes of the file, then only another version of it, named by this header."""
+    """Send the first bytes of the file, then another version; the header `version`, if given, tells them apart."""
 
     def of_version(number: int) -> dict[str, str]:
         dates = ("Sat, 01 Mar 2025 10:00:00 GMT", "Sat, 01 Mar 2025 10:00:01 GMT")

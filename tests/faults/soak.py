@@ -61,7 +61,7 @@ def _digest(values: Any) -> str:
 
 
 def _repeated(work: Callable[[], Any]) -> Any:
-    """Call `work` again while another process creates the same output, as the error advises."""
+    """Repeat `work`, as the error advises, as long as another process creates the same output."""
     while True:
         try:
             return work()
@@ -156,7 +156,7 @@ class Attempt:
 
 
 class Soak:
-    """The run: it starts and kills processes, compares their results, and counts what remains."""
+    """A soak test: it starts and kills processes, compares their results, and counts leftovers."""
 
     def __init__(self, home: Path, seed: int) -> None:
         self.home = home
@@ -242,7 +242,7 @@ class Soak:
         self.counts["rounds"] += 1
 
     def held(self) -> dict[str, int]:
-        """Return the reader's memory, files and threads, and how much shared memory, processes and results are left."""
+        """Return the reader's memory, files and threads, and the leftover shared memory, processes and results."""
         self._shm = [*self._shm, {name for name in os.listdir("/dev/shm") if SHM_NAME.match(name)}]
         return {
             "RSS": self.reader.memory_info().rss,

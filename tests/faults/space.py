@@ -70,7 +70,7 @@ def small_disk(point: Path, size: int, kind: str = "tmpfs") -> Iterator[Callable
 
 
 def without_check(make: Callable[..., object]) -> Callable[..., object]:
-    """Return a function that does the same although the free space, which colabkit checks first, is overestimated."""
+    """Return `make` with an overestimated free space, so that colabkit's check before writing passes."""
 
     def work(*arguments: Any) -> object:
         file_changes.free_bytes = lambda path: 1 << 40
@@ -80,7 +80,7 @@ def without_check(make: Callable[..., object]) -> Callable[..., object]:
 
 
 def with_hook(make: Callable[..., object], hook: Hook) -> Callable[..., object]:
-    """Return a function that does the same, the first time with a hook before each file change."""
+    """Return `make`, with a hook before each file change of the first call."""
     hooks = [hook]
 
     def work(*arguments: Any) -> object:
@@ -171,7 +171,7 @@ def _full_during_an_update(copier: Copier, originals: Originals, folder: Path, l
             def repair(enlarge: Callable[[], None] = enlarge) -> None:
                 no_hook()
                 enlarge()
-                # Remove what the failed run could not remove.
+                # Remove the leftovers that the failed run could not remove.
                 copier.update(source, folder / "disk" / "copy")  # noqa: B023 - called before the next case
 
             is_old = partial(operator.eq, old)

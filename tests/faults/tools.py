@@ -34,7 +34,7 @@ class Copier:
         refusals: the exceptions by which the tool refuses work.
         kinds: the kinds of sources that the tool supports.
         remotes: the kinds of remote sources that the tool supports: "bucket" and "web".
-        is_program: whether it runs in another process, in which the scoreboard cannot act.
+        is_program: whether it runs in another process, in which the scoreboard cannot cause faults.
     """
 
     copy: Callable[[Any, Path], object]

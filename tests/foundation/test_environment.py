@@ -12,10 +12,10 @@ import pytest
 from far_mounts import FuseMount, has_fuse
 from trees import needs
 
-from colabkit.foundation.environment import limits
-from colabkit.foundation.environment import runtime_report as places
-from colabkit.foundation.environment.limits import is_tmpfs, local_root
-from colabkit.foundation.environment.runtime_report import Place, place_of, runtime
+from colabkit.foundation.environment import limits, places
+from colabkit.foundation.environment.limits import is_tmpfs
+from colabkit.foundation.environment.places import Place, local_root, place_of
+from colabkit.foundation.environment.runtime_report import runtime
 from colabkit.foundation.mount_table import Mount
 
 GIB = 1 << 30
@@ -44,6 +44,7 @@ PLACES = (
     ({"VERTEX_PRODUCT": "WORKBENCH_INSTANCE"}, COLAB, (), (HOSTED,), "Colab", "kernel", True),
     ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, KERNEL, (), (), "Kaggle", "kernel", False),
     ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, None, (), (), "Kaggle", "script", False),
+    ({"DATABRICKS_RUNTIME_VERSION": "15.4"}, KERNEL, (), (), "Databricks", "kernel", False),
     ({}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
     ({}, None, (), (LIGHTNING,), "Lightning Studio", "script", False),
     ({}, KERNEL, (), (STUDIO_LAB,), "SageMaker Studio Lab", "kernel", False),
@@ -172,7 +173,7 @@ def test_a_report_in_a_folder_on_a_hung_mount_does_not_wait_for_it(tmp_path):
         code = """
 import os, sys
 from colabkit.foundation import mounts, runtime
-from colabkit.foundation.environment import runtime_report as environment
+from colabkit.foundation.environment import places, runtime_report as environment
 from colabkit.foundation.environment.limits import is_tmpfs
 from pathlib import Path
 environment.mounts = lambda: [one for one in mounts() if one.point == sys.argv[1] or not one.is_remote]
@@ -203,16 +204,24 @@ def test_only_files_on_tmpfs_count_as_ram(tmp_path, monkeypatch):
     assert not is_tmpfs(tmp_path / "x")
 
 
-def test_the_local_folder_is_the_chosen_one_else_that_of_the_platform_else_the_cache(monkeypatch, tmp_path):
-    present: set[str] = set()
-    monkeypatch.setattr(Path, "is_dir", lambda path: str(path) in present)
+def test_the_local_folder_is_the_chosen_one_else_on_the_platforms_disk_else_the_cache(monkeypatch, tmp_path):
+    writable: set[str] = set()
+    monkeypatch.setattr(os.path, "isdir", lambda path: str(path) in writable)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) in writable)
+    monkeypatch.setattr(places, "_exists", lambda path: path == LIGHTNING)
+    kaggle, databricks = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, {"DATABRICKS_RUNTIME_VERSION": "15.4"}
     monkeypatch.setenv("HOME", str(tmp_path))
     assert local_root({}) == tmp_path / ".cache" / "colabkit"
     assert local_root({"XDG_CACHE_HOME": "/c"}) == Path("/c/colabkit")
-    present.add("/kaggle/temp")
-    assert local_root({"XDG_CACHE_HOME": "/c"}) == Path("/kaggle/temp/colabkit")
-    present.add("/content")
-    assert local_root({}) == Path("/content/colabkit")
+    assert local_root(databricks) == tmp_path / ".cache" / "colabkit", "the disk is missing"
+    writable |= {"/content", "/cache", "/local_disk0"}
+    assert local_root({}) == Path("/cache/colabkit"), "Lightning Studio"
+    assert local_root(databricks) == Path("/local_disk0/colabkit")
+    monkeypatch.setattr(places, "_exists", lambda path: False)
+    assert local_root({}) == Path("/content/colabkit"), "not a disk of a platform that this is not"
+    assert local_root(kaggle) == Path("/content/colabkit"), "neither is Kaggle's folder"
+    writable.add("/kaggle")
+    assert local_root(kaggle) == Path("/kaggle/temp/colabkit"), "it can be created"
     assert local_root({"COLABKIT_LOCAL": "/chosen"}) == Path("/chosen")
 
 

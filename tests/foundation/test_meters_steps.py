@@ -173,6 +173,20 @@ def test_a_step_that_ends_in_another_stream_is_read_once_the_streams_have_passed
     assert not clock.is_behind
 
 
+class MarkOfAnotherGpu(Mark):
+    def elapsed_time(self, later: Mark) -> float:
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+
+def test_a_step_whose_duration_is_undefined_is_left_out_without_an_error():
+    stream, kinds = Stream(), iter([Mark, Mark, MarkOfAnotherGpu, Mark, Mark, Mark])
+    clock = DeviceClock(lambda: next(kinds)(stream, stream.host_s))
+    for _ in range(3):
+        clock.given(None)
+        clock.stepped(0.0, 0.0, 0.0, 1)
+    assert len(clock.settled()) == 2
+
+
 def test_a_stream_that_is_far_behind_drops_the_oldest_steps_to_bound_memory():
     stream = Stream()
     clock = DeviceClock(stream.mark)

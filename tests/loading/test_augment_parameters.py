@@ -28,7 +28,7 @@ COUNT = 4000
 
 
 def boxes(transform: Geometry, size: tuple[int, int], count: int = COUNT, seed: int = 3) -> np.ndarray:
-    """Return top, left, height and width of each sample's box, `[count, 4]`."""
+    """Return the top, left, height and width of each sample's box, `[count, 4]`."""
     found = transform.boxes(np.tile(np.array(size), (count, 1)), Draws(seed, 0, np.arange(count)))
     return np.stack([found.top, found.left, found.height, found.width], 1)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from image_batches import draws, images
+from simulated_gpu import SimulatedGpu
 
 from colabkit.augment import (
     CenterCrop,
@@ -121,6 +122,20 @@ def test_a_transform_computes_on_the_device_of_the_images():
     for transform, dtype in itertools.product(ALL, DTYPES):
         got = transform.apply(images().to(dtype).to("meta"), LABELS.to("meta"), draws())
         assert [result.device.type for result in got] == ["meta", "meta"], (transform, dtype)
+
+
+@pytest.mark.parametrize(
+    "transform", [RandomHorizontalFlip(), Cutout(2), MixUp(9), CutMix(9), ColorJitter(0.5, 0.5, 0.5, 0.1)]
+)
+def test_transforms_of_large_batches_do_not_wait_for_the_gpu(monkeypatch, transform):
+    with SimulatedGpu() as gpu:
+        gpu.install(monkeypatch)
+        many = torch.zeros(20_000, 3, 3, 3, dtype=torch.uint8).to("cuda")
+        labels = torch.zeros(20_000, dtype=torch.int64).to("cuda")
+        gpu.compute(10.0)
+        before = gpu.host.now
+        transform(many, labels)
+        assert gpu.host.now == before
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ import torchvision
 from fake_nvjpeg import FakeNvjpeg
 from pictures import photo, saved
 from PIL import Image
-from simulated_gpu import DEVICE, Host, SimulatedGpu
+from simulated_gpu import DEVICE, Event, Host, SimulatedGpu, Stream
 
+from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.loading.engine import thread_engine
 from colabkit.loading.engine.batch_builder import BatchBuilder
 from colabkit.loading.engine.batches import BatchGroup, BatchPlan
+from colabkit.loading.engine.device_decoder import idle_stream
 from colabkit.packs import FileDataset
 
 SAMPLES, BATCH_SIZE, ROW_BYTES = 640, 16, 1024
@@ -54,7 +57,7 @@ class VirtualPool:
         self.gpu, self.build_s, self.plans, self.builder, self.room = gpu, build_s, plans, builder, groups_ahead
         self.worker = Host()
         self.worker.wait_for(gpu.host)
-        # Groups, and what the worker knows when each is done.
+        # Finished groups, each with the virtual time and the known operations of the worker at that moment.
         self.done: deque[tuple[Host, BatchGroup | None]] = deque()
 
     def ready(self) -> int:
@@ -189,6 +192,27 @@ def test_memory_is_not_used_again_before_the_copies_of_an_abandoned_pass_end(gpu
 
 
 @pytest.mark.usefixtures("prompt_worker")
+def test_memory_is_not_used_again_before_the_copy_of_an_interrupted_request_ends(gpu, monkeypatch):
+    # No later copy, for which the streams would wait.
+    batches = iter(Loader(tuple(rows[:BATCH_SIZE] for rows in arrays()), BATCH_SIZE, device="cuda", keep="ram"))
+    wait_event = Stream.wait_event
+
+    def interrupt(stream: Stream, event: Event) -> None:
+        if stream is not gpu.default:
+            wait_event(stream, event)
+            return
+        monkeypatch.setattr(Stream, "wait_event", wait_event)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stream, "wait_event", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    gc.collect()
+    held = [new_memory() for _ in range(10)]
+    del held
+
+
+@pytest.mark.usefixtures("prompt_worker")
 @pytest.mark.parametrize("keep", ["ram", "gpu"])
 def test_deleting_a_loader_frees_its_memory_without_a_collection(gpu, keep):
     gc.disable()
@@ -213,6 +237,20 @@ def test_rows_are_not_freed_while_another_stream_reads_them(gpu):
         next(iter(loader))
     del loader
     new_memory(SAMPLES * ROW_BYTES)
+
+
+def test_batches_for_another_gpu_than_the_current_one_create_no_context_on_it(monkeypatch):
+    second = torch.device("cuda", 1)
+    with SimulatedGpu(device=second) as gpu:
+        gpu.install(monkeypatch)
+        for images, numbers in Loader(arrays(), BATCH_SIZE, device="cuda:1", keep="ram"):
+            assert images.device == numbers.device == second
+        with idle_stream(second):
+            pass
+        readings = meters.StepValues()
+        readings.note({"loss": images[0, 0]})
+        readings.read()
+    assert gpu.contexts == {1}
 
 
 @pytest.mark.usefixtures("prompt_worker")
@@ -272,6 +310,24 @@ def test_a_batch_may_change_in_place_while_autograd_needs_another(gpu, requests_
     assert torch.equal(second, 2 * rows[5 * BATCH_SIZE :][:BATCH_SIZE])
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_batches_made_on_the_gpu_are_handed_over_without_a_copy_and_without_a_race(gpu):
+    made: list[torch.Tensor] = []
+
+    def collate(_: list[int]) -> torch.Tensor:
+        gpu.compute(0.010)
+        made.append(new_memory())
+        return made[-1]
+
+    loader = Loader(range(20), 4, device="cuda", collate_fn=collate, num_workers=0)
+    for batch in loader:
+        assert batch is made.pop(0)
+        use(gpu, [batch])
+        del batch
+        new_memory()
+    assert gpu.allocated == 0
+
+
 class Graph:
     """A custom batch that moves itself."""
 
@@ -296,6 +352,16 @@ def test_sparse_tensors_and_custom_objects_are_moved_in_the_stream_of_the_user(g
             assert torch.equal(batch["sparse"].to_dense(), torch.eye(4))
             assert batch["graph"].nodes.device == DEVICE
             use(gpu, [batch["numbers"], batch["graph"].nodes])
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_the_batch_sizes_of_packed_sequences_stay_on_the_cpu(gpu):
+    def collate(lengths: list[int]) -> Any:
+        return torch.nn.utils.rnn.pack_sequence([torch.arange(1 + length) for length in lengths], enforce_sorted=False)
+
+    for batch in Loader(range(8), 4, device="cuda", collate_fn=collate, num_workers=0):
+        assert (batch.data.device, batch.batch_sizes.device.type) == (DEVICE, "cpu")
+        use(gpu, [batch.data])
 
 
 @pytest.mark.usefixtures("prompt_worker")
@@ -332,14 +398,18 @@ def test_memory_is_not_used_again_before_the_copies_of_a_batch_end_that_cannot_b
     new_memory()
 
 
-@pytest.mark.usefixtures("prompt_worker")
-def test_images_without_labels_are_decoded_on_the_gpu_and_race_with_nothing(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(torchvision.io, "decode_jpeg", FakeNvjpeg())
+@pytest.fixture
+def jpegs(tmp_path: Path) -> FileDataset:
     for number in range(9):
         image = Image.fromarray(photo(40 + number, 50, seed=number))
         (tmp_path / f"{number}.jpg").write_bytes(saved(image, "JPEG"))
-    files = FileDataset(tmp_path, labels=None)
-    loader = Loader(files, 4, size=16, device="cuda", decode="gpu", channels_last=False)
+    return FileDataset(tmp_path, labels=None)
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_images_without_labels_are_decoded_on_the_gpu_and_race_with_nothing(gpu, monkeypatch, jpegs):
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", FakeNvjpeg())
+    loader = Loader(jpegs, 4, size=16, device="cuda", decode="gpu", channels_last=False)
     with gpu.stream(torch.cuda.Stream()):
         batches = [*loader]
         use(gpu, batches)
@@ -348,3 +418,18 @@ def test_images_without_labels_are_decoded_on_the_gpu_and_race_with_nothing(gpu,
     for stream in gpu.streams:
         with gpu.stream(stream):
             new_memory()
+
+
+@pytest.mark.usefixtures("prompt_worker")
+def test_memory_is_not_used_again_before_a_decoder_has_ended_that_failed(gpu, monkeypatch, jpegs):
+    fake, of_nvjpeg = FakeNvjpeg(), torch.cuda.Stream()
+
+    def decode(files: list[torch.Tensor], mode: Any, device: torch.device) -> list[torch.Tensor]:
+        # Like torchvision, write to the memory in a separate stream, and free the memory after an error.
+        of_nvjpeg.run(1.0, writes=[torch.empty(40 * 50 * 3, dtype=torch.uint8, device=device)])
+        return fake(files, mode, device)
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
+    loader = Loader(jpegs, 3, size=16, device="cuda", decode="gpu")
+    fake.rejected = {jpegs.encoded(index) for index in range(9)}
+    assert [len(images) for images in loader] == [3, 3, 3]

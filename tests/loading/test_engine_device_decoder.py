@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +11,6 @@ from simulated_gpu import DEVICE, SimulatedGpu
 from torch import Tensor
 
 from colabkit.foundation import LoaderMeters
-from colabkit.loading.engine import device_decoder
 from colabkit.loading.engine.batches import Batch
 from colabkit.loading.engine.device import DeviceTransfer
 from colabkit.loading.engine.device_decoder import idle_stream, send_decoded
@@ -25,8 +23,6 @@ COUNT, SIZE = 12, 1 << 20
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     simulated = SimulatedGpu(copy_bytes_per_s=1e9)
     simulated.install(monkeypatch)
-    # The cached streams of the process belong to another GPU.
-    monkeypatch.setattr(device_decoder, "_idle_streams", functools.cache(device_decoder._idle_streams.__wrapped__))
     with simulated:
         yield simulated
 

@@ -107,7 +107,7 @@ def pinned_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_pinned_buffers_take_little_more_memory_than_their_size_although_torch_rounds_up(pinned_bytes):
-    # Batches of CIFAR, of images of 224 and of 256 pixels, and of a power of two.
+    # Bytes of batches of CIFAR-10 images, of 224x224 and of 256x256 images, and a power of two.
     for size in (8_280_064, 19_268_608, 25_166_848, 1 << 20):
         pinned_bytes.clear()
         lender = PinnedSlots(size, torch.device("cuda"), 6)

@@ -207,7 +207,7 @@ def elsewhere() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("kind", "num_workers"),
     [
-        *itertools.product(("rows", "small rows", "pack", "files"), (0, 1)),
+        *itertools.product(("rows", "small rows", "pack", "shards", "files"), (0, 1)),
         # Without a worker process, torch's collate function uses the default device.
         ("samples", 1),
     ],
@@ -220,6 +220,9 @@ def test_batches_are_on_the_device_of_the_loader_for_any_default_device(
         "rows": lambda: (np.ones((6, 3, 8, 8), np.uint8), np.arange(6)),
         "small rows": lambda: (np.ones((6, 4), np.uint8), np.arange(6)),
         "pack": lambda: open_pack(make_pack(tmp_path / "p.h5", (8, 8, 3), train=6))["train"],
+        "shards": lambda: open_pack(make_shards(tmp_path / "s.h5", {"train": 3}, {"train": 3}, shape=(8, 8, 3)))[
+            "train"
+        ],
         "files": lambda: FileDataset(pictures),
         "samples": Numbers,
     }[kind]()

@@ -1,11 +1,11 @@
-"""`Loader(decode=)` decodes JPEG files on a GPU, or else on the CPU; a fake stands for torchvision's nvJPEG."""
+"""`Loader(decode=)` decodes JPEG files on a GPU, or else on the CPU; a fake stands in for torchvision's nvJPEG."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,8 @@ def test_threads_decode_in_streams_of_their_own_that_are_idle_afterwards(monkeyp
         yield
         current.remove(stream)
 
-    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", in_stream)):
+    fakes = {"Stream": Stream, "Event": Event, "stream": in_stream, "device": lambda _: nullcontext()}
+    for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     device = torch.device("cuda:97")
     with idle_stream(device) as synchronize, idle_stream(device):
@@ -297,7 +298,7 @@ def test_a_torchvision_that_cannot_decode_on_a_gpu_is_an_error_and_auto_uses_the
     assert f"decode='gpu', but {reason}" in refused(data, size=32, decode="gpu")
     assert Loader(data, 4, size=32, decode="auto").decoder.reason == reason
     monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda files, **_: [torch.zeros(3, 64, 64)] * len(files))
-    assert "other pixels than on the CPU" in refused(data, size=32, decode="gpu")
+    assert "a test image was decoded incorrectly" in refused(data, size=32, decode="gpu")
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     assert "torchvision is not installed. Run pip install torchvision, or omit decode=." in refused(
         data, size=32, decode="gpu"

@@ -254,7 +254,7 @@ def test_a_deleted_loader_releases_its_memory(makes):
 
 @pytest.mark.parametrize("way", ["raw", "arrays", "lambda"])
 def test_a_deleted_loader_is_freed_without_a_garbage_collection(makes, way):
-    """Which loader is the latest, and how much memory is free, must not depend on when garbage is collected."""
+    """The latest loader and the amount of free memory must not depend on the time of a garbage collection."""
     gc.collect()
     gc.disable()
     try:

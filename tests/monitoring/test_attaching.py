@@ -1,4 +1,4 @@
-"""`status()` and `dashboard(attach=)` show runs of other processes, which of them are dead, and how to resume them."""
+"""`status()` and `dashboard(attach=)` show runs of other processes, and how to resume dead ones."""
 
 from __future__ import annotations
 

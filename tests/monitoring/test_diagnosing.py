@@ -217,7 +217,7 @@ def looks(doctor: Doctor, *shares: float) -> list[str]:
 @pytest.mark.parametrize(
     ("shares", "verdicts"),
     [
-        # The verdict changes once two consecutive looks find the new one.
+        # The verdict changes once two consecutive diagnoses find the new one.
         ((0.5, 0.01, 0.01, 0.5, 0.5), ["data", "data", "compute", "compute", "data"]),
         # Shares close to the threshold do not change the verdict.
         ((0.21, *[0.19, 0.21, 0.175, 0.175] * 5), ["data"] * 21),

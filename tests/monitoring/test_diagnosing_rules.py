@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from doctor_cases import (
     DECODED,
     DRIVE,
@@ -25,7 +26,8 @@ from doctor_cases import (
     with_gpu,
 )
 
-from colabkit.foundation import LoaderFacts
+from colabkit.foundation import LoaderFacts, Place
+from colabkit.monitoring.diagnosing import machine_rules
 from colabkit.monitoring.diagnosing.rules import RULES
 
 Given = dict[str, Any]
@@ -396,6 +398,17 @@ def test_every_rule_gives_well_formed_advice_and_a_valid_call_in_its_own_case() 
         assert advice is not None, name
         assert advice.rule == name
         check_advice(advice)
+
+
+@pytest.mark.parametrize("name", ["Colab", "Kaggle"])
+def test_on_a_hosted_machine_nobody_is_asked_to_shut_down_other_notebooks(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(machine_rules, "current_place", lambda: Place(name, "kernel"))
+    for rule in ("others_on_the_cpu", "others_on_the_gpu"):
+        advice = given(rule)
+        check_advice(advice)
+        assert advice.action.startswith("Stop programs that this notebook started")
 
 
 def test_a_rule_gives_no_advice_in_similar_cases_or_without_data() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from trainings import train
 from trees import make_tree
 
 import colabkit
-from colabkit.errors import InvalidOption, MissingPackage
-from colabkit.foundation import LoaderMeters, meters
+from colabkit.errors import InvalidOption
+from colabkit.foundation import Frame, LoaderMeters, meters
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.api import Dashboard, is_any_open, show_beside_training
 
@@ -138,8 +137,8 @@ def test_a_failing_screen_is_replaced_by_text_once_and_training_continues(
     loader: colabkit.Loader, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken(Frames):
-        def paint(self, html: str, text: str, final: bool) -> None:
-            super().paint(html, text, final)
+        def paint(self, frame: Frame, final: bool) -> None:
+            super().paint(frame, final)
             raise OSError("no front end")
 
     screen = Broken()
@@ -192,9 +191,9 @@ def test_ctrl_c_leaves_a_final_frame(loader: colabkit.Loader) -> None:
 
 def test_ctrl_c_during_painting_passes_through_and_releases_everything(loader: colabkit.Loader) -> None:
     class Interrupted(Frames):
-        def paint(self, html: str, text: str, final: bool) -> None:
-            super().paint(html, text, final)
-            if final or "step 6/6" in text:
+        def paint(self, frame: Frame, final: bool) -> None:
+            super().paint(frame, final)
+            if final or "step 6/6" in frame.text:
                 raise KeyboardInterrupt
 
     screen = Interrupted()
@@ -239,7 +238,7 @@ def test_the_panel_opens_and_closes_itself_during_training_and_names_the_error_t
     stop = show_beside_training()
     try:
         train(lambda batch: 0.5, loader)
-        assert capsys.readouterr().out.count("epoch 1/1 · step 6/6") == 1
+        assert capsys.readouterr().out.count("epoch 1/1, step 6/6") == 1
         with colabkit.dashboard(screen="none"):
             train(lambda batch: 0.5, loader)
         assert capsys.readouterr().out == "", "one panel is enough, and none is none"
@@ -296,8 +295,8 @@ def test_a_nested_training_is_not_shown_on_the_panel_of_the_outer_one(
 
 def test_a_training_that_is_interrupted_while_it_starts_does_not_count_as_running(loader: colabkit.Loader) -> None:
     class Interrupted(Frames):
-        def paint(self, html: str, text: str, final: bool) -> None:
-            super().paint(html, text, final)
+        def paint(self, frame: Frame, final: bool) -> None:
+            super().paint(frame, final)
             if len(self.frames) == 1:
                 raise KeyboardInterrupt
 
@@ -380,6 +379,7 @@ def test_invalid_options_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
             colabkit.dashboard(refresh_s=refresh_s)
     with pytest.raises(InvalidOption, match="'window'"):
         colabkit.dashboard(screen="window")
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with pytest.raises(MissingPackage, match="pip install ipywidgets"):
-        colabkit.dashboard(screen="widgets")
+    monkeypatch.setenv("COLABKIT_SCREEN", "window")
+    with pytest.raises(InvalidOption, match="COLABKIT_SCREEN"):
+        colabkit.dashboard()
+    colabkit.dashboard(screen="lines")

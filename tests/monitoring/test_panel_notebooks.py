@@ -31,8 +31,8 @@ def step(batch):
     return 0.5
 """
 TRAIN = """
-with colabkit.dashboard(screen={screen!r}):
-    colabkit.train(step, loader, state={{}})
+with colabkit.dashboard():
+    colabkit.train(step, loader, state={})
 """
 INTERRUPTED = """
 with colabkit.dashboard():
@@ -58,7 +58,7 @@ if widgets is None:
 threads = [thread.name for thread in threading.enumerate() if "colabkit" in thread.name]
 print("widgets", len(widgets), "threads", threads)
 """
-SHOWN = ("display_data", "update_display_data", "comm_open", "comm_msg", "comm_close")
+SHOWN = ("display_data", "update_display_data", "comm_open")
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Sent:
 
     @property
     def frames(self) -> int:
-        return sum(kind in ("display_data", "update_display_data", "comm_msg") for kind, _, _ in self.messages)
+        return sum(kind in ("display_data", "update_display_data") for kind, _, _ in self.messages)
 
     @property
     def seconds(self) -> float:
@@ -78,7 +78,7 @@ class Sent:
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second of all frames except the first one, which opens the output, and the last one."""
-        sizes = [size for kind, size, _ in self.messages if kind in ("update_display_data", "comm_msg")]
+        sizes = [size for kind, size, _ in self.messages if kind == "update_display_data"]
         return sum(sizes[:-1]) / self.seconds
 
 
@@ -96,7 +96,7 @@ class Client(NotebookClient):
 @pytest.fixture(scope="module", params=sampled(KINDS, 1))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("kernel")
-    sources = [SETUP, TRAIN.format(screen="notebook"), TRAIN.format(screen="widgets"), INTERRUPTED, BROKEN, LEFT]
+    sources = [SETUP, TRAIN, INTERRUPTED, BROKEN, LEFT]
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
     with kernel_of(request.param, folder) as kernel:
         client = Client(
@@ -119,12 +119,8 @@ def printed(client: Client, cell: int) -> str:
     return "".join(output.text for output in outputs(client, cell) if output.output_type == "stream")
 
 
-by_screen = pytest.mark.parametrize("cell", [1, 2], ids=["notebook", "widgets"])
-
-
-@by_screen
-def test_the_last_frame_stays_in_the_saved_notebook_as_html_and_text(run: Client, cell: int) -> None:
-    panel, *rest = [output for output in outputs(run, cell) if output.output_type == "display_data"]
+def test_the_last_frame_stays_in_the_saved_notebook_as_html_and_text(run: Client) -> None:
+    panel, *rest = [output for output in outputs(run, 1) if output.output_type == "display_data"]
     assert rest == []
     assert set(panel.data) == {"text/html", "text/plain"}
     assert "epoch 1/1 · step 64/64" in panel.data["text/plain"]
@@ -133,11 +129,10 @@ def test_the_last_frame_stays_in_the_saved_notebook_as_html_and_text(run: Client
     assert "in total" in panel.data["text/html"]
 
 
-@by_screen
 def test_the_panel_is_painted_while_the_cell_is_busy_within_its_budget_of_messages_and_bytes(
-    run: Client, cell: int
+    run: Client,
 ) -> None:
-    sent = run.sent[cell]
+    sent = run.sent[1]
     assert sent.seconds > 3
     assert sent.frames >= sent.seconds
     assert sent.frames <= 2 * sent.seconds + 4, "twice a second, and the first and last ones"
@@ -147,18 +142,18 @@ def test_the_panel_is_painted_while_the_cell_is_busy_within_its_budget_of_messag
 
 
 def test_ctrl_c_leaves_a_final_frame(run: Client) -> None:
-    (panel,) = [output for output in outputs(run, 3) if output.output_type == "display_data"]
+    (panel,) = [output for output in outputs(run, 2) if output.output_type == "display_data"]
     assert "stopped by KeyboardInterrupt · epoch 3 · step 1/64" in panel.data["text/plain"]
-    assert [output.ename for output in outputs(run, 3) if output.output_type == "error"] == ["KeyboardInterrupt"]
+    assert [output.ename for output in outputs(run, 2) if output.output_type == "error"] == ["KeyboardInterrupt"]
 
 
 def test_a_failing_front_end_gets_text_and_training_continues(run: Client) -> None:
-    text = printed(run, 4)
+    text = printed(run, 3)
     assert "trained 64" in text
     assert re.search(r"epoch 1/1 · step 64/64", text)
-    assert not [output for output in outputs(run, 4) if output.output_type == "error"]
+    assert not [output for output in outputs(run, 3) if output.output_type == "error"]
 
 
 def test_no_widget_and_no_thread_is_left(run: Client) -> None:
-    assert printed(run, 5).strip().endswith("widgets 0 threads []")
-    assert not [output for output in run.nb.cells[2].outputs if "widget-view" in str(output)]
+    assert printed(run, 4).strip().endswith("widgets 0 threads []")
+    assert not [output for output in run.nb.cells[1].outputs if "widget-view" in str(output)]

@@ -6,13 +6,13 @@ import pytest
 from doctor_cases import made
 from panel_states import FakeTime, Frames, machine, took
 
-from colabkit.foundation import LoaderMeters, meters
+from colabkit.foundation import Frame, LoaderMeters, meters
 from colabkit.monitoring.diagnosing.machine_rules import costly_panel
 from colabkit.monitoring.panel.api import Dashboard, FramePace
 
 
 def paced(time: FakeTime, cost_s: float, frames: int, pace: FramePace | None = None) -> FramePace:
-    """Return a pace that has painted some frames, each when it was due."""
+    """Return a `FramePace` that has recorded some frames, each when it was due."""
     if pace is None:
         pace = FramePace(0.5, time)
         pace.painted(0.2, 0.2)
@@ -89,8 +89,8 @@ class Slow(Frames):
         super().__init__()
         self.time, self.cost_s, self.at_s = time, cost_s, []
 
-    def paint(self, html: str, text: str, final: bool) -> None:
-        super().paint(html, text, final)
+    def paint(self, frame: Frame, final: bool) -> None:
+        super().paint(frame, final)
         self.at_s.append(self.time.now_s - 1000)
         self.time.now_s += self.cost_s
 

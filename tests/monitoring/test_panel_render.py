@@ -37,7 +37,7 @@ def test_every_frame_is_small_well_formed_and_has_text_alternatives() -> None:
         assert len(html.encode()) <= (14_000 if state.is_over else 12_000), name
         assert len(text.splitlines()) <= 12
         assert len(text) < 1600
-        # No script, no style sheet, no inline SVG.
+        # There are no scripts, style sheets or inline SVG images.
         assert {part.tag for part in tree(html).iter()} <= {"div", "span", "small", "b", "br", "img"}
         known = {"style", "role", "aria-label", "aria-hidden", "alt", "src", "width", "height"}
         assert {name for part in tree(html).iter() for name in part.attrib} <= known

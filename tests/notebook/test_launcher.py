@@ -18,7 +18,7 @@ from sampling import sampled
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.foundation import DiskReport
+from colabkit.foundation import DiskReport, Frame
 from colabkit.notebook.launcher.pipeline import Pipeline, ResultPath, code_of, make_pipeline, run_pipeline
 from colabkit.notebook.launcher.settings import FIELDS, Settings, in_form, places
 
@@ -239,7 +239,7 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 class Screen:
-    def paint(self, html: str, text: str, final: bool) -> None: ...
+    def paint(self, frame: Frame, final: bool) -> None: ...
 
     def close(self) -> None: ...
 

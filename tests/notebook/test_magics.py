@@ -156,6 +156,17 @@ def test_variables_are_replaced_by_values_that_are_not_parsed_again() -> None:
         split_line("{unknown}", namespace)
 
 
+def test_the_value_after_an_equals_sign_may_be_a_variable() -> None:
+    namespace = {"folder": "a b"}
+    assert split_line("--to={folder} --to=$folder --to=x{folder} --to='{folder}'", namespace) == [
+        *["--to", "a b"] * 2,
+        "--to=x{folder}",
+        "--to={folder}",
+    ]
+    with pytest.raises(InvalidOption, match="Cannot use 'unknown': no variable has this name"):
+        split_line("--to={unknown}", namespace)
+
+
 def test_an_open_quote_or_escape_is_reported() -> None:
     with pytest.raises(InvalidOption, match=r"a quote is not closed\. Add the closing quote\."):
         split_line("stage 'half", {})

@@ -65,12 +65,12 @@ del shell.magics_manager.magics["line"]["stage"], shell.magics_manager.magics["c
 
 shell.run_line_magic("load_ext", "colabkit")
 found["completed"] = []
-for line in ("%stage a --to tm", "%%train data --batch", "%colabkit st", "x = %pack a b --encoding j"):
+for line in ("%stage a --to tm", "%%train data --batch", "%colabkit st", "x = %pack a b --encoding j", "%stage --"):
     for jedi in (False, True):
         shell.Completer.use_jedi = jedi
         with provisionalcompleter():
             matches = [*shell.Completer.completions(line, len(line))]
-        found["completed"].append([line[: match.start] + match.text for match in matches])
+        found["completed"].append(sorted(line[: match.start] + match.text for match in matches))
 shell.run_line_magic("unload_ext", "colabkit")
 print(json.dumps(found))
 """
@@ -170,8 +170,9 @@ def test_existing_magics_of_the_same_name_are_not_replaced(loading: dict[str, An
 
 def test_lines_are_completed_with_jedi_and_without(loading: dict[str, Any]) -> None:
     expected = ("%stage a --to tmpfs", "%%train data --batch-size", "%colabkit stage", "x = %pack a b --encoding jpeg")
-    lines = [line for line in expected for _ in range(2)]
+    lines = [line for line in (*expected, "%stage --to") for _ in range(2)]
     assert all(line in found for line, found in zip(lines, loading["completed"], strict=True))
+    assert loading["completed"][::2] == loading["completed"][1::2], "jedi adds names of Python"
 
 
 def test_cell_magics_have_help(loading: dict[str, Any]) -> None:

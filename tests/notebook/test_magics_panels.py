@@ -114,6 +114,17 @@ def test_the_panel_is_shown_in_each_cell_that_loops_until_it_is_switched_off(
     assert sum("step 6/6" in line for line in shown_by(capsys)) == 1, "train() shows no panel of its own"
 
 
+def test_a_cell_that_looks_at_one_batch_shows_no_panel(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, "%dashboard")
+    shown_by(capsys)
+    run(shell, "batch = next(iter(loader))").raise_error()
+    assert shown_by(capsys) == []
+    run(shell, "batches = iter(loader)\nfirst, second = next(batches), next(batches)").raise_error()
+    assert sum("step 2/6" in line for line in shown_by(capsys)) == 1
+
+
 def test_the_panel_shows_that_its_cell_failed(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     run(shell, "%dashboard")
     run(shell, "for batch in loader:\n    1 / 0")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -51,6 +53,17 @@ def test_pictures_of_large_photos_are_jpeg_to_keep_notebooks_small(tmp_path):
     assert picture._repr_png_() is None
     data, size = picture._repr_jpeg_()
     assert Image.open(io.BytesIO(data)).size == (2 * size["width"], 2 * size["height"])
+
+
+def test_marimo_displays_the_picture_at_half_its_pixel_size(pack, tmp_path):
+    photos = open_pack(make_pack(tmp_path / "p.h5", (400, 400, 3), train=4))
+    for kind, picture in (("png", pack.show(n=9)), ("jpeg", photos.show(n=4))):
+        mime, html = picture._mime_()
+        assert mime == "text/html"
+        (data,) = re.findall(rf'^<img src="data:image/{kind};base64,([^"]+)"', html)
+        assert Image.open(io.BytesIO(base64.b64decode(data))).size == picture.image.size
+        width, height = (side // 2 for side in picture.image.size)
+        assert f'width="{width}" height="{height}"' in html
 
 
 def test_each_tile_shows_its_sample(pack):

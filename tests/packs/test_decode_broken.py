@@ -1,4 +1,4 @@
-"""Decoding of damaged, truncated and hostile files, and the limit of pixels."""
+"""Decoding of damaged, truncated and hostile files, and the pixel limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels from folders: which files are samples, and which folders are classes or splits."""
+"""Labels from folders: the files that count as samples, and the folders that count as classes or splits."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_folder_and_zip_give_the_same_samples(tmp_path, image_tree):
 
 
 def image_folder(root: Path) -> tuple[list[Path], list[int], list[str]]:
-    """Return files, labels and classes in the order of torchvision's `ImageFolder`."""
+    """Return the files, labels and classes in the order of torchvision's `ImageFolder`."""
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     files, labels = [], []
     for label, name in enumerate(classes):

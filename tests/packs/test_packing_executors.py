@@ -231,14 +231,16 @@ def test_ctrl_c_cancels_pending_tasks_and_the_executor_stays_usable(tmp_path, im
             assert may_go_on.wait(30)
         return len(path)
 
-    def interrupt() -> None:
-        assert has_begun.wait(30)
-        os.kill(os.getpid(), signal.SIGINT)
-        may_go_on.set()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     with Counting(1) as executor:
+
+        def interrupt() -> None:
+            assert has_begun.wait(30)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(executor.futures[-1].cancelled)
+            may_go_on.set()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
             packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": interrupted})
         thread.join()

@@ -48,7 +48,7 @@ every = pytest.mark.parametrize("made", PACKS, indirect=True)
 
 
 def owner(info: PackInfo, at: int) -> tuple[str, int] | None:
-    """Return split and number of the sample that contains a byte of the file; None if no sample does."""
+    """Return the split and the number of the sample that contains a byte of the file; None if no sample does."""
     for split in info.splits:
         for field in info.sample_fields():
             data = info.data_sets[field.data_set(split)]

@@ -1,4 +1,4 @@
-"""`fetch()` of Drive folders, complete or not at all, with real gdown 5 and 6."""
+"""`fetch()` of Drive folders is atomic, with real gdown 5 and 6."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fetch()` from web servers: whatever the server does, the result is the complete file in one version, or an error."""
+"""`fetch()` from web servers: whatever the server does, the result is a single version of the file, or an error."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_second_process_waits_for_the_first(image_tree, tmp_path):
 
     def release(seconds: float) -> None:
         if seconds != locks._BUSY_S:
-            # This wait is the reader's, for the clock's tick after the modification of the source.
+            # The reader waits here for a clock tick, since the source was just modified.
             return
         waited.append(lambda: None)
         if len(waited) == 3:

@@ -56,6 +56,22 @@ def test_a_process_of_the_benchmark_trains_on_its_share(script: ModuleType, tmp_
     assert script.rate_of_processes(bench, 1) > 0
 
 
+def test_a_part_that_fails_does_not_stop_the_others(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(bench: object) -> None:
+        raise ValueError("planned")
+
+    monkeypatch.setattr(script, "PARTS", {"one": fail, "two": lambda bench: bench.need("two", 1.0, 1.0, "{:.0f}")})
+    path = tmp_path / "gpu.json"
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--device", "cpu", "--quick", "--json", str(path)])
+    with pytest.raises(SystemExit, match="one: ValueError: planned"):
+        script.main()
+    written = json.loads(path.read_text())
+    assert written["needed"] == [["two", "1", "at least 1", "holds"]]
+    assert written["figures"]["failed"] == ["one: ValueError: planned"]
+
+
 def test_without_a_gpu_the_benchmark_ends_with_one_sentence(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

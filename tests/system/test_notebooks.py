@@ -49,7 +49,7 @@ def settings_of(notebook: NotebookNode) -> NotebookNode:
 
 
 def magics_of(source: str) -> Iterator[tuple[str, str, dict[str, Verb]]]:
-    """Yield the name and the line of each magic in a cell, and all verbs of its kind: cell magics or line magics."""
+    """Yield the name and the line of each magic in a cell, and the table to look up its name in."""
     if found := CELL_MAGIC.match(source):
         yield found[1], found[2], BODIES
     for match in LINE_MAGIC.finditer(CELL_MAGIC.sub("", source)):

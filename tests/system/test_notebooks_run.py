@@ -38,7 +38,9 @@ def stack(request: pytest.FixtureRequest) -> str:
 
 
 class Runs:
-    """Two runs of each notebook in one kernel per stack, which is a set of packages; the stacks run concurrently.
+    """The runs of the notebooks: for each stack (a set of packages), a notebook runs twice in one kernel.
+
+    The stacks run concurrently.
 
     Args:
         folder: folder for all files that the notebooks write.

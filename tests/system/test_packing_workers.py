@@ -298,7 +298,7 @@ def test_ctrl_c_during_packing_leaves_no_files_and_processes(tmp_path, tree, mon
 
 
 class Packing:
-    """A packing process in a new group, of which one worker calls `act` before it makes the range from sample 10."""
+    """A packing process in a new process group; one worker calls `act` before it makes the range from sample 10."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         folder = tree.parent

@@ -253,11 +253,11 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
     assert max(int(path.stem.partition("-")[2]) for path in tmp_path.glob("*.pt")) >= 3
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_processes_are_launched_after_torch_was_asked_for_a_gpu() -> None:
-    def work() -> float:
-        return torch.ones(4, device="cuda").sum().item()
+def test_processes_can_use_cuda_after_torch_was_asked_for_a_gpu() -> None:
+    def work() -> tuple[bool, float]:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        # CUDA is unusable in a fork of a process that was asked, even without a GPU.
+        return torch.cuda._is_in_bad_fork(), torch.ones(4, device=device).sum().item()
 
-    assert torch.cuda.is_available()
-    assert colabkit.notebook_launch(work, processes=1) == 4.0
+    torch.cuda.is_available()
+    assert colabkit.notebook_launch(work, processes=1) == (False, 4.0)

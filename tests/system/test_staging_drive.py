@@ -199,7 +199,7 @@ def test_a_file_rewritten_within_one_tick_of_a_coarse_clock_is_not_copied_in_par
 
 @pytest.fixture
 def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `stage()` give up reads after half a second."""
+    """Make `stage()` give up on reads after half a second."""
     monkeypatch.setattr(engine, "STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.folder.STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.concurrency.STALLED_S", 0.5)

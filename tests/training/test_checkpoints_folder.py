@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_never_replaces_a_good_one(tmp_path, damage):
             assert checkpoints.latest.name.startswith(f"checkpoint-{step:08d}")
             seal = tmp_path / f"checkpoint-{step:08d}.json"
             seal.rename(tmp_path / "hidden")
-            # If the newest checkpoint were lost, an older one would remain.
+            # Without the newest checkpoint, an older one is found.
             assert found(tmp_path)[0] < step
             (tmp_path / "hidden").rename(seal)
     assert found(tmp_path) == (45, [])

@@ -39,7 +39,9 @@ def test_cached_weights_are_used_for_photos(weights: Path) -> None:
     assert id(found.model.conv1.weight) not in trained
 
 
-@pytest.mark.parametrize(("size", "samples", "reason"), [((32, 32), 100, "too small"), (PHOTO, 50_000, "without a GPU")])
+@pytest.mark.parametrize(
+    ("size", "samples", "reason"), [((32, 32), 100, "too small"), (PHOTO, 50_000, "without a GPU")]
+)
 def test_the_small_network_is_used_where_a_pretrained_one_does_not_suit(
     size: tuple[int, int], samples: int, reason: str
 ) -> None:

@@ -22,7 +22,7 @@ from colabkit.training.step_factory import supervised_step
 )
 def test_auto_selects_the_precision_by_compute_capability(monkeypatch, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    # torch returns True also for GPUs that only emulate bfloat16.
+    # torch also returns True for GPUs that only emulate bfloat16.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     chosen = precision_on(torch.device("cuda:0"), "auto")
     assert (chosen.name, chosen.dtype) == (name, {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name))

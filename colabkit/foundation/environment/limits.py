@@ -4,15 +4,14 @@ In a container, `/proc/meminfo` and `os.cpu_count()` describe the host, so these
 and the limits of all cgroups that contain this process. Functions that parse system files take a file reader, so that
 tests can simulate any system.
 
-Except in `local_root`, paths on remote mounts other than `/` are not accessed, since a dead mount would hang the
-process.
+Paths on remote mounts other than `/` are not accessed, since a dead mount would hang the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ _RECLAIMABLE = {
     1: ("total_inactive_file", "total_active_file"),
 }
 """Fields of `memory.stat` that count reclaimable memory, by cgroup version; none of them includes tmpfs."""
-_DISK_FOLDERS = ("/content", "/kaggle/working", "/tmp")
+_DISK_FOLDERS = ("/content", "/kaggle/working", "/cache", "/local_disk0", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
 # The kernel also follows at most 40 symlinks in a path.
 _MOST_LINKS = 40
@@ -76,7 +75,7 @@ def usable_cpus() -> float:
 
 
 def memory_limits(read: Reader) -> MemoryReport:
-    """Return total and available RAM: the minimum over the machine and all cgroups that contain this process.
+    """Return the total and the available RAM: the minima over the machine and all cgroups of this process.
 
     tmpfs counts as used RAM; reclaimable page cache does not.
     """
@@ -102,7 +101,7 @@ def _machine_memory(read: Reader) -> tuple[int, int]:
     with contextlib.suppress(OSError):
         for line in read("/proc/meminfo").splitlines():
             key, _, value = line.partition(":")
-            # Sandboxes emulate this file with lines of other forms.
+            # Sandboxes emulate this file with lines in other formats.
             with contextlib.suppress(ValueError, IndexError):
                 meminfo[key] = int(value.split()[0]) * 1024
     if "MemTotal" in meminfo:
@@ -112,7 +111,7 @@ def _machine_memory(read: Reader) -> tuple[int, int]:
 
         memory = psutil.virtual_memory()
         return memory.total, memory.available
-    # On Linux, psutil reads the same file, and raises many types of errors if it is missing or odd.
+    # On Linux, psutil reads the same file, and raises many types of errors if it is missing or malformed.
     except Exception:
         pages = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
         total, available = (max(0, number) * os.sysconf("SC_PAGE_SIZE") for number in pages)
@@ -128,7 +127,7 @@ def _number(read: Reader, path: str, key: str = "") -> int:
 
 
 def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) of the cgroups that contain this process; folders may be missing."""
+    """Yield the version and the folder of each cgroup that contains this process; the folder may be missing."""
     try:
         lines = read("/proc/self/cgroup").splitlines()
     except OSError:
@@ -285,17 +284,6 @@ def is_tmpfs(path: Path) -> bool:
     text = os.path.abspath(path)
     holding = mount_holding(text if can_hang(text, table) else os.path.realpath(path), table)
     return holding is not None and holding.fstype == "tmpfs"
-
-
-def local_root(environ: Mapping[str, str]) -> Path:
-    """Return the default folder for local copies; the environment variable `COLABKIT_LOCAL` overrides it."""
-    if chosen := environ.get("COLABKIT_LOCAL"):
-        return Path(chosen).expanduser()
-    for folder in ("/content", "/kaggle/temp"):
-        if Path(folder).is_dir():
-            return Path(folder) / "colabkit"
-    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "colabkit"
 
 
 def _working_folder() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Detection of the platform, and `runtime()`, which reports it with its resource limits."""
+"""`runtime()` reports the platform and its resource limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from colabkit.foundation.checks import checked_call
@@ -19,6 +19,7 @@ from colabkit.foundation.environment.limits import (
     tmpfs,
     usable_cpus,
 )
+from colabkit.foundation.environment.places import current_place
 from colabkit.foundation.mount_table import DRIVE_TYPES, Mount, drive_mount, mounts, read_file
 from colabkit.foundation.reports import Report
 from colabkit.foundation.telemetry.gpus import GpuReport, gpu_reports
@@ -26,92 +27,8 @@ from colabkit.foundation.units import format_bytes, format_things
 
 _PACKAGES = (
     *("colabkit", "torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg"),
-    *("ipython", "ipykernel", "ipywidgets", "tqdm", "psutil", "gdown", "fsspec"),
+    *("ipython", "ipykernel", "ipywidgets", "psutil", "gdown", "fsspec"),
 )
-# Exists on Colab's hosted runtimes; google.colab.drive checks for the same file.
-_HOSTNAME = "/var/colab/hostname"
-# Set in every notebook by VS Code's Jupyter extension.
-_VS_CODE = "__vsc_ipynb_file__"
-# PAPERSPACE_API_KEY is not listed, since users may set it on any machine.
-_PAPERSPACE = ("PAPERSPACE_FQDN", "PAPERSPACE_METRIC_WORKLOAD_ID")
-_JUPYTERHUB = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_API_TOKEN")
-_BY_FOLDER = {
-    "/teamspace/studios/this_studio": "Lightning Studio",
-    "/home/studio-lab-user": "SageMaker Studio Lab",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The platform that code runs on.
-
-    Attributes:
-        name: `"Colab"`, `"Colab in VS Code"`, `"Colab, local runtime"`, `"Colab Enterprise"`, `"Kaggle"`,
-            `"Lightning Studio"`, `"SageMaker Studio Lab"`, `"Paperspace"`, `"JupyterHub"`, `"Jupyter"`, `"IPython"` or
-            `"Python"`.
-        shell: `"kernel"` in a notebook, `"IPython"` in an IPython terminal, `"script"` otherwise.
-        can_mount_drive: whether `google.colab.drive` works, which requires the kernel of a hosted runtime.
-    """
-
-    name: str
-    shell: str
-    can_mount_drive: bool = False
-
-
-def place_of(
-    environ: Mapping[str, str], shell_class: str | None, variables: Container[str], exists: Callable[[str], bool]
-) -> Place:
-    """Detect the platform.
-
-    Kaggle is checked first, since its image is built from Colab's and otherwise looks the same. Colab Enterprise is
-    recognized by the variable that Google's client libraries check. Colab is checked before anything that a user can
-    install or mount on it. The other hosted platforms and JupyterHub are recognized by a folder or by environment
-    variables; elsewhere, the result depends only on the shell.
-
-    Args:
-        environ: the process's environment.
-        shell_class: module and name of IPython's shell class; None outside of IPython.
-        variables: the names in the user's namespace.
-        exists: returns whether a path exists.
-    """
-    is_colab_shell = shell_class is not None and shell_class.startswith("google.colab")
-    is_kernel = is_colab_shell or (shell_class is not None and shell_class.endswith("ZMQInteractiveShell"))
-    shell = "script" if shell_class is None else "kernel" if is_kernel else "IPython"
-    if "KAGGLE_KERNEL_RUN_TYPE" in environ:
-        return Place("Kaggle", shell)
-    if environ.get("VERTEX_PRODUCT") == "COLAB_ENTERPRISE":
-        return Place("Colab Enterprise", shell)
-    is_hosted = exists(_HOSTNAME)
-    if is_colab_shell or (is_hosted and "COLAB_RELEASE_TAG" in environ):
-        if not is_hosted:
-            return Place("Colab, local runtime", shell)
-        return Place("Colab in VS Code" if _VS_CODE in variables else "Colab", shell, is_colab_shell)
-    for folder, name in _BY_FOLDER.items():
-        if exists(folder):
-            return Place(name, shell)
-    if any(name in environ for name in _PAPERSPACE):
-        return Place("Paperspace", shell)
-    if any(name in environ for name in _JUPYTERHUB):
-        return Place("JupyterHub", shell)
-    return Place({"kernel": "Jupyter", "IPython": "IPython", "script": "Python"}[shell], shell)
-
-
-def current_place() -> Place:
-    """Detect the platform of this process; uses IPython only if it is already imported."""
-    # The attribute is missing while IPython is being imported.
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = get_ipython() if get_ipython is not None else None
-    name = f"{type(shell).__module__}.{type(shell).__name__}" if shell is not None else None
-    return place_of(os.environ, name, getattr(shell, "user_ns", {}), _exists)
-
-
-def _exists(path: str) -> bool:
-    """Return whether a path exists; if accessing it can hang, only compare it with mount points and the home folder."""
-    table = mounts()
-    if not can_hang(path, table):
-        return os.path.exists(path)
-    known = [*(mount.point for mount in table), os.environ.get("HOME", "")]
-    return any(one == path or one.startswith(f"{path}/") for one in known)
 
 
 @dataclass(frozen=True, repr=False)

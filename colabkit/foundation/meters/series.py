@@ -60,7 +60,8 @@ class StepValues:
     def _sent(self, value: Any) -> object:
         if not _is_on_gpu(value):
             return value
-        with _cuda().stream(self._stream):
+        # Without `device`, leaving the stream would create a context on the GPU that was current before.
+        with _cuda().device(self._stream.device), _cuda().stream(self._stream):
             copy = value.detach().to("cpu", non_blocking=True)
         self._marks.append(self._stream.record_event())
         return copy

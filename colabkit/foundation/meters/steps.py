@@ -127,7 +127,7 @@ class HostClock:
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
-        """Record the end of a step, with the times at which the batch was requested, received and done."""
+        """Record the end of a step, given when its batch was requested and received, and when the step ended."""
         totals, told_s, is_first = self._totals, self._compute_s, self._is_first
         wait_s, compute_s, other_s = given - asked, left - given, 0.0
         if told_s is not None or self._apart_s:
@@ -196,7 +196,7 @@ class DeviceClock:
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
-        """Record the end of a step on the host, with the times at which the batch was requested, received and done."""
+        """Record the end of a step on the host, given when its batch was requested and received, and when it ended."""
         end = self._end or self._mark()
         if self._marks is not None:
             before, after = self._marks

@@ -145,7 +145,7 @@ def gpu_reports(nvml: ModuleType | None = None, paths: Sequence[str] | None = No
         return ()
     try:
         driver = _text(_ask(opened, "nvmlSystemGetDriverVersion"))
-        # Encoded as 1000 * major + 10 * minor.
+        # The version is encoded as 1000 * major + 10 * minor.
         version = _ask(opened, "nvmlSystemGetCudaDriverVersion")
         cuda = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
         found = []
@@ -221,7 +221,7 @@ def _instances(nvml: ModuleType, card: Any, card_uuid: str | None) -> list[_Devi
         if instance is not None:
             uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", instance))
             numbers = [_ask(nvml, f"nvmlDeviceGet{kind}InstanceId", instance) for kind in ("Gpu", "Compute")]
-            # The identifier used by drivers before version 470.
+            # Drivers before version 470 use this identifier.
             older = f"MIG-{card_uuid}/{numbers[0]}/{numbers[1]}"
             found.append(_Device(instance, card, tuple(filter(None, (uuid, older)))))
     return found
@@ -318,12 +318,12 @@ class Gpus:
 
     def _follow(self, cuda: Any) -> None:
         """Order the cards as torch does: CUDA orders different cards by speed, NVML by PCI address."""
-        named = [device for device in self._known if device.names]
+        # The UUID may be that of a card in MIG mode, of which CUDA shows one slice only, so their order is right.
+        named = [device for device in self._known if device.names and not device.is_sliced]
         numbers: dict[_Device, int] = {}
         for number in range(cuda.device_count()):
             uuid = str(cuda.get_device_properties(number).uuid)
             found = [device for device in named if device.names[0].endswith(uuid)]
-            # The UUID of a card does not match its MIG slices. CUDA shows one slice only, so their order is right.
             if len(found) != 1:
                 return
             # CUDA can list a card twice; keep its first number.

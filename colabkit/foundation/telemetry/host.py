@@ -25,9 +25,9 @@ from colabkit.foundation.environment.limits import (
     can_hang,
     cgroup_folders,
     disk,
-    local_root,
     memory_limits,
 )
+from colabkit.foundation.environment.places import local_root
 from colabkit.foundation.mount_table import Reader, mounts, read_file
 from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
 from colabkit.foundation.telemetry.totals import Family, Rate
@@ -191,10 +191,10 @@ class Host:
     def _look_slowly(self) -> None:
         self._allowed = self._affinity()
         self._cpus = allowed_cpus(self._read, len(self._allowed))
-        self._room = self._near_room()
+        self._room = self._local_disk_bytes()
 
-    def _near_room(self) -> tuple[int | None, int | None]:
-        """Return free and total bytes of the disk for local copies, whose folder need not exist."""
+    def _local_disk_bytes(self) -> tuple[int | None, int | None]:
+        """Return the free and the total bytes of the disk for local copies, whose folder need not exist."""
         table = mounts(self._read)
         if can_hang(self._near, table):
             return None, None

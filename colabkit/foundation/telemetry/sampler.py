@@ -21,7 +21,7 @@ from colabkit.foundation.telemetry.host import HostSnapshot, Telemetry
 logger = logging.getLogger("colabkit")
 
 _STOP_S = 1.0
-# Share of one CPU; if snapshots would take more, they are taken less often.
+# Maximum share of one CPU that snapshots may take; if they would take more, they are taken less often.
 _MOST_COST = 0.01
 
 
@@ -169,7 +169,7 @@ class _SamplerUsers:
         self.lock = threading.RLock()
         self.sampler: Sampler | None = None
         self.users = 0
-        # Kept after the sampler has stopped.
+        # The most recent sampler, which is kept after it has stopped.
         self.last: Sampler | None = None
 
 

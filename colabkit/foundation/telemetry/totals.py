@@ -16,7 +16,7 @@ import psutil
 
 from colabkit.foundation.mount_table import Reader
 
-# Finding children reads the table of all processes, which takes 2 ms or more.
+# Interval between searches for children, each of which reads the table of all processes in 2 ms or more.
 _LOOK_EVERY_S = 5.0
 
 

@@ -21,7 +21,7 @@ from colabkit.loading.augment.color import (
     largest_value,
     per_image,
 )
-from colabkit.loading.augment.transform import Draws, Transform, check_images
+from colabkit.loading.augment.transform import Draws, Transform, check_images, sent
 
 OPERATIONS = (
     "Identity",
@@ -96,7 +96,7 @@ class TrivialAugmentWide(Transform):
         # format.
         order = np.argsort(numbers, kind="stable")
         numbers, magnitudes = numbers[order], magnitudes[order]
-        at = torch.from_numpy(order).to(images.device, non_blocking=True)
+        at = sent(torch.from_numpy(order), images.device)
         changed = images[at].contiguous()
         for first, last, kernel in (
             ("ShearX", "Rotate", self._warped),

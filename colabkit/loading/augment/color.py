@@ -1,6 +1,6 @@
 """Color transforms: `ColorJitter`, and the kernels that it shares with `TrivialAugmentWide`.
 
-The formulas are torchvision's. As there, `uint8` images are rounded down after each step.
+The formulas are torchvision's. As in torchvision, `uint8` images are rounded down after each step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from colabkit.foundation import InvalidOption, cannot, format_things, is_finite_number, option
-from colabkit.loading.augment.transform import Draws, Transform, check_images
+from colabkit.loading.augment.transform import Draws, Transform, check_images, sent
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 _NAMES = ("brightness", "contrast", "saturation", "hue")
@@ -78,7 +78,7 @@ class ColorJitter(Transform):
             if not is_hue.all():
                 adjust(work, np.where(is_hue, BRIGHTNESS, kinds), np.where(is_hue, 1.0, own), largest)
             if is_hue.any() and images.shape[1] == 3:
-                at = torch.from_numpy(np.flatnonzero(is_hue)).to(work.device, non_blocking=True)
+                at = sent(torch.from_numpy(np.flatnonzero(is_hue)), work.device)
                 work[at] = _shift_hue(work[at], own[is_hue], largest)
         return work.to(images.dtype, memory_format=memory_format_of(images)), labels
 
@@ -154,7 +154,7 @@ def clip(images: Tensor, largest: float) -> Tensor:
 def per_image(like: Tensor, *values: Factors) -> Tensor:
     """Move arrays `[B]` to the device of `like` in one copy, and return them as `[len(values), B, 1, 1, 1]`."""
     table = torch.from_numpy(np.stack(values)).to(like.dtype)
-    return table.to(like.device, non_blocking=True)[:, :, None, None, None]
+    return sent(table, like.device)[:, :, None, None, None]
 
 
 def memory_format_of(images: Tensor) -> torch.memory_format:

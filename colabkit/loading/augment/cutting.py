@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from colabkit.loading.augment.transform import sent
+
 Sizes = npt.NDArray[np.int64]
 
 
@@ -51,7 +53,7 @@ class Boxes:
 
     @classmethod
     def whole(cls, sizes: npt.NDArray[np.int64]) -> Boxes:
-        """Return boxes that cover the complete images; `sizes` holds height and width of each image, `int64 [B, 2]`."""
+        """Return boxes that cover the complete images; `sizes` holds their height and width, `int64 [B, 2]`."""
         corner = np.zeros(len(sizes), np.int64)
         return cls(corner, corner, sizes[:, 0], sizes[:, 1], np.zeros(len(sizes), np.bool_))
 
@@ -319,4 +321,4 @@ def _weights(
 def _on_device(boxes: Boxes, device: torch.device) -> tuple[Tensor, ...]:
     """Return the attributes of the boxes in their order, `int64 [B, 1]` each, moved to the device in one copy."""
     table = np.stack([boxes.top, boxes.left, boxes.height, boxes.width, boxes.mirrored, boxes.upside_down])
-    return torch.from_numpy(table).to(device, non_blocking=True)[:, :, None].unbind()
+    return sent(torch.from_numpy(table), device)[:, :, None].unbind()

@@ -70,7 +70,7 @@ class Geometry(Transform):
         return boxes
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the results for images of this height and width."""
+        """Return the height and width of the result for an image of this height and width."""
         return self.size or (height, width)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
@@ -177,7 +177,7 @@ class RandomResizedCrop(Geometry):
         return replace(boxes, top=top, left=left)
 
     def _central(self, rows: Sizes, columns: Sizes) -> tuple[Sizes, Sizes]:
-        """Return height and width of the largest boxes with an allowed aspect ratio."""
+        """Return the height and width of the largest box with an allowed aspect ratio, for each image."""
         heights = np.minimum(rows, np.rint(columns / self.ratio[0]).astype(np.int64))
         widths = np.minimum(columns, np.rint(rows * self.ratio[1]).astype(np.int64))
         return np.maximum(heights, 1), np.maximum(widths, 1)
@@ -364,7 +364,7 @@ class Resize(Geometry):
         return Boxes.whole(sizes)
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the results for images of this height and width."""
+        """Return the height and width of the result for an image of this height and width."""
         if self._shorter is None:
             return self._given
         # As in torchvision, the longer side is rounded down.

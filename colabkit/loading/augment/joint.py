@@ -24,7 +24,7 @@ from colabkit.loading.augment.auto_augment import TrivialAugmentWide
 from colabkit.loading.augment.compose import folded_steps, steps_of
 from colabkit.loading.augment.cutting import Boxes
 from colabkit.loading.augment.geometry import Geometry
-from colabkit.loading.augment.transform import Draws, Transform, check_images
+from colabkit.loading.augment.transform import Draws, Transform, check_images, sent
 
 _ACT = "transform images and labels together"
 
@@ -128,13 +128,13 @@ class JointTransform(Transform):
         columns = _nearest(boxes.left, boxes.width, boxes.mirrored, size[1])
         height, width = masks.shape[-2:]
         samples = torch.arange(len(masks), device=masks.device)[:, None, None]
-        row = torch.from_numpy(rows.clip(0, height - 1)).to(masks.device, non_blocking=True)[:, :, None]
-        column = torch.from_numpy(columns.clip(0, width - 1)).to(masks.device, non_blocking=True)[:, None]
+        row = sent(torch.from_numpy(rows.clip(0, height - 1)), masks.device)[:, :, None]
+        column = sent(torch.from_numpy(columns.clip(0, width - 1)), masks.device)[:, None]
         planes = masks.reshape(len(masks), math.prod(masks.shape[1:-2]), height, width)
         result = planes.permute(0, 2, 3, 1)[samples, row, column]
         if boxes.reach_beyond(height, width):
             outside = ((rows < 0) | (rows >= height))[:, :, None] | ((columns < 0) | (columns >= width))[:, None]
-            at = torch.from_numpy(outside).to(masks.device, non_blocking=True)
+            at = sent(torch.from_numpy(outside), masks.device)
             result.masked_fill_(at[..., None], self.fill)
         return result.permute(0, 3, 1, 2).reshape(*masks.shape[:-2], *size)
 
@@ -158,7 +158,7 @@ def _move_boxes(labels: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     scales = ends / np.stack([boxes.width, boxes.height], 1)
     flips = np.stack([boxes.mirrored, boxes.upside_down], 1)
     table = torch.from_numpy(np.stack([starts, scales, ends, flips])).to(labels.dtype)
-    start, scale, end, flip = table.to(labels.device, non_blocking=True)[:, :, None, None]
+    start, scale, end, flip = sent(table, labels.device)[:, :, None, None]
     # The last two dimensions are corner and axis; a flip exchanges the corners.
     corners = (labels.unflatten(2, (2, 2)) - start) * scale
     corners = torch.where(flip > 0, end - corners.flip(2), corners)

@@ -22,7 +22,7 @@ from colabkit.foundation import (
     kind_of,
     option,
 )
-from colabkit.loading.augment.transform import Draws, Transform, check_images
+from colabkit.loading.augment.transform import Draws, Transform, check_images, sent
 
 
 class Normalize(Transform):
@@ -158,7 +158,7 @@ class Cutout(Transform):
             ):
                 sample[top:bottom, left:right] = self.fill
         else:
-            first = torch.from_numpy(corner).to(images.device, non_blocking=True)
+            first = sent(torch.from_numpy(corner), images.device)
             rows, columns = (
                 _between(first[:, axis], first[:, axis] + self.size[axis], images.shape[2 + axis]) for axis in (0, 1)
             )
@@ -202,7 +202,7 @@ class _LabelMixing(Transform):
         check_images("mix images", images)
         one_hot = self._one_hot(labels, len(images))
         mixed, shares = self._mixed(images, draws)
-        own = torch.from_numpy(shares).to(one_hot.dtype).to(one_hot.device, non_blocking=True)[:, None]
+        own = sent(torch.from_numpy(shares).to(one_hot.dtype), one_hot.device)[:, None]
         return mixed, _previous(one_hot).lerp_(one_hot, own)
 
     def _mixed(self, images: Tensor, draws: Draws) -> tuple[Tensor, npt.NDArray[np.float64]]:
@@ -268,7 +268,7 @@ class MixUp(_LabelMixing):
     def _mixed(self, images: Tensor, draws: Draws) -> tuple[Tensor, npt.NDArray[np.float64]]:
         shares = _symmetric_beta(self.alpha, draws.uniforms(2))
         own_images = images.float() if images.dtype == torch.uint8 else images
-        own = torch.from_numpy(shares).to(own_images.dtype).to(images.device, non_blocking=True)[:, None, None, None]
+        own = sent(torch.from_numpy(shares).to(own_images.dtype), images.device)[:, None, None, None]
         mixed = _previous(own_images).lerp_(own_images, own)
         if images.dtype == torch.uint8:
             mixed = mixed.round_().to(torch.uint8)
@@ -312,7 +312,7 @@ class CutMix(_LabelMixing):
         half = (0.5 * np.sqrt(1 - _symmetric_beta(self.alpha, uniforms[:, :2]))[:, None] * sizes).astype(np.int64)
         center = (uniforms[:, 2:] * sizes).astype(np.int64)
         first, last = (center - half).clip(0), np.minimum(center + half, sizes)
-        box = torch.from_numpy(np.stack([first, last])).to(images.device, non_blocking=True)
+        box = sent(torch.from_numpy(np.stack([first, last])), images.device)
         rows, columns = (_between(box[0, :, axis], box[1, :, axis], images.shape[2 + axis]) for axis in (0, 1))
         mixed = torch.where((rows[:, :, None] & columns[:, None])[:, None], _previous(images), images)
         return mixed, 1 - (last - first).prod(1) / sizes.prod()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ from colabkit.foundation import (
     mixed,
     uniforms,
 )
+
+# The CUDA driver may wait for the stream before it copies more pageable memory than this.
+_PAGEABLE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +218,15 @@ def is_per_sample(transform: Any) -> bool:
     if isinstance(transform, nn.Sequential):
         return len(transform) > 0 and all(map(is_per_sample, transform))
     return isinstance(transform, PerSample) or type(transform).__module__.startswith("torchvision.transforms")
+
+
+def sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return small numbers, such as those of all samples of a batch, on a device, without waiting for the device."""
+    if device.type == "cuda" and numbers.nbytes > _PAGEABLE_BYTES:
+        # If memory cannot be page-locked, only the time is lost.
+        with suppress(RuntimeError):
+            numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
 
 
 def check_images(act: str, images: Tensor, fill: float = 0) -> None:

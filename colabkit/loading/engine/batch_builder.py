@@ -72,7 +72,7 @@ class TransformStages:
             values[0] = self.at_last(values[0])
         if place is not None:
             values[place] = labels
-        # Count only the wall time: CPU seconds serve to predict the effect of more workers, and this thread is none.
+        # Count only wall time: CPU seconds serve to predict the effect of more workers, but this is no worker thread.
         counts.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     @property
@@ -100,6 +100,8 @@ def split_transform(
     if geometry is None or not (by_sample or (resized and geometry.resizes and not on_device)):
         geometry, rest = None, transform
     if rest is None or on_device:
+        # On a GPU, these steps run in the stream of the model. In a separate stream, they would not end sooner, because
+        # they would compete with the model for the same processors, and each batch would need a second destination.
         return TransformStages(geometry, at_last=rest)
     by_slice, others = split_steps(rest, _takes_any_slice)
     by_batch, at_last = None, None
@@ -140,7 +142,7 @@ class BatchBuilder:
         columns: columns of the dataset.
         stages: stages of the transform; the builder applies those of worker threads.
         images: options for decoding, if samples are image files.
-        depth: how many batches are built ahead.
+        depth: number of batches that are built ahead, and of threads.
         decoder: decoder of the epoch, if samples are image files.
         seed_and_epoch: seed and epoch of the samples' random numbers.
         pinned: pool of pinned buffers for batches that go to a GPU, else None.

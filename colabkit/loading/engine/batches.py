@@ -389,6 +389,8 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor], other: Callabl
     """
     if isinstance(batch, Tensor):
         return function(batch)
+    if other is not None and _moves_itself(batch):
+        return other(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, function, other) for value in batch))
     if isinstance(batch, tuple | list):
@@ -415,8 +417,15 @@ def fields_of(batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """Return all tensors of a batch, in the order of its fields."""
+    """Return the tensors of a batch that `map_tensors` with `other` calls `function` for, in the same order."""
     if isinstance(batch, Tensor):
         return [batch]
+    if _moves_itself(batch):
+        return []
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
     return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def _moves_itself(batch: Any) -> bool:
+    """Return whether a tuple has a method `to()`, such as a `PackedSequence`, of which one tensor stays on the CPU."""
+    return isinstance(batch, tuple) and callable(getattr(batch, "to", None))

@@ -180,7 +180,7 @@ def fingerprint_of(act: str, dataset: Any) -> str:
     """Return a text that identifies a dataset.
 
     It is the `fingerprint` of the dataset, if there is one. For arrays, it depends on some of the samples; for other
-    datasets, on type and length. It is the same whether samples are loaded in batches or one by one.
+    datasets, it depends on their type and length. It is the same whether samples are loaded in batches or one by one.
     """
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
         return own

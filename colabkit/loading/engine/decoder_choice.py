@@ -34,7 +34,7 @@ class DecoderChoice:
 
     Attributes:
         name: `"cpu"` or `"gpu"`.
-        reason: why, as text.
+        reason: reason for the choice, as text.
     """
 
     name: Literal["cpu", "gpu"]
@@ -86,7 +86,7 @@ def choose_decoder(
 
 
 def _obstacle(device: torch.device) -> tuple[str, str]:
-    """Return why JPEG files cannot be decoded on a device, and what to do; two empty texts if they can."""
+    """Return the reason why JPEG files cannot be decoded on a device, and advice; two empty texts if they can."""
     if device.type != _DEVICE_TYPE:
         if not torch.cuda.device_count():
             return "PyTorch finds no usable GPU", "Choose a GPU runtime and pass device='cuda'"
@@ -97,7 +97,7 @@ def _obstacle(device: torch.device) -> tuple[str, str]:
             (image,) = decode_jpegs([file], 3, device)
             if image.shape == (3, 64, 64) and abs(image.float().mean().item() - _TRIAL_VALUE) <= 2:
                 return "", ""
-        reason = "an image has other pixels than on the CPU"
+        reason = "a test image was decoded incorrectly"
     except ImportError:
         return "torchvision is not installed", "Run pip install torchvision"
     except Exception as error:
@@ -131,7 +131,7 @@ def _rates(options: LoaderOptions, images: ImageOptions, geometry: Geometry | No
 
 
 class _IgnoredSamples(BadSamples):
-    """Bad samples of a measurement, which are neither an error nor reported."""
+    """The bad samples of a measurement, which are ignored."""
 
     def add(self, name: str, error: BadImage) -> None:
         """Ignore the sample."""

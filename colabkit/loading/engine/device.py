@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from colabkit.foundation import LoaderMeters, Mark
+from colabkit.loading.augment.transform import sent
 from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, map_tensors, split_batches, tensors_in
 from colabkit.loading.engine.columns import Column
-from colabkit.loading.engine.gather import PinnedSlots, RowGather, pinned
+from colabkit.loading.engine.gather import PinnedSlots, RowGather
 
 _STEP_BYTES = 64 << 20
-# The CUDA driver copies up to this many bytes of pageable memory without waiting.
-_PAGEABLE_BYTES = 64 << 10
 
 
 def set_mark(device: torch.device) -> torch.cuda.Event:
@@ -63,7 +62,7 @@ class _SentGroup:
     Attributes:
         copied: event at the end of the copy.
         made_on: stream that the memory was allocated on.
-        awaited_on: stream that has waited for the copy last, if any.
+        awaited_on: stream that was the last to wait for the copy, if any.
     """
 
     copied: torch.cuda.Event
@@ -76,7 +75,7 @@ class DeviceTransfer:
 
     The memory for the next group is allocated together with each group. A copy then waits only for the work that was
     queued before the previous request. It overlaps the newest step even if the batch arrives after that step was
-    queued, as it does when the host is faster than the GPU and waits for a free buffer.
+    queued, as happens when the host is faster than the GPU and waits for a free buffer.
 
     Args:
         device: the GPU.
@@ -92,8 +91,8 @@ class DeviceTransfer:
         self._in_flight: deque[tuple[Any, bool, _SentGroup]] = deque()
         self._layouts: list[tuple[Any, ...]] = []
         self._next: _Destination | None = None
-        # After this event, no earlier work uses the newest destination. One event serves all of them, because a stream
-        # waits for the state of an event at the time of the call.
+        # After this event, no earlier work uses the newest destination. One event serves all destinations, because a
+        # stream waits for the state of an event at the time of the call.
         self._is_free = torch.cuda.Event()
 
     def __len__(self) -> int:
@@ -110,7 +109,7 @@ class DeviceTransfer:
         """
         # Collect the tensors before the batches are copied: a copy of a custom mapping may replace the values of the
         # original.
-        tensors = [[tensor for tensor in tensors_in(batch) if _is_dense(tensor)] for batch, _ in batches]
+        tensors = [[tensor for tensor in tensors_in(batch) if _is_copied(tensor)] for batch, _ in batches]
         fields = _joined(tensors)
         wholes = [whole for whole, _ in fields] if fields else [tensor for batch in tensors for tensor in batch]
         layouts = [(whole.shape, whole.stride(), whole.dtype) for whole in wholes]
@@ -120,7 +119,8 @@ class DeviceTransfer:
         # With `blocking=True`, a thread that waits for the event sleeps; otherwise it would keep a CPU core busy.
         started, copied = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         self._stream.wait_event(self._is_free)
-        with torch.cuda.stream(self._stream):
+        # Without `device`, leaving the stream would create a context on the GPU that was current before.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             started.record(self._stream)
             for place, whole in zip(to.tensors, wholes, strict=True):
                 place.copy_(whole, non_blocking=True)
@@ -146,7 +146,7 @@ class DeviceTransfer:
         group = _SentGroup(copied, to.made_on)
         for batch, _ in batches:
             others.clear()
-            on_device = map_tensors(batch, lambda tensor: next(places) if _is_dense(tensor) else keep(tensor), keep)
+            on_device = map_tensors(batch, lambda tensor: next(places) if _is_copied(tensor) else keep(tensor), keep)
             self._in_flight.append((on_device, bool(others), group))
         samples, size = sum(samples for _, samples in batches), sum(whole.nbytes for whole in wholes)
         self._counts.copied(samples, size, started, copied)
@@ -174,7 +174,7 @@ class DeviceTransfer:
 
     def take(self) -> tuple[Any, tuple[Mark, Mark] | None]:
         """Return the oldest batch, and events around the stream's wait for its copy, if any; the host does not wait."""
-        batch, has_others, group = self._in_flight.popleft()
+        batch, has_others, group = self._in_flight[0]
         current, marks = torch.cuda.current_stream(self._device), None
         # The other batches of a group arrive with the first one.
         if current != group.awaited_on:
@@ -182,6 +182,8 @@ class DeviceTransfer:
             current.wait_event(group.copied)
             marks, group.awaited_on = (before, set_mark(self._device)), current
         _use_in_current_stream(batch, self._device, group.made_on)
+        # If a keyboard interrupt comes before this line, `close` still finds the batch.
+        self._in_flight.popleft()
         if has_others:
             # These objects allocate memory themselves, so they are moved in the stream that uses them.
             batch = map_tensors(batch, self._moved, self._moved)
@@ -238,6 +240,11 @@ def _joined(tensors: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, list[int]
     return fields
 
 
+def _is_copied(tensor: Tensor) -> bool:
+    """Return whether a tensor is copied ahead; a tensor on a GPU may still be computed there, in another stream."""
+    return tensor.device.type == "cpu" and _is_dense(tensor)
+
+
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
@@ -247,7 +254,7 @@ def _use_in_current_stream(batch: Any, device: torch.device, made_on: torch.cuda
     current = torch.cuda.current_stream(device)
     if current != made_on:
         for tensor in tensors_in(batch):
-            if _is_dense(tensor):
+            if tensor.device == device and _is_dense(tensor):
                 tensor.record_stream(current)
 
 
@@ -334,9 +341,7 @@ class DeviceEngine:
     # The batches of a plan may be requested in different modes.
     @torch.inference_mode(False)
     def _gather(self, plan: BatchPlan) -> list[Batch]:
-        numbers = torch.from_numpy(plan.indices)
-        # The driver may wait for the stream before it copies more pageable memory than this.
-        indices = self._send(pinned(numbers) if numbers.nbytes > _PAGEABLE_BYTES else numbers)
+        indices = sent(torch.from_numpy(plan.indices), self._device)
         current = torch.cuda.current_stream(self._device)
         fields: list[Any] = []
         for column in self._columns:

@@ -1,6 +1,6 @@
 """Decode JPEG files on a GPU with torchvision, which calls nvJPEG.
 
-Worker threads read the files. Other files than grayscale and YCbCr JPEGs are decoded there, on the CPU. The thread that
+Worker threads read the files. Files other than grayscale and YCbCr JPEGs are decoded there, on the CPU. The thread that
 finishes a group decodes its JPEGs on the GPU, turns them upright, and cuts and resizes them into one tensor. If nvJPEG
 fails, each image is decoded alone, and on the CPU if nvJPEG fails again.
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("colabkit")
 
 # One thread decodes on the GPU while another one resizes.
 _STREAMS = 2
-# Decoded images of this many bytes are in GPU memory at the same time, for each stream.
+# Maximum size in bytes of the decoded images that are in GPU memory at the same time, for each stream.
 _DECODED_BYTES = 256 << 20
 _NO_PIXELS = np.empty((0, 0, 0, 0), np.uint8)
 
@@ -133,7 +133,7 @@ class DeviceDecoder(ImageDecoder):
         return self.options.row_shape[:2]
 
     def _boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> tuple[npt.NDArray[Any], ...]:
-        """Return the columns of a `Boxes`; those of a resized image have the aspect ratio of the result."""
+        """Return the arrays for `Boxes`; boxes that are only resized have the aspect ratio of the result."""
         if self.geometry is not None:
             boxes = self.geometry.boxes(sizes, draws)
             return boxes.top, boxes.left, boxes.height, boxes.width, boxes.mirrored, boxes.upside_down
@@ -216,7 +216,8 @@ def idle_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     stream = idle.get()
     synchronize = partial(_synchronize, stream)
     try:
-        with torch.cuda.stream(stream):
+        # Without `device`, leaving the stream would create a context on the GPU that was current before.
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             try:
                 yield synchronize
             finally:
@@ -251,7 +252,7 @@ def _size_of(file: EncodedOrPixels | None) -> tuple[int, int]:
 
 
 def _chunks(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of runs of images with at most `_DECODED_BYTES` in total, or of one image."""
+    """Yield the start and stop of each run of images with at most `_DECODED_BYTES` in total, or of one image."""
     start = total = 0
     for place, size in enumerate(sizes.tolist()):
         if place > start and total + size > _DECODED_BYTES:

@@ -36,7 +36,9 @@ def warn_unpinned(error: RuntimeError) -> None:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Return a copy in page-locked memory, or the tensor itself if memory cannot be locked."""
+    """Return a copy in page-locked memory; a tensor on a GPU, or if memory cannot be locked, the tensor itself."""
+    if tensor.device.type != "cpu":
+        return tensor
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
@@ -123,6 +125,11 @@ class PinnedSlots:
 
     def lend(self, size: int) -> Tensor:
         """Lend at least `size` bytes as a `uint8` tensor, after waiting for the last copy from that buffer."""
+        # In a thread that has not chosen a GPU, CUDA would create a context on the first one, too.
+        with torch.cuda.device(self._device):
+            return self._lent(size)
+
+    def _lent(self, size: int) -> Tensor:
         if size > self._slot_bytes:
             return self._allocated(size)
         with self._lock:
@@ -156,8 +163,7 @@ class PinnedSlots:
         with torch.inference_mode(False):
             if self._can_pin:
                 try:
-                    with torch.cuda.device(self._device):
-                        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+                    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
                 except RuntimeError as error:
                     self._can_pin = False
                     warn_unpinned(error)

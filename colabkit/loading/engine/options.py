@@ -124,7 +124,7 @@ class LoaderOptions:
 
 
 def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:
-    """If an argument requires loading samples one by one, return why, and how to avoid it; otherwise return None."""
+    """Return why an argument requires loading samples one by one, and how to avoid that; None if none does."""
     if options.collate_fn is not None:
         return "collate_fn= takes samples one by one", "omit collate_fn="
     if isinstance(options.transform, PerSample):

@@ -231,10 +231,10 @@ def _resident_pipeline(
     row_bytes: int | None,
 ) -> BatchPipeline:
     """Return the pipeline of rows in GPU memory or, if it runs out, of rows elsewhere."""
-    # Samples in GPU memory are read from the pack only once.
+    # Samples in GPU memory are read from the pack only once, so check them all now.
     if not columns.are_checked():
         columns.check(np.arange(columns.count), options.counts)
-    # `suppress` ends before anything else happens, because the error keeps the rows alive that were copied.
+    # Leave this block before anything else is done, because the error keeps the copied rows alive.
     with suppress(torch.OutOfMemoryError):
         engine = _device_engine(options, columns.by_name, row_bytes)
         decoder, known = choose_decoder(options, None, None, tier), shortages(options.device)

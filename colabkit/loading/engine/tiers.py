@@ -272,7 +272,7 @@ class RowCache:
         return row
 
     def settle(self, slot: int, index: int) -> None:
-        """Store the completed row of a claimed slot as a sample's row, or free the slot if the sample has a row."""
+        """Use the completed row of a claimed slot for a sample, or free the slot if the sample already has a row."""
         with self._lock:
             # Two threads may decode a sample at the same time.
             if self._slots[index] >= 0:

@@ -47,7 +47,7 @@ def check_process(owner: int, batches: Generator[Any, None, None]) -> None:
         batches: generator of the batches of the iteration.
     """
     if os.getpid() != owner:
-        # Keep the generator alive: to close it, or to collect it as garbage, would wait for the missing threads.
+        # Keep the generator alive: closing it, or collecting it as garbage, would wait for the missing threads.
         _orphans.append(batches)
         found = "the process was forked during the iteration"
         next_step = "Start a new iteration in the child process"

@@ -103,7 +103,7 @@ class Diagnosis(Report):
 
     @property
     def needs_nothing(self) -> bool:
-        """Whether data keeps up with the step, so that loading needs no fix unless there is advice."""
+        """Whether the bottleneck is the step itself, and waiting for data takes little of the time."""
         return self.verdict == "compute" and self.shares.wait < MODERATE
 
     def _summary(self) -> str:

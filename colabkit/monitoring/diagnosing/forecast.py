@@ -22,7 +22,7 @@ from colabkit.monitoring.diagnosing.run_profile import RunProfile
 _LEAST_SHARE = 0.2
 _PROBE_BYTES, _PROBE_ROWS, _PROBES = 16 << 20, 1 << 16, 5
 _PROBE_FILES = 16
-# In bytes; rows are gathered as int64.
+# Size in bytes of the int64 values in which rows are gathered.
 _WORD = 8
 
 
@@ -144,7 +144,7 @@ def gather_bytes_per_s(row_bytes: float) -> float:
 
 @cache
 def _gathered_bytes_per_s(words: int) -> float:
-    # Imported here, since the panel loads this module without torch.
+    # Import torch here, since the panel loads this module without torch.
     import torch
 
     rows = torch.ones((min(_PROBE_ROWS, _PROBE_BYTES // _WORD // words), words), dtype=torch.int64, device="cpu")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from colabkit.foundation import format_bytes, format_fill, format_seconds, format_share, format_things
+from colabkit.foundation import (
+    current_place,
+    format_bytes,
+    format_fill,
+    format_seconds,
+    format_share,
+    format_things,
+)
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
 from colabkit.monitoring.diagnosing.forecast import forecast_run
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
@@ -19,9 +26,11 @@ _TENSOR_CORES = frozenset(
 )
 _SLOWED = 0.2
 _SLOWED_BY = {"power": "its power limit"}
-# More than the few hundred MiB that CUDA itself takes per process.
+# Least GPU memory of other processes that is reported; CUDA itself takes a few hundred MiB per process.
 _OTHERS_BYTES = 2 << 30
 _ON_GPU = "model.to('cuda'); colabkit.Loader(..., device='cuda')"
+# On a hosted machine, other processes belong to this notebook or to the host.
+_STOP_OWN = "Stop programs that this notebook started"
 # Share of the usable CPUs that other processes may use before the doctor reports them.
 _FOREIGN_CPUS = 0.25
 _RAM = 0.85
@@ -203,7 +212,7 @@ def others_on_the_gpu(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"other processes use {format_bytes(gpu.other_bytes or 0)} of the GPU's memory",
-        "Shut down other notebooks and kernels that use the GPU",
+        _STOP_OWN if current_place().is_for_one_notebook else "Shut down other notebooks and kernels that use the GPU",
         confidence="low",
     )
 
@@ -213,12 +222,12 @@ def others_on_the_cpu(run: RunProfile) -> Advice | None:
     foreign, cpus = run.machine.foreign_cpus, run.machine.cpus
     if foreign is None or foreign < _FOREIGN_CPUS * cpus or not run.is_cpu_full or run.is_on_gpu:
         return None
-    return Advice(
-        f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}",
-        "Shut down other notebooks and programs on this machine",
-        confidence="high",
-        check="the command top lists them",
-    )
+    found = f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}"
+    if current_place().is_for_one_notebook:
+        action = f"{_STOP_OWN}, and wait until files are sent to Drive"
+        return Advice(found, action, confidence="high", check="!top -bn1 lists them")
+    action = "Shut down other notebooks and programs on this machine"
+    return Advice(found, action, confidence="high", check="the command top lists them")
 
 
 def full_ram(run: RunProfile) -> Advice | None:

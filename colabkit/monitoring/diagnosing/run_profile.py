@@ -245,7 +245,7 @@ class RunProfile:
     def _waits_for_storage(self) -> bool:
         """Whether worker processes wait for storage: they use little CPU time although CPUs are free.
 
-        If their CPU time is unknown, whether the samples are remote.
+        If their CPU time is unknown, they count as waiting if the samples are remote.
         """
         part = self.part("samples")
         if not part.busy_s or not part.cpu_s:

@@ -16,7 +16,7 @@ from colabkit.monitoring.diagnosing.run_profile import ENOUGH_STEPS, RunProfile,
 
 _THRESHOLDS: dict[Verdict, float] = {"data": HIGH, "copy": 0.10, "other": HIGH}
 _HYSTERESIS = 0.03
-# Consecutive looks that must agree before the verdict changes.
+# Number of consecutive diagnoses that must agree before the verdict changes.
 _CONVINCED = 2
 _MOST_ADVICE = 3
 _LEAST_GAIN = 1.03
@@ -31,7 +31,7 @@ _PARTS = {
 
 
 class Doctor:
-    """Diagnoses an active run; once given, a verdict changes only if two consecutive looks agree on another one.
+    """Diagnoses an active run; once given, a verdict changes only if two consecutive diagnoses agree on another.
 
     Args:
         precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.
@@ -68,7 +68,7 @@ class Doctor:
         run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=self.precision)
         run = replace(run, epochs=self.epochs, values=self.values)
         settled = self._settled(run)
-        # The last look reports the same verdict as doctor().
+        # The last diagnosis has the same verdict as `doctor()`.
         return judge(run, None if is_over else settled, is_over=is_over)
 
     def _settled(self, run: RunProfile) -> Verdict:

@@ -20,11 +20,15 @@ from colabkit.foundation import (
     InvalidOption,
     Progress,
     Sampler,
+    Screen,
+    ScreenName,
     Show,
+    TerminalScreen,
     cannot,
     check_number,
     check_one_of,
     checked_call,
+    choose_screen,
     meters,
     offer_view,
     option,
@@ -34,14 +38,13 @@ from colabkit.foundation import (
 from colabkit.monitoring.attaching import RunWatch, StatusReport, runs_in
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.attached import show_run
-from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
-from colabkit.monitoring.panel.screens import Screen, ScreenName, TerminalScreen, choose_screen
-from colabkit.monitoring.panel.text import as_text
+from colabkit.monitoring.panel.text import PanelFrame
 
 _COSTLY_S = 0.005
 _COSTLY_SHARE = 0.005
 _SLOWEST_S = 8.0
+_PEEK_S = 1.0
 _open: list[Dashboard] = []
 
 
@@ -65,7 +68,7 @@ def dashboard(
     *,
     attach: str | os.PathLike[str] | None = None,
     refresh_s: float = 1.0,
-    screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto",
+    screen: Literal["auto", "notebook", "text", "lines", "final", "none"] = "auto",
 ) -> Dashboard | StatusReport:
     """Return a context manager that shows a live panel while its block runs, or show the panel of another process.
 
@@ -83,16 +86,17 @@ def dashboard(
         attach: folder of the checkpoints of a run; may be on Drive. None to show the loops of this process.
         refresh_s: seconds between frames, at least 0.5.
         screen: where the panel is shown. `"notebook"` is an output of the cell, whose last frame stays in the saved
-            notebook. `"widgets"` is an ipywidgets widget, replaced by a cell output at the end. `"text"` writes to
-            the terminal. `"none"` shows nothing and also suppresses the panel of `%load_ext colabkit`. `"auto"` is
-            `"notebook"` if an IPython kernel is running, otherwise `"text"`.
+            notebook. `"text"` is redrawn in the terminal. `"lines"` prints one line every 10 s, less often after a
+            minute, and at most 2 kB. `"final"` shows only the last frame. `"none"` shows nothing and also suppresses
+            the panel of `%load_ext colabkit`. `"auto"` is the environment variable `COLABKIT_SCREEN` if it is set,
+            otherwise `"notebook"` in a notebook, `"text"` in a terminal, and `"lines"` where nothing can be redrawn,
+            such as in a pipe or with Colab's command line.
 
     Returns:
         The panel, as a context manager; with `attach`, the last status of the run.
 
     Raises:
         InvalidOption: if an argument has an invalid value, or there are several runs in the folder.
-        MissingPackage: if `screen="widgets"` and ipywidgets is not installed.
         SourceMissing: if there is no run in the folder.
         NotMounted, TimedOut, FileFailed: if the folder cannot be read.
 
@@ -164,6 +168,7 @@ class Dashboard:
 
     Attributes:
         has_heard: whether an event has arrived since the panel was entered; always true if `screen` is None.
+        ignores_peeks: whether a loop is shown only after its second batch, or if it waits more than a second for one.
 
     Example:
         >>> import colabkit
@@ -186,6 +191,7 @@ class Dashboard:
         work_after_s: float = 1.0,
     ) -> None:
         self.has_heard = screen is None
+        self.ignores_peeks = False
         self._asked = screen
         self._refresh_s = refresh_s
         self._machine = machine
@@ -196,6 +202,7 @@ class Dashboard:
         self._held = ExitStack()
         self._screens: list[Screen] = []
         self._is_begun = False
+        self._batches = 0
         # Number of active runs; runs are nested if a step itself trains something.
         self._runs = 0
         self._beginning = threading.Lock()
@@ -205,7 +212,8 @@ class Dashboard:
             _open.append(self)
             held.callback(_open.remove, self)
             self._is_begun = False
-            self._runs = 0
+            self._runs = self._batches = 0
+            self._is_peek = self.ignores_peeks
             self.has_heard = self._asked is None
             if self._asked is not None:
                 self._screens = [self._asked, TerminalScreen()]
@@ -223,7 +231,8 @@ class Dashboard:
         with self._held:
             if self._is_begun:
                 self._recorder.end(kind.__name__ if kind else None)
-                self._paint(final=True)
+                if kind is not None or not self._is_peek:
+                    self._paint(final=True)
             self._screens = []
 
     def listen(self, event: meters.Event) -> None:
@@ -255,6 +264,7 @@ class Dashboard:
             if work is not None and self._screens and (self._is_begun or work.seconds >= self._work_after_s):
                 self.has_heard = True
                 self._begin_once()
+                self._is_peek = False
                 self._recorder.note_work(work)
                 if self._pace.is_due and threading.get_ident() == self._thread:
                     self._paint(final=False)
@@ -269,8 +279,11 @@ class Dashboard:
             if type(event) is meters.RunStarted:
                 self._recorder = RunRecorder(self._doctor(), self._clock)
             self._recorder.note(event)
+        self._batches += type(event) is meters.BatchTaken
+        is_long = type(event) is meters.Waiting and event.wait_s >= _PEEK_S
+        self._is_peek &= not (self._runs or self._batches > 1 or is_long)
         is_due = self._pace.is_due or (type(event) is meters.RunEnded and not is_inner)
-        if is_due and threading.get_ident() == self._thread:
+        if is_due and not self._is_peek and threading.get_ident() == self._thread:
             self._paint(final=False)
 
     def _begin_once(self) -> None:
@@ -299,10 +312,10 @@ class Dashboard:
     def _show(self, screen: Screen, final: bool) -> None:
         painting, sampling = self._pace.cost_share, self._sampler.cost_share
         state = self._recorder.state(self._sampler, None if painting is None else painting + sampling)
-        html, text = (as_html(state), as_text(state)) if screen is self._asked else ("", as_text(state))
-        if final or text != self._shown:
-            screen.paint(html, text, final)
-            self._shown = text
+        frame = PanelFrame(state)
+        if final or frame.text != self._shown:
+            screen.paint(frame, final)
+            self._shown = frame.text
 
 
 def _closed(screen: Screen) -> None:

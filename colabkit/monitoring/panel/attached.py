@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Sampler, meters
+from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Sampler, Screen, meters
 from colabkit.monitoring.attaching import RunStatus, RunWatch
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
-from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
-from colabkit.monitoring.panel.screens import Screen
-from colabkit.monitoring.panel.text import as_text
+from colabkit.monitoring.panel.text import PanelFrame
 
 if TYPE_CHECKING:
     from colabkit.training import SavedStatus
 
 _LOOK_S = 1.0
-# If the folder is on a slow mount, a look may take at most about this share of the time.
+# If the folder is on a slow mount, reading the status takes at most about this share of the time.
 _SHARE = 0.2
 
 
@@ -53,14 +51,13 @@ def show_run(watch: RunWatch, screen: Screen | None, refresh_s: float) -> RunSta
 
 def _paint(watch: RunWatch, found: RunStatus, doctor: Doctor, screen: Screen | None, final: bool) -> None:
     if screen is not None and watch.saved is not None:
-        state = panel_state(watch.saved, found, doctor)
-        screen.paint(as_html(state), as_text(state), final)
+        screen.paint(PanelFrame(panel_state(watch.saved, found, doctor)), final)
 
 
 def panel_state(saved: SavedStatus, found: RunStatus, doctor: Doctor) -> PanelState:
     """Return the state of the panel for a saved status.
 
-    The run's events and measurements are passed to a `RunRecorder`, so that the panel shows the same as beside the run.
+    The run's events and measurements are passed to a `RunRecorder`, so that the panel looks as in that process.
 
     Args:
         saved: the saved status.

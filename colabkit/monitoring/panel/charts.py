@@ -148,7 +148,7 @@ def over_epochs(epochs: Sequence[tuple[int, Mapping[str, float]]], training: Ite
 def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool], ...]:
     """Return texts for the details row, and whether each is urgent: storage that is almost full.
 
-    They are memory, storage, the newest values that the charts do not show, the time that the small
+    The texts are about memory, storage, the newest values that the charts do not show, the time that the small
     charts cover, cost and time.
     """
     found: list[tuple[str, bool]] = []
@@ -195,7 +195,7 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
             epoch, best = (min if name == "loss" else max)(known, key=lambda pair: pair[1])
             marked, note = epoch - first, f"best {word}: {_number(best)} in epoch {epoch}"
     title = clipped(name[:1].upper() + name[1:], 24)
-    # The note already has the word.
+    # The note already contains the word "epoch".
     left = str(first) if note else f"epoch {first}"
     return Chart(title, tuple(lines), _number, None, None, note, left, str(epochs[-1][0]), marked, name)
 
@@ -203,7 +203,7 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
 def _shares(
     name: str, rate: float | None, points: Sequence[float], note: str = "", is_kept: bool = False
 ) -> list[Chart]:
-    """Return a chart of shares in [0, 1] if the newest is known, or without lines if it `is_kept`."""
+    """Return a chart of shares in [0, 1]; without a newest share, return no chart, or with `is_kept` only its note."""
     if rate is None:
         return [Chart(name, (), _percent, note=note)] if is_kept and note else []
     return [Chart(name, (Line("", _percent(rate), points),), _percent, 0.0, 1.0, note)]

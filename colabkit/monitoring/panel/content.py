@@ -14,9 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from colabkit.foundation import (
     HostSnapshot,
     Progress,
-    format_bytes,
     format_count,
-    format_fill,
     format_rate,
     format_seconds,
     format_share,
@@ -160,15 +158,11 @@ def verdict(state: PanelState) -> tuple[str, str]:
     return clipped(state.diagnosis.sentence, 140), ""
 
 
-def position(state: PanelState) -> str:
+def position(state: PanelState) -> list[str]:
     """Return the position in the run or the operation: the error that stopped it, epoch, step and time."""
     parts = [f"stopped by {clipped(state.stopped_by, 60)}"] if state.phase == "stopped" else []
     if state.work is not None:
-        done, total, unit = state.work.done, state.work.total, state.work.unit
-        if unit == "B":
-            parts.append(format_fill(done, total) if total else format_bytes(done))
-        else:
-            parts.append(f"{_of(done, total)}{unit}")
+        parts.append(state.work.count)
         parts += [clipped(state.work.note, 80)] if state.work.note else []
     elif state.epoch is not None:
         parts += ["finished"] if state.phase == "finished" else []
@@ -182,13 +176,13 @@ def position(state: PanelState) -> str:
         parts.append(f"about {_coarsely(state.epoch_remaining_s)} left in this epoch")
     else:
         parts.append(f"{_whole_seconds(state.elapsed_s)} so far")
-    return " · ".join(parts)
+    return parts
 
 
 def done_share(state: PanelState) -> float | None:
     """Return the finished share of the run or operation, or of the epoch if the number of epochs is unknown."""
     if state.work is not None:
-        return min(1.0, state.work.done / state.work.total) if state.work.total else None
+        return state.work.share
     if not state.steps_per_epoch or state.epoch is None:
         return 1.0 if state.phase == "finished" else None
     done = state.step / state.steps_per_epoch

@@ -22,7 +22,7 @@ from colabkit.monitoring.panel.content import PanelState
 
 # Characters that need not be percent-encoded in a data URL.
 _PLAIN = ' "=/:;,()'
-# Vertical resolution of a chart.
+# Maximum number of heights that a chart distinguishes.
 _STEPS = 64
 # Color of the pattern lines.
 PALE = "#fff8"
@@ -82,7 +82,7 @@ def _verdict(state: PanelState) -> str:
 
 def _progress(state: PanelState) -> str:
     done = content.done_share(state)
-    position = f"<div style='{_FAINT}'>{escape(content.position(state))}</div>"
+    position = f"<div style='{_FAINT}'>{escape(' · '.join(content.position(state)))}</div>"
     if done is None:
         return position
     filled = f"linear-gradient(90deg,{plotting.GREY} {100 * done:.1f}%,{_TRACK} 0)"
@@ -155,7 +155,7 @@ def _named(line: Line, style: str) -> str:
 
 
 def _limits(chart: Chart) -> str:
-    """Return the limits of the axis of a small chart, if it is drawn."""
+    """Return the limits of the axis of a small chart; empty if the chart has no line of several points."""
     if not any(len(line.points) > 1 for line in chart.lines):
         return ""
     low, high = chart.limits
@@ -208,7 +208,7 @@ def _picture(chart: Chart, points: int, height: int) -> str:
 
 
 def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height: int, marked: int | None = None) -> str:
-    """Return lines; a single one has a shaded area below it, and the second of two is dashed.
+    """Return lines as a picture; a single one has a shaded area below it, and the second of two is dashed.
 
     Args:
         alt: alternative text for the picture.
@@ -237,7 +237,7 @@ def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height:
 
 
 def _path(places: Sequence[int], tops: Sequence[int]) -> str:
-    """Return the relative steps of a line, in which consecutive horizontal ones are joined."""
+    """Return a line as relative SVG coordinates, with consecutive horizontal segments joined."""
     steps: list[tuple[int, int]] = []
     for (x1, y1), (x2, y2) in itertools.pairwise(zip(places, tops, strict=True)):
         if steps and not steps[-1][1] and y1 == y2:

@@ -15,15 +15,15 @@ from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
 
 _NOW_S = 5.0
-# Long enough to average over bursts, since loaders make batches in groups.
+# Window for rates of batches, which loaders make in groups: long enough to average over several groups.
 _LATELY_S = 15.0
 _MINUTE_S = 60.0
-# A remaining time is shown once it has predicted the same end for so many seconds, to within a share of itself.
+# A remaining time is shown once its predictions of the end have agreed for this long, to within this share of it.
 _STEADY_S, _STEADY_SHARE = 5.0, 0.1
 _PACED_STEPS = 10
-# Maximum number of epochs that are kept; in longer runs, every second one of the older ones.
+# Maximum number of epochs that are kept; beyond it, every second one of the older epochs is dropped.
 _MOST_EPOCHS = 600
-# The doctor takes more time than the rest of the panel, and users need time to read a verdict.
+# Time between two diagnoses, which cost more than the rest of the panel; users also need time to read a verdict.
 _LOOK_S = 2.0
 
 
@@ -281,7 +281,7 @@ def _gpu_number(device: str) -> int:
 
 
 class SteadyEstimate:
-    """Returns estimates of a remaining time only once they have agreed for some seconds."""
+    """Estimates of a remaining time, which are returned only once they have agreed for some seconds."""
 
     def __init__(self) -> None:
         self._ends: deque[tuple[float, float]] = deque()

@@ -1,12 +1,19 @@
-"""The panel as text of at most twelve lines, for terminals and for notebooks that do not show HTML."""
+"""The panel as text of at most twelve lines, for terminals and for notebooks that do not show HTML; and as one line.
+
+`PanelFrame` contains all forms of the panel.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import cached_property
 
+from colabkit.foundation import format_rate
 from colabkit.monitoring.panel import charts, content
 from colabkit.monitoring.panel.charts import Chart, thinned
 from colabkit.monitoring.panel.content import PanelState
+from colabkit.monitoring.panel.html import as_html
 
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 # Fill characters for the segments of the step time.
@@ -14,6 +21,54 @@ _FILLS = ("▒", "▓", "█", "░")
 _BAR = 24
 _CURVE = 12
 _PER_LINE = 3
+# Lengths of a line during and after the run, in characters.
+_LINE, _LAST_LINE = 72, 760
+
+
+class PanelFrame:
+    """The panel in each form, which is created when a screen needs it.
+
+    Args:
+        state: the state that the panel shows.
+    """
+
+    def __init__(self, state: PanelState) -> None:
+        self._state = state
+
+    @cached_property
+    def html(self) -> str:
+        """The panel as HTML."""
+        return as_html(self._state)
+
+    @cached_property
+    def text(self) -> str:
+        """The panel as up to twelve lines of text."""
+        return as_text(self._state)
+
+    @cached_property
+    def line(self) -> str:
+        """The panel as one line of text."""
+        return as_line(self._state)
+
+
+def as_line(state: PanelState) -> str:
+    """Return the panel as one line: at most 72 characters during the run, and with verdict and advice afterwards."""
+    said = " ".join(filter(None, content.verdict(state)))
+    values = {**state.values, **state.validation}.items()
+    parts = [
+        *content.position(state),
+        *([] if state.samples_per_s is None else [format_rate(state.samples_per_s, "images")]),
+        *(f"{content.clipped(name, 20)} {value:.4g}" for name, value in values),
+    ]
+    if state.work is not None or state.phase == "waiting":
+        parts.insert(0, said)
+        said = ""
+    if state.is_over:
+        action, found, gain, call = content.advice_text(state)
+        advice = (": ".join(filter(None, pair)) for pair in ((action, found), (gain, call)))
+        return content.clipped(". ".join(filter(None, [", ".join(parts), said, *advice])), _LAST_LINE)
+    fitting = [line for line in itertools.accumulate(parts, "{}, {}".format) if len(line) <= _LINE]
+    return fitting[-1] if fitting else content.clipped(parts[0], _LINE)
 
 
 def as_text(state: PanelState) -> str:
@@ -26,7 +81,7 @@ def as_text(state: PanelState) -> str:
     machine = [_chart(chart, is_drawn=False) for chart in charts.machine(state)]
     lines = [
         " ".join(filter(None, content.verdict(state))),
-        f"{done}{content.position(state)}",
+        f"{done}{' · '.join(content.position(state))}",
         _chart(speed) if speed else "",
         "  ".join([_stacked([part.share for part in parts]), *legend]) if parts else "",
         *map(_chart, learned),

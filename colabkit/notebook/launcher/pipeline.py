@@ -25,7 +25,7 @@ from colabkit.packs import label_samples
 from colabkit.storage import FSSPEC, WEB, Listing, address_of, looked_at_by
 
 if TYPE_CHECKING:
-    from colabkit.monitoring import Screen
+    from colabkit.foundation import Screen
 
 Action: TypeAlias = Literal["probe", "stage", "pack", "train"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from colabkit.foundation import Progress, Report
+from colabkit.foundation import Frame, Progress, Report
 from colabkit.notebook.launcher import html
 from colabkit.notebook.launcher.pipeline import Action
 from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
@@ -165,9 +165,9 @@ class View:
         _put(self._table, "".join(html.report(one, is_open=is_over and one is reports[-1]) for one in reports))
         self.reports = reports
 
-    def paint(self, html: str, text: str, final: bool) -> None:
+    def paint(self, frame: Frame, final: bool) -> None:
         """Show a frame of the live panel."""
-        _put(self._panel, html)
+        _put(self._panel, frame.html)
 
     def close(self) -> None:
         """Do nothing: the last frame of the live panel stays."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from colabkit.foundation import (
     BadSource,
@@ -24,11 +24,9 @@ from colabkit.foundation import (
     option,
     user_path,
 )
+from colabkit.notebook.recipe.report import TrainOnReport
 from colabkit.packs import SourceSummary, describe_source, height_and_width
 from colabkit.storage import PathTable, Source, mount
-
-if TYPE_CHECKING:
-    from colabkit.notebook.recipe.report import TrainOnReport
 
 _ON_DRIVE = ("drive:", "/content/drive/")
 _OWN_TRAINING = in_python(", or write the training with colabkit.prepare(), supervised_step() and train()")
@@ -53,7 +51,7 @@ def train_on(
     on_bad: Literal["raise", "skip", "blank"] = "skip",
     restart: bool = False,
     progress: bool = True,
-    screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto",
+    screen: Literal["auto", "notebook", "text", "lines", "final", "none"] = "auto",
 ) -> TrainOnReport:
     """Train an image classifier on a source, and return a report with its accuracy on held-out images.
 
@@ -98,7 +96,7 @@ def train_on(
         >>> import colabkit
         >>> report = colabkit.train_on("samples:digits", epochs=2, progress=False, screen="none")
         >>> report.splits, report.network, report.accuracy > 0.7
-        ({'train': 1437, 'val': 360}, 'small', True)
+        ({'train': 1438, 'val': 359}, 'small', True)
         >>> report.model_path.exists()
         True
     """

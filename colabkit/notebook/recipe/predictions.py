@@ -6,12 +6,15 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from colabkit.packs import PackedDataset
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from colabkit.packs import PackedDataset
 
 _SHOWN = 8
 _PICTURE_PX = 96

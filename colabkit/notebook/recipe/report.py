@@ -1,13 +1,17 @@
-"""The report of `train_on()`: the accuracy on held-out images, sample predictions, and how to use the model."""
+"""The report of `train_on()`: the accuracy on held-out images, sample predictions, and how to use the model.
+
+This module does not import torch, see `api`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from colabkit.foundation import (
+    CallRef,
     Report,
     Text,
     format_count,
@@ -16,7 +20,17 @@ from colabkit.foundation import (
     option,
 )
 from colabkit.notebook.recipe.predictions import SamplePrediction, confused_pairs, percent
-from colabkit.training import TrainReport
+from colabkit.notebook.recipe.report_html import (
+    draw_choices,
+    draw_confusion,
+    draw_next,
+    draw_notes,
+    draw_samples,
+    framed,
+)
+
+if TYPE_CHECKING:
+    from colabkit.training import TrainReport
 
 _MOST_PAIRS = 10
 _LARGEST_MATRIX = 100
@@ -76,12 +90,6 @@ class TrainOnReport(Report):
     seconds: float
     _longer: ClassVar[Text] = ""
     _restart: ClassVar[Text] = ""
-
-    def with_calls(self, longer: Text, restart: Text) -> Self:
-        """Set the calls that train longer and from scratch, and return the report."""
-        object.__setattr__(self, "_longer", longer)
-        object.__setattr__(self, "_restart", restart)
-        return self
 
     @property
     def is_good(self) -> bool:
@@ -197,6 +205,23 @@ class TrainOnReport(Report):
         return [*rows, ("pack", str(self.pack_path))]
 
     def _repr_html_(self) -> str:
-        from colabkit.notebook.recipe.report_html import as_html
+        from colabkit.monitoring import draw_curves
 
-        return as_html(self)
+        return framed(
+            self.headline,
+            self.circumstances,
+            draw_notes(self.notes),
+            draw_curves([(record.epoch + 1, record.shown) for record in self.training.epochs]),
+            draw_samples("Held-out images, chosen at random", self.predictions),
+            draw_samples("Mistakes with the highest probability", self.mistakes),
+            draw_confusion(self.confusion, self.classes),
+            draw_next(self.model_path, self.next_steps, self.code),
+            draw_choices(self.found, self.choices),
+        )
+
+
+def with_calls(report: TrainOnReport, longer: CallRef, restart: CallRef) -> TrainOnReport:
+    """Set the calls that train longer and from scratch, and return the report."""
+    object.__setattr__(report, "_longer", longer)
+    object.__setattr__(report, "_restart", restart)
+    return report

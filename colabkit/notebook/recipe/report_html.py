@@ -7,14 +7,10 @@ matrix have numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from colabkit.foundation import escape, plotting
-from colabkit.monitoring import draw_curves
-from colabkit.notebook.recipe.predictions import SamplePrediction, percent
-
-if TYPE_CHECKING:
-    from colabkit.notebook.recipe.report import TrainOnReport
+from colabkit.notebook.recipe.predictions import SamplePrediction, confused_pairs, percent
 
 # With more classes, only the most frequent mistakes are listed.
 _LARGEST_MATRIX = 20
@@ -34,20 +30,14 @@ _CELL = (
 )
 
 
-def as_html(report: TrainOnReport) -> str:
-    """Return the report as HTML."""
-    epochs = [(record.epoch + 1, record.shown) for record in report.training.epochs]
-    mistakes = _samples(report.mistakes)
+def framed(headline: str, circumstances: str, *sections: str) -> str:
+    """Return the report from two lines of text and its sections of HTML."""
     return (
         "<div role='group' aria-label='Training result' style='box-sizing:border-box;max-width:760px;padding:14px 18px;"
         f"border:1px solid {_LINE};border-radius:8px;color:{_TEXT};font:13px/18px system-ui,sans-serif;"
         "font-variant-numeric:tabular-nums;overflow-wrap:anywhere'>"
-        f"<div style='font-weight:600;font-size:16px;line-height:22px'>{escape(report.headline)}</div>"
-        f"<div style='{_FAINT}'>{escape(report.circumstances)}</div>"
-        f"{_notes(report.notes)}{draw_curves(epochs)}"
-        f"{_section('Held-out images, chosen at random', _samples(report.predictions))}"
-        f"{_section('Mistakes with the highest probability', mistakes) if mistakes else ''}"
-        f"{_confusion(report)}{_next(report)}{_choices(report)}</div>"
+        f"<div style='font-weight:600;font-size:16px;line-height:22px'>{escape(headline)}</div>"
+        f"<div style='{_FAINT}'>{escape(circumstances)}</div>{''.join(sections)}</div>"
     )
 
 
@@ -67,14 +57,16 @@ def _list(lines: Iterable[str]) -> str:
     return f"<ul style='margin:4px 0 0;padding-left:18px'>{items}</ul>"
 
 
-def _notes(notes: Sequence[str]) -> str:
+def draw_notes(notes: Sequence[str]) -> str:
+    """Return notes, each with a mark."""
     style = f"border-left:3px solid {plotting.VERMILLION};padding-left:8px;margin-top:8px"
     return "".join(f"<div style='{style}'>{escape(note[:1].upper() + note[1:])}</div>" for note in notes)
 
 
-def _samples(shown: Sequence[SamplePrediction]) -> str:
+def draw_samples(title: str, shown: Sequence[SamplePrediction]) -> str:
+    """Return images with their predictions; empty if there are none."""
     tiles = "".join(map(_tile, shown))
-    return f"<div style='display:flex;flex-wrap:wrap;gap:10px 8px'>{tiles}</div>" if tiles else ""
+    return _section(title, f"<div style='display:flex;flex-wrap:wrap;gap:10px 8px'>{tiles}</div>") if tiles else ""
 
 
 def _tile(one: SamplePrediction) -> str:
@@ -95,20 +87,21 @@ def _tile(one: SamplePrediction) -> str:
     return f"<div style='width:82px;font-size:12px;line-height:16px'>{picture}{below}</div>"
 
 
-def _confusion(report: TrainOnReport) -> str:
-    has_matrix = len(report.classes) <= _LARGEST_MATRIX
-    pairs = report.confused(_BESIDE_MATRIX if has_matrix else _WITHOUT_MATRIX)
+def draw_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> str:
+    """Return the confusion matrix for up to 20 classes, and the most frequent mistakes; empty without either."""
+    has_matrix = len(classes) <= _LARGEST_MATRIX
+    pairs = confused_pairs(confusion, classes, _BESIDE_MATRIX if has_matrix else _WITHOUT_MATRIX)
     named = [(escape(_clipped(label)), escape(_clipped(one)), count, whole) for label, one, count, whole in pairs]
     mistakes = _list(f"{label} taken for {one}: <b>{count}</b> of {whole}" for label, one, count, whole in named)
     listed = f"<div style='flex:1 1 200px'><b>Most frequent mistakes</b>{mistakes}</div>" if pairs else ""
     if not has_matrix:
         return f"<div style='margin-top:18px'>{listed}</div>" if listed else ""
-    both = f"<div style='display:flex;flex-wrap:wrap;gap:12px 28px'>{_matrix(report)}{listed}</div>"
+    matrix = _matrix(confusion, [_clipped(name) for name in classes])
+    both = f"<div style='display:flex;flex-wrap:wrap;gap:12px 28px'>{matrix}{listed}</div>"
     return _section("Confusion matrix", both, "rows: true class, columns: predicted class")
 
 
-def _matrix(report: TrainOnReport) -> str:
-    names = [_clipped(name) for name in report.classes]
+def _matrix(confusion: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     turned = (
         ""
         if max(map(len, names)) <= _SHORT_CHARS
@@ -119,7 +112,7 @@ def _matrix(report: TrainOnReport) -> str:
         for name in names
     )
     rows = ""
-    for place, (name, counts) in enumerate(zip(names, report.confusion, strict=True)):
+    for place, (name, counts) in enumerate(zip(names, confusion, strict=True)):
         whole = sum(counts)
         cells = "".join(_count(count, whole, is_right=place == at) for at, count in enumerate(counts))
         share = percent(counts[place] / whole, 0) if whole else "–"
@@ -139,22 +132,23 @@ def _count(count: int, whole: int, *, is_right: bool) -> str:
     return f"<td style='{_CELL};background:{color};border-radius:3px'>{count or ''}</td>"
 
 
-def _next(report: TrainOnReport) -> str:
+def draw_next(model_path: Path, steps: Iterable[tuple[str, str]], code: str) -> str:
+    """Return the path of the model file, the lines to run next by purpose, and the code that loads the model."""
     lines = "".join(
-        f"<div>{escape(purpose)}: <code style='{_MONO}'>{escape(line)}</code></div>"
-        for purpose, line in report.next_steps
+        f"<div>{escape(purpose)}: <code style='{_MONO}'>{escape(line)}</code></div>" for purpose, line in steps
     )
-    code = f"<pre style='{_MONO};white-space:pre-wrap;margin:6px 0 0'>{escape(report.code)}</pre>"
-    model = f"<div>Model file: <code style='{_MONO}'>{escape(report.model_path)}</code></div>"
-    return _section("Next", model + lines + _folded("Predict the classes of new images", code))
+    block = f"<pre style='{_MONO};white-space:pre-wrap;margin:6px 0 0'>{escape(code)}</pre>"
+    model = f"<div>Model file: <code style='{_MONO}'>{escape(model_path)}</code></div>"
+    return _section("Next", model + lines + _folded("Predict the classes of new images", block))
 
 
-def _choices(report: TrainOnReport) -> str:
+def draw_choices(found: str, choices: Iterable[tuple[str, str]]) -> str:
+    """Return what was found in the source, and what was chosen with the option that overrides it, as a folded list."""
     chosen = [
         escape(text[:1].upper() + text[1:]) + (f" <span style='{_FAINT}'>({escape(name)})</span>" if name else "")
-        for text, name in report.choices
+        for text, name in choices
     ]
-    return _folded("What was found and chosen", _list([escape(report.found), *chosen]))
+    return _folded("What was found and chosen", _list([escape(found), *chosen]))
 
 
 def _clipped(name: str) -> str:

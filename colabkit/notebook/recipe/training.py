@@ -21,6 +21,7 @@ from colabkit.foundation import (
     Code,
     Interrupted,
     Partial,
+    ScreenName,
     SourceChanged,
     call,
     can_hang,
@@ -35,7 +36,7 @@ from colabkit.loading import Loader, Normalize
 from colabkit.monitoring import dashboard, is_any_open
 from colabkit.notebook.recipe import plan
 from colabkit.notebook.recipe.predictions import compare
-from colabkit.notebook.recipe.report import TrainOnReport
+from colabkit.notebook.recipe.report import TrainOnReport, with_calls
 from colabkit.packs import SourceSummary, prepare
 from colabkit.storage import answer_of, publish
 from colabkit.training import (
@@ -69,18 +70,21 @@ class Recipe:
     on_bad: Literal["raise", "skip", "blank"]
     restart: bool
     progress: bool
-    screen: Literal["auto", "notebook", "widgets", "text", "none"]
+    screen: ScreenName
 
     def again(self, **options: Any) -> CallRef:
         """Return a call that resumes this training, with further options."""
-        source = self.source if isinstance(self.source, str) and "://" not in self.source else Code("source")
+        path = os.fspath(self.source) if isinstance(self.source, str | os.PathLike) else "://"
+        # An address may contain a secret, and tables cannot be written in a line.
+        source = Code("source") if "://" in path else path
         defaults = {"to": "colabkit-work", "splits": None, "on_bad": "skip"}
         given: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("source", "restart", "progress", "screen") or value == defaults.get(field.name, "auto"):
                 continue
-            given[field.name] = Code(getattr(value, "__name__", "function")) if callable(value) else value
+            is_path = isinstance(value, os.PathLike)
+            given[field.name] = Code("function") if callable(value) else os.fspath(value) if is_path else value
         return call("train_on", source, **{**given, **options})
 
     def run(self, summary: SourceSummary, say: Callable[[str], object]) -> TrainOnReport:
@@ -156,7 +160,7 @@ class _Run:
         scores = predict(step, Loader(tested, _HELD_OUT_BATCH, transform=plain, **options)).softmax(1)
         compared = compare(tested, scores)
         model_path = _save_model(act, folder / "model.pt", is_remote, network, pack.classes, size)
-        return TrainOnReport(
+        report = TrainOnReport(
             source=summary.source,
             found=repr(summary),
             splits=dict(pack.splits),
@@ -179,7 +183,8 @@ class _Run:
             pack_path=pack.path,
             training=trained,
             seconds=time.monotonic() - self.began,
-        ).with_calls(recipe.again(epochs=2 * len(trained.epochs)), recipe.again(restart=True))
+        )
+        return with_calls(report, recipe.again(epochs=2 * len(trained.epochs)), recipe.again(restart=True))
 
     def choose(self, name: str, choice: plan.Choice) -> Any:
         """Record and show a choice, and return its value."""

@@ -99,7 +99,7 @@ class ArrayColumn:
     content: str
 
     def stored(self, row: int) -> Stored:
-        """Return a copy of a sample."""
+        """Return a copy of a sample's values."""
         _read_pages(found := self.array[row, ...])
         return np.array(found)
 
@@ -137,7 +137,7 @@ class RaggedColumn:
     blank: tuple[int, int] = (1, 1)
 
     def stored(self, row: int) -> Stored:
-        """Return a copy of a sample."""
+        """Return a copy of a sample's bytes."""
         offset, length = self.index[row].tolist()
         _read_pages(found := self.flat[offset : offset + length])
         return found.tobytes()

@@ -352,7 +352,7 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]], task: Task) -> tup
 
 
 def _is_class(array: npt.NDArray[Any]) -> bool:
-    """Return false only for integers `[N, K]` that are not all 0 or 1; these are regression targets."""
+    """Return True except for integers `[N, K]` that are not all 0 or 1, which are regression targets."""
     return array.dtype.kind not in "iu" or array.ndim == 1 or bool(((array == 0) | (array == 1)).all())
 
 

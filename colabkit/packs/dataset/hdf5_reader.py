@@ -62,7 +62,7 @@ class Hdf5Dataset:
 
 @contextmanager
 def open_hdf5(act: str, path: Path) -> Iterator[h5py.File]:
-    """Open a file for reading and yield it; convert errors of opening or reading it to `BadSource`."""
+    """Open a file for reading and yield it; convert errors while it is opened or read to `BadSource`."""
     import h5py
 
     try:

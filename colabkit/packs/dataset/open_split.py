@@ -1,4 +1,4 @@
-"""An opened split: its samples, its labels, and which samples were already checked against their CRCs."""
+"""An opened split: its samples, its labels, and a record of the samples already checked against their CRCs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OpenSplit:
                 raise self.samples.damage_error(unchecked.item(matches.argmin()))
 
     def check_files(self) -> None:
-        """Let `check` check all samples again if a file was modified in place since it was opened or last looked at.
+        """Let `check` check all samples again if a file was modified in place since it was opened or last examined.
 
         Raises:
             Corrupt: if a file became shorter.

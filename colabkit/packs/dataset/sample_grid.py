@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import textwrap
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from colabkit.foundation import format_count, format_things, plotting, printable
+from colabkit.foundation import escape, format_count, format_things, plotting, printable
 from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.format.layout import Indices
 
@@ -59,6 +60,14 @@ class SampleGrid:
             if len(self._png) <= _MOST_PNG_BYTES
             else (self._encoded("JPEG", quality=90, subsampling=0), self._size)
         )
+
+    def _mime_(self) -> tuple[str, str]:
+        # marimo does not read the sizes that the methods above return.
+        kind, found = ("png", self._repr_png_()) if self._repr_png_() else ("jpeg", self._repr_jpeg_())
+        assert found is not None
+        data = base64.b64encode(found[0]).decode()
+        size = " ".join(f'{name}="{value}"' for name, value in self._size.items())
+        return "text/html", f'<img src="data:image/{kind};base64,{data}" {size} alt="{escape(self)}">'
 
     @cached_property
     def _png(self) -> bytes:

@@ -260,7 +260,7 @@ def decode_region(
 
 
 def _decode(data: Data, channels: int, size: Size | None) -> tuple[Pixels, Size, int]:
-    """Return the image, not yet upright and possibly scaled, with its stored height and width and its orientation."""
+    """Decode an image as `decode_with_pillow` does, if possible with a faster decoder."""
     header = read_header(data)
     if header is not None:
         height, width, components, orientation = header

@@ -27,7 +27,7 @@ from colabkit.packs.decode.pixels import Data, Pixels, Size
 Header = tuple[int, int, int, int]
 """Height and width as stored, number of components, and orientation from 1 to 8; a plain tuple for speed."""
 
-# Baseline, extended and progressive frames.
+# Markers of baseline, extended and progressive frames.
 FRAMES = frozenset((0xFFC0, 0xFFC1, 0xFFC2))
 SOS = 0xFFDA
 APP1 = 0xFFE1
@@ -62,7 +62,7 @@ _LATEST: list[tuple[bytes, Header | None]] = [(b"\xff\xd8\0", None)]
 """Bytes of the last header up to its scan, and the parsed header."""
 
 _marker_and_length = struct.Struct(">HH").unpack_from
-# Bits per value, height, width, components.
+# Returns the bits per value, the height, the width and the number of components.
 _frame = struct.Struct(">BHHB").unpack_from
 
 

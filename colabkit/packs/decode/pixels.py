@@ -130,9 +130,9 @@ def turn_pixels(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def decode_with_pillow(data: Data, channels: int, wanted: Size | None) -> tuple[Pixels, Size, int]:
-    """Return the image, not yet upright, with its stored height and width and its orientation.
+    """Decode an image without turning it upright; return the pixels, the stored height and width, and the orientation.
 
-    A JPEG may be scaled while decoding if the size `wanted` allows it.
+    A JPEG may be scaled while it is decoded, if the size `wanted` allows that.
     """
     with _open(data) as image:
         if image.format == "PNG":

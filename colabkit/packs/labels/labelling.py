@@ -176,7 +176,7 @@ def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
 
 
 def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, order: Indices) -> LabelValues:
-    """Return classes from folders; raise `BadSource` if there are none, or only one for a table."""
+    """Return the classes that folders define; raise `BadSource` if there are none, or only one for a table."""
     try:
         meaning = tree.classes(act, order)
     except BadSource:

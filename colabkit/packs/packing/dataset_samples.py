@@ -164,7 +164,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return f"sample {row}" + (f" of {split}" if len(self._datasets) > 1 else "")
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of many samples, which are read one by one."""
+        """Return each field of these samples, which are read one by one."""
         return self._join(numbers.tolist(), self._made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:

@@ -136,7 +136,7 @@ class MemorySampleMaker(SampleMaker):
 
     @abstractmethod
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of many samples as a column; bad samples are blank."""
+        """Return each field of these samples as a column; bad samples are blank."""
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
         """Yield the fields of some samples, omitting bad ones."""
@@ -286,7 +286,7 @@ class PackPlan:
         return laid
 
     def meta(self, counts: Mapping[str, int], bad: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
-        """Return the pack's metadata; each entry of `bad` is split, index (None if omitted), path and reason."""
+        """Return the metadata; each entry of `bad` is a split, an index (None if omitted), a path and a reason."""
         fields = {name: [field.content, field.is_ragged] for name, field in self.fields.items()}
         return {**self.about, "fields": fields, "splits": dict(counts), "bad": list(bad)}
 

@@ -191,7 +191,7 @@ class Compaction:
         return {split: len(kept) for split, kept in self.kept.items()}
 
     def listed_bad(self) -> list[tuple[str, int | None, str, str]]:
-        """Return split, index in the pack (None if omitted), path and reason of each bad sample, in order."""
+        """Return the split, the index in the pack (None if omitted), the path and the reason of each bad sample."""
         is_blank = self._plan.on_bad == "blank"
         splits = list(self._plan.splits)
         ordered = sorted(self.bad, key=lambda one: (splits.index(one.split), one.index))

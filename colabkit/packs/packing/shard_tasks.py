@@ -71,7 +71,7 @@ class _WatchingBar(ProgressBar):
         self.look()
 
     def look(self) -> None:
-        """Raise `PackingFailed` if the marker file no longer exists; checks at most twice a second."""
+        """Look for the marker file, at most twice a second; raise `PackingFailed` if it no longer exists."""
         if time.monotonic() - self._looked < _LOOKED_S:
             return
         self._looked = time.monotonic()

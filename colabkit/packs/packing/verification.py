@@ -52,7 +52,7 @@ class VerifyReport(Report):
 
     @property
     def is_good(self) -> bool:
-        """True if no sample is damaged."""
+        """Whether no sample is damaged."""
         return not self.damaged
 
     def _summary(self) -> str:

@@ -75,7 +75,7 @@ def prepare(
     refresh: bool = False,
     progress: bool = True,
 ) -> PreparedPack:
-    """Return a local pack of a source by the fastest route; its `report` shows which route was used.
+    """Return a local pack of a source by the fastest route; its `report` names that route.
 
     The routes, in order:
 

@@ -39,7 +39,7 @@ from colabkit.packs.preparing.source_state import SourceState
 from colabkit.storage import Threads, answer_of, publish, stage
 
 _LOCK, _NOTES = "lock", "notes.json"
-# Time to check a remote source before an existing local pack is used unchecked.
+# Time limit for checking a remote source; after it, an existing local pack is used unchecked.
 _CHECK_S = 10.0
 
 
@@ -137,7 +137,7 @@ class Preparation:
             stop.set()
 
     def find_local(self) -> PackInfo | None:
-        """Return the usable local pack for the source's state, or the newest if the state is unknown, if any."""
+        """Return the usable local pack for the source's state (the newest pack if the state is unknown), or None."""
         if self.refresh:
             return None
         for path in _newest_first(self.folder) if self.state is None else [self.path]:
@@ -346,5 +346,5 @@ def _is_whole(path: Path, *, progress: bool) -> bool:
 
 
 def digest_of(*texts: str) -> str:
-    """Return the first 12 digits of the SHA-256 of texts, in hex."""
+    """Return the first 12 hex digits of the SHA-256 of texts."""
     return hashlib.sha256(os.fsencode("\0".join(texts))).hexdigest()[:12]

@@ -57,7 +57,7 @@ class SourceState:
 class _Contents(NamedTuple):
     """Lines that describe a source, and the files whose sizes and times belong to its state too.
 
-    The field `facts` names what the lines and the files' metadata contain.
+    The field `facts` describes the content of the lines and of the files' metadata.
     """
 
     lines: Sequence[str]
@@ -69,7 +69,7 @@ class _Contents(NamedTuple):
 def read_state(
     source: AnySource, address: Address | None, as_table: Mapping[str, Any], go_on: Callable[[], None]
 ) -> SourceState:
-    """Return the state of a source; only names and metadata are read, and tables of paths.
+    """Return the state of a source; this reads only names, metadata and tables of paths.
 
     Args:
         source: a source of `prepare()`.

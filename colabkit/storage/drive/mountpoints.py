@@ -206,7 +206,7 @@ class DriveMount(ABC):
         return []
 
     def cache_bytes(self) -> int:
-        """Return the disk space that the cache takes, in bytes."""
+        """Return the disk space that the cache takes up, in bytes."""
         return sum(map(file_changes.disk_bytes, self.cached()))
 
     @abstractmethod

@@ -69,7 +69,11 @@ class Rclone(DriveMount):
         return int(stats.get("uploadsQueued", 0)) + int(stats.get("uploadsInProgress", 0))
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for all uploads, and return the known state; raise `UnsentWrites` without a remote control."""
+        """Wait for all uploads, and return the known state of the writes.
+
+        Raises:
+            UnsentWrites: if rclone has no remote control, so that the state of the writes is unknown.
+        """
         if self.control is None:
             raise UnsentWrites(
                 cannot(

@@ -56,7 +56,7 @@ class MountReport(Report):
 
 
 def with_notes(report: MountReport, notes: tuple[Text, ...]) -> MountReport:
-    """Set a report's notes, which may contain `call()` and `option()` parts, and return the report."""
+    """Set a report's notes, which may refer to calls and options, and return the report."""
     object.__setattr__(report, "_notes", notes)
     return report
 

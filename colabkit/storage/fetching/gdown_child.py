@@ -48,7 +48,7 @@ class _Tail:
 
 
 class _Guard:
-    """A check of the final response to each request, before gdown reads the body."""
+    """Adds the resource key to gdown's requests, and checks each final response before gdown reads its body."""
 
     def __init__(self, plan: dict[str, Any], say: Any) -> None:
         self.plan, self.say = plan, say

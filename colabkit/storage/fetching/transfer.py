@@ -126,7 +126,7 @@ def _record_path(identity: str) -> Path:
 
 
 def state_of(path: Path) -> tuple[int, int]:
-    """Return values that reveal modification: size and time of a file, or file count and total size of a folder."""
+    """Return values that reveal a change: a file's size and time, or the number and total size of a folder's files."""
     if path.is_dir():
         sizes = [file.lstat().st_size for file in path.rglob("*") if not file.is_dir()]
         return len(sizes), sum(sizes)
@@ -305,7 +305,7 @@ class FetchJob:
 
         Raises:
             AlreadyThere: if the final path already holds the source's data.
-            TargetExists: if something else is at the final path that must not be replaced.
+            TargetExists: if something else, which must not be replaced, is at the final path.
             InvalidOption: if a digest is requested for a folder.
         """
         if is_folder:

@@ -297,7 +297,7 @@ def _version(validator: str, total: int | None) -> str:
 
 
 class _Sink:
-    """A file in a partial that is hashed while it is written; it can continue the file of an earlier process.
+    """A file in a partial, which is hashed while it is written and can continue the file of an earlier process.
 
     Args:
         path: the file's path.

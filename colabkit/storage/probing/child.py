@@ -63,7 +63,7 @@ File: TypeAlias = tuple[str, int]
 
 
 def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float] | None:
-    """Return operations and bytes per second from `start` on, or None if nothing finished.
+    """Return the operations and the bytes per second from `start` on, or None if nothing finished.
 
     At the end, some threads are idle while others finish. So up to `threads - 1` of the last operations, and at most
     half of all, are left out if that raises the rate.
@@ -159,7 +159,7 @@ class Probe:
             del self._running[thread]
 
     def _together(self, threads: int, work: Work, until: float) -> tuple[list[Op], float]:
-        """Run `work` on threads until it returns None or time is up; return finished operations and the start time."""
+        """Run `work` on threads until it returns None or time is up; return the finished operations and the start."""
         done: list[Op] = []
         go, is_done = threading.Event(), threading.Event()
 

@@ -33,17 +33,17 @@ from colabkit.storage.sources.reads import Retries
 
 T = TypeVar("T")
 
-# The first small read from an object of up to this size fetches the rest of the object. Also the largest request.
+# The first small read from an object of up to this size fetches the rest of the object. No request is larger.
 _WHOLE_BYTES = 8 << 20
-# Minimum number of bytes to fetch at once from larger objects, since each request costs a round trip.
+# Minimum number of bytes to read ahead from larger objects, since each request costs a round trip.
 _RANGE_BYTES = 4 << 20
-# Size of the first request, and minimum. The size grows only while requests are answered quickly, so that on a slow
+# Initial and minimum size of a request. The size grows only while requests are answered quickly, so that on a slow
 # line, concurrent requests are answered before they count as stalled.
 _FIRST_BYTES = 16 << 10
 # Requests grow if they take less than this share of the timeout, and shrink if they take more than four times that.
 _QUICK_SHARE = 1 / 30
 _CLOSE_S = 1.0
-# A listing shows no progress until it is complete, and five million objects can take this long.
+# Timeout of a listing, which shows no progress until it is complete: five million objects can take this long.
 _LISTING_S = 600.0
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _LATEST_S = 1 << 33
@@ -154,7 +154,7 @@ class BucketSource:
             raise self._unreadable(error) from None
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return what `facts()` returns; raise `OSError` for errors that may be transient."""
+        """Return the same as `facts()`, but raise `OSError` for errors that may be transient."""
         found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your permissions"
@@ -196,7 +196,7 @@ class BucketSource:
         """List the objects again if any took several requests, which may have returned bytes of different versions.
 
         Raises:
-            SourceChanged: if such an object has another size, time or version than when it was read.
+            SourceChanged: if the size, time or version of such an object has changed since it was read.
         """
         pieced, self._pieced = self._pieced, set()
         if not pieced:
@@ -267,7 +267,7 @@ class BucketSource:
         return {self._root: own} if is_empty_object else found
 
     def _all_below(self) -> dict[str, Mapping[str, Any]]:
-        """Return the metadata of every object below the root by key; raises `FileNotFoundError` if nothing exists."""
+        """Return the metadata of every object below the root by key; raise `FileNotFoundError` if nothing exists."""
         find = getattr(type(self._fs), "_find", None) or type(self._fs).find
         if not self.has_ranges or find.__module__ not in _GENERIC_MODULES:
             return cast(dict[str, Mapping[str, Any]], self._fs.find(self._root, detail=True))

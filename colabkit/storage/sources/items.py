@@ -46,7 +46,7 @@ MOST_MEMBERS = 10_000_000
 MOST_LISTINGS = 6
 """Maximum number of listings of a folder on a mount, which may leave names out, until two of them agree."""
 
-# Archives of photos grow by a few percent; zip bombs, by a factor of thousands.
+# Inflated photos are a few percent larger than their archive, and zip bombs thousands of times as large.
 _INFLATION = 200
 _INFLATION_SLACK_BYTES = 1 << 30
 

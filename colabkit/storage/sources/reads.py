@@ -28,7 +28,7 @@ _TRIES = 4
 _BACK_OFF_S = 0.2
 _SHARED_OPEN_S = 2.0
 # Coarse clocks, such as those of FAT and of some SMB and FUSE mounts, tick every 2 s or less, at multiples of 0.1 s.
-# Those of other file systems tick with the timer of the kernel, at least 100 times a second.
+# Those of other file systems tick with the kernel's timer, at least 100 times a second.
 _TICK_NS, _COARSE_TICK_NS, _COARSE_UNIT_NS = 10_000_000, 2_000_000_000, 100_000_000
 # No clock is ahead by this much, so a program has set any later time.
 _MOST_AHEAD_NS = 86_400 * 10**9
@@ -317,7 +317,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO:
-    """Open a file, or raise `SourceChanged` if it differs from the listing; `flags` are more flags for `os.open`."""
+    """Open a file, with additional `flags` for `os.open`; raise `SourceChanged` if it differs from the listing."""
     fd = os.open(path, _FLAGS | flags)
     try:
         found = os.fstat(fd)

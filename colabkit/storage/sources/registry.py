@@ -296,7 +296,7 @@ def _agreed(act: str, path: Path, list_files: Callable[[], list[Path]]) -> list[
     is_remote = can_hang(os.path.abspath(path), mounts())
     while True:
         found = list_files()
-        # Without files, the folder is not opened as shards, or an error is raised.
+        # An empty result needs no second listing: the caller opens no shards, or raises an error.
         if not is_remote or not found or found in results:
             return found
         results.append(found)

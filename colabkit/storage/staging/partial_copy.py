@@ -265,10 +265,10 @@ class PriorCopy:
         return (item.path, item.size, item.mtime_ns) not in self.known
 
     def changed(self, items: Iterable[Item], *, is_mount: bool) -> set[str]:
-        """Return the paths of known files that have another change time, although size and modification time are equal.
+        """Return the paths of known files whose change time differs, although size and modification time are equal.
 
         These files may have been rewritten and given their earlier modification time, as by `rsync -t` or an archive
-        program. With `can_hang`, the result is empty if the change times of all known files differ: some mounts give
+        program. With `is_mount`, the result is empty if the change times of all known files differ: some mounts give
         files new change times when mounted again.
         """
         known = [

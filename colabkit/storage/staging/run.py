@@ -208,7 +208,7 @@ class StagingRun:
                 raise BadSource(cannot(self.act, outside, "paths inside the source", next_step))
 
     def _find_unchanged(self, source: Source, prior: PriorCopy, listing: Listing) -> LocalCopy | None:
-        """Return the existing copy if it is valid and the source unchanged; otherwise, or to verify in full, None."""
+        """Return the existing copy if it is valid and the source is unchanged; always None with `verify="full"`."""
         copy = prior.sealed
         if copy is None or self.verify == "full" or not copy.is_complete():
             return None

@@ -384,7 +384,7 @@ class CheckpointFolder:
         self._failures.append((step, reason))
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
-        """Return those of the checkpoints up to the last saved or loaded step that are not known to be damaged."""
+        """Return the checkpoints up to the last saved or loaded step, without those known to be damaged."""
         last = self._last_step
         return [
             one

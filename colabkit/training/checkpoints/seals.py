@@ -21,7 +21,7 @@ FORMAT = 2
 _SEAL = re.compile(r"checkpoint-(\d{8,})\.json")
 _FILE = re.compile(r"checkpoint-(\d{8,})(-\d+)?\.pt")
 _MADE_BY = re.compile(rb"colabkit checkpoint ([0-9a-f]{8}-\d+-\d+)")
-# A file of `torch.save` starts with its pickle, and the pickle starts with the marker.
+# Number of bytes in which to look for the marker: it is at the start of the pickle, with which a file begins.
 _HEAD_BYTES = 1024
 # Partial files of all steps share one kind, so that the next save removes the files of a killed run.
 _KIND = "checkpoint"

@@ -1,6 +1,6 @@
 """Make pictures of the panel, which Chromium draws in light and dark colors.
 
-pip install ".[bench]" && python tests/system/browser/panel_picture.py --chromium /usr/bin/chromium
+pip install ".[test,browser]" && python tests/doubles/panel_picture.py
 
 By default, these are the README's pictures: a frame of a real run. The run trains a small network on 400 JPEG files,
 crops of scikit-learn's two photos. Decoding them takes longer than training, so that the panel has a bottleneck to
@@ -10,7 +10,6 @@ report. With `--states`, they are pictures of all states of the panel, at severa
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
@@ -18,19 +17,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jupyter_lab import ROOT, chromium, opened_browser
+from panel_states import STATES, render
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 from sklearn.datasets import load_sample_images
 from torch import nn
 
 import colabkit
 from colabkit import augment
+from colabkit.foundation import Frame
 from colabkit.monitoring.panel.api import Dashboard
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "doubles"))
-from panel_states import STATES, render
-
-TARGET = Path(__file__).parents[3] / ".github" / "images"
+TARGET = ROOT / ".github" / "images"
 THEMES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
 BORDERS = {"light": "#d0d7de", "dark": "#30363d"}
 WIDTH = 784
@@ -41,8 +40,8 @@ class KeptFrames:
     def __init__(self) -> None:
         self.frames: list[str] = []
 
-    def paint(self, html: str, text: str, final: bool) -> None:
-        self.frames.append(html)
+    def paint(self, frame: Frame, final: bool) -> None:
+        self.frames.append(frame.html)
 
     def close(self) -> None:
         pass
@@ -93,7 +92,6 @@ def drawn(browser: Browser, theme: str, width: int, frame: str) -> Iterator[None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chromium", default="/usr/bin/chromium")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--states", nargs="*", metavar="NAME", help="draw these states, or all, instead of a real run")
@@ -105,14 +103,12 @@ def main() -> None:
         names = options.states or STATES
         pictures = {(name.replace(" ", "-"), width): render(STATES[name])[0] for name in names for width in WIDTHS}
     options.target.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])
+    with opened_browser(chromium()) as browser:
         for (name, width), frame in pictures.items():
             for theme in THEMES:
                 size = "" if options.states is None else f"-{width}"
                 with drawn(browser, theme, width, frame) as page:
                     page.screenshot(path=options.target / f"{name}{size}-{theme}.png", full_page=True)
-        browser.close()
 
 
 if __name__ == "__main__":

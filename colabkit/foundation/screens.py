@@ -1,0 +1,256 @@
+"""Screens, on which panels and progress are shown, and their choice for the front end that runs the code.
+
+A front end shows an output that is updated (Jupyter, Colab, Kaggle, VS Code, marimo), redraws lines (a terminal), or
+only appends text (a pipe, a log, the shell of an agent, Colab's command line). `choose_screen` is the only place that
+distinguishes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+import uuid
+from typing import Any, Literal, Protocol, TextIO, TypeAlias, get_args
+
+from colabkit.foundation.environment.places import current_place, running_shell
+from colabkit.foundation.errors import InvalidOption
+from colabkit.foundation.messages import cannot
+
+ScreenName: TypeAlias = Literal["auto", "notebook", "text", "lines", "final", "none"]
+
+VARIABLE = "COLABKIT_SCREEN"
+"""Environment variable with the name of the screen that `"auto"` stands for."""
+
+_LINE_EVERY_S, _LINES_UNTIL_S = 10.0, 60.0
+# The lines before the last one.
+_MOST_BYTES = 1200
+
+
+class Frame(Protocol):
+    """What is shown at one instant, in the form that a screen needs."""
+
+    @property
+    def html(self) -> str:
+        """The frame as HTML."""
+
+    @property
+    def text(self) -> str:
+        """The frame as lines of text."""
+
+    @property
+    def line(self) -> str:
+        """The frame as one line of text; empty if there is nothing to print."""
+
+
+class Screen(Protocol):
+    """Shows frames, each replacing the previous one."""
+
+    def paint(self, frame: Frame, final: bool) -> None:
+        """Show a frame; the final one stays visible."""
+
+    def close(self) -> None:
+        """Remove a frame that is not final, if that is possible; may be called twice."""
+
+
+class NotebookScreen:
+    """Updates one output of the running cell; the last frame stays in the saved notebook as HTML and text.
+
+    It needs neither widgets nor scripts, so that frames look the same in Colab, Jupyter, Kaggle and VS Code, and in a
+    notebook that is opened again.
+    """
+
+    def __init__(self) -> None:
+        self._display_id = uuid.uuid4().hex
+        self._is_shown = False
+
+    def paint(self, frame: Frame, final: bool) -> None:
+        """Show a frame; must be called from the thread that runs the cell."""
+        from IPython.display import display
+
+        bundle = {"text/html": frame.html, "text/plain": frame.text}
+        display(bundle, raw=True, display_id=self._display_id, update=self._is_shown)
+        self._is_shown = True
+
+    def close(self) -> None:
+        """Keep the output, since front ends cannot remove it."""
+
+
+class MarimoScreen:
+    """Replaces the output of the running cell in marimo; a value at the end of the cell replaces the last frame.
+
+    Args:
+        marimo: the module `marimo`.
+    """
+
+    def __init__(self, marimo: Any) -> None:
+        self._marimo = marimo
+
+    def paint(self, frame: Frame, final: bool) -> None:
+        """Show a frame; must be called from the thread that runs the cell."""
+        self._marimo.output.replace(self._marimo.Html(frame.html))
+
+    def close(self) -> None:
+        """Keep the output."""
+
+
+class TerminalScreen:
+    """Updates a frame in place in a terminal; writes only the final frame to other streams.
+
+    Args:
+        stream: output stream; standard output by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._lines = 0
+
+    def paint(self, frame: Frame, final: bool) -> None:
+        """Show a frame."""
+        if not final and not self._stream.isatty():
+            return
+        lines = _encodable(frame.text, self._stream).splitlines()
+        # Lines that the terminal wraps or scrolls out of view cannot be rewritten.
+        if not final:
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[: columns - 1] for line in lines[: rows - 1]]
+        self._write("".join(f"{line}\n" for line in lines))
+        self._lines = 0 if final else len(lines)
+
+    def close(self) -> None:
+        """Remove a frame that is not final."""
+        if self._lines:
+            self._write("")
+            self._lines = 0
+
+    def _write(self, text: str) -> None:
+        up = f"\x1b[{self._lines}F\x1b[J" if self._lines else ""
+        self._stream.write(f"{up}{text}")
+        self._stream.flush()
+
+
+class LineScreen:
+    """Prints one line every 10 s, and a last one, where nothing can be redrawn.
+
+    After a minute, each line comes after twice the time of the one before, so that a run of a day prints 16 lines.
+    Together with a last line of at most 800 bytes, a run prints at most 2 kB.
+
+    Args:
+        stream: output stream; standard output by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._began_s = time.monotonic()
+        self._next_s = self._began_s + _LINE_EVERY_S
+        self._left_bytes = _MOST_BYTES
+
+    def paint(self, frame: Frame, final: bool) -> None:
+        """Print a line if one is due, or if the frame is final."""
+        now_s = time.monotonic()
+        if not final and now_s < self._next_s:
+            return
+        passed_s = now_s - self._began_s
+        self._next_s = now_s + (_LINE_EVERY_S if passed_s < _LINES_UNTIL_S else passed_s)
+        line = f"{_encodable(frame.line, self._stream)}\n"
+        size = len(line.encode())
+        if frame.line and (final or size <= self._left_bytes):
+            self._left_bytes -= size
+            # The reader of a pipe may have ended, and a disk may be full, which must not stop the run.
+            with contextlib.suppress(OSError):
+                self._stream.write(line)
+                self._stream.flush()
+
+    def close(self) -> None:
+        """Do nothing: printed lines stay."""
+
+
+class FinalScreen:
+    """Shows only the final frame, on another screen.
+
+    Args:
+        screen: the other screen.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    def paint(self, frame: Frame, final: bool) -> None:
+        """Show a frame if it is final."""
+        if final:
+            self._screen.paint(frame, final)
+
+    def close(self) -> None:
+        """Close the other screen."""
+        self._screen.close()
+
+
+def choose_screen(name: ScreenName = "auto", stream: TextIO | None = None) -> Screen | None:
+    """Return a screen by name, or None for `"none"`.
+
+    Args:
+        name: `"auto"` is the value of the environment variable `COLABKIT_SCREEN` if it is set. Otherwise it is
+            `"notebook"` in a notebook, `"text"` in a terminal, and `"lines"` where nothing can be redrawn.
+        stream: stream for text; standard output by default.
+
+    Raises:
+        InvalidOption: if the environment variable has an invalid value.
+    """
+    stream = stream or sys.stdout
+    if name == "auto":
+        name = _named_by_user() or _fitting(stream)
+    if name == "final":
+        shown = choose_screen("notebook" if _fitting(stream) == "notebook" else "text", stream)
+        return None if shown is None else FinalScreen(shown)
+    if name == "notebook":
+        marimo = _marimo()
+        return NotebookScreen() if marimo is None else MarimoScreen(marimo)
+    # A process without a console has no standard streams.
+    if name == "none" or stream is None:
+        return None
+    return TerminalScreen(stream) if name == "text" else LineScreen(stream)
+
+
+def _named_by_user() -> ScreenName | None:
+    given = os.environ.get(VARIABLE, "auto") or "auto"
+    for name in get_args(ScreenName):
+        if given == name:
+            return None if name == "auto" else name
+    found, expected = f"the environment variable {VARIABLE} is {given!r}", f"one of {', '.join(get_args(ScreenName))}"
+    raise InvalidOption(cannot("choose a screen", found, expected, f"Set {VARIABLE}=auto"))
+
+
+def _fitting(stream: TextIO | None) -> ScreenName:
+    if _marimo() is not None:
+        return "notebook"
+    if getattr(running_shell(), "kernel", None) is not None:
+        return "lines" if _is_command_line_of_colab() else "notebook"
+    is_terminal = stream is not None and stream.isatty() and os.environ.get("TERM", "") != "dumb"
+    return "text" if is_terminal else "lines"
+
+
+def _marimo() -> Any:
+    """Return the module marimo if it runs this code as a notebook; it is not imported here."""
+    marimo = sys.modules.get("marimo")
+    is_running = getattr(marimo, "running_in_notebook", None)
+    return marimo if is_running is not None and is_running() else None
+
+
+def _is_command_line_of_colab() -> bool:
+    """Return whether Colab's command line runs this code, which prints each update of an output again.
+
+    Unlike Colab's page, it does not answer `input()`, and names no cell in its requests.
+    """
+    kernel = running_shell().kernel
+    if not current_place().can_mount_drive or not hasattr(kernel, "get_parent"):
+        return False
+    request = kernel.get_parent()
+    is_answered = request.get("content", {}).get("allow_stdin", True)
+    return not is_answered and "colab" not in request.get("metadata", {})
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)

@@ -1,0 +1,258 @@
+"""Screens: an output of a notebook, marimo, a terminal, lines where nothing can be redrawn; and their choice."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import IPython
+import IPython.display
+import pytest
+from panel_states import RUNNING, STATES, FakeTime
+
+from colabkit.errors import InvalidOption
+from colabkit.foundation import screens
+from colabkit.foundation.screens import (
+    FinalScreen,
+    LineScreen,
+    MarimoScreen,
+    NotebookScreen,
+    TerminalScreen,
+    choose_screen,
+)
+from colabkit.monitoring.panel.text import PanelFrame
+
+DAY_S = 86_400
+
+
+@dataclass
+class Shown:
+    html: str = ""
+    text: str = ""
+    line: str = ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def displayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], str, bool]]:
+    """Return a list of later displays: the bundle, its display ID, and whether it is an update."""
+    found: list[tuple[dict[str, Any], str, bool]] = []
+
+    def display(bundle: dict[str, Any], *, raw: bool, display_id: str, update: bool) -> None:
+        assert raw
+        found.append((bundle, display_id, update))
+
+    monkeypatch.setattr(IPython.display, "display", display)
+    return found
+
+
+class Marimo(ModuleType):
+    """The part of marimo that a screen uses."""
+
+    def __init__(self, is_notebook: bool = True) -> None:
+        super().__init__("marimo")
+        self.shown: list[str] = []
+        self.Html = str
+        self.output = SimpleNamespace(replace=self.shown.append)
+        self.running_in_notebook = lambda: is_notebook
+
+
+def run_in_kernel(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=kernel))
+
+
+def test_a_notebook_has_one_output_with_html_and_text_that_is_updated(
+    displayed: list[tuple[dict[str, Any], str, bool]],
+) -> None:
+    screen = NotebookScreen()
+    for number in range(3):
+        screen.paint(Shown(f"html {number}", f"text {number}"), number == 2)
+    screen.close()
+    assert [update for _, _, update in displayed] == [False, True, True]
+    assert len({display_id for _, display_id, _ in displayed}) == 1
+    assert displayed[-1][0] == {"text/html": "html 2", "text/plain": "text 2"}
+    NotebookScreen().paint(Shown(), False)
+    assert displayed[-1][1] != displayed[0][1], "each panel has its own"
+
+
+def test_marimo_replaces_the_output_of_the_cell() -> None:
+    marimo = Marimo()
+    screen = MarimoScreen(marimo)
+    screen.paint(Shown("one"), False)
+    screen.paint(Shown("two"), True)
+    screen.close()
+    assert marimo.shown == ["one", "two"]
+
+
+def test_a_terminal_is_rewritten_in_place_and_a_log_gets_the_last_frame_only() -> None:
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        screen = TerminalScreen(stream)
+        screen.paint(Shown(text="one\nframe"), False)
+        screen.paint(Shown(text="two\nframe"), True)
+        screen.close()
+    assert terminal.getvalue() == "one\nframe\n\x1b[2F\x1b[Jtwo\nframe\n"
+    assert log.getvalue() == "two\nframe\n"
+
+
+def test_a_terminal_removes_a_frame_that_is_not_the_last_one() -> None:
+    terminal = Terminal()
+    screen = TerminalScreen(terminal)
+    screen.paint(Shown(text="half"), False)
+    screen.close()
+    screen.close()
+    assert terminal.getvalue() == "half\n\x1b[1F\x1b[J"
+
+
+def test_lines_that_a_terminal_would_wrap_or_scroll_are_cut_except_in_the_last_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: (20, 5))
+    terminal, frame = Terminal(), PanelFrame(RUNNING)
+    screen = TerminalScreen(terminal)
+    screen.paint(frame, False)
+    lines = terminal.getvalue().splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) == 19
+    screen.paint(frame, True)
+    assert terminal.getvalue().endswith(f"\x1b[4F\x1b[J{frame.text}\n")
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_a_terminal_without_unicode_still_shows_the_text(state: Any) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    text = PanelFrame(state).text
+    TerminalScreen(stream).paint(PanelFrame(state), True)
+    stream.flush()
+    assert stream.buffer.getvalue() == f"{text}\n".encode("ascii", "replace")
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    time = FakeTime()
+    monkeypatch.setattr(screens.time, "monotonic", time)
+    return time
+
+
+def test_lines_are_printed_every_10_s_in_the_first_minute_then_at_twice_the_time_and_at_the_end(time: FakeTime) -> None:
+    stream = io.StringIO()
+    began_s = time.now_s
+    screen = LineScreen(stream)
+    for _ in range(20 * 60):
+        time.now_s += 0.5
+        screen.paint(Shown(line=f"{time.now_s - began_s:.0f}"), False)
+    screen.paint(Shown(line="end"), True)
+    assert stream.getvalue().split() == ["10", "20", "30", "40", "50", "60", "120", "240", "480", "end"]
+    screen.paint(Shown(), True)
+    assert stream.getvalue().endswith("end\n"), "an empty line is not printed"
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_a_run_prints_at_most_2_kb_of_lines_however_long_it_is(state: Any, time: FakeTime) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    screen, frame = LineScreen(stream), PanelFrame(state)
+    for _ in range(10 * DAY_S // 10):
+        time.now_s += 10
+        screen.paint(frame, False)
+    screen.paint(frame, True)
+    printed = stream.buffer.getvalue()
+    assert len(printed) <= 2000
+    assert len(printed.splitlines()) >= (2 if state.is_over else 15)
+    assert max(map(len, printed.decode().splitlines())) <= (760 if state.is_over else 72)
+
+
+def test_a_reader_that_has_ended_does_not_stop_the_run() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    LineScreen(Closed()).paint(Shown(line="end"), True)
+
+
+def test_only_the_last_frame_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    screen = choose_screen("final", stream)
+    assert isinstance(screen, FinalScreen)
+    screen.paint(Shown(text="one"), False)
+    screen.paint(Shown(text="two"), True)
+    screen.close()
+    assert stream.getvalue() == "two\n"
+    marimo = Marimo()
+    monkeypatch.setitem(sys.modules, "marimo", marimo)
+    screen = choose_screen("final")
+    assert screen is not None
+    screen.paint(Shown("one"), False)
+    screen.paint(Shown("two"), True)
+    assert marimo.shown == ["two"]
+
+
+def test_the_screen_fits_the_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(choose_screen(stream=Terminal()), TerminalScreen)
+    assert isinstance(choose_screen(stream=io.StringIO()), LineScreen), "a pipe, a log, or the shell of an agent"
+    with monkeypatch.context() as patch:
+        patch.setenv("TERM", "dumb")
+        assert isinstance(choose_screen(stream=Terminal()), LineScreen)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert choose_screen() is None, "a process without a console"
+    with monkeypatch.context() as patch:
+        patch.setattr(IPython, "get_ipython", SimpleNamespace)
+        assert isinstance(choose_screen(stream=Terminal()), TerminalScreen), "IPython in a terminal"
+    with monkeypatch.context() as patch:
+        run_in_kernel(patch, object())
+        assert isinstance(choose_screen(), NotebookScreen)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "marimo", Marimo())
+        assert isinstance(choose_screen(), MarimoScreen)
+        patch.setitem(sys.modules, "marimo", Marimo(is_notebook=False))
+        assert isinstance(choose_screen(stream=Terminal()), TerminalScreen), "a script that marimo wrote"
+        # marimo while it is being imported
+        patch.setitem(sys.modules, "marimo", ModuleType("marimo"))
+        assert isinstance(choose_screen(stream=Terminal()), TerminalScreen)
+
+
+# Requests as Colab's command line 0.7.5 (`colab exec`) and Colab's page send them.
+COMMAND_LINE = {"content": {"code": "", "allow_stdin": False}, "metadata": {}}
+PAGE = {"content": {"code": "", "allow_stdin": True}, "metadata": {"colab": {"cell_id": "x"}}}
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_hosted", "expected"),
+    [
+        (COMMAND_LINE, True, LineScreen),
+        (PAGE, True, NotebookScreen),
+        ({**PAGE, "metadata": {}}, True, NotebookScreen),
+        # nbclient and papermill do not answer `input()` either, but they replace the output.
+        (COMMAND_LINE, False, NotebookScreen),
+    ],
+)
+def test_colabs_command_line_which_prints_each_update_again_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any], is_hosted: bool, expected: type
+) -> None:
+    run_in_kernel(monkeypatch, SimpleNamespace(get_parent=lambda: request_))
+    monkeypatch.setattr(screens, "current_place", lambda: SimpleNamespace(can_mount_drive=is_hosted))
+    assert isinstance(choose_screen(), expected)
+
+
+def test_an_environment_variable_chooses_the_screen_unless_the_caller_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"notebook": NotebookScreen, "text": TerminalScreen, "lines": LineScreen, "final": FinalScreen}
+    for name, kind in chosen.items():
+        monkeypatch.setenv("COLABKIT_SCREEN", name)
+        assert isinstance(choose_screen(), kind)
+    assert isinstance(choose_screen("lines"), LineScreen)
+    monkeypatch.setenv("COLABKIT_SCREEN", "none")
+    assert choose_screen() is None
+    for same in ("auto", ""):
+        monkeypatch.setenv("COLABKIT_SCREEN", same)
+        assert isinstance(choose_screen(stream=Terminal()), TerminalScreen)
+    monkeypatch.setenv("COLABKIT_SCREEN", "window")
+    with pytest.raises(InvalidOption, match="COLABKIT_SCREEN is 'window'; expected one of auto, notebook, text"):
+        choose_screen()

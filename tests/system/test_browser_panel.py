@@ -1,0 +1,98 @@
+"""The panel in a real JupyterLab in Chromium: live, interrupted, narrow, and in a saved notebook.
+
+`pytest --full -n 1 tests/system/test_browser_panel.py --pictures FOLDER` also saves pictures of these states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import nbformat
+import pytest
+from jupyter_lab import PANEL, Lab
+from nbformat import NotebookNode
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+DATA = """
+import torch
+import colabkit
+
+torch.manual_seed(0)
+data = colabkit.prepare("samples:digits", splits={"train": 0.8, "val": 0.2})
+train, val = (colabkit.Loader(data[name], 64, shuffle=True) for name in ("train", "val"))
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
+"""
+TRAINING = """
+with colabkit.dashboard():
+    colabkit.train(step, train, epochs=100_000, validate=val)
+"""
+WIDTHS = {760: 1100, 400: 532, 200: 332}
+"""Widths of the panel, and of the windows in which it has this width, in pixels."""
+FRAMES = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training that was watched, then interrupted with the toolbar's button."""
+
+    lab: Lab
+    frames: list[str]
+    was_busy: bool
+    saved: NotebookNode
+
+
+@pytest.fixture(scope="module")
+def run(open_lab: Callable[[], Lab]) -> Iterator[Run]:
+    lab = open_lab()
+    lab.write("training.ipynb", [DATA, TRAINING])
+    lab.open("training.ipynb")
+    lab.run_all()
+    lab.wait_for_text(PANEL, "best validation")
+    frames = lab.frames(PANEL, FRAMES)
+    was_busy = lab.is_busy
+    lab.picture("panel-running")
+    lab.interrupt()
+    lab.wait_until_idle()
+    lab.picture("panel-interrupted")
+    yield Run(lab, frames, was_busy, lab.save())
+    lab.close()
+
+
+def test_the_panel_is_live_while_the_cell_runs(run: Run) -> None:
+    assert run.was_busy, "the cell had ended while its frames were counted"
+    assert len(set(run.frames)) == FRAMES, "the panel showed a frame again"
+
+
+def test_the_panel_is_one_output_that_names_the_interrupt(run: Run) -> None:
+    (panel,) = [output.data for output in run.saved.cells[-1].outputs if "data" in output]
+    assert sorted(panel) == ["text/html", "text/plain"]
+    assert "stopped by KeyboardInterrupt" in panel["text/plain"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_part_of_the_panel_is_cut_off(run: Run, width: int) -> None:
+    run.lab.use_width(WIDTHS[width], 1600)
+    for theme in ("Dark", "Light"):
+        run.lab.use_theme(theme)
+        run.lab.picture(f"panel-interrupted-{width}-{theme.lower()}", run.lab.page.locator(PANEL))
+    assert run.lab.page.locator(PANEL).bounding_box()["width"] == pytest.approx(width, abs=10)
+    assert run.lab.cut_off(PANEL) == []
+
+
+def test_an_untrusted_notebook_without_a_kernel_shows_the_last_frame(run: Run, lab: Lab) -> None:
+    # JupyterLab trusts files that it wrote, but not changed copies of them.
+    run.saved.metadata["copied"] = True
+    nbformat.write(run.saved, lab.folder / "copied.ipynb")
+    lab.open_without_kernel("copied.ipynb")
+    panel = lab.page.locator(".jp-OutputArea-output").filter(has_text="images/s")
+    panel.wait_for()
+    lab.page.wait_for_function("[...document.querySelectorAll('.jp-OutputArea-output img')].every(one => one.complete)")
+    lab.picture("panel-reopened")
+    drawn = panel.evaluate("panel => [...panel.querySelectorAll('img')].filter(one => one.naturalWidth > 0).length")
+    assert drawn >= 6, f"{drawn} of the charts are drawn"
+    text = panel.inner_text()
+    for words in ("stopped by KeyboardInterrupt", "epoch", "images/s", "best validation"):
+        assert words in text
