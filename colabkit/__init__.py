@@ -1,13 +1,18 @@
 """colabkit: fast input pipelines for training in hosted notebooks.
 
 ```python
-import colabkit
+import colabkit, torch
 
-staged = colabkit.stage("/content/drive/MyDrive/birds")
-packed = colabkit.pack(staged.path, "birds.h5", size=128)
-loader = colabkit.Loader(colabkit.open_pack(packed.path)["train"], batch_size=64, shuffle=True)
-for images, labels in loader: ...
+pack = colabkit.prepare("/content/drive/MyDrive/birds", size=128, splits="train=0.8,val=0.2")
+loader = colabkit.Loader(pack["train"], batch_size=64, shuffle=True)
+model = colabkit.small_network(len(pack["train"].classes), (128, 128, 3))
+step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
+report = colabkit.train(step, loader, epochs=5, validate=colabkit.Loader(pack["val"], 64), to="run")
 ```
+
+A table with paths needs `path_column=`, `root=` and `labels=`; for a regression, pass `loss=torch.nn.MSELoss()` to
+`supervised_step`. `Loader((images, labels), batch_size=64)` loads arrays; `open_pack("file.h5", x=, y=)` opens any HDF5
+file. For a loop of your own, `transform=colabkit.augment.Normalize()` converts images to floats.
 
 The code is in seven subpackages, in the order in which data flows: `foundation`, `storage`, `packs`, `loading`,
 `training`, `monitoring`, `notebook`. Each imports only from those before it in this list. The docstring of a subpackage

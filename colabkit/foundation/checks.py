@@ -25,21 +25,27 @@ from colabkit.foundation.units import format_things, parse_duration
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Similarity of two names from which one is probably a typing error of the other.
+_SIMILAR = 0.75
 # Public modules of classes whose calls are checked.
 _NAMESPACES = ("augment", "sampler")
 _FLAG_TYPES = ("bool", "bool_", "int")
-# Arguments of Keras or of other functions of colabkit, with the arguments that the caller may have meant.
+# Names of arguments that are common elsewhere, with the names that the user may mean, in order of preference.
 _SYNONYMS = {
-    "class_mode": "task",
-    "color_mode": "channels",
-    "directory": "root",
-    "image_size": "size",
-    "target_size": "size",
-    "validation_split": "splits",
-    "x_col": "path_column",
-    "y_col": "labels",
-    "overwrite": "refresh",
-    "refresh": "overwrite",
+    "class_mode": ("task",),
+    "color_mode": ("channels",),
+    "directory": ("root",),
+    "image_size": ("size",),
+    "target_size": ("size",),
+    "validation_split": ("splits",),
+    "x_col": ("path_column",),
+    "y_col": ("labels",),
+    "overwrite": ("refresh",),
+    "refresh": ("overwrite",),
+    "force": ("overwrite", "refresh"),
+    "replace": ("overwrite", "refresh"),
+    **dict.fromkeys(("checkpoint_dir", "dest", "destination", "dst", "out", "output", "save_to", "target"), ("to",)),
+    **dict.fromkeys(("jobs", "n_jobs", "num_threads", "num_workers", "workers"), ("threads", "num_workers")),
 }
 
 
@@ -56,14 +62,23 @@ def check_one_of(act: Text, name: str, value: object, choices: Iterable[object],
 
 
 def check_callable(
-    act: Text, name: str, value: object, next_step: Text, *, optional: bool = True, takes: str | None = None
+    act: Text,
+    name: str,
+    value: object,
+    next_step: Text,
+    *,
+    optional: bool = True,
+    takes: str | None = None,
+    count: int = 1,
+    or_else: str = "",
 ) -> None:
     """Raise `InvalidOption` unless a value is a callable other than a class, or None if `optional`.
 
-    If `takes` is given, it describes the argument that the callable must accept; if it is empty, the callable must
-    accept a call without arguments. A callable whose parameters are unknown is accepted.
+    If `takes` is given, it describes the `count` arguments that the callable must accept; if it is empty, the callable
+    must accept a call without arguments. A callable whose parameters are unknown is accepted. The message starts the
+    expected values with `or_else`.
     """
-    expected = "a callable or None" if optional else "a callable"
+    expected = f"{or_else}a callable{' or None' if optional else ''}"
     if isinstance(value, type):
         is_class = (option(name, Code(value.__name__)), " is a class")
         create = ("Create an instance: ", option(name, Code(f"{value.__name__}(...)")))
@@ -79,10 +94,10 @@ def check_callable(
             # Some functions written in C do not describe their parameters.
             return
         try:
-            signature.bind(*([None] if takes else []))
+            signature.bind(*[None] * (count if takes else 0))
         except TypeError:
             found = f"{name} takes {signature.replace(return_annotation=signature.empty)}"
-            expected = f"one argument, {takes}" if takes else "no arguments"
+            expected = f"{'one argument' if count == 1 else f'{count} arguments'}, {takes}" if takes else "no arguments"
             raise InvalidOption(cannot(act, found, expected, next_step)) from None
 
 
@@ -143,13 +158,19 @@ def check_number(
 
 
 def check_duration(
-    act: Text, name: str, value: object, *, needs_unit: bool = False, example: float | str = "30min"
+    act: Text,
+    name: str,
+    value: object,
+    *,
+    needs_unit: bool = False,
+    example: float | str = "30min",
+    or_else: str = "",
 ) -> float:
     """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds.
 
     Raises:
         InvalidOption: if the value is none of these, is not finite or not above 0, or if it is a number and
-            `needs_unit` is true; the message suggests `example`.
+            `needs_unit` is true; the message suggests `example`, and starts the expected values with `or_else`.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else None if needs_unit else value
     if isinstance(value, str):
@@ -162,7 +183,7 @@ def check_duration(
         expected = "a duration above 0 in seconds, or with a unit (s, min, h or d)"
         if needs_unit:
             expected = "a duration above 0 with a unit (s, min, h or d)"
-        raise InvalidOption(cannot(act, option(name, value), expected, next_step))
+        raise InvalidOption(cannot(act, option(name, value), f"{or_else}{expected}", next_step))
     return float(seconds)
 
 
@@ -273,14 +294,16 @@ def _wrong_call(
     usage = ("Use ", _call_of(function, args, ", ".join(required)))
     act = f"call {_call_of(function, args)}"
     for name in [name for name in kwargs if name not in parameters]:
-        synonym = _SYNONYMS.get(name, "")
-        closest = [synonym] if synonym in parameters else difflib.get_close_matches(name, parameters, n=1)
+        synonyms = [one for one in _SYNONYMS.get(name, ()) if one in parameters]
+        closest = synonyms or difflib.get_close_matches(name, parameters, n=1, cutoff=_SIMILAR)
         advice: Text = f"See help({_call_of(function, args).removesuffix('()')})"
         advice = instead.get(name) or (("Use ", option(closest[0])) if closest else advice)
         return cannot(act, f"it has no argument {name}=", "", advice)
     if len(given) > len(by_place):
         named = next((name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY), "")
-        example = ("For example, use ", option(named, given[len(by_place)])) if named else usage
+        value = given[len(by_place)]
+        is_short = isinstance(value, bool | int | float | str) or value is None
+        example = ("For example, use ", option(named, value) if is_short else option(named)) if named else usage
         found = f"{format_things(len(given), 'argument')} without a name {'is' if len(given) == 1 else 'are'} given"
         most = f"at most {len(by_place)} ({', '.join(by_place)})" if by_place else "none"
         return cannot(act, found, most, example)

@@ -146,6 +146,7 @@ class LineScreen:
         self._began_s = time.monotonic()
         self._next_s = self._began_s + _LINE_EVERY_S
         self._left_bytes = _MOST_BYTES
+        self._printed = ""
 
     def paint(self, frame: Frame, final: bool) -> None:
         """Print a line if one is due, or if the frame is final."""
@@ -156,7 +157,9 @@ class LineScreen:
         self._next_s = now_s + (_LINE_EVERY_S if passed_s < _LINES_UNTIL_S else passed_s)
         line = f"{_encodable(frame.line, self._stream)}\n"
         size = len(line.encode())
-        if frame.line and (final or size <= self._left_bytes):
+        # The last frame of a run may have been printed when it was due.
+        if frame.line and line != self._printed and (final or size <= self._left_bytes):
+            self._printed = line
             self._left_bytes -= size
             # The reader of a pipe may have ended, and a disk may be full, which must not stop the run.
             with contextlib.suppress(OSError):

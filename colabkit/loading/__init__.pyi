@@ -22,6 +22,7 @@ from .engine.batches import map_tensors as map_tensors
 from .engine.batches import tensors_in as tensors_in
 from .engine.device import set_mark as set_mark
 from .inspection import bytes_in as bytes_in
+from .inspection import check_loader as check_loader
 from .inspection import files_of as files_of
 from .inspection import is_remote as is_remote
 from .inspection import may_be_loader as may_be_loader

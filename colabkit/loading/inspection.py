@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from colabkit.foundation import LoaderMeters, can_hang, mounts
+from colabkit.foundation import Code, InvalidOption, LoaderMeters, Text, call, can_hang, cannot, kind_of, mounts
 from colabkit.packs import FileDataset, PackedDataset
 
 _HOLDERS = (Mapping, tuple, list)
@@ -27,6 +27,16 @@ def may_be_loader(of: Any) -> bool:
     if isinstance(of, list | tuple):
         return not of or _may_be_batch(of[0])
     return isinstance(of, Iterable)
+
+
+def check_loader(act: Text, name: str, value: Any, expected: str, usage: Text) -> None:
+    """Raise `InvalidOption` unless a value is a `Loader`; the message shows how to make a Loader of a dataset."""
+    if isinstance(getattr(value, "meters", None), LoaderMeters):
+        return
+    of = "pack['train']" if isinstance(value, Mapping) else "dataset" if isinstance(value, Dataset) else ""
+    of = "dataloader.dataset" if isinstance(value, DataLoader) else of
+    next_step = ("Pass ", call("Loader", Code(of), batch_size=64)) if of else usage
+    raise InvalidOption(cannot(act, f"{name} is {kind_of(value)}", expected, next_step))
 
 
 def _may_be_batch(one: Any) -> bool:

@@ -20,7 +20,6 @@ from colabkit.foundation import (
     format_count,
     format_seconds,
     meters,
-    option,
     partials,
     printable,
     user_path,
@@ -202,8 +201,11 @@ def runs_in(folder: Path) -> list[Path]:
 
     found = folders_with_status(folder)
     if not found:
-        act, expected = f"show the status of {str(folder)!r}", "the folder that train() saves checkpoints to"
-        next_step = ("Pass the folder given to train() as ", option("to"))
+        act, expected = (
+            f"show the status of {str(folder)!r}",
+            "a folder with the checkpoints of a run",
+        )
+        next_step = "Pass the folder to which the training saves its checkpoints"
         raise SourceMissing(cannot(act, "there is no run in this folder or its subfolders", expected, next_step))
     return found
 

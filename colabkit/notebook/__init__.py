@@ -4,6 +4,7 @@
   the classes of its rows; `training_options`: the options of `train`.
 - `options`: converts the words of a line to keyword arguments, and writes messages in the syntax of a line.
 - `lines`: parses and completes the line of a magic.
+- `hints`: explains an error of torch below a cell.
 - `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.
 - `command_line`: the command `colabkit`; `shell_completion`: its completion in bash, zsh and fish.
 - `launcher`: the panel with buttons. `demonstration`: `demo()`. `template`: the template notebook, `write_template()`.

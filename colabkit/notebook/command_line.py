@@ -9,6 +9,7 @@ traceback if the user's file failed. With `--json`, standard output is one JSON 
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import os
@@ -75,8 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb: Verb | None = None
     try:
         if name.startswith("-"):
-            next_step = f"Write {name} after the verb, or see colabkit --help"
-            raise InvalidOption(cannot("run colabkit", f"{name!r} comes before the verb", "", next_step))
+            similar = difflib.get_close_matches(name, ("--help", "--version"), n=1, cutoff=0.75)
+            found = f"there is no option {name}" if similar else f"{name!r} comes before the verb"
+            next_step = f"Use {similar[0]}" if similar else f"Write {name} after the verb, or see colabkit --help"
+            raise InvalidOption(cannot("run colabkit", found, "", next_step))
         verb = verb_named(name.replace("-", "_"), _VERBS, "colabkit")
         parser = parser_of(verb, f"colabkit {verb.name}")
         parser.add_argument("--json", action="store_true", help="print the report, or the error, as JSON")

@@ -18,6 +18,7 @@ import colabkit
 from colabkit.foundation import InvalidOption, OneLineError, cannot
 from colabkit.monitoring import is_any_open
 from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
+from colabkit.notebook.hints import hint_after_errors
 from colabkit.notebook.lines import complete_lines, line_parser, split_line
 from colabkit.notebook.options import LineWords, arguments_of, list_verbs, look_up_in, parser_of, speak, verb_named
 from colabkit.notebook.verb_types import Verb
@@ -81,7 +82,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
                 del known[kind][name]
 
     lines = {("%%" if kind == "cell" else "%") + name for kind, name, _ in ours}
-    _unloaders[shell] = [forget, panels.hide, complete_lines(shell, lines), show_beside_training()]
+    others = complete_lines(shell, lines), hint_after_errors(shell), show_beside_training()
+    _unloaders[shell] = [forget, panels.hide, *others]
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:

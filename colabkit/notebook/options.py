@@ -42,7 +42,7 @@ class VerbParser(argparse.ArgumentParser):
         known = self._option_string_actions
         for name in (word.partition("=")[0] for word in options if word.startswith("--") and " " not in word):
             if name not in known:
-                similar = difflib.get_close_matches(name, known, n=1)
+                similar = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
                 self.error(f"unknown option {name}{f' (did you mean {similar[0]}?)' if similar else ''}")
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:

@@ -48,6 +48,7 @@ from .sources.lmdb_records import LmdbSource as LmdbSource
 from .sources.manifest import TABLE_SUFFIXES as TABLE_SUFFIXES
 from .sources.manifest import ManifestSource as ManifestSource
 from .sources.manifest import is_frame as is_frame
+from .sources.manifest import table_problem as table_problem
 from .sources.ranges import RangeSource as RangeSource
 from .sources.reads import Retries as Retries
 from .sources.reads import read_item as read_item

@@ -1,3 +1,4 @@
+from .batch_values import is_of_bytes as is_of_bytes
 from .ceiling import HeadspaceReport as HeadspaceReport
 from .ceiling import headspace as headspace
 from .evaluation import EvaluateReport as EvaluateReport

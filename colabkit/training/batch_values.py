@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from colabkit.foundation import InvalidOption, cannot, kind_of
 
-TRAIN_ON = "train on a batch"
+TRAIN_ON = "use a batch"
 # The maximum number of batches whose accuracies are computed together, and of scores in such a batch.
 _GROUPED, _SMALL = 32, 1 << 14
 _ELEMENTWISE = (
@@ -55,18 +55,37 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     raise InvalidOption(cannot(TRAIN_ON, found, "two tensors, images and labels", next_step))
 
 
+def is_of_bytes(error: BaseException) -> bool:
+    """Return whether an error of torch says that a layer got a `uint8` tensor."""
+    # torch's error for labels or embedding indices of the wrong dtype contains "Long".
+    return any(name in str(error) for name in ("unsigned char", "Byte")) and "Long" not in str(error)
+
+
 def unscaled_images(error: RuntimeError, batch: Any) -> InvalidOption | None:
     """Return a clear error if a custom step failed because its model got `uint8` images; None for other errors."""
-    # torch's error for labels or embedding indices of the wrong dtype contains "Long".
-    is_of_bytes = any(name in str(error) for name in ("unsigned char", "Byte")) and "Long" not in str(error)
     images = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(batch, Mapping):
         images = batch.get("X", next(iter(batch.values()), None))
-    if not is_of_bytes or not isinstance(images, Tensor) or images.dtype is not torch.uint8:
+    if not is_of_bytes(error) or not isinstance(images, Tensor) or images.dtype is not torch.uint8:
         return None
     found = f"the images are uint8 ({str(error).partition(chr(10))[0].rstrip('.')})"
     next_step = "Pass transform=colabkit.augment.Normalize() to the Loader, or use supervised_step()"
     return InvalidOption(cannot(TRAIN_ON, found, "floating-point images", next_step))
+
+
+def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
+    """Return a clear error if images do not fit a model whose first convolution takes `channels`; None if they fit."""
+    shape = list(images.shape)
+    if channels is None or (images.dim() == 4 and shape[1] == channels) or images.dim() not in (3, 4):
+        return None
+    found = f"the images have the shape {shape}"
+    next_step = f"Use a model whose first layer takes {shape[1]} channels, or images with {channels}"
+    if images.dim() == 3:
+        next_step = "Pass arrays with a dimension for the channels to the Loader, such as images[:, None]"
+    elif shape[3] == channels:
+        next_step = "Pass numpy.moveaxis(images, 3, 1) to the Loader, or pack uint8 arrays with colabkit.pack()"
+    expected = f"[B, {channels}, H, W], as the model's first convolution takes {channels} channels"
+    return InvalidOption(cannot(TRAIN_ON, found, expected, next_step))
 
 
 def is_cross_entropy(loss: Any) -> bool:
@@ -108,7 +127,7 @@ def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tens
         if labels.is_floating_point() and labels.shape != scores.shape:
             found = f"the labels are {str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}, and {outputs}"
             expected = "class indices, or a probability for each class, for cross entropy"
-            next_step = "For regression, use supervised_step(model, optimizer, loss=nn.MSELoss())"
+            next_step = "For regression, pass loss=nn.MSELoss() to supervised_step() or evaluate()"
             raise InvalidOption(cannot(TRAIN_ON, found, expected, next_step)) from error
         if isinstance(error, IndexError) and labels.numel() and int(labels.max()) >= scores.shape[1]:
             found = f"the label {int(labels.max())} is in the batch, but {outputs}"

@@ -29,7 +29,7 @@ from colabkit.foundation import (
     option,
     user_path,
 )
-from colabkit.loading import Loader, may_be_loader, samples_in
+from colabkit.loading import Loader, check_loader, may_be_loader, samples_in
 from colabkit.training.models import StepOptions
 from colabkit.training.run_checkpoints import load_weights
 from colabkit.training.steps import SupervisedStep
@@ -106,7 +106,7 @@ def evaluate(
     step = _step_of(act, "evaluate", model, loss)
     if not may_be_loader(loader):
         usage = ("Use ", call("evaluate", Code("model"), Code("loader")))
-        check_type(act, "loader", loader, Loader, "an iterable of batches", usage)
+        check_loader(act, "loader", loader, "an iterable of batches", usage)
     if checkpoint is not None:
         load_weights(act, step.parts["model"], user_path(checkpoint, act).absolute())
     samples = 0
@@ -155,7 +155,7 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
     act = "predict"
     step = _step_of(act, "predict", model, None)
     usage = ("Use ", call("predict", Code("model"), Code("loader")))
-    check_type(act, "loader", loader, Loader, "a colabkit.Loader, whose order is known", usage)
+    check_loader(act, "loader", loader, "a colabkit.Loader, whose order is known", usage)
     state = loader.state_dict()
     count = loader.meters.facts.samples if loader.meters.facts is not None else None
     if state["order"].split(" ")[0] not in _STORED_ORDERS:

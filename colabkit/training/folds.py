@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy.typing as npt
+from torch import nn
 
 from colabkit.foundation import (
     Code,
@@ -109,9 +110,14 @@ def k_fold(
     """
     act = "cross-validate"
     usage = ("Use ", call("k_fold", Code("run"), Code("dataset")))
+    example = "For example, define it as def run(train, held_out, fold)"
+    if isinstance(run, nn.Module):
+        expected = "a function that creates and trains a model for one fold"
+        raise InvalidOption(cannot(act, f"run is {kind_of(run)}, a model", expected, example))
     check_callable(act, "run", run, usage, optional=False)
-    example = ("For example, pass ", call("open_pack", Code("path")), "['train']")
-    check_type(act, "dataset", dataset, PackedDataset, "a split of a pack", example)
+    check_callable(act, "run", run, example, takes="the training view, the held-out view and the fold number", count=3)
+    of_pack = ("For example, pass ", call("open_pack", Code("path")), "['train']")
+    check_type(act, "dataset", dataset, PackedDataset, "a split of a pack", of_pack)
     check_whole_number(act, "folds", folds, 2)
     done: list[TrainReport | Mapping[str, float]] = []
     values: list[Mapping[str, float]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import numbers
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -142,7 +143,7 @@ def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> Non
     if scheduler is None:
         return
     step = getattr(scheduler, "step", None)
-    if not callable(step) or not isinstance(scheduler, Stateful):
+    if not callable(step) or not isinstance(scheduler, Stateful) or isinstance(scheduler, Optimizer):
         expected = "a scheduler from torch.optim.lr_scheduler, or None"
         example = ("For example, use ", option("scheduler", Code("StepLR(optimizer, 30)")))
         raise InvalidOption(cannot(_MAKE, f"scheduler is {kind_of(scheduler)}", expected, example))
@@ -318,6 +319,8 @@ def compiled(module: nn.Module, mode: str | None) -> Forward:
 
 _GRID = 8
 """Approximate size, in pixels, of the shorter side after the first layer of `small_network()`."""
+_COLORS = range(1, 5)
+_SHAPE = option("shape", (64, 64, 3))
 
 
 @checked_call()
@@ -347,11 +350,19 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
         torch.Size([4, 10])
     """
     act = "create a small network"
+    if isinstance(classes, list | tuple):
+        names = f"classes is {kind_of(classes)}"
+        raise InvalidOption(cannot(act, names, "the number of classes", ("Use ", option("classes", len(classes)))))
     check_whole_number(act, "classes", classes, 1)
-    if len(shape) != 3 or min(shape) < 1:
+    sides = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
+    if len(sides) != 3 or not all(isinstance(side, numbers.Integral) and side >= 1 for side in sides):
         expected = "height, width and channels, each 1 or more"
-        next_step = ("For example, pack images with ", option("size", 64), " and use the sample_shape of the report")
-        raise InvalidOption(cannot(act, option("shape", tuple(shape)), expected, next_step))
+        raise InvalidOption(cannot(act, option("shape", shape), expected, ("For example, use ", _SHAPE)))
+    if sides[0] in _COLORS and sides[2] > max(_COLORS):
+        # Nobody has images one to four pixels high, so this is the order of a tensor.
+        ordered = ("Use ", option("shape", (*sides[1:], sides[0])))
+        found = (option("shape", sides), " has the channels first")
+        raise InvalidOption(cannot(act, found, "height, width and channels", ordered))
     height, width, channels = shape
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

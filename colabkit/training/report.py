@@ -366,10 +366,13 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
         with file_changes.translated("read the report"), open(found, encoding="utf-8", errors="replace") as file:
             text = file.read()
     except FileFailed as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
         expected = "a file that TrainReport.save() wrote"
         act = f"read the report {str(found)!r}"
+        if isinstance(error.__cause__, IsADirectoryError):
+            next_step = f"For a run with checkpoints, pass its status, {str(found / 'status.json')!r}"
+            raise BadSource(cannot(act, "it is a folder", expected, next_step)) from error
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise SourceMissing(cannot(act, "the file does not exist", expected, "Check the path")) from error
     try:
         return run_of(json.loads(text))

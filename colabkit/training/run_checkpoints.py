@@ -27,6 +27,7 @@ from colabkit.foundation import (
     cannot,
     file_changes,
     format_things,
+    in_python,
     mounts,
     option,
 )
@@ -317,7 +318,13 @@ def load_weights(act: str, model: Stateful, path: Path) -> None:
         raise Corrupt(cannot(act, str(error), "an undamaged checkpoint", "Use another checkpoint")) from error
     if content is None:
         missing = f"{str(path)!r} is not the file of a checkpoint"
-        raise SourceMissing(cannot(act, missing, "", "Pass the path in the report of train(), such as report.best"))
+        next_step: Text = (
+            "Pass the path of a file such as 'run/checkpoint-00000100.pt'",
+            in_python(", or report.best"),
+        )
+        if remote is None and (inside := [one.path for one in sealed_in(path)]):
+            missing, next_step = f"{str(path)!r} is a folder", f"Pass a checkpoint in it, such as {str(inside[0])!r}"
+        raise SourceMissing(cannot(act, missing, "", next_step))
     if "model" not in content["state"]:
         names = ", ".join(map(repr, content["state"])) or "nothing"
         next_step = "Load the weights yourself: torch.load(path, weights_only=True)['content']['state']"

@@ -41,6 +41,8 @@ RESERVE_S = 5.0
 BOUNCE_S = 0.3
 """Seconds after a Ctrl-C during which a second one is ignored, because the key may have bounced."""
 
+_OR_ELSE = "a number of steps, 'epoch', or "
+
 logger = logging.getLogger("colabkit")
 
 
@@ -84,7 +86,7 @@ class SaveSchedule:
         self._steps: int | None = None
         self._seconds: float | None = None
         if isinstance(every, str) and every != "epoch":
-            self._seconds = check_duration("train", "save_every", every)
+            self._seconds = check_duration("train", "save_every", every, needs_unit=True, or_else=_OR_ELSE)
         elif not isinstance(every, str):
             check_whole_number("train", "save_every", every, 1)
             self._steps = every

@@ -21,6 +21,7 @@ from colabkit.training.batch_values import (
     inputs_of,
     is_cross_entropy,
     is_right,
+    misfit_images,
     pair_of,
     step_values,
 )
@@ -346,6 +347,15 @@ class SupervisedStep:
         return InvalidOption(cannot(TRAIN_ON, found, "the same device", next_step))
 
     def _scored(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
+        try:
+            return self._scored_in_precision(forward, images, labels)
+        except RuntimeError as error:
+            takes = (layer.in_channels for layer in self._model.modules() if isinstance(layer, nn.Conv2d))
+            if "channels" in str(error) and (clear := misfit_images(images, next(takes, None))) is not None:
+                raise clear from error
+            raise
+
+    def _scored_in_precision(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
         if self._autocast is None:
             scores = forward(images)
         else:

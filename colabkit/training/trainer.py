@@ -32,7 +32,7 @@ from colabkit.foundation import (
     sampled,
     user_path,
 )
-from colabkit.loading import Loader, may_be_loader
+from colabkit.loading import Loader, check_loader, may_be_loader
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.models import Stateful
 from colabkit.training.ranks import Ranks
@@ -58,7 +58,7 @@ def check_step(act: str, function: str, step: Any, loader: Any, is_any_loader: b
     check_callable(act, "step", step, "For example, begin it with def step(batch): x, y = batch", takes="the batch")
     if not (is_any_loader and may_be_loader(loader)):
         kind = "an iterable of batches" if is_any_loader else "a colabkit.Loader"
-        check_type(act, "loader", loader, Loader, kind, usage)
+        check_loader(act, "loader", loader, kind, usage)
 
 
 def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, Stateful]:
@@ -95,9 +95,8 @@ def _validation_of(
     if validate is None:
         return None, names
     if not isinstance(validate, Loader):
-        check_callable(
-            _ACT, "validate", validate, "Pass a Loader, or a function that returns a dict of numbers", takes=""
-        )
+        advice = "Pass a Loader, or a function that returns a dict of numbers"
+        check_callable(_ACT, "validate", validate, advice, takes="", or_else="a Loader, ")
         return lambda _: validate(), None
     if validate is loader:
         same = "validate is the training Loader"

@@ -26,7 +26,7 @@ from waiting import comes_true
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).parents[2]
 PANEL = "[aria-label='Training panel']"
@@ -184,10 +184,13 @@ class Lab:
         self.page.wait_for_selector(".jp-OutputArea-output")
 
     def reload(self) -> None:
-        """Reload the page, as the browser's button does, and wait until it is connected to its kernel again."""
+        """Reload the page, as the browser's button does, and wait until it shows the notebook again.
+
+        A kernel that runs a cell does not answer in the meantime.
+        """
         self.page.reload()
         self._wait_for_app()
-        self._wait_for_kernel()
+        self.page.wait_for_selector(".jp-OutputArea-output")
 
     def _go(self, path: str) -> None:
         self.page.goto(f"{self._server.address}{path}&token={self._server.token}")
@@ -294,8 +297,15 @@ class Lab:
             selector,
         )
 
-    def picture(self, name: str, of: Locator | None = None) -> None:
-        """Save a picture of the page, or of an element, if pictures are asked for."""
+    def picture(self, name: str, selector: str = "") -> None:
+        """Save a picture of the page, or of the visible part of the last such element, if pictures are asked for."""
         if self._pictures is not None:
             self.page.evaluate(_PAINTED)
-            (of or self.page).screenshot(path=self._pictures / f"{name}.png")
+            # The panel replaces its elements, so an element may be gone before a picture of it is taken.
+            find = """name => {
+                const found = [...document.querySelectorAll(name)].at(-1);
+                found.scrollIntoView({block: 'nearest'});
+                return found.getBoundingClientRect().toJSON();
+            }"""
+            box = self.page.evaluate(find, selector) if selector else None
+            self.page.screenshot(path=self._pictures / f"{name}.png", clip=box)

@@ -48,7 +48,7 @@ def shown() -> dict[Mistake, str]:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, {"COLABKIT_LOCAL": str(home / "local"), "COLUMNS": "100"}))
             for module in ("foundation.mount_table", "storage.drive.mountpoints", "storage.drive.drivefs"):
-                stack.enter_context(mock.patch(f"colabkit.{module}.mounts", list))
+                stack.enter_context(mock.patch(f"colabkit.{module}.mounts", return_value=[]))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             home.chmod(0o755)

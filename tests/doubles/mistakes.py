@@ -177,6 +177,13 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "a table with a missing file", 'colabkit.pack("gone.csv", "x.h5")', "SourceMissing", "1 of 9 rows", "2 of"
         ),
         Mistake(
+            "a table whose columns have other names",
+            'colabkit.pack("names.csv", "x.h5")',
+            "BadSource",
+            "common name for paths, among 'name', 'kind'",
+            "the first file",
+        ),
+        Mistake(
             "a column that does not exist",
             'colabkit.pack("birds.csv", "x.h5", labels="labl")',
             "InvalidOption",
@@ -242,6 +249,16 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         ),
         Mistake("the same in a terminal", "colabkit pack photos x.h5 --overwite", "usage", "did you mean --overwrite?"),
         Mistake("an unknown verb", "colabkit stagee photos", "usage", "stage"),
+        Mistake("a typing error in a general option", "colabkit --verson", "usage", "Use --version", "after the verb"),
+        Mistake("another tool's option", "colabkit stage photos --log x", "usage", "unknown option --log", "did you"),
+        Mistake(
+            "another name of overwrite", 'colabkit.pack("photos", "x.h5", force=True)', "InvalidOption", "overwrite="
+        ),
+        Mistake("another name of to", 'colabkit.pack("photos", out="x.h5")', "InvalidOption", "Use to=", "layout"),
+        Mistake("another name of threads", 'colabkit.stage("photos", workers=4)', "InvalidOption", "Use threads="),
+        Mistake(
+            "a loader where names are expected", "colabkit.dashboard(loader)", "InvalidOption", "attach=", "Loader of"
+        ),
         Mistake("an unknown verb in a notebook", "%colabkit stagee photos", "InvalidOption", "Run %colabkit stage"),
         Mistake("no arguments", "%pack", "InvalidOption", "See %pack --help"),
         Mistake("a quote that is not closed", "%stage 'photos", "InvalidOption", "a quote is not closed"),
@@ -318,7 +335,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         ),
         Mistake("text as an index", 'data["first"]', "InvalidOption", "the index is a str"),
         Mistake("datasets named in a pack", 'colabkit.open_pack("birds.h5", x="images")', "InvalidOption", "Omit x="),
-        Mistake("a file with uncommon names", 'colabkit.open_pack("theirs.h5")', "BadSource", "Name the datasets"),
+        Mistake(
+            "a file with uncommon names", 'colabkit.open_pack("theirs.h5")', "BadSource", "x='pixels'", "'images' and"
+        ),
+        Mistake(
+            "a file of others in a terminal", "colabkit pack theirs.h5 x.h5", "BadSource", "In Python, open an HDF5"
+        ),
         Mistake(
             "too few labels",
             'colabkit.open_pack("theirs.h5", x="pixels", y="answers")',
@@ -342,6 +364,9 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "colabkit.Loader(torch.utils.data.DataLoader([1, 2]), 4)",
             "InvalidOption",
             "the dataset is a DataLoader",
+        ),
+        Mistake(
+            "arrays without a tuple", "colabkit.Loader(np.zeros((4, 3)), np.zeros(4))", "InvalidOption", "as a tuple"
         ),
         Mistake("a batch size of 0", "colabkit.Loader(data, 0)", "InvalidOption", "of 1 or more"),
         Mistake("text as the batch size", 'colabkit.Loader(data, "32")', "InvalidOption", "Use batch_size=32"),
@@ -445,6 +470,65 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
     ),
     "Training": (
         Mistake("no loader", "colabkit.train(step)", "InvalidOption", "loader is missing", "positional"),
+        Mistake(
+            "torch's DataLoader as the loader",
+            "colabkit.train(step, torch.utils.data.DataLoader(data))",
+            "InvalidOption",
+            "colabkit.Loader(dataloader.dataset, ",
+        ),
+        Mistake(
+            "a pack to predict",
+            'colabkit.predict(model, colabkit.open_pack("birds.h5"))',
+            "InvalidOption",
+            "colabkit.Loader(pack['train'], ",
+        ),
+        Mistake(
+            "a dataset to evaluate", "colabkit.evaluate(model, data)", "InvalidOption", "colabkit.Loader(dataset, "
+        ),
+        Mistake("a dataset to validate", "colabkit.train(step, loader, validate=data)", "InvalidOption", "a Loader, "),
+        Mistake(
+            "images with the channels last",
+            'colabkit.train(step, colabkit.Loader((np.zeros((8, 6, 5, 3), "f4"), np.zeros(8, int)), 4))',
+            "InvalidOption",
+            "numpy.moveaxis(images, 3, 1)",
+            "groups=1",
+        ),
+        Mistake(
+            "images without channels",
+            'colabkit.evaluate(step, colabkit.Loader((np.zeros((8, 6, 5), "f4"), np.zeros(8, int)), 4))',
+            "InvalidOption",
+            "images[:, None]",
+            "groups=1",
+        ),
+        Mistake(
+            "names of classes as their number", "colabkit.small_network(data.classes, (6, 5, 3))", "InvalidOption", "=3"
+        ),
+        Mistake("the channels first", "colabkit.small_network(3, (3, 64, 64))", "InvalidOption", "shape=(64, 64, 3)"),
+        Mistake("one side as a shape", "colabkit.small_network(3, 64)", "InvalidOption", "height, width and channels"),
+        Mistake(
+            "a model to cross-validate", "colabkit.k_fold(model, data)", "InvalidOption", "(train, held_out, fold)"
+        ),
+        Mistake("a fold without numbers", "colabkit.k_fold(own, data)", "InvalidOption", "expected 3 arguments"),
+        Mistake("a folder to diagnose", 'colabkit.doctor("photos")', "BadSource", "'photos/status.json'", "disk"),
+        Mistake(
+            "an unknown rhythm of checkpoints",
+            'colabkit.train(step, loader, to="run", save_every="10 steps")',
+            "InvalidOption",
+            "a number of steps, 'epoch', or a duration",
+        ),
+        Mistake(
+            "an optimizer as the scheduler",
+            "colabkit.supervised_step(model, optimizer, scheduler=optimizer)",
+            "InvalidOption",
+            "torch.optim.lr_scheduler",
+        ),
+        Mistake(
+            "a folder as the checkpoint",
+            'colabkit.train(step, loader, to="trained")\ncolabkit.evaluate(model, loader, checkpoint="trained")',
+            "SourceMissing",
+            "Pass a checkpoint in it",
+        ),
+        Mistake("a folder without a run", "colabkit status photos", "SourceMissing", "saves its checkpoints", "to="),
         Mistake("loader and step exchanged", "colabkit.train(loader, step)", "InvalidOption", "step is a Loader"),
         Mistake(
             "a model as the step",

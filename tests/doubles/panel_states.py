@@ -154,7 +154,13 @@ STAGING = replace(
     cost_share=0.001,
     at_s=1.8e9,
 )
-PACKING = replace(STAGING, work=Progress("pack", 812, 2000, " samples", "", 31.0), work_per_s=212.0, remaining_s=None)
+PACKING = replace(
+    STAGING,
+    work=Progress("pack", 812, 2000, " samples", "", 31.0),
+    work_per_s=212.0,
+    work_curve=wave(60, 212, 40),
+    remaining_s=None,
+)
 NO_GPU = replace(HOST, gpus=())
 STATES = {
     "running": RUNNING,

@@ -8,7 +8,7 @@ from time import time as now
 
 import pytest
 import torch
-from panel_states import DIAGNOSIS, HOST, FakeTime, Machine, render, took
+from panel_states import DIAGNOSIS, HOST, STATES, FakeTime, Machine, render, took
 from simulated_gpu import SimulatedGpu
 
 from colabkit.foundation import HostSnapshot, LoaderFacts, LoaderMeters, MetersSnapshot, Progress, meters
@@ -24,6 +24,7 @@ class AskedDoctor:
         self.facts: LoaderFacts | None = None
         self.hosts: Sequence[HostSnapshot] = ()
         self.cost_share: float | None = None
+        self.diagnosis = DIAGNOSIS
 
     def look(
         self,
@@ -36,7 +37,7 @@ class AskedDoctor:
         self.spent.append(spent)
         self.is_over = is_over
         self.facts, self.hosts, self.cost_share = facts, hosts, cost_share
-        return DIAGNOSIS
+        return self.diagnosis
 
 
 @pytest.fixture
@@ -167,6 +168,22 @@ def test_the_doctor_looks_every_two_seconds_and_at_the_end(
     recorder.note(meters.RunEnded(None))
     seen(recorder)
     assert (len(doctor.spent), doctor.is_over) == (6, True)
+
+
+def test_the_doctor_counts_the_steps_of_every_frame_until_its_first_verdict(
+    recorder: RunRecorder, doctor: AskedDoctor, time: FakeTime
+) -> None:
+    doctor.diagnosis = STATES["measuring"].diagnosis
+    recorder.note(meters.RunStarted(LoaderMeters(), 2, 100))
+    for _ in range(3):
+        seen(recorder)
+        time.now_s += 0.5
+    assert len(doctor.spent) == 3
+    doctor.diagnosis = DIAGNOSIS
+    for _ in range(4):
+        seen(recorder)
+        time.now_s += 0.5
+    assert len(doctor.spent) == 4
 
 
 def test_a_real_doctor_accepts_the_recorded_run(time: FakeTime) -> None:

@@ -97,9 +97,10 @@ FIRST_LINES = (
     (RUNNING, DIAGNOSIS.sentence, "epoch 8/30 · step 814/1,250 · about 31 min left"),
     (STATES["waiting"], "Waiting for data since 3.2 s", "epoch 8/30 · step 814/1,250 · about 31 min left"),
     (STATES["first epoch"], DIAGNOSIS.sentence, "epoch 1/30 · step 814/1,250 · about 2 min left in this epoch"),
-    (FINISHED, DIAGNOSIS.sentence, "finished · epoch 30/30 · step 1,250/1,250 · 38 min 31 s in total"),
-    (STATES["stopped"], DIAGNOSIS.sentence, "stopped by KeyboardInterrupt · epoch 4/30"),
+    (FINISHED, f"Finished. {DIAGNOSIS.sentence}", "epoch 30/30 · step 1,250/1,250 · 38 min 31 s in total"),
+    (STATES["stopped"], f"Stopped. {DIAGNOSIS.sentence}", "stopped by KeyboardInterrupt · epoch 4/30"),
     (replace(EMPTY, phase="finished"), "Finished", "0 µs in total"),
+    (replace(STATES["measuring"], phase="stopped", stopped_by="ValueError"), "Stopped", "stopped by ValueError"),
     (
         STATES["staging"],
         "Copying files to this machine",
@@ -126,6 +127,11 @@ def test_the_progress_bar_shows_the_progress_of_finished_and_stopped_runs() -> N
     assert "aria-label='done: 100%'" in render(replace(FINISHED, steps_per_epoch=None))[0]
     assert "aria-label='done: 38%'" in render(STATES["staging"])[0]
     assert "done:" not in render(EMPTY)[0]
+
+
+def test_the_time_of_small_charts_is_shown_only_with_charts() -> None:
+    assert "small charts: last minute" in render(RUNNING)[1]
+    assert "small charts" not in render(replace(STATES["measuring"], hosts=(HOST,), speed_curve=(310.0,)))[1]
 
 
 def test_a_short_wait_is_not_shown() -> None:

@@ -56,7 +56,7 @@ def test_pictures_of_large_photos_are_jpeg_to_keep_notebooks_small(tmp_path):
 
 
 def test_marimo_displays_the_picture_at_half_its_pixel_size(pack, tmp_path):
-    photos = open_pack(make_pack(tmp_path / "p.h5", (400, 400, 3), train=4))
+    photos = open_pack(make_pack(tmp_path / "photos.h5", (400, 400, 3), train=4))
     for kind, picture in (("png", pack.show(n=9)), ("jpeg", photos.show(n=4))):
         mime, html = picture._mime_()
         assert mime == "text/html"

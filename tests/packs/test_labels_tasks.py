@@ -61,6 +61,12 @@ def test_gaps_in_class_numbers_are_reported_and_closed_on_request(table, packed)
         assert pack["train"].labels.tolist() == [0, 1, 2, 2, 3, 1]
 
 
+def test_negative_class_numbers_of_arrays_are_reported(packed):
+    report, pack = packed((ROWS, -np.arange(len(ROWS))))
+    assert report.inferred["renumber"] == f"the numbers {1 - len(ROWS)} to 0 are kept, but losses expect classes from 0"
+    assert pack["train"].labels.min() == 1 - len(ROWS)
+
+
 def test_a_single_class_is_reported_even_if_the_column_is_named(table, packed):
     report, _ = packed(table, labels="kind", task="classes", splits="train=1")
     assert report.inferred == {"labels": "all samples have the class 'cat'"}

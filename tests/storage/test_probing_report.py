@@ -178,17 +178,16 @@ def test_portions_never_exceed_the_count_and_fill_low_levels_first(count: int) -
         assert own == 0 or (own >= least(level) and before > 0)
 
 
-def test_unmeasured_levels_are_shown_as_not_available_and_empty_panels_are_hidden() -> None:
+def test_unmeasured_levels_and_empty_panels_are_hidden() -> None:
     report = make_report(small=small(10, 40, None, None))
-    picture, lines = report._repr_html_(), str(report).splitlines()[-5:-1]
+    picture, lines = report._repr_html_(), str(report).splitlines()[-3:-1]
     picture = picture[picture.index("<svg") :]
     # The title and the value of the best bar are bold.
     assert picture.count("font-weight: 700") == 2
-    # Both unmeasured bars have a label, and the description repeats the labels.
-    assert picture.count("n/a") == 4
+    assert "n/a" not in picture + str(report)
     assert "One large file" not in picture
-    assert [line.split()[-1] for line in lines] == ["██████", "best", "n/a", "n/a"]
-    assert "files/s: 10 with 1 thread, 40 with 4 threads, " in picture
+    assert [line.split()[-1] for line in lines] == ["██████", "best"]
+    assert "files/s: 10 with 1 thread, 40 with 4 threads<" in picture
     assert "<svg" not in make_report(**NOTHING)._repr_html_()
 
 

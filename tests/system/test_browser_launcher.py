@@ -68,7 +68,7 @@ def test_the_launcher_fits_in_narrow_windows_and_shows_errors_as_text(launcher: 
         lab.use_width(width, 1600)
         for theme in ("Dark", "Light"):
             lab.use_theme(theme)
-            lab.picture(f"launcher-error-{width}-{theme.lower()}", lab.page.locator(LAUNCHER))
+            lab.picture(f"launcher-error-{width}-{theme.lower()}", LAUNCHER)
         assert lab.cut_off(LAUNCHER) == [], f"cut off at {width} px"
 
 

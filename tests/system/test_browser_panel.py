@@ -77,7 +77,7 @@ def test_no_part_of_the_panel_is_cut_off(run: Run, width: int) -> None:
     run.lab.use_width(WIDTHS[width], 1600)
     for theme in ("Dark", "Light"):
         run.lab.use_theme(theme)
-        run.lab.picture(f"panel-interrupted-{width}-{theme.lower()}", run.lab.page.locator(PANEL))
+        run.lab.picture(f"panel-interrupted-{width}-{theme.lower()}", PANEL)
     assert run.lab.page.locator(PANEL).bounding_box()["width"] == pytest.approx(width, abs=10)
     assert run.lab.cut_off(PANEL) == []
 

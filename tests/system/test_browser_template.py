@@ -20,5 +20,4 @@ def test_the_template_trains_with_run_all_cells_and_shows_no_error(lab: Lab) -> 
     lab.picture("template")
     text = json.dumps([cell.get("outputs") for cell in lab.save().cells])
     assert '"ename"' not in text, "a cell failed"
-    assert "epoch 3/3" in text
-    assert "test accuracy" in text
+    assert "held-out images" in text

@@ -217,7 +217,7 @@ def test_an_invalid_batch_is_refused(batch, found):
     _, step = make_step()
     with pytest.raises(InvalidOption, match="a custom step that passes") as caught:
         step(batch)
-    assert str(caught.value).startswith(f"Cannot train on a batch: the batch is {found}; expected two tensors,")
+    assert str(caught.value).startswith(f"Cannot use a batch: the batch is {found}; expected two tensors,")
 
 
 def test_a_batch_on_another_device_is_refused():

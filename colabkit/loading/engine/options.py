@@ -9,15 +9,18 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from colabkit.foundation import (
+    Code,
     InvalidOption,
     LoaderMeters,
     Text,
+    call,
     cannot,
     check_callable,
     check_one_of,
     check_whole_number,
     checked_call,
     format_things,
+    kind_of,
     option,
     shown,
     usable_cpus,
@@ -86,6 +89,10 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         act, transform = self.act, self.transform
+        if isinstance(self.batch_size, list | tuple) or getattr(self.batch_size, "shape", None):
+            found = f"batch_size is {kind_of(self.batch_size)}"
+            several = ("Pass several arrays as a tuple: ", call("Loader", Code("(images, labels)"), batch_size=64))
+            raise InvalidOption(cannot(act, found, "a whole number of 1 or more", several))
         self.batch_size = check_whole_number(act, "batch_size", self.batch_size, 1)
         self.seed = check_whole_number(act, "seed", self.seed, 0)
         if self.prefetch_batches is not None:

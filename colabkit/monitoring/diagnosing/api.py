@@ -92,7 +92,7 @@ def doctor(
     subject: Any = meters.latest() if of is None else of
     if subject is None:
         nothing = "no training and no loop over a Loader has run in this process"
-        raise InvalidOption(cannot(act, nothing, "", "Train first, or pass a TrainReport or a loader"))
+        raise InvalidOption(cannot(act, nothing, "", "Train first, or pass a loader or the status.json of a run"))
     if isinstance(subject, meters.LoaderMeters):
         return _of_meters(subject, headspace)
     if isinstance(subject, TrainReport):

@@ -164,7 +164,7 @@ def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool
     shown = {label for chart in charts for label in (chart.value, f"val_{chart.value}")}
     newest = {name: value for name, value in {**state.values, **state.validation}.items() if name not in shown}
     found += [(f"{clipped(name, 24)} {_number(value)}", False) for name, value in newest.items()][:_MOST_VALUES]
-    if state.hosts or state.speed_curve:
+    if len(state.hosts) > 1 or len(state.speed_curve) > 1:
         said = "numbers and small charts: whole run" if state.is_over else "small charts: last minute"
         found.append((said, False))
     return (*found, (cost(state), False))

@@ -152,10 +152,11 @@ def verdict(state: PanelState) -> tuple[str, str]:
         return _activity(state.work.action), ""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
         return "Waiting for data", f"since {format_seconds(state.waiting_s)}"
-    early = {"starting": "Starting: loading the first batch", "finished": "Finished", "stopped": "Stopped"}
-    if state.diagnosis is None or (state.phase == "starting" and not state.diagnosis.steps):
-        return early.get(state.phase, "Measuring the first steps"), ""
-    return clipped(state.diagnosis.sentence, 140), ""
+    found, ended = state.diagnosis, state.phase.capitalize() if state.is_over else ""
+    if found is None or (state.phase == "starting" and not found.steps) or (ended and found.verdict == "unknown"):
+        early = "Starting: loading the first batch" if state.phase == "starting" else "Measuring the first steps"
+        return ended or early, ""
+    return clipped(f"{ended}. {found.sentence}" if ended else found.sentence, 140), ""
 
 
 def position(state: PanelState) -> list[str]:
@@ -165,7 +166,6 @@ def position(state: PanelState) -> list[str]:
         parts.append(state.work.count)
         parts += [clipped(state.work.note, 80)] if state.work.note else []
     elif state.epoch is not None:
-        parts += ["finished"] if state.phase == "finished" else []
         parts.append(f"epoch {_of(state.epoch, state.epochs)}")
         parts.append(f"step {_of(state.step, state.steps_per_epoch)}")
     if state.is_over:

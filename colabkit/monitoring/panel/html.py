@@ -120,14 +120,16 @@ def _chart(chart: Chart) -> str:
     """Return a chart with the limits of both axes, and its best point."""
     low, high = map(chart.unit, chart.limits)
     lines = "".join(_named(line, style) for line, (_, style) in zip(chart.lines, _LINES, strict=False))
-    note = f"<span style='text-align:center'>▾ {escape(chart.note)}</span>" if chart.note else ""
+    note = f"▾ {escape(chart.note)}" if chart.note else ""
+    # The note wraps below the limits where there is no room between them.
+    ends = f"<span style='float:left'>{escape(chart.first)}</span><span style='float:right'>{escape(chart.last)}</span>"
     return (
         f"<div style='{_ROW};gap:0 12px'><b>{escape(chart.name)}</b>{lines}</div>"
         "<div style='display:flex;gap:6px;margin-top:4px'>"
         f"<small style='{_FAINT};{_ENDS};flex-direction:column;text-align:right;height:{_HIGH}px;line-height:1'>"
         f"<span>{escape(high)}</span><span>{escape(low)}</span></small><div style='flex:1;min-width:0'>"
-        f"{_picture(chart, _FINAL_POINTS, _HIGH)}<small style='{_FAINT};{_ENDS};gap:6px;overflow-wrap:normal'>"
-        f"<span>{escape(chart.first)}</span>{note}<span>{escape(chart.last)}</span></small></div></div>"
+        f"{_picture(chart, _FINAL_POINTS, _HIGH)}<small style='{_FAINT};display:flow-root;text-align:center'>"
+        f"{ends}{note}</small></div></div>"
     )
 
 

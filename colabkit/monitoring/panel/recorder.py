@@ -171,9 +171,10 @@ class RunRecorder:
                 series.add(value)
         recent = machine.recent(_MINUTE_S)
         if counts and (is_over or now_s >= self._next_look_s):
-            self._next_look_s = now_s + _LOOK_S
             self._doctor.epochs, self._doctor.values = self._epochs_done, self._values.values
             self._diagnosis = self._doctor.look(spent, facts, recent, cost_share, is_over)
+            # Before the first verdict, the doctor only counts steps.
+            self._next_look_s = now_s + (0.0 if self._diagnosis.verdict == "unknown" else _LOOK_S)
         run_s, epoch_s = (None, None) if is_over else self._remaining_s(now_s, work_per_s)
         return PanelState(
             phase=self._phase,

@@ -60,7 +60,7 @@ def as_line(state: PanelState) -> str:
         *([] if state.samples_per_s is None else [format_rate(state.samples_per_s, "images")]),
         *(f"{content.clipped(name, 20)} {value:.4g}" for name, value in values),
     ]
-    if state.work is not None or state.phase == "waiting":
+    if state.work is not None or state.phase in ("starting", "waiting"):
         parts.insert(0, said)
         said = ""
     if state.is_over:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from colabkit.packs.dataset.columns import ArrayColumn, Batch, Column, RaggedCol
 from colabkit.packs.dataset.hdf5_reader import (
     Hdf5Dataset,
     Hdf5Reader,
+    dataset_names,
     describe_datasets,
     examine_dataset,
     file_stamp,
@@ -280,8 +282,20 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
                 return {"train": whole}, {"train": of_labels} if has_labels else {}
     listed = describe_datasets(file)
     found = f"no dataset among {listed} has a common name for samples" if listed else "the file itself has no datasets"
-    next_step = ("Name the datasets, for example ", option("x", "images"), " and ", option("y", "labels"))
+    x, y = _largest_pair(file)
+    next_step = ("Name the datasets, for example ", option("x", x), " and ", option("y", y))
     raise BadSource(cannot(act, found, "a dataset with a name such as 'X_train', 'images' or 'data'", next_step))
+
+
+def _largest_pair(file: h5py.File) -> tuple[str, str]:
+    """Return the names of the dataset that probably holds the samples, and of that with one label for each of them."""
+    sizes = {name: file[name].shape for name in dataset_names(file)}
+    known = {name: shape for name, shape in sizes.items() if shape}
+    x = max(known, key=lambda name: math.prod(known[name]), default="images")
+    beside = [name for name, shape in known.items() if name != x and shape[0] == known[x][0]]
+    # Of datasets of equal length, the labels are usually those beside the samples.
+    beside.sort(key=lambda name: (name.rpartition("/")[0] != x.rpartition("/")[0], math.prod(known[name])))
+    return x, beside[0] if beside else "labels"
 
 
 def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:

@@ -103,8 +103,13 @@ def describe_datasets(file: h5py.File) -> str:
 
     The text is empty if the search finds no dataset.
     """
-    names = list(itertools.islice(_datasets_in(file), _NAMES_SHOWN + 1))
+    names = dataset_names(file)
     return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{' and others' if len(names) > _NAMES_SHOWN else ''}"
+
+
+def dataset_names(file: h5py.File) -> list[str]:
+    """Return the paths of the datasets nearest to the root, one more than a message lists."""
+    return list(itertools.islice(_datasets_in(file), _NAMES_SHOWN + 1))
 
 
 def _datasets_in(file: h5py.File) -> Iterator[str]:

@@ -235,7 +235,10 @@ def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotS
         return BadSource(cannot(act, found, "a pack", "Check the path, or pack or stage the data again"))
     if not any(head):
         return NotSealed(cannot(act, "the pack was never finished", "a sealed pack", "Pack the data again"))
-    next_step = ("Open it without verification with open_pack(), or create a pack of its source with ", call("pack"))
+    next_step = (
+        "Open it unverified in Python with open_pack(), or create a pack of its source with ",
+        call("pack"),
+    )
     return NotSealed(cannot(act, "it is an HDF5 file without colabkit's seal", "a sealed pack", next_step))
 
 

@@ -104,7 +104,9 @@ class LabelValues:
                 name = self.classes[used[0]] if self.classes else str(used[0])
                 alone = f"all samples have the class {name!r}"
                 found["labels"] = f"{labels}; {alone}" if labels else alone
-            elif self.classes and len(used) < len(self.classes):
+            elif not self.classes:
+                found["renumber"] = f"the numbers {used[0]} to {used[-1]} are kept, but losses expect classes from 0"
+            elif len(used) < len(self.classes):
                 found["renumber"] = f"only {len(used)} of the class numbers 0 to {len(self.classes) - 1} occur"
         return found
 

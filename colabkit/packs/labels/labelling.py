@@ -29,11 +29,12 @@ from colabkit.foundation import (
     in_python,
     omit,
     option,
+    user_path,
 )
 from colabkit.packs.format.layout import SPLITS, Indices, split_named, stored_splits
 from colabkit.packs.labels.label_values import TASKS, LabelKind, LabelValues, Task, infer_cells, infer_columns
 from colabkit.packs.labels.splits import checked_splits, shares_of, split_shares, strata_of
-from colabkit.storage import Item, Listing
+from colabkit.storage import Item, Listing, table_problem
 
 Labels: TypeAlias = str | Sequence[str] | Callable[[str], Any] | None
 """Origin of the labels: `"auto"`, a column, several columns, a function of a sample's path, or None for no labels."""
@@ -128,7 +129,7 @@ def label_samples(
     column = _label_column(listing.columns) if isinstance(labels, str) and labels == "auto" else labels
     is_by_folder = column is None and labels is not None
     if not listing.columns:
-        folders, left_out = _find_samples(act, listing)
+        folders, left_out = _find_samples(act, listing, name)
     elif listing.items:
         folders, left_out = _by_folder(listing.items, range(len(listing.items))), listing.skipped
     else:
@@ -371,7 +372,7 @@ def _by_folder(items: Sequence[Item], rows: Iterable[int]) -> dict[str, list[int
     return folders
 
 
-def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tuple[tuple[str, str], ...]]:
+def _find_samples(act: str, listing: Listing, name: str) -> tuple[dict[str, list[int]], tuple[tuple[str, str], ...]]:
     """Return the rows of samples by folder, and the files that are not samples, with the reason.
 
     Samples are the files with an image extension; if there are none, the `.npy` files; if no file has an extension, as
@@ -401,7 +402,7 @@ def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tup
         chosen = [row for row, ending in others.items() if ending == _ARRAY or not has_endings]
         images = _by_folder(items, chosen)
     if not images:
-        raise _no_images(act, items, others.values())
+        raise _no_images(act, items, others.values(), name)
     for row in others.keys() - chosen:
         is_image = others[row] in _OTHER_IMAGES
         reasons[row] = "an image format that Pillow cannot decode" if is_image else "no image extension"
@@ -411,7 +412,7 @@ def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tup
     return images, left_out
 
 
-def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSource:
+def _no_images(act: str, items: Sequence[Item], endings: Iterable[str], name: str) -> BadSource:
     if not items:
         return BadSource(cannot(act, "the source has no files", "image files or .npy files", "Check the path"))
     named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))
@@ -423,10 +424,10 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str]) -> BadSo
         files: Text = (", and the folder of the files with ", option("root"))
         next_step = ("Name the column of paths in the table with ", option("path_column"), files)
         if len(items) == 1:
-            found = f"{items[0].path!r} has no path column with a common name, or the first file in it does not exist"
+            found = table_problem(user_path(name, act))
             return BadSource(cannot(act, found, "images, or a table of existing files", next_step))
     if {*endings} & {"h5", "hdf5"}:
-        next_step = "Open an HDF5 file directly with open_pack(path), and name its datasets with x= and y="
+        next_step = "In Python, open an HDF5 file with open_pack(), and name its datasets with x and y"
     elif {*endings} & {"npz"}:
         next_step = "Load the arrays with numpy.load(path), and pack them as a tuple (images, labels)"
     return BadSource(cannot(act, found, f"files of the types {', '.join(sorted(_IMAGES))} or npy", next_step))

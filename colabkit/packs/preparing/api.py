@@ -133,7 +133,11 @@ def prepare(
     if not isinstance(source, Source) and (is_arrays(source) or is_dataset(source)):
         # Arrays have no paths that identify them, so the pack of other arrays might be returned.
         expected = "a path, an address or a table of paths"
-        next_step = ("Pack arrays and datasets with ", call("pack"), ", and open the result with open_pack()")
+        next_step = (
+            "Pack arrays and datasets with ",
+            call("pack"),
+            ", and open the result in Python with open_pack()",
+        )
         raise InvalidOption(cannot("prepare the source", f"the source is {kind_of(source)}", expected, next_step))
     name, key, address = identity_of(source, extract=True, path_column=path_column, root=root)
     act = f"prepare {name!r}"

@@ -87,9 +87,11 @@ class RatePanel:
         best = best_rate(rates, of_bytes=of_bytes)
         for rate in rates:
             value = rate.bytes_per_s if of_bytes else rate.reads_per_s
-            text = "n/a" if value is None else _bytes(value) if of_bytes else _count(value)
+            if value is None:
+                continue
+            text = _bytes(value) if of_bytes else _count(value)
             axis = self.axis.removesuffix("s") if rate.concurrency == 1 else self.axis
-            self.bars.append(RateBar(rate.concurrency, axis, value or 0.0, text, rate is best))
+            self.bars.append(RateBar(rate.concurrency, axis, value, text, rate is best))
 
 
 @dataclass(frozen=True, repr=False)

@@ -41,6 +41,7 @@ from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 """File name suffixes of tables."""
 
+_SHOWN = 20
 _PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img_path")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
@@ -345,6 +346,21 @@ def is_manifest(path: Path) -> bool:
     if not first or "\0" in first:
         return False
     return os.path.isfile(os.path.join(path.parent, user_path(first, f"read {str(path)!r}")))
+
+
+def table_problem(path: Path) -> str:
+    """Return why `is_manifest` is false for a file with the suffix of a table, for a message."""
+    found = f"{path.name!r} has no path column with a common name, or the first file in it does not exist"
+    if path.suffix.lower() == _PARQUET or not path.is_file():
+        return found
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        names = next(csv.reader(file, delimiter=_SEPARATORS[path.suffix.lower()]), [])
+    if not names:
+        return f"{path.name!r} is empty"
+    if _path_column(names) is None:
+        return f"no column of {path.name!r} has a common name for paths, among {', '.join(map(repr, names[:_SHOWN]))}"
+    first = _first_in_text(path, _SEPARATORS[path.suffix.lower()])
+    return f"{path.name!r} has no rows" if not first else f"the first file in {path.name!r}, {first!r}, does not exist"
 
 
 def _first_in_text(path: Path, separator: str) -> str:
