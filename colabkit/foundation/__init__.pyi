@@ -115,7 +115,6 @@ from .progress import ProgressBar as ProgressBar
 from .progress import Show as Show
 from .progress import heartbeat as heartbeat
 from .progress import offer_view as offer_view
-from .progress import shown_by as shown_by
 from .random_numbers import GAMMA as GAMMA
 from .random_numbers import MASK as MASK
 from .random_numbers import Stream as Stream

@@ -1,7 +1,6 @@
 """The progress of all long operations: a bar in notebooks and terminals, and a line every 10 s elsewhere.
 
-It needs no widgets, and a notebook keeps one line of text. A caller with its own progress display, such as a panel with
-buttons, wraps the operation: `with shown_by(show): ...`. An open live panel shows the progress in place of a bar.
+It needs no widgets, and a notebook keeps one line of text. An open live panel shows the progress in place of a bar.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -76,7 +74,6 @@ class Progress:
 
 Show: TypeAlias = Callable[[Progress | None], None]
 
-_show: ContextVar[Show | None] = ContextVar("_show", default=None)
 # The open panels; see `offer_view`.
 _offers: list[Callable[[], Show | None]] = []
 # Panels belong to the parent process.
@@ -87,8 +84,9 @@ def offer_view(offer: Callable[[], Show | None]) -> Callable[[], None]:
     """Let a panel show the progress of later operations, until the returned function is called.
 
     Args:
-        offer: called when an operation begins outside of `shown_by()`; returns a function that shows its progress, as
-            in `shown_by()`, or None to leave it to a bar.
+        offer: called when an operation begins; returns a function that shows its progress, or None to leave it to a
+            bar. The function is called when the operation begins, at most a few times per second while it continues,
+            and with None when it ends.
     """
     _offers.append(offer)
 
@@ -97,20 +95,6 @@ def offer_view(offer: Callable[[], Show | None]) -> Callable[[], None]:
             _offers.remove(offer)
 
     return stop
-
-
-@contextlib.contextmanager
-def shown_by(show: Show) -> Iterator[None]:
-    """Pass all progress in the block to `show` instead of drawing bars.
-
-    `show` is called when an operation begins, at most a few times per second while it continues, and with None when it
-    ends.
-    """
-    token = _show.set(show)
-    try:
-        yield
-    finally:
-        _show.reset(token)
 
 
 class _Bar:
@@ -194,8 +178,8 @@ class ProgressBar:
     """A context manager that shows the progress of an operation, until the end of the block.
 
     It shows the count, the rate and the remaining time, and, if applicable, files, retries and the time without
-    progress. Within `shown_by()`, the progress is passed to that function. Otherwise, it is shown on the screen that
-    `choose_screen()` chooses, if the operation takes more than half a second.
+    progress. Without an open panel, it is shown on the screen that `choose_screen()` chooses, if the operation takes
+    more than half a second.
 
     Args:
         action: description of the operation, shown before the bar.
@@ -268,8 +252,8 @@ class ProgressBar:
 
 
 def _chosen_show() -> Show | None:
-    """Return the function of `shown_by()`, that of an open panel, or a bar; None to show nothing."""
-    show = _show.get() or next(filter(None, (offer() for offer in reversed(_offers))), None)
+    """Return the function of an open panel, or a bar; None to show nothing."""
+    show = next(filter(None, (offer() for offer in reversed(_offers))), None)
     if show is None and (screen := choose_screen("auto", sys.stderr)) is not None:
         show = _Bar(screen)
     return show

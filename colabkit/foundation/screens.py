@@ -86,11 +86,11 @@ class MarimoScreen:
     """
 
     def __init__(self, marimo: Any) -> None:
-        self._marimo = marimo
+        self._page, self._replace = marimo.Html, marimo.output.replace
 
     def paint(self, frame: Frame, final: bool) -> None:
         """Show a frame; must be called from the thread that runs the cell."""
-        self._marimo.output.replace(self._marimo.Html(frame.html))
+        self._replace(self._page(frame.html))
 
     def close(self) -> None:
         """Keep the output."""

@@ -22,7 +22,7 @@ import colabkit
 from colabkit.foundation import Code, InvalidOption, OneLineError, SourceMissing, Text, cannot, kind_of, omit, option
 from colabkit.notebook.lines import line_parser, split_line
 from colabkit.notebook.options import arguments_of, given_in, look_up_in
-from colabkit.notebook.training_options import LOADING
+from colabkit.notebook.verb_options import LOADING
 from colabkit.notebook.verbs import CELLS
 
 if TYPE_CHECKING:

@@ -11,59 +11,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from colabkit.notebook.training_options import LOADING, TRAINING
+from colabkit.notebook.verb_options import LOADING, PACKING, TABLE, TRAINING
 from colabkit.notebook.verb_types import Option, Verb
 
 _SAMPLES = ("samples:digits",)
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
 _UPLOAD_TIMEOUT = Option("timeout", "seconds, or a duration such as 5min, to wait for the upload", 600.0, "seconds")
 _THREADS = Option("threads", "number of files read concurrently, or auto", "auto", "number_or_auto", words=("auto",))
-_TABLE = (
-    Option("path_column", "column of the paths in a table; by default one named path, file, image or similar", None),
-    Option("root", "folder of the relative paths in a table; by default its own folder", None, "path"),
-)
 _ON_MOUNT = Option("path", "any path on the mount; by default the Drive mount", None, "path", is_positional=True)
 _SECONDS_SHOWN = Option("progress", "show the elapsed seconds", True, "flag")
-_PACKED = (
-    Option("size", "height and width to resize images to, such as 224 or 240x320", None, "size"),
-    Option(
-        "encoding",
-        "raw (pixels), source (the original file bytes), jpeg (re-encoded), or auto",
-        "auto",
-        words=("raw", "source", "jpeg", "auto"),
-        is_closed=True,
-    ),
-    Option("quality", "JPEG quality, 1 to 100", 90, "number"),
-    Option("channels", "3 for RGB, 1 for luminance", 3, "number", words=("1", "3"), is_closed=True),
-    Option(
-        "labels",
-        "a column, several such as a,b,c, none, or auto (a label column if there is one, otherwise folder names)",
-        "auto",
-        "labels",
-        words=("auto", "none"),
-    ),
-    Option(
-        "task",
-        "classes, multilabel, regression, or auto (from the type of the labels)",
-        "auto",
-        words=("auto", "classes", "multilabel", "regression"),
-        is_closed=True,
-    ),
-    Option("renumber", "number the occurring classes from 0, instead of keeping whole numbers", False, "flag"),
-    Option("splits", "shares such as train=0.8,val=0.2, or the column that names the split", None, "splits"),
-    Option("fields", "additional columns to store, such as age,caption or Z=age", None, "fields"),
-    *_TABLE,
-    Option("seed", "seed for assigning samples to splits", 0, "number"),
-    Option(
-        "on_bad",
-        "how to handle a file that cannot be decoded: raise an error, skip it, or blank (store a black image)",
-        "raise",
-        words=("raise", "skip", "blank"),
-        is_closed=True,
-    ),
-    Option("max_bad", "maximum number of bad files: a share (above 0, at least one), or a count", 0.1, "amount"),
-)
-
 _SHOWN = (
     Option("refresh_s", "seconds between frames, at least 0.5", 1.0, "seconds"),
     Option(
@@ -180,7 +136,7 @@ VERBS: tuple[Verb, ...] = (
                 words=_SAMPLES,
             ),
             Option("to", "auto, tmpfs, disk, or the path of the copy", "auto", "path", words=("auto", "tmpfs", "disk")),
-            *_TABLE,
+            *TABLE,
             Option(
                 "on_bad", "skip missing files of a table, or raise", "raise", words=("raise", "skip"), is_closed=True
             ),
@@ -232,7 +188,7 @@ VERBS: tuple[Verb, ...] = (
                 words=_SAMPLES,
             ),
             Option("to", "path of the pack, such as birds.h5", kind="path"),
-            *_PACKED,
+            *PACKING,
             Option("shard_bytes", "write several files of about this size, such as 256MiB", None, "bytes"),
             Option(
                 "executor",
@@ -251,7 +207,7 @@ VERBS: tuple[Verb, ...] = (
         "get a local pack: an existing one, one saved on Drive, or new",
         (
             Option("source", "as for pack, or an address", kind="path", words=_SAMPLES),
-            *_PACKED,
+            *PACKING,
             Option("to", "folder in which packs are saved, or none", "drive:colabkit", "folder", words=("none",)),
             _THREADS,
             Option("refresh", "pack the source again even if a pack exists", False, "flag"),
@@ -276,7 +232,7 @@ VERBS: tuple[Verb, ...] = (
                 "size_or_auto",
                 words=("auto",),
             ),
-            *(option for option in _PACKED if option.name in ("labels", "splits")),
+            *(option for option in PACKING if option.name in ("labels", "splits")),
             Option("epochs", "total number of epochs, or auto", "auto", "number_or_auto", words=("auto",)),
             Option("batch_size", "images per batch, or auto", "auto", "number_or_auto", words=("auto",)),
             Option(
@@ -286,7 +242,7 @@ VERBS: tuple[Verb, ...] = (
                 words=("auto", "small", "resnet18"),
                 is_closed=True,
             ),
-            *(replace(option, default="skip") for option in _PACKED if option.name == "on_bad"),
+            *(replace(option, default="skip") for option in PACKING if option.name == "on_bad"),
             Option("restart", "train from scratch although there is an earlier run, which is kept", False, "flag"),
             Option("progress", "print what was found and chosen, and show progress bars", True, "flag"),
             *(option for option in _SHOWN if option.name == "screen"),

@@ -68,4 +68,3 @@ from .staging.reports import StagePlan as StagePlan
 from .staging.reports import StageReport as StageReport
 from .staging.reports import StageVerifyReport as StageVerifyReport
 from .staging.reports import UnstageReport as UnstageReport
-from .staging.run import looked_at_by as looked_at_by

@@ -86,8 +86,8 @@ def filled(hint: Any, name: str) -> Any:
     if origin in (dict, collections.abc.Mapping):
         return {filled(arguments[0], name): filled(arguments[1], name)}
     if dataclasses.is_dataclass(hint):
-        # `Text` refers to classes that the modules of reports may not import.
-        hints = typing.get_type_hints(hint, localns=vars(messages))
+        # These refer to classes that the modules of reports do not import.
+        hints = typing.get_type_hints(hint, localns={**vars(messages), "TrainReport": colabkit.TrainReport})
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
         # A field of the class's own type would recurse forever.
         own = {field for field in fields if hint in typing.get_args(hints[field])}

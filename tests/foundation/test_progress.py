@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import IPython.display
 import pytest
 
 from colabkit.foundation import progress, screens
-from colabkit.foundation.progress import Progress, ProgressBar, heartbeat, shown_by
+from colabkit.foundation.progress import Progress, ProgressBar, Show, heartbeat, offer_view
 
 
 class Terminal(io.StringIO):
@@ -200,6 +201,13 @@ def test_a_bar_shows_the_time_without_progress(monkeypatch, now):
         now[0] += 1.0
         bar.advance(1)
         assert "no progress for" not in shown.getvalue().rpartition("\x1b[J")[2]
+
+
+@contextlib.contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    stop = offer_view(lambda: show)
+    yield
+    stop()
 
 
 def test_a_custom_display_gets_the_progress_instead_of_a_bar(monkeypatch, now):

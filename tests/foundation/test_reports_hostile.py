@@ -14,6 +14,7 @@ import colabkit
 PACKAGE = Path(colabkit.__file__).parent
 OWN = (
     "foundation/reports.py",
+    "notebook/recipe/report.py",
     "packs/dataset/opened_pack.py",
     "packs/preparing/prepared_pack.py",
     "storage/probing/report.py",

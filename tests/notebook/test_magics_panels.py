@@ -151,8 +151,9 @@ def test_nested_cells_leave_no_panel_open(shell: InteractiveShell, capsys: pytes
 
 
 def test_unloading_closes_the_panel(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, "%unload_ext colabkit").raise_error()
     before = {event: len(found) for event, found in shell.events.callbacks.items()}
-    run(shell, "%dashboard")
+    run(shell, "%load_ext colabkit\n%dashboard").raise_error()
     run(shell, "%unload_ext colabkit").raise_error()
     assert {event: len(found) for event, found in shell.events.callbacks.items()} == before
     shown_by(capsys)

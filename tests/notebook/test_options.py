@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.notebook.options import GROUPS, arguments_of, given_in, list_verbs, look_up_in, parser_of
-from colabkit.notebook.training_options import LOADING
+from colabkit.notebook.verb_options import LOADING
 from colabkit.notebook.verb_types import Verb
 from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS
 

@@ -194,7 +194,7 @@ def test_files_that_are_not_packs_raise_with_the_reason(tmp_path):
             read_pack(tmp_path / "p.h5")
     with h5py.File(tmp_path / "p.h5", "w") as file:
         file["X_train"] = np.zeros((3, 2, 2, 3), np.uint8)
-    with pytest.raises(NotSealed, match=r"without colabkit's seal.* Open it without verification with open_pack"):
+    with pytest.raises(NotSealed, match=r"without colabkit's seal.* Open it unverified in Python with open_pack"):
         read_pack(tmp_path / "p.h5")
 
 

@@ -172,7 +172,7 @@ def test_invalid_arguments_are_refused(data, options):
     setup = Setup(data)
     with pytest.raises(InvalidOption, match=r"^Cannot measure the headspace: "):
         colabkit.headspace(setup.step, setup.loader, **options)
-    with pytest.raises(InvalidOption, match=r"^Cannot measure .* Use colabkit\.headspace\(step, loader\)\.$"):
+    with pytest.raises(InvalidOption, match=r"^Cannot measure .*Pass colabkit\.Loader\(dataset, batch_size=64\)\.$"):
         colabkit.headspace(setup.step, data)
 
 

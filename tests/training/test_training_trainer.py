@@ -479,7 +479,7 @@ def test_invalid_arguments_are_refused(data):
         ({"mode": "lowest"}, "mode='lowest'; expected 'auto', 'min' or 'max'"),
         ({"timeout": "soon"}, "timeout='soon'; expected a duration"),
         ({"on_step": 3}, "on_step=3; expected a callable or None"),
-        ({"validate": "often"}, "validate='often'; expected a callable or None"),
+        ({"validate": "often"}, "validate='often'; expected a Loader, a callable or None"),
         ({"validate_every": 0}, "validate_every=0; expected a whole number"),
         ({"validate_every": "x"}, "validate_every='x'; expected a whole number"),
         ({"save_every": 5}, "save_every=5 without to"),

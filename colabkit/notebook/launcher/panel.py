@@ -30,7 +30,7 @@ from colabkit.notebook.launcher.browsing import DRIVE, is_drive_missing, is_plac
 from colabkit.notebook.launcher.settings import FieldWords, Settings, in_form, places
 from colabkit.notebook.launcher.stopping import on_interrupt
 from colabkit.notebook.launcher.view import ONLY, View
-from colabkit.notebook.launcher.work import Outcome, Worker
+from colabkit.notebook.launcher.work import ClickWorker, Outcome
 from colabkit.notebook.recipe.plan import choose_size
 from colabkit.packs import SourceSummary, describe_source, height_and_width
 
@@ -118,7 +118,7 @@ class Launcher:
         self._id = f"colabkit-{uuid.uuid4().hex}"
         self.view = View(widgets, self._clicked, self._changed, self._browsed, self._id)
         self.view.painted = self._keep_sometimes
-        self._worker = Worker(self.view, kernel)
+        self._worker = ClickWorker(self.view, kernel)
         self._shown_in: int | None = None
         self._kept_at = 0.0
         self._summary: SourceSummary | None = None

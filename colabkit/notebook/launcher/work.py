@@ -37,7 +37,7 @@ Outcome: TypeAlias = Literal["done", "stopped", "failed"]
 _QUIET_S = 0.3
 
 
-class Worker:
+class ClickWorker:
     """Does the work of one click at a time, and shows what it is doing.
 
     Args:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from contextlib import closing, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -45,22 +44,6 @@ _ARCHIVE = "archive"
 # Assumed growth of a compressed archive whose members are unknown.
 _INFLATION = 4
 _SIGN_S = 1.0
-
-_look: ContextVar[Callable[[Listing], None] | None] = ContextVar("_look", default=None)
-
-
-@contextmanager
-def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
-    """Call `look` with the listing that `stage()` makes in this block; if `look` raises, nothing is copied.
-
-    Callers can thus inspect a remote source without listing it twice. `look` is not called if an existing local copy is
-    reused without a listing, nor for a remote archive without a directory, which cannot be listed before it is local.
-    """
-    token = _look.set(look)
-    try:
-        yield
-    finally:
-        _look.reset(token)
 
 
 @dataclass
@@ -193,8 +176,6 @@ class StagingRun:
             else:
                 listing = source.list()
         self._check_listing(source, listing)
-        if listing.items and (look := _look.get()) is not None:
-            look(listing)
         return listing, reading
 
     def _check_listing(self, source: Source, listing: Listing) -> None:

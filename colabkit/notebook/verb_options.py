@@ -1,4 +1,4 @@
-"""The options of `train` and `%%train`."""
+"""The options that several verbs share."""
 
 from __future__ import annotations
 
@@ -65,3 +65,48 @@ LOADING = (
     Option("transform", "transform for the images of each batch: a variable", None, "object"),
 )
 """The options of the `Loader` that `%%train` creates, unless it is given one."""
+
+TABLE = (
+    Option("path_column", "column of the paths in a table; by default one named path, file, image or similar", None),
+    Option("root", "folder of the relative paths in a table; by default its own folder", None, "path"),
+)
+
+PACKING = (
+    Option("size", "height and width to resize images to, such as 224 or 240x320", None, "size"),
+    Option(
+        "encoding",
+        "raw (pixels), source (the original file bytes), jpeg (re-encoded), or auto",
+        "auto",
+        words=("raw", "source", "jpeg", "auto"),
+        is_closed=True,
+    ),
+    Option("quality", "JPEG quality, 1 to 100", 90, "number"),
+    Option("channels", "3 for RGB, 1 for luminance", 3, "number", words=("1", "3"), is_closed=True),
+    Option(
+        "labels",
+        "a column, several such as a,b,c, none, or auto (a label column if there is one, otherwise folder names)",
+        "auto",
+        "labels",
+        words=("auto", "none"),
+    ),
+    Option(
+        "task",
+        "classes, multilabel, regression, or auto (from the type of the labels)",
+        "auto",
+        words=("auto", "classes", "multilabel", "regression"),
+        is_closed=True,
+    ),
+    Option("renumber", "number the occurring classes from 0, instead of keeping whole numbers", False, "flag"),
+    Option("splits", "shares such as train=0.8,val=0.2, or the column that names the split", None, "splits"),
+    Option("fields", "additional columns to store, such as age,caption or Z=age", None, "fields"),
+    *TABLE,
+    Option("seed", "seed for assigning samples to splits", 0, "number"),
+    Option(
+        "on_bad",
+        "how to handle a file that cannot be decoded: raise an error, skip it, or blank (store a black image)",
+        "raise",
+        words=("raise", "skip", "blank"),
+        is_closed=True,
+    ),
+    Option("max_bad", "maximum number of bad files: a share (above 0, at least one), or a count", 0.1, "amount"),
+)
