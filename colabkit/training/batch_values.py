@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from colabkit.foundation import InvalidOption, cannot, kind_of
 
-TRAIN_ON = "use a batch"
+USE_BATCH = "use a batch"
 # The maximum number of batches whose accuracies are computed together, and of scores in such a batch.
 _GROUPED, _SMALL = 32, 1 << 14
 _ELEMENTWISE = (
@@ -52,7 +52,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
             ". If the data has labels, load them too: pass (images, labels) to the Loader, or name the datasets of an "
             "HDF5 file with open_pack(path, x=..., y=...)"
         )
-    raise InvalidOption(cannot(TRAIN_ON, found, "two tensors, images and labels", next_step))
+    raise InvalidOption(cannot(USE_BATCH, found, "two tensors, images and labels", next_step))
 
 
 def is_of_bytes(error: BaseException) -> bool:
@@ -70,7 +70,7 @@ def unscaled_images(error: RuntimeError, batch: Any) -> InvalidOption | None:
         return None
     found = f"the images are uint8 ({str(error).partition(chr(10))[0].rstrip('.')})"
     next_step = "Pass transform=colabkit.augment.Normalize() to the Loader, or use supervised_step()"
-    return InvalidOption(cannot(TRAIN_ON, found, "floating-point images", next_step))
+    return InvalidOption(cannot(USE_BATCH, found, "floating-point images", next_step))
 
 
 def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
@@ -81,11 +81,11 @@ def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
     found = f"the images have the shape {shape}"
     next_step = f"Use a model whose first layer takes {shape[1]} channels, or images with {channels}"
     if images.dim() == 3:
-        next_step = "Pass arrays with a dimension for the channels to the Loader, such as images[:, None]"
+        next_step = "Pass arrays with a dimension for the channels, such as numpy.expand_dims(images, 1), to the Loader"
     elif shape[3] == channels:
         next_step = "Pass numpy.moveaxis(images, 3, 1) to the Loader, or pack uint8 arrays with colabkit.pack()"
     expected = f"[B, {channels}, H, W], as the model's first convolution takes {channels} channels"
-    return InvalidOption(cannot(TRAIN_ON, found, expected, next_step))
+    return InvalidOption(cannot(USE_BATCH, found, expected, next_step))
 
 
 def is_cross_entropy(loss: Any) -> bool:
@@ -128,12 +128,12 @@ def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tens
             found = f"the labels are {str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}, and {outputs}"
             expected = "class indices, or a probability for each class, for cross entropy"
             next_step = "For regression, pass loss=nn.MSELoss() to supervised_step() or evaluate()"
-            raise InvalidOption(cannot(TRAIN_ON, found, expected, next_step)) from error
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from error
         if isinstance(error, IndexError) and labels.numel() and int(labels.max()) >= scores.shape[1]:
             found = f"the label {int(labels.max())} is in the batch, but {outputs}"
             expected = f"labels from 0 to {scores.shape[1] - 1}"
             next_step = "Use a model with one output for each class, len(dataset.classes)"
-            raise InvalidOption(cannot(TRAIN_ON, found, expected, next_step)) from error
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from error
         raise
 
 
@@ -144,7 +144,7 @@ def single_number(value: Any) -> Tensor:
     is_tensor = isinstance(value, Tensor)
     found = f"the loss is {f'a tensor of shape {list(value.shape)}' if is_tensor else kind_of(value)}"
     next_step = "Return the mean of the losses" if is_tensor else "Return the tensor that torch computes"
-    raise InvalidOption(cannot(TRAIN_ON, found, "a tensor with a single number", next_step))
+    raise InvalidOption(cannot(USE_BATCH, found, "a tensor with a single number", next_step))
 
 
 def is_right(scores: Tensor, labels: Tensor) -> Tensor:

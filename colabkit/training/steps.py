@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from colabkit.foundation import InvalidOption, cannot
 from colabkit.loading import map_tensors
 from colabkit.training.batch_values import (
-    TRAIN_ON,
+    USE_BATCH,
     AccuracyGroup,
     checked_loss,
     has_accuracy,
@@ -275,7 +275,7 @@ class SupervisedStep:
         if device == self._device:
             return
         precision = self._precision
-        check_precision(TRAIN_ON, precision, device)
+        check_precision(USE_BATCH, precision, device)
         self._autocast = torch.autocast(device.type, precision.dtype) if precision.dtype else None
         if self._scaler is not None:
             self._scaler_state = self._scaler.state_dict()
@@ -340,11 +340,11 @@ class SupervisedStep:
         if next(self._model.parameters()) is not self._parameter:
             replaced = "the model's parameters are no longer those of the optimizer"
             advice = "Move the model to its device before you create the optimizer and the step"
-            return InvalidOption(cannot(TRAIN_ON, replaced, "", advice))
+            return InvalidOption(cannot(USE_BATCH, replaced, "", advice))
         device = self._parameter.device
         found = f"the batch is on {tensor.device}, but the model is on {device}"
         next_step = f"Call model.to({tensor.device.type!r}), or pass device={device.type!r} to the Loader"
-        return InvalidOption(cannot(TRAIN_ON, found, "the same device", next_step))
+        return InvalidOption(cannot(USE_BATCH, found, "the same device", next_step))
 
     def _scored(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
         try:

@@ -497,7 +497,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "images without channels",
             'colabkit.evaluate(step, colabkit.Loader((np.zeros((8, 6, 5), "f4"), np.zeros(8, int)), 4))',
             "InvalidOption",
-            "images[:, None]",
+            "numpy.expand_dims(images, 1)",
             "groups=1",
         ),
         Mistake(
