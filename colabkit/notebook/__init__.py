@@ -1,7 +1,7 @@
 """Notebook: the user interfaces, namely magics, the command line, the launcher and the demo.
 
 - `verbs`: the table of verbs and their options, shared by magics, commands, launcher and completion; `verb_types`:
-  the classes of its rows; `verb_options`: the options of `train`.
+  the classes of its rows; `verb_options`: the options that several verbs share.
 - `options`: converts the words of a line to keyword arguments, and writes messages in the syntax of a line.
 - `lines`: parses and completes the line of a magic.
 - `hints`: explains an error of torch below a cell.
