@@ -209,7 +209,11 @@ PATH_CHANGES = words(
     "extract extractall hardlink_to mkdir rename rmdir symlink_to tofile touch unlink write_bytes write_text"
 )
 READING_SHUTIL = frozenset({"disk_usage", "get_terminal_size", "which"})
-SCRATCH = {"demonstration.py": "tempfile.TemporaryDirectory", "ranks.py": "tempfile.TemporaryFile"}
+SCRATCH = {
+    "demonstration.py": "tempfile.TemporaryDirectory",
+    "ranks.py": "tempfile.TemporaryFile",
+    "training.py": "tempfile.TemporaryDirectory",
+}
 """Temporary files that exist during one call only, and whose path no user sees."""
 CREATING_FLAGS = frozenset({"O_APPEND", "O_CREAT", "O_TRUNC"})
 
