@@ -37,10 +37,13 @@ _PATHS = ("path", "folder", "data", "subject")
 _VARIABLES = ("object", "objects", "data", "subject")
 # Folders are listed in a child process, since a hung mount blocks every process that accesses it.
 _LISTED = """
-import itertools, json, os, sys
-folder, start, most = sys.argv[1:]
+import itertools, json, os, re, sys
+folder, start, files, most = sys.argv[1:]
+def fits(entry):
+    is_shown = entry.name.startswith(start) and (start or entry.name[0] != ".")
+    return is_shown and (entry.is_dir() or re.search(files, entry.name, re.IGNORECASE))
 with os.scandir(folder) as entries:
-    found = (entry for entry in entries if entry.name.startswith(start) and (start or entry.name[0] != "."))
+    found = filter(fits, entries)
     names = [entry.name + "/" * entry.is_dir() for entry in itertools.islice(found, int(most))]
 print(json.dumps(sorted(names)))
 """
@@ -197,7 +200,7 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
     found = [*option.words, *(_variables(shell.user_ns, shell) if option.kind in _VARIABLES else ())]
     offered = _fitting(found, typed, symbol)
     if option.kind in _PATHS:
-        offered += _fitting(_listed(_plain(typed)), typed, symbol)
+        offered += _fitting(list_paths(_plain(typed)), typed, symbol)
         # Without completions, IPython would list files in this process, and a dead mount would block it.
         return offered or [symbol]
     return offered
@@ -245,15 +248,20 @@ def _plain(typed: str) -> str:
     return typed[1:] if typed.startswith("'") else re.sub(r"\\(.)", r"\1", typed)
 
 
-def _listed(path: str) -> list[str]:
-    """Return the paths that start with `path`; none if the folder cannot be listed in time."""
+def list_paths(path: str, files: str = "") -> list[str]:
+    """Return up to 200 paths that start with `path`; none if the folder cannot be listed in time.
+
+    Args:
+        path: start of the paths.
+        files: pattern of the names of the files to list; folders, which end in a slash, are always listed.
+    """
     folder, slash, start = path.rpartition("/")
     shown = folder + slash
     if not slash and path.startswith(_SHORT_NAME):
         shown, start = _SHORT_NAME, path.removeprefix(_SHORT_NAME)
     try:
         place = os.path.abspath(user_path(shown or ".", "list a folder"))
-        listing = processes.run(processes.python(_LISTED, place, start, _MOST), "list a folder", _LIST_S)
+        listing = processes.run(processes.python(_LISTED, place, start, files, _MOST), "list a folder", _LIST_S)
         names: list[str] = json.loads(listing.output) if listing.status == 0 else []
     except (ColabkitError, OSError, ValueError):
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+
 from colabkit.notebook.launcher.html import POINTED
 from colabkit.notebook.launcher.panel import Launcher
 
@@ -19,3 +21,8 @@ def click(panel: Launcher, action: str) -> str:
 
 def pointed(panel: Launcher) -> list[str]:
     return [name for name, field in panel.view.fields.items() if POINTED in field._dom_classes]
+
+
+def described(panel: Launcher) -> str:
+    """Return what the form shows below the source and the image size."""
+    return html.unescape(panel.view._source_line.value + panel.view._size_line.value)

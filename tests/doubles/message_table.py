@@ -42,7 +42,7 @@ class Site:
             "Python": self.message.render(),
             "magic": self.message.render(LineWords(verb, "%")),
             "terminal": self.message.render(LineWords(verb, "colabkit ")),
-            "launcher": self.message.render(FieldWords("train")),
+            "launcher": self.message.render(FieldWords()),
         }
 
 

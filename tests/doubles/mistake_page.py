@@ -35,7 +35,7 @@ from colabkit.notebook.launcher.settings import FIELDS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mistakes.md"
 _FIELDS = {label: name for name, label in FIELDS.items()}
-_NUMBERS = ("batch_size", "epochs")
+_BUTTONS = {"Train": "train", "Measure": "probe", "Copy": "stage", "Pack": "prepare"}
 
 
 @cache
@@ -98,9 +98,9 @@ def _in_launcher(typed: str) -> str:
     *fields, button = typed.split("; ")
     for label, _, value in (field.partition(": ") for field in fields):
         name = _FIELDS[label]
-        fill(panel, **{name: int(value) if name in _NUMBERS else value})
+        fill(panel, **{name: value})
     try:
-        return click(panel, button.lower())
+        return click(panel, _BUTTONS[button])
     finally:
         panel.close()
 

@@ -1,163 +1,115 @@
-"""The launcher turns its settings into calls, and shows code that makes the same calls."""
+"""The launcher turns its form into one call, shows code that makes the same call, and lists places to choose from."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from sampling import sampled
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.foundation import DiskReport, Frame
-from colabkit.notebook.launcher.pipeline import Pipeline, ResultPath, code_of, make_pipeline, run_pipeline
-from colabkit.notebook.launcher.settings import FIELDS, Settings, in_form, places
+from colabkit.foundation import DiskReport
+from colabkit.notebook.launcher.actions import Action, call_of, cell_of
+from colabkit.notebook.launcher.browsing import is_place, list_place
+from colabkit.notebook.launcher.settings import FIELDS, MORE_OPTIONS, Settings, in_form, places
 
 GIB = 1 << 30
+ACTIONS: dict[Action, str] = {
+    "train": "train_on",
+    "restart": "train_on",
+    "probe": "probe",
+    "stage": "stage",
+    "prepare": "prepare",
+}
 
 
-def verbs(plan: Pipeline) -> list[str]:
-    return [step.verb.name for step in plan.calls]
+def test_every_field_is_an_argument_of_train_on_with_its_default() -> None:
+    parameters = inspect.signature(colabkit.train_on).parameters
+    assert set(FIELDS) == set(Settings.__dataclass_fields__) == set(parameters) - {"restart", "progress", "screen"}
+    assert Settings().options == {}
+    for name in set(FIELDS) - {"source", "splits"}:
+        assert getattr(Settings(), name) == parameters[name].default
+    assert set(MORE_OPTIONS) < set(FIELDS)
 
 
-def test_each_button_includes_the_calls_of_the_buttons_before_it() -> None:
-    assert verbs(make_pipeline(Settings("birds"), "probe")) == ["probe"]
-    assert verbs(make_pipeline(Settings("birds"), "stage")) == ["stage"]
-    assert verbs(make_pipeline(Settings("birds"), "pack")) == ["stage", "pack"]
-    whole = make_pipeline(Settings("birds", epochs=7, batch_size=9), "train")
-    assert verbs(whole) == ["stage", "pack"]
-    assert (whole.training.epochs, whole.training.batch_size) == (7, 9)
-    assert make_pipeline(Settings("birds"), "pack").training is None
-
-
-def test_drive_is_mounted_first_unless_another_folder_replaces_it() -> None:
-    assert verbs(make_pipeline(Settings("drive:birds"), "probe")) == ["mount", "probe"]
-    assert verbs(make_pipeline(Settings("birds", work="drive:work"), "pack")) == ["mount", "stage", "pack"]
-    assert verbs(make_pipeline(Settings("birds", work="drive:work"), "stage")) == ["stage"]
-    assert verbs(make_pipeline(Settings("drive:birds"), "stage", needs_mount=False)) == ["stage"]
-
-
-@pytest.mark.parametrize(
-    "source", ["data.tfrecord", "part.tfrecord-00000-of-00010", "data.lmdb", "s-{000..012}.tar", "birds.CSV"]
-)
-def test_records_and_tables_are_packed_without_staging(source: str) -> None:
-    assert verbs(make_pipeline(Settings(source), "train")) == ["pack"]
-
-
-def test_the_calls_have_the_values_of_the_form() -> None:
-    form = Settings("birds", "disk", "240x320", "jpeg", "a,b", "train=0.5,dev=0.5", "1", "skip", work="w")
-    staging, packing = make_pipeline(form, "pack").calls
-    assert staging.arguments == {"source": "birds", "to": "disk"}
-    assert packing.arguments == {
-        "source": ResultPath("staged"),
-        "to": packing.arguments["to"],
+def test_the_call_has_the_values_of_the_form() -> None:
+    form = Settings(" birds ", "240x320", "7", "work", "9", "small", "species", "train=0.5,dev=0.5", "raise")
+    options = {
         "size": (240, 320),
-        "encoding": "jpeg",
-        "channels": 1,
-        "labels": ["a", "b"],
+        "epochs": 7,
+        "to": "work",
+        "batch_size": 9,
+        "model": "small",
+        "labels": "species",
         "splits": {"train": 0.5, "dev": 0.5},
-        "on_bad": "skip",
+        "on_bad": "raise",
     }
-    assert packing.arguments["to"].startswith("w/birds-")
+    assert (call_of(form, "train").source, call_of(form, "train").options) == ("birds", options)
+    assert call_of(form, "restart").options == {**options, "restart": True}
+    shared = {name: options[name] for name in ("size", "labels", "splits", "on_bad")}
+    assert call_of(form, "prepare").options == shared
+    assert call_of(form, "stage", "tmpfs").options == {"to": "tmpfs"}
+    assert call_of(form, "probe").options == {}
 
 
-def test_empty_options_use_the_defaults_of_the_public_function() -> None:
-    assert list(make_pipeline(Settings("birds", splits=""), "pack").calls[-1].arguments) == ["source", "to"]
-
-
-def test_other_pack_options_create_another_pack_and_other_epochs_do_not() -> None:
-    def folder(form: Settings) -> str:
-        return make_pipeline(form, "train").training.to
-
-    assert folder(Settings("birds")) == folder(Settings(" birds ", epochs=9, batch_size=1, to="disk"))
-    assert len({folder(form) for form in (Settings("birds"), Settings("b/birds"), Settings("birds", size="64"))}) == 3
+def test_empty_and_default_fields_are_left_out_of_the_code() -> None:
+    form = Settings("drive:birds", size="", epochs=" auto ", splits=" ")
+    assert cell_of(call_of(form, "train")) == "import colabkit\ncolabkit.train_on('drive:birds')"
 
 
 @pytest.mark.parametrize(
     ("form", "said"),
     [
         (Settings(" "), "Source is empty"),
-        (Settings("birds", work=""), "Work folder is empty; expected a path."),
         (Settings("a\nb"), "Source contains a line break"),
         (Settings("a\u2028b"), "Source contains a line break"),
         (Settings("birds", size="6\n4"), "Image size contains a line break"),
+        (Settings("birds", size="wide"), "Image size is 'wide'; expected auto, a number, or height and width"),
+        (Settings("birds", epochs="many"), "Epochs is 'many'; expected auto or a whole number"),
     ],
 )
-def test_an_invalid_text_is_one_line_that_names_the_field(form: Settings, said: str) -> None:
+def test_an_invalid_text_is_one_line_that_names_and_marks_the_field(form: Settings, said: str) -> None:
     with pytest.raises(InvalidOption) as caught:
-        make_pipeline(form, "pack")
-    message, fields = in_form(caught.value, "pack")
-    assert said in message
+        call_of(form, "train")
+    message, fields = in_form(caught.value)
+    assert message.startswith(f"Cannot use the form: {said}")
     assert [FIELDS[name] for name in fields] == [said.partition(" is ")[0].partition(" contains ")[0]]
 
 
 @pytest.mark.parametrize("source", ["samples:digits", "https://example.org/a.zip"])
-def test_a_source_without_a_path_is_not_probed(source: str) -> None:
+def test_a_source_without_a_path_is_not_measured(source: str) -> None:
     with pytest.raises(InvalidOption, match="this source has no path; expected the path of a folder or a file"):
-        make_pipeline(Settings(source), "probe")
-
-
-def test_an_invalid_size_names_and_marks_its_field() -> None:
-    with pytest.raises(InvalidOption) as caught:
-        make_pipeline(Settings("birds", size="wide"), "pack")
-    expected = "expected a number, or height and width such as 240x320"
-    message = f"Cannot pack the source: Image size is 'wide'; {expected}. Check Image size."
-    assert in_form(caught.value, "pack") == (message, ("size",))
-
-
-def test_a_path_that_looks_like_an_option_is_a_path() -> None:
-    pipeline = make_pipeline(Settings("--to", work="-w", size="-3", labels="-x"), "pack")
-    staging, packing = pipeline.calls
-    assert staging.arguments["source"] == "--to"
-    assert packing.arguments["to"].startswith("-w/")
-    assert (packing.arguments["size"], packing.arguments["labels"]) == (-3, "-x")
+        call_of(Settings(source), "probe")
 
 
 ADDRESS = "https://user:secret1@example.org/a/birds.zip?token=secret2"
 
 
-def test_an_address_with_secrets_is_prompted_for_and_not_shown() -> None:
-    plan = make_pipeline(Settings(ADDRESS), "train")
-    code = code_of(plan)
-    assert "secret" not in code
-    assert 'ADDRESS = getpass("' in code
-    assert "staged = colabkit.stage(ADDRESS, to='auto')" in code
-    assert plan.calls[0].arguments["source"] == ADDRESS
-    assert plan.training.to.startswith("colabkit-work/birds-")
-    assert "secret" not in make_pipeline(Settings("https://user:secret@example.org"), "train").training.to
+@pytest.mark.parametrize("action", ACTIONS)
+def test_an_address_with_secrets_is_asked_for_and_not_shown(action: Action) -> None:
+    if action == "probe":
+        with pytest.raises(InvalidOption) as caught:
+            call_of(Settings(ADDRESS), action)
+        assert "secret" not in str(caught.value)
+        return
+    call = call_of(Settings(ADDRESS), action)
+    assert call.source == ADDRESS
+    assert "secret" not in f"{call!r} {call.code} {cell_of(call)}"
+    assert "address = getpass(" in cell_of(call)
+    assert f"colabkit.{ACTIONS[action]}(address" in cell_of(call)
 
 
 def test_plain_addresses_are_shown() -> None:
-    code = code_of(make_pipeline(Settings("https://example.org/a.zip"), "stage"))
-    assert "colabkit.stage('https://example.org/a.zip', " in code
-
-
-def calls_in(code: str) -> dict[str, dict[str, object]]:
-    """Return the arguments of each colabkit call in a cell; an argument that is an expression is returned as text."""
-    found = {}
-    for node in ast.walk(ast.parse(TransformerManager().transform_cell(code))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("colabkit.") in CALLED:
-            function = getattr(colabkit, ast.unparse(node.func).removeprefix("colabkit."))
-            named = {one.arg: value_of(one.value) for one in node.keywords if one.arg}
-            bound = inspect.signature(function).bind_partial(*map(value_of, node.args), **named)
-            found[function.__name__] = dict(bound.arguments)
-    return found
-
-
-def value_of(node: ast.expr) -> object:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
+    assert cell_of(call_of(Settings("https://example.org/a.zip"), "stage")).endswith("('https://example.org/a.zip')")
 
 
 LINE_ENDS = "\0\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -169,8 +121,8 @@ PATHS = ONE_LINE.map(lambda text: text.replace("://", ":/") if text.strip() else
 # Hypothesis limits the time of each example, which a busy machine may exceed.
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(PATHS, PATHS)
-def test_any_path_is_unchanged_in_the_code(source: str, work: str) -> None:
-    check_code(source, work)
+def test_any_path_is_unchanged_in_the_code(source: str, to: str) -> None:
+    check_code(source, to)
 
 
 @pytest.mark.parametrize(
@@ -180,55 +132,15 @@ def test_quotes_braces_and_dollar_signs_are_unchanged_in_the_code(word: str) -> 
     check_code(word, word)
 
 
-def check_code(source: str, work: str) -> None:
-    pipeline = make_pipeline(Settings(source, work=work), "train")
-    found = calls_in(code_of(pipeline))
-    for call in pipeline.calls:
-        shown = {
-            name: repr(value) if isinstance(value, ResultPath) else value for name, value in call.arguments.items()
-        }
-        assert found[call.verb.name] == shown
-    assert found["train"]["to"] == pipeline.training.to
-
-
-CALLED = ("stage", "pack", "open_pack", "Loader", "small_network", "supervised_step", "train")
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, dict[str, object]]]]:
-    """Record public calls.
-
-    The returned function lists the calls made since it was last called, with all their arguments.
-    """
-    found: list[tuple[str, dict[str, object]]] = []
-
-    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-
-        def call(*given: Any, **named: Any) -> Any:
-            bound = signature.bind(*given, **named)
-            bound.apply_defaults()
-            found.append((name, {key: plain(value) for key, value in bound.arguments.items()}))
-            return function(*given, **named)
-
-        return call
-
-    for name in CALLED:
-        monkeypatch.setattr(colabkit, name, recorded(name, getattr(colabkit, name)))
-
-    def since() -> list[tuple[str, dict[str, object]]]:
-        taken, found[:] = found[:], []
-        return taken
-
-    return since
-
-
-def plain(value: Any) -> object:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, str | int | float | tuple | dict | None):
-        return value
-    return repr(value) if isinstance(value, colabkit.augment.Normalize) else type(value).__name__
+def check_code(source: str, to: str) -> None:
+    for action, name in ACTIONS.items():
+        call = call_of(Settings(source, to=to), action)
+        node = ast.parse(cell_of(call)).body[-1]
+        assert isinstance(node, ast.Expr)
+        assert isinstance(node.value, ast.Call)
+        assert ast.unparse(node.value.func) == f"colabkit.{name}"
+        assert [ast.literal_eval(one) for one in node.value.args] == [call.source]
+        assert {one.arg: ast.literal_eval(one.value) for one in node.value.keywords} == call.options
 
 
 @pytest.fixture
@@ -238,47 +150,83 @@ def shell() -> Iterator[InteractiveShell]:
     InteractiveShell.clear_instance()
 
 
-class Screen:
-    def paint(self, frame: Frame, final: bool) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@pytest.mark.parametrize("splits", sampled(["train=0.5,test=0.5", "train=1"], 1))
-def test_the_shown_code_makes_the_same_calls_with_the_same_arguments(
-    shell: InteractiveShell,
-    calls: Callable[[], list[tuple[str, dict[str, object]]]],
-    image_tree: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    splits: str,
+@pytest.mark.parametrize("action", sampled(ACTIONS, 2))
+def test_the_shown_code_makes_the_same_call_with_the_same_arguments(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, action: Action
 ) -> None:
-    source = tmp_path / 'it\'s {x} $x "tree"'
-    image_tree.rename(source)
-    form = Settings(str(source), "disk", "8", splits=splits, batch_size=5, epochs=2, work="my {work}")
-    plan = make_pipeline(form, "train")
-    for folder in ("panel", "cell"):
-        (tmp_path / folder).mkdir()
-    monkeypatch.chdir(tmp_path / "panel")
-    reports: dict[str, object] = {}
-    run_pipeline(plan, Screen(), lambda doing: None, reports.__setitem__)
-    by_panel = calls()
-    monkeypatch.chdir(tmp_path / "cell")
+    calls: list[tuple[object, ...]] = []
+
+    def recorded(*given: object, **named: object) -> None:
+        calls.append((given, named))
+
+    monkeypatch.setattr(colabkit, ACTIONS[action], recorded)
+    call = call_of(Settings('it\'s {x} $x "tree"', "8", "2", "my {work}", splits="train=0.5,test=0.5"), action)
+    call.make()
     shell.user_ns["x"] = "wrong"
-    shell.run_cell(code_of(plan)).raise_error()
-    by_cell = calls()
-    assert by_cell == by_panel
-    assert {name for name, _ in by_cell} == set(CALLED)
-    assert repr(shell.user_ns["report"].epochs[-1].values) == repr(reports["report"].epochs[-1].values)
+    shell.run_cell(cell_of(call)).raise_error()
+    assert calls[0] == calls[1]
+    assert len(calls) == 2
 
 
-def test_free_space_is_shown_beside_each_choice() -> None:
+def test_free_space_is_shown_in_plain_words_beside_each_choice_that_exists() -> None:
     disks = (DiskReport("/tmp", "ext4", 9 * GIB, 2 * GIB, 2 * GIB), DiskReport("/data", "ext4", 9, 3 * GIB, 3 * GIB))
     tmpfs = (DiskReport("/dev/shm", "tmpfs", 8 * GIB, 6 * GIB, 5 * GIB),)
     found = SimpleNamespace(disks=disks, tmpfs=tmpfs)
-    labels = {value: label for label, value in places(found, "/data/near")}
-    assert list(labels) == ["auto", "tmpfs", "disk"]
-    assert labels["tmpfs"] == "tmpfs: 5.0 GiB free"
-    assert labels["disk"] == "disk: 3.0 GiB free"
-    none = SimpleNamespace(disks=(), tmpfs=())
-    assert [label for label, _ in places(none, "/data/near")][1:] == ["tmpfs: none found", "disk: none found"]
+    assert places(found, "/data/near") == [
+        ("auto", "auto"),
+        ("RAM disk (5.0 GiB free)", "tmpfs"),
+        ("disk (3.0 GiB free)", "disk"),
+    ]
+    assert places(SimpleNamespace(disks=(), tmpfs=()), "/data/near") == [("auto", "auto")]
+
+
+@pytest.fixture
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder that stands for Drive, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path / "drive"))
+    folder = tmp_path / "drive" / "birds" / "red"
+    folder.mkdir(parents=True)
+    return tmp_path / "drive"
+
+
+@pytest.mark.usefixtures("drive")
+def test_a_source_on_drive_is_found_by_going_down_and_up() -> None:
+    assert ("Google Drive", "drive:") in list_place("")
+    assert list_place("drive:") == [("↑ up", ""), ("birds/", "drive:birds/")]
+    inside = [("↑ up", "drive:"), ("✓ use drive:birds", "drive:birds"), ("red/", "drive:birds/red/")]
+    assert list_place("drive:birds/") == inside
+    assert list_place("drive:birds/red/")[:2] == [
+        ("↑ up", "drive:birds/"),
+        ("✓ use drive:birds/red", "drive:birds/red"),
+    ]
+
+
+def test_a_place_lists_folders_before_archives_and_tables_and_no_images(drive: Path) -> None:
+    for name in ("a.zip", "b.TAR.GZ", "c.csv", "d.jpg", "e.txt", ".hidden.zip"):
+        (drive / name).touch()
+    assert [label for label, _ in list_place("drive:")] == ["↑ up", "birds/", "a.zip", "b.TAR.GZ", "c.csv"]
+    for number in range(300):
+        (drive / f"{number}.jpg").touch()
+    assert ("birds/", "drive:birds/") in list_place("drive:")
+
+
+@pytest.mark.usefixtures("drive")
+def test_local_folders_are_listed_up_to_the_root() -> None:
+    here = list_place("./")
+    assert ("drive/", "drive/") in here
+    assert list_place("drive/")[0] == ("↑ up", "./")
+    assert list_place("drive/birds/")[0] == ("↑ up", "drive/")
+    above = here[0][1]
+    assert above == f"{os.path.dirname(os.getcwd())}/"
+    while above:
+        place, above = above, list_place(above)[0][1]
+        assert is_place(place)
+    assert place == "/"
+
+
+def test_the_first_list_offers_to_connect_drive_if_it_is_not_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    monkeypatch.setattr("colabkit.notebook.launcher.browsing.drive_mounts", lambda table: [])
+    assert ("Google Drive (connect)", "drive:") in list_place("")
+    assert not is_place(list_place("")[0][1])

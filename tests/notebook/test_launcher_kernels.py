@@ -27,20 +27,26 @@ def widgets():
 
 stage, staged, threads = colabkit.stage, [], []
 
-def counted(**arguments):
-    staged.append(arguments["source"])
+def counted(source, **options):
+    staged.append(source)
     threads.append(threading.current_thread() is threading.main_thread())
-    if arguments["source"] == "endless":
+    if source == "endless":
         threading.Event().wait()
-    return stage(**arguments)
+    return stage(source, **options)
 
 colabkit.stage = counted
 panel = colabkit.launch()
 view = panel.view
-view.fields["source"].value, view.fields["to"].value = "tree", "disk"
-view.fields["epochs"].value = 1
+view.fields["source"].value, view.near.value = "tree", "disk"
+view.fields["epochs"].value = "2"
 """
-STATE = "import json; print(json.dumps([view.said, staged, threads, list(panel.results)]))"
+# Clicks that arrive right after the work are ignored.
+STATE = """
+import asyncio, json
+while panel.is_busy:
+    await asyncio.sleep(0.02)
+print(json.dumps([view.said, staged, threads, list(panel.results)]))
+"""
 LIMIT_S = 120
 
 
@@ -51,6 +57,7 @@ class Kernel:
     manager: KernelManager
     client: BlockingKernelClient
     published: list[dict[str, Any]] = field(default_factory=list)
+    models: dict[str, str] = field(default_factory=dict)
 
     def run(self, code: str) -> str:
         """Run a cell and return its printed output; raise an error if the cell fails."""
@@ -78,9 +85,12 @@ class Kernel:
         """Return the launcher's message, the staged sources, whether each ran in the main thread, and result names."""
         return tuple(json.loads(self.run(STATE)))
 
-    def clicks(self, action: str, times: int = 1) -> list[str]:
+    def clicks(self, button: str, times: int = 1) -> list[str]:
         """Send a button's click message `times` times, as a browser does, and return the message ids."""
-        model = self.run(f"print(view.buttons[{action!r}].model_id)").strip()
+        if button not in self.models:
+            found = "view.stop" if button == "stop" else f"view.buttons[{button!r}]"
+            self.models[button] = self.run(f"print({found}.model_id)").strip()
+        model = self.models[button]
         data = {"method": "custom", "content": {"event": "click"}}
         sent = [self.client.session.msg("comm_msg", {"comm_id": model, "data": data}) for _ in range(times)]
         for message in sent:
@@ -106,8 +116,9 @@ class Kernel:
         """
         for _ in range(5):
             self.manager.interrupt_kernel()
+            deadline = time.monotonic() + 10
             with suppress(Empty):
-                while True:
+                while time.monotonic() < deadline:
                     message = self.client.get_iopub_msg(timeout=10)
                     self.published.append(message)
                     if holds(message):
@@ -142,31 +153,68 @@ def test_two_clicks_in_a_row_do_the_work_once_and_in_the_main_thread(kernel: Ker
     assert said.startswith("Done in ")
     assert staged == [*before[1], "tree"]
     assert all(threads)
-    assert results == ["staged"]
+    assert results == ["stage"]
+
+
+def test_a_click_on_stop_ends_work_that_keeps_the_main_thread_busy(kernel: Kernel) -> None:
+    kernel.run("view.fields['source'].value = 'endless'; print(view.stop.model_id)")
+    kernel.clicks("stop")
+    kernel.clicks("stage")
+    kernel.wait_for(lambda message: "Copying the source … 1 s" in str(message["content"]))
+    code = kernel.client.execute("print('waited')")
+    kernel.clicks("stop")
+    kernel.wait_for(lambda message: "Stopped." in str(message["content"]))
+    assert kernel.read(code).strip() == "waited"
+    assert kernel.state()[0] == "Stopped."
+    kernel.run("view.fields['source'].value = 'tree'")
+    assert kernel.click("stage")[0].startswith("Done in ")
 
 
 def test_an_interrupt_is_shown_in_the_panel_and_the_next_click_works(kernel: Kernel) -> None:
     kernel.run("view.fields['source'].value = 'endless'")
     kernel.clicks("stage")
-    kernel.wait_for(lambda message: "Staging" in str(message["content"]))
+    kernel.wait_for(lambda message: "Copying the source … 1 s" in str(message["content"]))
     kernel.interrupt_until(lambda message: "Stopped" in str(message["content"]))
-    assert kernel.state()[0] == "Stopped. Click again to resume."
+    assert kernel.state()[0] == "Stopped."
     kernel.run("view.fields['source'].value = 'tree'")
     assert kernel.click("stage")[0].startswith("Done in ")
 
 
-def test_stage_and_train_paints_the_live_panel_while_it_works(kernel: Kernel) -> None:
+def test_train_paints_the_live_panel_while_it_works_and_the_kernel_is_busy(kernel: Kernel) -> None:
     published = len(kernel.published)
     said, _, _, results = kernel.click("train")
     assert said.startswith("Done in ")
-    assert results == ["staged", "packed", "report"]
-    updates = [str(message["content"]) for message in kernel.published[published:] if message["msg_type"] == "comm_msg"]
+    assert results == ["train_on"]
+    updates = [str(message["content"]) for message in kernel.published[published:]]
     assert sum("Training panel" in update for update in updates) >= 2
+    begun = next(number for number, update in enumerate(updates) if "Loading PyTorch … " in update)
+    ended = next(number for number, update in enumerate(updates) if "Done in " in update)
+    assert "idle" not in [
+        message["content"].get("execution_state") for message in kernel.published[published:][begun:ended]
+    ]
+
+
+def test_training_stops_at_a_click_and_continues_at_the_next(kernel: Kernel) -> None:
+    kernel.run("view.fields['epochs'].value = '10000'")
+    kernel.clicks("train")
+    kernel.wait_for(lambda message: "Training … " in str(message["content"]))
+    kernel.wait_for(lambda message: "epoch 5/" in str(message["content"]))
+    kernel.clicks("stop")
+    kernel.wait_for(lambda message: "Stopped. Click Continue to resume." in str(message["content"]))
+    said, _, _, results = kernel.state()
+    assert said == "Stopped. Click Continue to resume."
+    assert results == ["train"]
+    done = kernel.run("print(len(panel.results['train'].epochs))").strip()
+    kernel.run(f"view.fields['epochs'].value = '{int(done) + 1}'")
+    said, _, _, results = kernel.click("train")
+    assert said.startswith("Done in ")
+    trained = kernel.run("print(panel.results['train_on'].training.trained)").strip()
+    assert trained == "1"
 
 
 def test_an_error_is_shown_in_the_panel(kernel: Kernel) -> None:
     kernel.run("view.fields['source'].value = 'nowhere'")
-    assert kernel.click("pack")[0].startswith("Cannot read 'nowhere': no such file or folder")
+    assert kernel.click("prepare")[0].startswith("Cannot read 'nowhere': no such file or folder")
     kernel.run("view.fields['source'].value = 'tree'")
 
 
@@ -184,5 +232,5 @@ def test_unloading_leaves_no_widget_and_no_thread(kernel: Kernel) -> None:
     code = "%unload_ext colabkit\nprint(widgets(), [t.name for t in threading.enumerate() if 'colabkit' in t.name])"
     assert kernel.run(code).strip() == "0 []"
     *kept, closed = [one["content"]["data"] for one in kernel.published if one["msg_type"] == "update_display_data"]
-    assert "Training panel" in "".join(data["text/html"] for data in kept)
+    assert "Training result" in "".join(data["text/html"] for data in kept)
     assert closed == {"text/html": "", "text/plain": ""}

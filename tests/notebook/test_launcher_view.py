@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import re
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ import IPython.display
 import ipywidgets
 import pytest
 from ipywidgets.widgets import widget as widget_module
-from launchers import click, fill
+from launchers import click, described, fill
 
 import colabkit
 from colabkit.errors import MissingPackage, NoNotebook
@@ -27,8 +28,10 @@ from colabkit.foundation import meters
 from colabkit.foundation.progress import ProgressBar
 from colabkit.notebook.launcher import panel as launcher_module
 from colabkit.notebook.launcher.panel import Launcher
+from colabkit.notebook.launcher.view import tree_of
+from colabkit.notebook.launcher.work import _QUIET_S
 
-STOPPED = "Stopped. Click again to resume."
+CONTINUE = "Stopped. Click Continue to resume."
 
 
 def widgets_there() -> int:
@@ -40,55 +43,67 @@ def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image_tree: Path) -> 
     monkeypatch.chdir(tmp_path)
     before = widgets_there()
     panel = Launcher(ipywidgets)
-    fill(panel, source=str(image_tree), to="disk", epochs=1, batch_size=8)
+    fill(panel, source=str(image_tree), epochs="1", batch_size="8")
     yield panel
     panel.close()
     assert widgets_there() == before
 
 
-@pytest.mark.parametrize(
-    ("action", "results"),
-    [("probe", ["probed"]), ("stage", ["staged"]), ("pack", ["staged", "packed"])],
-)
-def test_a_click_runs_its_action_and_shows_the_reports(panel: Launcher, action: str, results: list[str]) -> None:
-    click(panel, action)
-    assert panel.view.said.startswith("Done in ")
-    assert list(panel.results) == results
-    tables = [report._repr_html_().partition("</div>") for report in panel.results.values()]
-    assert all(f"{line}</div></summary>{table}</details>" in panel.view.shown for line, _, table in tables)
-    assert panel.view.shown.count("<details open") == 1
+def offered(panel: Launcher) -> list[str]:
+    """Return the labels of the visible buttons for training."""
+    buttons = (panel.view.buttons["train"], panel.view.stop, panel.view.buttons["restart"])
+    return [button.description for button in buttons if button.layout.display is None]
 
 
-def test_stage_and_train_trains_with_the_live_panel_and_checkpoints(
+def test_a_source_is_answered_at_once_with_what_it_contains(panel: Launcher) -> None:
+    assert "24 images, 3 classes, " in described(panel)
+    fill(panel, source="samples:digits")
+    assert "1,797 images, 10 classes, 8×8, not split yet" in described(panel)
+    assert "All images keep their 8×8 pixels" in described(panel)
+    assert offered(panel) == ["Train"]
+
+
+@pytest.mark.parametrize("action", ["probe", "stage", "prepare"])
+def test_a_click_runs_its_action_and_shows_the_report(panel: Launcher, action: str) -> None:
+    assert click(panel, action).startswith("Done in ")
+    ((name, report),) = panel.results.items()
+    assert name == action
+    assert "<details open" in panel.view.shown
+    assert html.escape(repr(report).splitlines()[0], quote=True) in panel.view.shown
+    assert "Training panel" not in panel.view.shown
+    assert offered(panel) == ["Train"]
+
+
+def test_train_makes_a_model_and_then_offers_to_train_longer_or_again(
     panel: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    click(panel, "train")
-    report = panel.results["report"]
-    assert report.trained == 1
-    assert report.checkpoint.is_relative_to(Path("colabkit-work").absolute())
-    assert "aria-label='Training panel'" in panel.view.shown
-    assert "epoch 1/1" in panel.view.shown
+    assert click(panel, "train").startswith("Done in ")
+    report = panel.results["train_on"]
+    assert (report.epochs, report.training.trained) == (1, 1)
+    assert report.model_path.is_relative_to(Path("colabkit-work").absolute())
+    shown = panel.view.shown
+    assert "Training result" in shown
+    assert "Training panel" in shown.partition("<details")[2]
     assert capsys.readouterr() == ("", "")
-    fill(panel, epochs=2)
+    assert offered(panel) == ["Train 1 more epoch", "Train again from scratch"]
     click(panel, "train")
-    assert panel.results["report"].trained == 1
-    assert len(panel.results["report"].epochs) == 2
+    assert (panel.results["train_on"].epochs, panel.results["train_on"].training.trained) == (2, 1)
+    assert panel.view.settings.epochs == "2"
+    click(panel, "restart")
+    assert (panel.results["train_on"].epochs, panel.results["train_on"].training.trained) == (2, 2)
+    fill(panel, batch_size="4")
+    assert offered(panel) == ["Train"]
 
 
-@pytest.mark.full
-def test_images_of_several_sizes_are_resized_to_train(panel: Launcher, image_tree: Path) -> None:
-    from PIL import Image
-
-    Image.new("RGB", (20, 30)).save(image_tree / "ants" / "large.png")
+def test_a_complete_run_is_shown_again_with_offers_to_train_longer(panel: Launcher) -> None:
     click(panel, "train")
-    assert panel.results["packed"].sample_shape == ()
-    assert panel.results["report"].trained == 1
-
-
-def test_labels_that_are_not_classes_are_reported(panel: Launcher) -> None:
-    fill(panel, labels="none")
-    click(panel, "train")
-    assert "the images have no labels; expected one class per image" in panel.view.said
+    again = Launcher(ipywidgets)
+    fill(again, **{name: field.value for name, field in panel.view.fields.items()})
+    assert click(again, "train").startswith("Done in ")
+    assert again.results["train_on"].training.trained == 0
+    assert "Training result" in again.view.shown
+    assert offered(again) == ["Train 1 more epoch", "Train again from scratch"]
+    again.close()
 
 
 HOSTILE = "<script>alert(1)</script>"
@@ -98,12 +113,12 @@ def test_an_error_is_shown_in_the_panel_as_one_escaped_line(
     panel: Launcher, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(panel, source=f"/no/such/{HOSTILE}")
-    click(panel, "pack")
+    assert f"Cannot read '/no/such/{HOSTILE}'" in described(panel)
+    click(panel, "train")
     assert panel.view.said.startswith(f"Cannot read '/no/such/{HOSTILE}'")
     assert "role='alert'" in panel.view.shown
-    panel.view.code_switch.value = True
-    shown = panel.view.shown + panel.view._code.value
-    assert "<script" not in shown
+    texts = [one.value for one in tree_of(panel.view.root) if isinstance(one, ipywidgets.HTML)]
+    assert "<script" not in "".join(texts)
     assert "&lt;script&gt;" in panel.view._code.value
     assert capsys.readouterr() == ("", "")
     assert not caplog.records
@@ -112,14 +127,14 @@ def test_an_error_is_shown_in_the_panel_as_one_escaped_line(
 def test_names_of_classes_are_escaped(panel: Launcher, image_tree: Path) -> None:
     (image_tree / "ants").rename(image_tree / "<b>ants")
     click(panel, "train")
-    assert panel.results["packed"].classes[0] == "<b>ants"
+    assert panel.results["train_on"].classes[0] == "<b>ants"
     assert "<b>ants" not in panel.view.shown
 
 
 def test_any_other_exception_is_shown_as_one_line(
     panel: Launcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(**_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("<i>no</i>")
 
     monkeypatch.setattr(colabkit, "stage", broken)
@@ -133,77 +148,91 @@ def test_any_other_exception_is_shown_as_one_line(
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_interrupt_is_shown_and_the_next_click_resumes(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_shown_and_the_next_click_works(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = signal.getsignal(signal.SIGINT)
     stage = colabkit.stage
-    monkeypatch.setattr(colabkit, "stage", lambda **_: signal.raise_signal(signal.SIGINT))
-    assert click(panel, "stage") == STOPPED
+    monkeypatch.setattr(colabkit, "stage", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert click(panel, "stage") == "Stopped."
     monkeypatch.setattr(colabkit, "stage", stage)
     assert click(panel, "stage").startswith("Done")
     assert signal.getsignal(signal.SIGINT) == handler
 
 
-def test_an_interrupted_training_resumes(panel: Launcher) -> None:
+def test_an_interrupted_training_continues(panel: Launcher) -> None:
     def interrupt(event: meters.Event) -> None:
         if isinstance(event, meters.StepDone):
             signal.raise_signal(signal.SIGINT)
 
-    fill(panel, splits="")
     unsubscribe = meters.subscribe(interrupt)
     click(panel, "train")
     unsubscribe()
-    assert panel.view.said == STOPPED
-    assert panel.results["report"].steps == 1
-    assert "stopped by KeyboardInterrupt" in panel.view.shown
+    assert panel.view.said == CONTINUE
+    assert panel.results["train"].steps == 1
+    assert offered(panel) == ["Continue", "Train again from scratch"]
     assert click(panel, "train").startswith("Done")
-    assert panel.results["report"].steps == 3
-    assert panel.results["report"].resumed_from is not None
+    assert panel.results["train_on"].training.resumed_from is not None
 
 
-def test_a_second_click_during_the_run_or_queued_for_later_starts_nothing(
+def test_every_second_of_the_work_says_what_it_does(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    arrived = threading.Event()
+
+    def silent(*_: object, **__: object) -> None:
+        print("Found 2 images")
+        assert arrived.wait(30)
+        said.append(html.unescape(panel.view.shown))
+        print("Evaluating the best epoch")
+        said.append(panel.view.said)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(colabkit, "stage", silent)
+    panel.view._message.observe(lambda change: "… 1 s" in change["new"] and arrived.set(), "value")
+    click(panel, "stage")
+    assert "Copying the source … 1 s" in said[0]
+    assert "Found 2 images" in said[0]
+    assert said[1].startswith("Evaluating the best epoch … ")
+
+
+def test_a_second_click_during_the_run_starts_nothing_and_the_form_is_disabled(
     panel: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, calls = colabkit.stage, []
-    row = dict(panel.view.buttons)
 
-    def counted(**arguments: Any) -> Any:
-        calls.append([button.disabled for button in row.values()])
-        row["pack"].click()
-        return stage(**arguments)
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append([widget.disabled for widget in (*panel.view.buttons.values(), *panel.view.fields.values())])
+        assert offered(panel) == []
+        for button in panel.view.buttons.values():
+            button.click()
+        return stage(*given, **named)
 
     monkeypatch.setattr(colabkit, "stage", counted)
-    row["stage"].click()
-    # Simulate a second click that was queued during the run.
-    row["stage"].click()
-    assert calls == [[True] * 4]
-    assert not any(button.disabled for button in panel.view.buttons.values())
+    click(panel, "stage")
+    assert len(calls) == 1
+    assert all(calls[0])
+    assert not panel.view.buttons["train"].disabled
     click(panel, "stage")
     assert len(calls) == 2
 
 
-def test_progress_updates_the_bar_of_the_panel(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_in_the_live_panel(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def slow(**_: object) -> None:
-        with ProgressBar("copy", 8, " files") as bar:
-            for _ in range(2):
-                bar.advance(2)
-                bar._bar.refresh()
-                seen.append((panel.view._bar.value, panel.view._numbers.value, panel.view._work.layout.display))
+    def slow(*_: object, **__: object) -> None:
+        with ProgressBar("stage", 8, " files") as bar:
+            bar.advance(2)
+            seen.append(panel.view.shown)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(colabkit, "stage", slow)
     click(panel, "stage")
-    assert [value for value, _, _ in seen] == [0.25, 0.5]
-    assert "copy: 4 of 8 files · 50%" in seen[1][1]
-    assert seen[1][2] is None
-    assert panel.view._work.layout.display == "none"
+    assert "Copying files to this machine" in seen[0]
+    assert "Copying files" not in panel.view.shown
 
 
 def test_warnings_of_the_run_are_shown_in_the_panel(
     panel: Launcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def warns(**_: object) -> None:
+    def warns(*_: object, **__: object) -> None:
         meters.events.logger.warning("slow %s", HOSTILE)
         raise RuntimeError("over")
 
@@ -215,29 +244,66 @@ def test_warnings_of_the_run_are_shown_in_the_panel(
 
 
 def test_the_code_is_updated_with_the_form(panel: Launcher) -> None:
-    panel.view.code_switch.value = True
-    fill(panel, source="other", epochs=5)
-    assert "colabkit.stage('other', to='disk')" in html.unescape(panel.view._code.value)
-    assert "epochs=5" in panel.view._code.value
+    fill(panel, source="other", epochs="5", batch_size="auto")
+    code = html.unescape(panel.view._code.value)
+    assert "import colabkit\ncolabkit.train_on('other', epochs=5)<" in code
+    assert "colabkit.stage('other')<" in html.unescape(panel.view._only_lines["stage"].value)
+    panel.view.near.value = "disk"
+    assert "colabkit.stage('other', to='disk')<" in html.unescape(panel.view._only_lines["stage"].value)
     fill(panel, source="")
-    assert "# Cannot train on the source: Source is empty" in panel.view._code.value
-    panel.view.code_switch.value = False
-    assert panel.view._code.value == ""
+    assert "# Cannot use the form: Source is empty" in panel.view._code.value
 
 
-def test_pack_options_are_shown_on_request(panel: Launcher) -> None:
-    assert panel.view._options.layout.display == "none"
-    panel.view.options_switch.value = True
-    assert panel.view._options.layout.display is None
+@pytest.mark.parametrize("switch", ["more_switch", "only_switch", "browse_switch"])
+def test_sections_are_shown_on_request(panel: Launcher, switch: str) -> None:
+    def visible() -> int:
+        return sum(
+            getattr(one, "layout", None) is None or one.layout.display is None for one in tree_of(panel.view.root)
+        )
+
+    before = visible()
+    getattr(panel.view, switch).value = True
+    assert visible() > before
+    getattr(panel.view, switch).value = False
+    assert visible() == before
 
 
-def test_free_space_is_updated_and_the_choice_stays(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "colabkit.notebook.launcher.panel.places", lambda *_: [("a", "auto"), ("b", "tmpfs"), ("c", "disk")]
-    )
-    click(panel, "stage")
-    assert panel.view.fields["to"].label == "c"
-    assert panel.view.settings.to == "disk"
+def test_a_source_is_chosen_from_the_list(panel: Launcher, image_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLABKIT_DRIVE", str(image_tree.parent))
+    monkeypatch.setattr("colabkit.notebook.launcher.view._DOUBLE_CLICK_S", 0.0)
+    panel.view.browse_switch.value = True
+    assert panel.view.browser.value is None
+    for label in ("Google Drive", f"{image_tree.name}/", f"✓ use drive:{image_tree.name}"):
+        panel.view.browser.label = label
+    assert panel.view.settings.source == f"drive:{image_tree.name}"
+    assert "24 images, 3 classes, " in described(panel)
+    assert not panel.view.browse_switch.value
+
+
+def test_the_second_click_of_a_double_click_goes_no_further(panel: Launcher, image_tree: Path) -> None:
+    panel.view.browse_switch.value = True
+    entries = panel.view.browser.options
+    panel.view.browser.label = "this folder"
+    assert panel.view.browser.options == entries
+    assert panel.view.browser.value is None
+
+
+def test_drive_is_connected_from_the_list(panel: Launcher, monkeypatch: pytest.MonkeyPatch, image_tree: Path) -> None:
+    def mount() -> colabkit.foundation.Report:
+        monkeypatch.setenv("COLABKIT_DRIVE", str(image_tree.parent))
+        return colabkit.runtime()
+
+    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    monkeypatch.setattr("colabkit.notebook.launcher.browsing.drive_mounts", lambda table: [])
+    monkeypatch.setattr("colabkit.notebook.launcher.view._DOUBLE_CLICK_S", 0.0)
+    monkeypatch.setattr(colabkit, "mount", mount)
+    fill(panel, source=f"drive:{image_tree.name}")
+    assert "Google Drive is not connected" in described(panel)
+    assert "colabkit.mount()" in panel.view._only_lines["stage"].value
+    panel.view.browse_switch.value = True
+    panel.view.browser.label = "Google Drive (connect)"
+    assert (f"{image_tree.name}/", f"drive:{image_tree.name}/") in panel.view.browser.options
+    assert "24 images, 3 classes, " in described(panel)
 
 
 def test_a_click_handled_in_another_thread_runs_in_the_main_thread(
@@ -245,19 +311,43 @@ def test_a_click_handled_in_another_thread_runs_in_the_main_thread(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     threads = []
-    monkeypatch.setattr(colabkit, "stage", lambda **_: threads.append(threading.current_thread()))
+    monkeypatch.setattr(colabkit, "stage", lambda *_: threads.append(threading.current_thread()))
 
     async def cell() -> None:
         panel = Launcher(ipywidgets)
         fill(panel, source=str(image_tree))
         over = asyncio.Event()
-        monkeypatch.setattr(panel.view, "offer", lambda near: over.set())
+        monkeypatch.setattr(panel.view, "end", lambda *_, **__: over.set())
         await asyncio.get_running_loop().run_in_executor(None, panel.view.buttons["stage"].click)
         await asyncio.wait_for(over.wait(), 30)
         panel.close()
 
     asyncio.run(cell())
     assert threads == [threading.main_thread()]
+
+
+def test_a_click_that_waited_for_the_end_of_the_work_is_ignored(
+    image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    monkeypatch.setattr(colabkit, "stage", lambda *_: calls.append(1) or colabkit.runtime())
+
+    async def cell() -> None:
+        panel = Launcher(ipywidgets)
+        fill(panel, source=str(image_tree))
+        panel.view.buttons["stage"].click()
+        panel.view.buttons["stage"].click()
+        assert len(calls) == 1
+        ready = asyncio.Event()
+        asyncio.get_running_loop().call_later(_QUIET_S + 0.1, ready.set)
+        await ready.wait()
+        assert not panel.is_busy
+        panel.view.buttons["stage"].click()
+        assert len(calls) == 2
+        panel.close()
+
+    asyncio.run(cell())
 
 
 @pytest.fixture
@@ -304,7 +394,7 @@ def test_results_stay_in_the_saved_notebook_and_are_hidden_by_the_live_panel(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     panel = colabkit.launch()
-    fill(panel, source=str(image_tree), to="disk")
+    fill(panel, source=str(image_tree))
     click(panel, "stage")
     assert notebook.shown[-1] == (["text/html", "text/plain"], True)
     assert "Staged 24 files" in notebook.last["text/plain"]
@@ -316,6 +406,24 @@ def test_results_stay_in_the_saved_notebook_and_are_hidden_by_the_live_panel(
     assert notebook.last == {"text/html": "", "text/plain": ""}
     panel._ipython_display_()
     assert notebook.last == {"text/plain": "colabkit's launcher, closed"}
+
+
+def test_the_saved_state_of_a_run_is_marked_as_not_live(
+    notebook: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during = []
+
+    def stage(*_: object) -> Any:
+        during.append(notebook.last)
+        return colabkit.runtime()
+
+    monkeypatch.setattr(colabkit, "stage", stage)
+    panel = colabkit.launch()
+    click(panel, "stage")
+    for kind in ("text/plain", "text/html"):
+        assert re.search(r"State at \d+ \w+ [\d:]+ UTC, not live\. Run %status colabkit-work", during[0][kind])
+        assert "Copying the source …" in during[0][kind]
+        assert "not live" not in notebook.last[kind]
 
 
 def test_outside_of_a_notebook_the_error_names_where_it_works() -> None:

@@ -17,7 +17,7 @@ from colabkit import errors
 from colabkit.errors import ColabkitError
 from colabkit.foundation import Code, Text, call, cannot, in_python, omit, option
 from colabkit.notebook.command_line import main
-from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, FieldWords
+from colabkit.notebook.launcher.settings import FIELDS, FieldWords
 from colabkit.notebook.lines import split_line
 from colabkit.notebook.options import LineWords, arguments_of, parse_value, parser_of
 from colabkit.notebook.verbs import CELLS, VERBS
@@ -77,12 +77,12 @@ def test_variables_to_save_are_named_without_their_dict() -> None:
 
 
 def test_a_field_accepts_every_value_that_it_is_advised() -> None:
-    for one in BY_NAME["pack"].options:
-        if one.name in PACK_OPTIONS:
+    for one in BY_NAME["train_on"].options:
+        if one.name in FIELDS and one.flag:
             values = [word for word in one.words if word != "none"] if one.words else GIVEN[one.kind]
             for text in values:
                 value = parse_value(one.kind, text) if isinstance(text, str) else text
-                label, _, entered = FieldWords("pack").option(one.name, value).partition(": ")
+                label, _, entered = FieldWords().option(one.name, value).partition(": ")
                 assert (label, parse_value(one.kind, entered)) == (FIELDS[one.name], value)
 
 
@@ -150,7 +150,7 @@ def test_calls_become_the_lines_that_make_them() -> None:
 @given(st.text(), st.sampled_from(["{}", "refresh=True {}", "{} colabkit.mount()", "it's {}/refresh=True"]))
 def test_paths_and_other_values_are_never_altered(text: str, form: str) -> None:
     path = form.format(text)
-    for words in (LineWords(BY_NAME["stage"], "%"), LineWords(BY_NAME["stage"], "colabkit "), FieldWords("stage")):
+    for words in (LineWords(BY_NAME["stage"], "%"), LineWords(BY_NAME["stage"], "colabkit "), FieldWords()):
         shown = words.render((f"Already staged at {path!r}: ", path, "; ", option("refresh", True)))
         assert shown.startswith(f"Already staged at {path!r}: {path}; ")
     quoted = LineWords(BY_NAME["stage"], "%").render(call("stage", path))

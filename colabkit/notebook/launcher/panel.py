@@ -1,60 +1,61 @@
-"""`launch()` opens a panel whose buttons lead from remote files to a trained network without code.
+"""`launch()` opens a panel that leads from a folder of images to a trained network without code.
 
-The form's settings become a pipeline of public calls. The panel shows their progress, errors and reports, and a cell
-that makes the same calls.
-
-A click is handled immediately in the kernel's main thread, because Drive's consent dialog needs that thread and some
-front ends repaint only while the kernel is busy. If a kernel handles clicks in another thread, the work is passed to
-the main thread.
+The main button does what the shown line of Python does: `colabkit.train_on(...)`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import os
-import signal
 import sys
-import threading
 import time
-import traceback
 import uuid
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from signal import default_int_handler
+from typing import Any
 
 import colabkit
 from colabkit.foundation import (
     ColabkitError,
     NoNotebook,
     Report,
+    RuntimeReport,
     cannot,
-    format_seconds,
+    format_things,
     import_optional,
     local_root,
-    printable,
-    shown_by,
 )
 from colabkit.notebook.launcher import html
-from colabkit.notebook.launcher.pipeline import Action, Pipeline, code_of, make_pipeline, run_pipeline
-from colabkit.notebook.launcher.settings import Settings, in_form, places
-from colabkit.notebook.launcher.view import View
+from colabkit.notebook.launcher.actions import Action, ActionCall, call_of, cell_of
+from colabkit.notebook.launcher.browsing import DRIVE, is_drive_missing, is_place, list_place
+from colabkit.notebook.launcher.settings import FieldWords, Settings, in_form, places
+from colabkit.notebook.launcher.stopping import on_interrupt
+from colabkit.notebook.launcher.view import ONLY, View
+from colabkit.notebook.launcher.work import Outcome, Worker
+from colabkit.notebook.recipe.plan import choose_size
+from colabkit.packs import SourceSummary, describe_source, height_and_width
 
 _FALLBACK = "colabkit's launcher: run this cell again to open it."
-_STOPPED = "Stopped. Click again to resume."
-
-Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
+_KEPT_EVERY_S = 10.0
+_ON_DRIVE = "drive:colabkit"
+_CONNECTING = "Connecting Google Drive"
+_DOING: dict[Action, str] = {
+    "train": "Preparing the images",
+    "restart": "Preparing the images",
+    "probe": "Measuring the source",
+    "stage": "Copying the source",
+    "prepare": "Packing the source",
+}
 
 _open: list[Launcher] = []
 
 
 def launch() -> Launcher:
-    """Open a panel below this cell with buttons to probe a source, stage it, pack it and train on it.
+    """Open a panel below this cell in which you choose a source and train on it.
 
-    The work runs in the kernel's main thread, so other cells wait for it. Progress, errors, reports and the live panel
-    of the training appear in the panel. Interrupt the kernel to stop the work, and click again to resume. "Show the
-    code" shows a cell that does the same as "Stage and train". Opening another panel closes the previous one.
+    "Train" does what the line of Python below the buttons does. The work runs in the kernel's main thread, so other
+    cells wait for it. Progress, errors, the live panel of the training and its report appear in the panel. "Stop", or
+    interrupting the kernel, stops the work; the next click resumes it. "Only …" measures, copies or packs the source
+    without training. Opening another panel closes the previous one.
 
     Returns:
         The panel. `close()` removes it, and `results` holds the reports of the last run.
@@ -78,7 +79,7 @@ def launch() -> Launcher:
         raise NoNotebook(cannot(act, "this is not a notebook", "", next_step))
     widgets = import_optional("ipywidgets", act, "for fields and buttons", next_step="Run %pip install ipywidgets")
     close_launchers()
-    launcher = Launcher(widgets)
+    launcher = Launcher(widgets, shell.kernel)
     _open.append(launcher)
     launcher.show()
     return launcher
@@ -94,42 +95,59 @@ class Launcher:
     """The launcher's panel; `close()` removes it.
 
     The results of a run are also displayed in a separate output, which is hidden while the panel is alive. In a saved
-    notebook, only this output remains readable.
+    notebook, and in a page that was reloaded during a run, only this output is readable.
 
     Args:
         widgets: the package ipywidgets.
+        kernel: the kernel of the notebook.
 
     Attributes:
         view: the widgets.
-        results: reports of the last run, by the variable names of the shown code: `mounted`, `probed`, `staged`,
-            `packed` and `report`.
         is_open: whether the panel is open.
 
     Example:
         >>> import colabkit
         >>> launcher = colabkit.launch()
-        >>> launcher.is_open
-        True
+        >>> launcher.is_busy
+        False
         >>> launcher.close()
     """
 
-    def __init__(self, widgets: Any) -> None:
-        self.results: dict[str, Report] = {}
+    def __init__(self, widgets: Any, kernel: Any = None) -> None:
         self.is_open = True
         self._id = f"colabkit-{uuid.uuid4().hex}"
-        self.view = View(widgets, _places(), self._start, _code, self._id)
-        self._busy = threading.Lock()
-        self._loop = _main_loop()
+        self.view = View(widgets, self._clicked, self._changed, self._browsed, self._id)
+        self.view.painted = self._keep_sometimes
+        self._worker = Worker(self.view, kernel)
         self._shown_in: int | None = None
+        self._kept_at = 0.0
+        self._summary: SourceSummary | None = None
+        # Number of epochs of the complete run of these settings; 0 if there is none.
+        self._epochs = 0
+        found = colabkit.runtime()
+        self._device = "cuda" if found.gpus else "cpu"
+        self.view.offer_places(_places(found))
+        self._show_code()
+
+    @property
+    def results(self) -> dict[str, Report]:
+        """Reports of the last run, by the names of the functions that returned them."""
+        return self._worker.results
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the panel ignores clicks: while it works, and those that waited for the end of the work."""
+        return self._worker.is_busy
 
     def show(self) -> None:
-        """Show the panel below the running cell."""
+        """Show the panel below the running cell, and describe the source."""
         from IPython import get_ipython
 
         view = {"version_major": 2, "version_minor": 0, "model_id": self.view.root.model_id}
         self._display(self._id, {"application/vnd.jupyter.widget-view+json": view, "text/plain": _FALLBACK})
         self._display(f"{self._id}-kept", self._kept())
         self._shown_in = getattr(get_ipython(), "execution_count", None)
+        self._describe()
 
     def close(self) -> None:
         """Close all widgets; the results of the last run stay as HTML and text. May be called twice."""
@@ -157,120 +175,183 @@ class Launcher:
 
         display(bundle, raw=True, display_id=display_id, update=update)
 
+    # What the saved notebook shows.
+
     def _kept(self) -> dict[str, Any]:
         """Return the results of the last run for the saved notebook; they are hidden while the panel is alive."""
-        text = "\n".join(filter(None, [self.view.said, *map(repr, self.view.reports)]))
+        stale = ""
+        if self._worker.doing:
+            at = time.strftime("%-d %b %H:%M:%S UTC", time.gmtime())
+            folder = self.view.settings.to
+            stale = f"State at {at}, not live. Run %status {folder} in another notebook to see the current state."
+        text = "\n".join(filter(None, [stale, self.view.said, *map(repr, self.view.reports)]))
         shown = self.view.shown or html.message(_FALLBACK)
-        return {"text/html": html.keep(shown, self._id), "text/plain": text or _FALLBACK}
+        return {"text/html": html.keep(html.message(stale) + shown, self._id), "text/plain": text or _FALLBACK}
 
-    def _start(self, action: Action) -> None:
-        if not self._busy.acquire(blocking=False):
+    def _keep(self) -> None:
+        self._kept_at = time.monotonic()
+        if self._shown_in is not None:
+            self._display(f"{self._id}-kept", self._kept(), update=True)
+
+    def _keep_sometimes(self) -> None:
+        if self._worker.doing and time.monotonic() - self._kept_at > _KEPT_EVERY_S:
+            self._keep()
+
+    # Changes of the form.
+
+    def _changed(self, name: str) -> None:
+        if self._worker.is_busy:
+            # A late message: the form is disabled while the panel works.
+            return
+        self._epochs = 0
+        self.view.offer("Train", False)
+        if name == "source":
+            self._suggest_folder()
+        self._show_code()
+        if name in ("source", "labels", "splits"):
+            self._worker.in_main_thread(self._describe)
+        elif name == "size":
+            self._describe_size()
+
+    def _suggest_folder(self) -> None:
+        """Suggest a folder on Drive for the results of a source on Drive, unless you have chosen another one."""
+        folder, local = self.view.fields["to"], Settings().to
+        if folder.value in (local, _ON_DRIVE):
+            folder.value = _ON_DRIVE if self.view.settings.source.strip().startswith(DRIVE) else local
+
+    def _show_code(self, running: ActionCall | None = None) -> None:
+        """Show the cell that does the same as the main button, or as the running work."""
+        settings, near = self.view.settings, self.view.near.value
+        try:
+            lines = {action: _line(settings, action, near) for action in ONLY}
+            self.view.show_code(cell_of(running or call_of(settings, "train")), lines)
+        except ColabkitError as error:
+            self.view.show_code(f"# {in_form(error)[0]}", {})
+
+    def _browsed(self, path: str) -> None:
+        """Go to a place in the list, or use a path as the source."""
+        if path == DRIVE and is_drive_missing():
+            self._run(_CONNECTING, self._connect)
+        elif is_place(path):
+            self.view.list_entries(list_place(path))
+        else:
+            self.view.browse_switch.value = False
+            self.view.fields["source"].value = path
+
+    def _connect(self) -> None:
+        self._mount()
+        self.view.list_entries(list_place(DRIVE))
+
+    def _mount(self) -> None:
+        self._worker.enter(_CONNECTING)
+        self._worker.add("mount", colabkit.mount())
+
+    def _describe(self) -> None:
+        """Show what the source contains."""
+        self._summary = None
+        self.view.describe("Looking at the source …")
+        self.view.describe_size("", "")
+        try:
+            settings = self.view.settings
+            source, options = settings.path, settings.options
+            if _needs_mount(source):
+                self.view.describe("Google Drive is not connected. Click Browse, then Google Drive, or click Train.")
+                return
+            given = {name: options[name] for name in ("labels", "splits") if name in options}
+            with on_interrupt(default_int_handler):
+                self._summary = describe_source(source, progress=False, **given)
+        except ColabkitError as error:
+            text, fields = in_form(error)
+            self.view.describe(text, is_error=True)
+            self.view.point_to(fields)
+        except KeyboardInterrupt:
+            self.view.describe("Stopped looking at the source.")
+        else:
+            self.view.describe(repr(self._summary))
+            self.view.point_to(())
+            self._describe_size()
+
+    def _describe_size(self) -> None:
+        """Show the size of the images to train on, and a warning if they are shrunk far below their median."""
+        if self._summary is None or self._summary.median_size is None:
             return
         try:
-            self.view.begin()
-            if self._loop is not None and threading.current_thread() is not threading.main_thread():
-                self.view.say("Waiting for the kernel")
-                self._loop.call_soon_threadsafe(self._work, action)
-                return
-        except BaseException:
-            # Starting can fail, for example if the front end or the event loop is gone.
-            self._busy.release()
-            raise
-        self._work(action)
+            size = height_and_width("use the form", self.view.settings.options.get("size"))
+            found = choose_size(size or "auto", self._summary, self._device)
+        except ColabkitError as error:
+            self.view.describe_size("", in_form(error)[0])
+        else:
+            self.view.describe_size(f"{found.text[:1].upper()}{found.text[1:]}", found.warning)
 
-    def _work(self, action: Action) -> None:
-        started = time.monotonic()
-        # Ignore interrupts while the panel is updated; only the pipeline itself can be interrupted.
-        with _on_interrupt(signal.SIG_IGN):
-            try:
-                with _noted(self.view.note), shown_by(self.view.progress), _on_interrupt(signal.default_int_handler):
-                    pipeline = _pipeline(self.view.settings, action)
-                    self.results = {}
-                    run_pipeline(pipeline, self.view, self._begin, self._done)
-                self.view.say(f"Done in {format_seconds(time.monotonic() - started)}.")
-            except KeyboardInterrupt as stop:
-                # A TrainingInterrupted has a report. Its class is not imported here, because that would load torch.
-                if report := getattr(stop, "report", None):
-                    self._done("report", report)
-                # Remove the note that training is being stopped.
-                self.view.note("")
-                self.view.say(_STOPPED)
-            except Exception as error:
-                text, fields = _described(error, action)
-                self.view.say(text, is_error=True)
-                self.view.point_to(fields)
-            finally:
-                self.view.end()
-                self._busy.release()
-            self.view.offer(_places())
-            if self._shown_in is not None:
-                self._display(f"{self._id}-kept", self._kept(), update=True)
+    def _clicked(self, action: Action) -> None:
+        if action == "train" and self._epochs:
+            # The run of these settings is complete.
+            self.view.fields["epochs"].value = str(2 * self._epochs)
+        self._run(_DOING[action], lambda: self._make(action), is_training=action in ("train", "restart"))
 
-    def _begin(self, doing: str) -> None:
-        self.view.say(f"{doing}. To stop, interrupt the kernel.")
+    def _run(self, doing: str, work: Callable[[], None], *, is_training: bool = False) -> None:
+        """Do work in the main thread, and then offer to train, to resume, to train longer or again."""
 
-    def _done(self, name: str, report: Report) -> None:
-        self.results[name] = report
-        self.view.report(report)
+        def begun() -> None:
+            self._keep()
+            work()
+
+        def ended(outcome: Outcome) -> None:
+            self._offer("Continue" if outcome == "stopped" and is_training else "Train")
+            self.view.offer_places(_places(colabkit.runtime()))
+            self._show_code()
+            if self._summary is None and outcome == "done":
+                # Drive was not connected before.
+                self._describe()
+            self._keep()
+
+        self._worker.in_main_thread(lambda: self._worker.run(doing, begun, ended))
+
+    def _offer(self, label: str) -> None:
+        label = f"Train {format_things(self._epochs, 'more epoch')}" if self._epochs else label
+        if label == "Continue":
+            self.view.say("Stopped. Click Continue to resume.")
+        self.view.end(label, can_restart=label != "Train")
+
+    def _make(self, action: Action) -> None:
+        """Make the call of an action, with the live panel."""
+        from colabkit.monitoring import Dashboard
+
+        found = call_of(self.view.settings, action, self.view.near.value)
+        self._show_code(found)
+        is_training = found.name == "train_on"
+        if is_training:
+            self._epochs = 0
+            self._worker.load_torch()
+        elif _needs_mount(found.source):
+            self._mount()
+        self._worker.enter(_DOING[action])
+        try:
+            with Dashboard(self.view, work_after_s=0.0), self._worker.following():
+                result = found.make()
+        finally:
+            self.view.fold(is_training)
+        report = getattr(result, "report", result)
+        if is_training:
+            self._epochs = report.epochs
+        else:
+            report.speak(FieldWords())
+        self._worker.add(found.name, report)
 
 
-def _pipeline(settings: Settings, action: Action) -> Pipeline:
-    return make_pipeline(settings, action, needs_mount=not os.environ.get("COLABKIT_DRIVE"))
-
-
-def _code(settings: Settings) -> str:
-    """Return code that does the same as "Stage and train", or a comment that states the error in the settings."""
+def _line(settings: Settings, action: Action, near: str) -> str:
     try:
-        return code_of(_pipeline(settings, "train"))
+        found = call_of(settings, action, near)
+        return (
+            f"colabkit.mount()\n{found.code}" if found.source.startswith(DRIVE) and is_drive_missing() else found.code
+        )
     except ColabkitError as error:
-        return f"# {in_form(error, 'train')[0]}\n"
+        return f"# {in_form(error)[0]}"
 
 
-def _places() -> list[tuple[str, str]]:
-    return places(colabkit.runtime(), os.path.abspath(local_root(os.environ)))
+def _places(found: RuntimeReport) -> list[tuple[str, str]]:
+    return places(found, os.path.abspath(local_root(os.environ)))
 
 
-def _described(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
-    if os.environ.get("COLABKIT_DEBUG") == "1":
-        return "".join(traceback.format_exception(error)), ()
-    if isinstance(error, ColabkitError):
-        return in_form(error, action)
-    return f"{type(error).__name__}: {error}\nSet COLABKIT_DEBUG=1 in the environment to see the traceback here.", ()
-
-
-def _main_loop() -> asyncio.AbstractEventLoop | None:
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-@contextlib.contextmanager
-def _on_interrupt(handler: Handler) -> Iterator[None]:
-    """Set the handler of SIGINT (Ctrl-C or the kernel's interrupt) in the block, if this is the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-
-
-@contextlib.contextmanager
-def _noted(note: Callable[[str], None]) -> Iterator[None]:
-    """Pass colabkit's log warnings in the block to a function, one line each."""
-
-    class NoteHandler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            note(printable(record.getMessage()))
-
-    logger, notes = logging.getLogger("colabkit"), NoteHandler(logging.WARNING)
-    logger.addHandler(notes)
-    try:
-        yield
-    finally:
-        logger.removeHandler(notes)
+def _needs_mount(source: str) -> bool:
+    return source.startswith(DRIVE) and is_drive_missing()

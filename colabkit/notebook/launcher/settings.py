@@ -1,7 +1,8 @@
-"""The launcher's form without its widgets: its values, its choices, and errors that name its fields."""
+"""The launcher's form without its widgets: its values as arguments of `train_on()`, and errors that name its fields."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -12,69 +13,112 @@ from colabkit.foundation import (
     Code,
     ColabkitError,
     DiskReport,
+    InvalidOption,
     RuntimeReport,
     SourceMissing,
-    TargetExists,
+    cannot,
     format_bytes,
+    option,
 )
-from colabkit.notebook.options import LineWords, option_words
+from colabkit.notebook.options import LineWords, option_words, parse_value
 from colabkit.notebook.verbs import VERBS
 
 FIELDS = {
     "source": "Source",
-    "to": "Local copy",
-    "batch_size": "Batch size",
-    "epochs": "Epochs",
-    "work": "Work folder",
     "size": "Image size",
-    "encoding": "Encoding",
+    "epochs": "Epochs",
+    "to": "Save to",
+    "batch_size": "Batch size",
+    "model": "Network",
     "labels": "Labels",
     "splits": "Splits",
-    "channels": "Channels",
-    "on_bad": "Bad files",
+    "on_bad": "Unreadable files",
 }
-"""The labels of the fields, by the names of `Settings`, in the form's order."""
+"""The labels of the fields, by the parameters of `train_on()`, in the form's order."""
 
-PACK_OPTIONS = ("size", "encoding", "labels", "splits", "channels", "on_bad")
-"""The fields that are options of `pack()` with the same name; the form shows them in a collapsible section."""
+MORE_OPTIONS = ("to", "batch_size", "model", "labels", "splits", "on_bad")
+"""The fields that the form shows in a collapsible section."""
 
-_MAY_BE_EMPTY = ("size", "labels", "splits")
-_PACK = next(verb for verb in VERBS if verb.name == "pack")
-_OF_PACK = {option.name: option for option in _PACK.options if option.name in PACK_OPTIONS}
-_SHARED_TMPFS = "/dev/shm"
+_TRAIN_ON = next(verb for verb in VERBS if verb.name == "train_on")
+_OPTIONS = {one.name: one for one in _TRAIN_ON.options}
+_ACT = "use the form"
 _ABOUT = {"label": ("labels",), "split": ("splits",), "read": ("source",), "fetch": ("source",)}
 """The field to mark if an error names none, by the verb of the failed action."""
+_SHARED_TMPFS = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The values of the form's fields; text fields are not parsed yet.
+    """The texts of the form's fields, by the parameters of `train_on()`.
 
     Attributes:
         source: path or address of the data.
-        to: destination of the local copy.
-        size: height and width to resize images to; empty to keep their size.
-        encoding: encoding of the pack.
-        labels: origin of the labels, as in `pack()`.
+        size: height and width to resize images to, or `"auto"`.
+        epochs: number of epochs, or `"auto"`.
+        to: folder for the model and the checkpoints.
+        batch_size: images per batch, or `"auto"`.
+        model: name of the network, or `"auto"`.
+        labels: origin of the labels.
         splits: shares of the splits, or a column; empty to use the source's splits.
-        channels: channels of the images, `"3"` or `"1"`.
         on_bad: action for files that cannot be decoded.
-        batch_size: samples per batch.
-        epochs: total number of epochs.
-        work: folder for packs and checkpoints.
     """
 
     source: str = "samples:digits"
-    to: str = "auto"
-    size: str = ""
-    encoding: str = "auto"
+    size: str = "auto"
+    epochs: str = "auto"
+    to: str = "colabkit-work"
+    batch_size: str = "auto"
+    model: str = "auto"
     labels: str = "auto"
-    splits: str = "train=0.8,test=0.2"
-    channels: str = "3"
-    on_bad: str = "raise"
-    batch_size: int = 32
-    epochs: int = 3
-    work: str = "colabkit-work"
+    splits: str = ""
+    on_bad: str = "skip"
+
+    @property
+    def path(self) -> str:
+        """The source, checked.
+
+        Raises:
+            InvalidOption: if it is empty, or not one line.
+        """
+        text = _one_line("source", self.source)
+        if not text:
+            found = (option("source"), " is empty")
+            raise InvalidOption(cannot(_ACT, found, "a path or an address", ("Fill in ", option("source"))))
+        return text
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `train_on()` that differ from its defaults.
+
+        Raises:
+            InvalidOption: if a text is invalid.
+        """
+        found = {name: self._value(name) for name in FIELDS if name != "source"}
+        return {name: value for name, value in found.items() if value != _OPTIONS[name].default}
+
+    def _value(self, name: str) -> Any:
+        text, row = _one_line(name, getattr(self, name)), _OPTIONS[name]
+        if not text or text == str(row.default):
+            return row.default
+        try:
+            return parse_value(row.kind, text)
+        except argparse.ArgumentTypeError as error:
+            given, _, expected = str(error).partition(" is not ")
+            found = (option(name), f" is {given}")
+            raise InvalidOption(cannot(_ACT, found, expected, ("Check ", option(name)))) from error
+
+
+def _one_line(name: str, text: str) -> str:
+    text = text.strip()
+    if len(text.splitlines()) > 1 or "\0" in text:
+        found = (option(name), " contains a line break or a null character")
+        raise InvalidOption(cannot(_ACT, found, "one line of text", ("Check ", option(name))))
+    return text
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """Return the only valid values of an option; empty if it takes any text."""
+    return _OPTIONS[name].words if _OPTIONS[name].is_closed else ()
 
 
 def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
@@ -85,11 +129,8 @@ def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
         local_folder: folder for local copies on disk.
     """
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
-    return [
-        ("auto: tmpfs if it leaves enough RAM for training, otherwise disk", "auto"),
-        (f"tmpfs: {_free(shared)}", "tmpfs"),
-        (f"disk: {_free(_disk_of(found.disks, local_folder))}", "disk"),
-    ]
+    kinds = (("RAM disk", "tmpfs", shared), ("disk", "disk", _disk_of(found.disks, local_folder)))
+    return [("auto", "auto"), *((f"{label} ({_free(place)})", value) for label, value, place in kinds if place)]
 
 
 def _disk_of(disks: tuple[DiskReport, ...], folder: str) -> DiskReport | None:
@@ -97,20 +138,15 @@ def _disk_of(disks: tuple[DiskReport, ...], folder: str) -> DiskReport | None:
     return max(holding, key=lambda one: len(one.folder)) if holding else disks[-1] if disks else None
 
 
-def _free(place: DiskReport | None) -> str:
-    return "none found" if place is None else f"{format_bytes(place.budget_bytes)} free"
+def _free(place: DiskReport) -> str:
+    return f"{format_bytes(place.budget_bytes)} free"
 
 
 class FieldWords(LineWords):
-    """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for everything else.
+    """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for everything else."""
 
-    Args:
-        action: action of the clicked button.
-    """
-
-    def __init__(self, action: str) -> None:
-        super().__init__(_PACK, "%")
-        self._action = action
+    def __init__(self) -> None:
+        super().__init__(_TRAIN_ON, "%")
 
     def option(self, name: str, value: Any) -> str:
         """Return the label of a field and the value to enter."""
@@ -119,28 +155,27 @@ class FieldWords(LineWords):
             return super().option(name, value)
         if value is ...:
             return label
-        words = option_words(_OF_PACK[name], value) if name in _OF_PACK else [str(value)]
+        words = option_words(_OPTIONS[name], value) if name != "source" else [str(value)]
         if not words:
             return super().option(name, value)
-        text = f"{label}: {words[-1]}"
-        # The network cannot be trained without labels, so the advice "none" applies only to packing.
-        return f"{text} when you pack" if (self._action, name, value) == ("train", "labels", None) else text
+        # A network cannot be trained without labels.
+        return f"{label}: {words[-1]}{' when you only pack' if (name, value) == ('labels', None) else ''}"
 
     def omit(self, name: str) -> str:
-        """Return the advice to leave a field empty, or to choose the default of a field that cannot be empty."""
-        if name in _MAY_BE_EMPTY:
-            return f"leave {FIELDS[name]} empty"
-        return f"use {FIELDS[name]}: {getattr(Settings(), name)}" if name in FIELDS else super().omit(name)
+        """Return the advice to set a field to its default, which may be empty."""
+        if name not in FIELDS:
+            return super().omit(name)
+        default = getattr(Settings(), name)
+        return f"use {FIELDS[name]}: {default}" if default else f"leave {FIELDS[name]} empty"
 
 
-def in_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, ...]]:
+def in_form(error: ColabkitError) -> tuple[str, tuple[str, ...]]:
     """Return an error's message with the form's labels, and the names of the fields that it is about."""
-    error.words = FieldWords(action)
+    error.words = FieldWords()
     if error.message is None:
         return str(error), ()
     named = tuple(name for name in error.message.options if name in FIELDS)
     if not named:
         verb = PYTHON.render(error.message.action).partition(" ")[0]
-        is_of_source = isinstance(error, SourceMissing | BadSource)
-        named = ("work",) if isinstance(error, TargetExists) else ("source",) if is_of_source else _ABOUT.get(verb, ())
+        named = ("source",) if isinstance(error, SourceMissing | BadSource) else _ABOUT.get(verb, ())
     return str(error), named

@@ -1,31 +1,42 @@
-"""The launcher's widgets: a form, buttons, a progress bar, and areas for messages, the live panel, reports and code.
+"""The launcher's widgets: a form, buttons, and areas for messages, the live panel, reports and code.
 
-Uses only core widgets with the features that ipywidgets 7.7 and 8 share. The logic is in `panel` and `pipeline`.
+Uses only core widgets with the features that ipywidgets 7.7 and 8 share. The logic is in `panel` and `actions`.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from colabkit.foundation import Frame, Progress, Report
+from colabkit.foundation import Frame, Report
 from colabkit.notebook.launcher import html
-from colabkit.notebook.launcher.pipeline import Action
-from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
+from colabkit.notebook.launcher.actions import Action
+from colabkit.notebook.launcher.browsing import Entry
+from colabkit.notebook.launcher.settings import FIELDS, MORE_OPTIONS, Settings, choices_of
 
-_ACTIONS: dict[Action, tuple[str, str]] = {
-    "probe": ("Probe", "Measure for a few seconds how fast the source can be read"),
-    "stage": ("Stage", "Copy the source to local storage"),
-    "pack": ("Pack", "Stage the source, then pack it into one file"),
-    "train": ("Stage and train", "Stage the source, pack it, then train a small network on it"),
+ONLY: dict[Action, tuple[str, str]] = {
+    "probe": ("Measure", "Measure for a few seconds how fast the source can be read."),
+    "stage": ("Copy", "Copy the source to this machine."),
+    "prepare": ("Pack", "Copy the source, and pack it into one file, which later trainings use."),
 }
-_LABEL_PX, _SHORT_LABEL_PX = 104, 48
-_HINT = "a path, such as birds or drive:birds; the address or share link of an archive; or samples:digits"
-_OPTIONS, _CODE = "Pack options", "Show the code"
+_STOP_HINT = "The ■ in the toolbar, or Runtime › Interrupt, stops too"
+_DOUBLE_CLICK_S = 0.4
+_MOST_ROWS = 10
+_SHORT_PX = 240
 _OPEN, _SHUT = "▾", "▸"
-_SHORT_WIDTH = "280px"
-_MOST = 1_000_000
+_PLACEHOLDERS = {
+    "source": "a folder, an archive, an address, or drive:birds",
+    "size": "auto, or for example 224 or 240x320",
+    "epochs": "auto, or a number",
+    "batch_size": "auto, or a number",
+    "to": "a folder for the model and the checkpoints, such as drive:colabkit",
+    "labels": "auto, or a column",
+    "splits": "from the source's folders, or for example train=0.8,val=0.2",
+}
+_SHORT = ("size", "epochs", "batch_size", "model", "on_bad")
 
 
 class View:
@@ -36,51 +47,63 @@ class View:
 
     Args:
         widgets: the package ipywidgets.
-        destinations: choices for the destination of local copies, from `places`.
         clicked: called with the action of a clicked button.
-        code: returns the code for the settings, or a comment that states the error in them.
+        changed: called with the name of a changed field.
+        browsed: called with the path of a chosen entry; with `""` when the list is opened.
         kept: CSS class of the elements that are hidden while the panel is alive.
 
     Attributes:
         root: the widget that contains all others.
         fields: the form's widgets, by the names of `Settings`.
-        buttons: the row of buttons that is visible now, by action.
-        options_switch: toggles the pack options.
-        code_switch: toggles the code.
+        buttons: the buttons by action.
+        stop: the button that stops the work.
+        browser: the list of places.
         reports: the reports shown.
+        painted: called after each frame of the live panel.
     """
 
     def __init__(
         self,
         widgets: Any,
-        destinations: list[tuple[str, str]],
         clicked: Callable[[Action], None],
-        code: Callable[[Settings], str],
+        changed: Callable[[str], None],
+        browsed: Callable[[str], None],
         kept: str,
     ) -> None:
         self._widgets = widgets
-        self._clicked = clicked
-        self._code_of = code
-        self._is_error = False
-        self._said = self._noted = ""
+        self._browsed = browsed
+        self._said: tuple[str, str, bool] = ("", "", False)
+        self._noted = ""
+        self._listed_at = 0.0
+        self.painted: Callable[[], None] = lambda: None
         self.reports: list[Report] = []
-        self.fields = self._form(destinations)
-        self._rows = [self._buttons() for _ in range(2)]
-        self._turn = 0
-        self.buttons = self._rows[0]
-        self.options_switch, self.code_switch = self._switch(_OPTIONS), self._switch(_CODE)
-        self._message, self._numbers, self._panel, self._table, self._code = (self._html("") for _ in range(5))
-        self._bar = widgets.FloatProgress(max=1.0, layout=self._layout(width="auto", height="16px", margin="0"))
-        self._bar.style.bar_color = html.ACCENT
-        self._work = self._column(self._bar, self._numbers)
-        self._options = self._column(*(self.fields[name] for name in PACK_OPTIONS))
-        self._lines = [self._line(*row.values()) for row in self._rows]
-        for hidden in (self._work, self._options, self._lines[1]):
-            hidden.layout.display = "none"
+        self.fields = {name: self._field(name) for name in FIELDS}
+        self.near = widgets.Dropdown(
+            description="to",
+            options=[("auto", "auto")],
+            style={"description_width": "20px"},
+            layout=self._layout(width="auto", margin="0"),
+        )
+        self.browser = widgets.Select(layout=self._layout(width="auto", margin="0"))
+        self.browser.add_class("colabkit-browser")
+        self.browse_switch, self.more_switch, self.only_switch = map(self._switch, ("Browse", "More options", "Only …"))
+        self.buttons: dict[Action, Any] = {
+            "train": self._button("Train", "Train on the source; the line below does the same"),
+            "restart": self._button("Train again from scratch", "Train a new network on the source"),
+            **{action: self._button(label, hint) for action, (label, hint) in ONLY.items()},
+        }
+        self.buttons["train"].add_class("colabkit-main")
+        self.stop = self._button("Stop", _STOP_HINT)
+        self._source_line, self._size_line, self._message, self._panel, self._table, self._code = (
+            self._html("") for _ in range(6)
+        )
+        self._only_lines = {action: self._html("") for action in ONLY}
+        self._more = self._column(*(self.fields[name] for name in MORE_OPTIONS))
+        self._only = self._only_section()
         self.root = self._built(kept)
-        self.options_switch.observe(self._switch_options, "value")
-        for widget in (*self.fields.values(), self.code_switch):
-            widget.observe(self._update_code, "value")
+        for hidden in (self.browser, self._more, self._only, self.stop, self.buttons["restart"]):
+            hidden.layout.display = "none"
+        self._observe(clicked, changed)
 
     @property
     def settings(self) -> Settings:
@@ -89,172 +112,188 @@ class View:
 
     @property
     def said(self) -> str:
-        """The visible message and note."""
-        return "\n".join(filter(None, [self._said, self._noted]))
+        """The visible message, and the note below it."""
+        return "\n".join(filter(None, [self._said[0], self._noted]))
 
     @property
     def shown(self) -> str:
         """The results of the last run as HTML."""
         return f"{self._message.value}{self._panel.value}{self._table.value}"
 
-    def begin(self) -> None:
-        """Disable the buttons and clear the results of the previous run."""
-        for button in self.buttons.values():
-            button.disabled = True
+    def begin(self, can_stop: bool) -> None:
+        """Disable the form, offer only to stop, and clear the results of the previous run."""
+        self._enable(False)
+        for action in ("train", "restart"):
+            self.buttons[action].layout.display = "none"
+        self.stop.description = "Stop"
+        self.stop.layout.display = None if can_stop else "none"
         self.reports, self._noted = [], ""
         self.point_to(())
         _put(self._table, "")
         _put(self._panel, "")
 
-    def end(self) -> None:
-        """Enable the buttons again.
+    def end(self, train: str, can_restart: bool) -> None:
+        """Enable the form, and show the buttons again, with a label for the main one.
 
-        Two rows of buttons alternate, so that clicks queued during the run arrive at the hidden row and are ignored.
+        Args:
+            train: label of the main button.
+            can_restart: whether to offer to train from scratch.
         """
-        self.progress(None)
         self._show_reports(self.reports, is_over=True)
-        for button in self.buttons.values():
-            button.disabled = False
-        self._lines[self._turn].layout.display = "none"
-        self._turn = 1 - self._turn
-        self.buttons = self._rows[self._turn]
-        self._lines[self._turn].layout.display = None
+        self.stop.layout.display = "none"
+        self._enable(True)
+        self.offer(train, can_restart)
 
-    def offer(self, destinations: list[tuple[str, str]]) -> None:
+    def offer(self, train: str, can_restart: bool) -> None:
+        """Set the label of the main button, and whether the one to train from scratch is shown."""
+        self.buttons["train"].description = train
+        self.buttons["train"].layout.display = None
+        self.buttons["restart"].layout.display = None if can_restart else "none"
+
+    def _enable(self, enabled: bool) -> None:
+        for widget in (*self.fields.values(), *self.buttons.values(), self.near, self.browser, self.browse_switch):
+            widget.disabled = not enabled
+
+    def offer_places(self, destinations: list[tuple[str, str]]) -> None:
         """Update the choices for the destination of local copies, and keep the selected one."""
-        choice = self.fields["to"]
-        chosen = choice.value
-        if list(choice.options) != destinations:
-            choice.options = destinations
-            choice.value = chosen
+        if list(self.near.options) != destinations:
+            chosen = self.near.value
+            self.near.options = destinations
+            self.near.value = chosen if chosen in [value for _, value in destinations] else "auto"
 
-    def say(self, text: str, *, is_error: bool = False) -> None:
-        """Replace the message, but keep the note."""
-        self._said, self._is_error = text, is_error
-        _put(self._message, html.message(self.said, is_error=is_error))
+    def list_entries(self, entries: list[Entry]) -> None:
+        """Show the entries of a place, none of them selected."""
+        # Setting the options selects the first one.
+        self._listed_at = math.inf
+        self.browser.options = entries
+        self.browser.rows = max(2, min(len(entries), _MOST_ROWS))
+        self.browser.index = None
+        self._listed_at = time.monotonic()
 
-    def point_to(self, names: Iterable[str]) -> None:
-        """Mark only these fields, and unfold the pack options if they include a marked field."""
-        names = set(names)
-        for name, field in self.fields.items():
-            (field.add_class if name in names else field.remove_class)(html.POINTED)
-        if not names.isdisjoint(PACK_OPTIONS):
-            self.options_switch.value = True
+    def describe(self, text: str, *, is_error: bool = False) -> None:
+        """Show what the source contains, or why it cannot be used."""
+        _put(self._source_line, html.hint(text, is_error=is_error) if text else "")
+
+    def describe_size(self, text: str, warning: str) -> None:
+        """Show the size of the images to train on."""
+        _put(self._size_line, html.hint(text, warning=warning) if text else "")
+
+    def say(self, text: str, *, more: str = "", is_error: bool = False) -> None:
+        """Replace the message and the smaller text below it, but keep the note."""
+        self._said = text, more, is_error
+        _put(self._message, html.message(self.said, is_error=is_error, more=more))
 
     def note(self, text: str) -> None:
         """Show a note below the messages until the next click."""
         self._noted = text
-        self.say(self._said, is_error=self._is_error)
+        text, more, is_error = self._said
+        self.say(text, more=more, is_error=is_error)
 
-    def progress(self, progress: Progress | None) -> None:
-        """Update the progress bar, or hide it for None."""
-        if progress is None:
-            self._work.layout.display = "none"
-            self._bar.value = 0.0
-            return
-        self._bar.value = min(1.0, progress.done / progress.total) if progress.total else 0.0
-        _put(self._numbers, html.numbers(progress))
-        self._work.layout.display = None
+    def point_to(self, names: Iterable[str]) -> None:
+        """Mark only these fields, and unfold the section that holds one of them."""
+        names = set(names)
+        for name, field in self.fields.items():
+            (field.add_class if name in names else field.remove_class)(html.POINTED)
+        if not names.isdisjoint(MORE_OPTIONS):
+            self.more_switch.value = True
 
     def report(self, report: Report) -> None:
         """Show a report below the earlier ones of the same run."""
         self._show_reports([*self.reports, report], is_over=False)
 
     def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
-        """Show a line for each report; once the run is over, unfold the table of the last report."""
+        """Show a line for each report; once the run is over, unfold the last report."""
         _put(self._table, "".join(html.report(one, is_open=is_over and one is reports[-1]) for one in reports))
         self.reports = reports
+
+    def show_code(self, cell: str, lines: dict[Action, str]) -> None:
+        """Show the cell that does the same as the main button, and the lines of the other actions."""
+        _put(self._code, html.code(cell))
+        for action, line in lines.items():
+            _put(self._only_lines[action], html.line(line, ONLY[action][1]))
 
     def paint(self, frame: Frame, final: bool) -> None:
         """Show a frame of the live panel."""
         _put(self._panel, frame.html)
+        self.painted()
+
+    def fold(self, is_kept: bool) -> None:
+        """Fold the last frame of the live panel, which no longer changes, or remove it."""
+        _put(self._panel, html.folded(self._panel.value) if is_kept and self._panel.value else "")
 
     def close(self) -> None:
         """Do nothing: the last frame of the live panel stays."""
 
     def remove(self) -> None:
         """Close every widget."""
-        for widget in list(_tree(self.root)):
+        for widget in list(tree_of(self.root)):
             widget.close()
 
     def _built(self, kept: str) -> Any:
         style = self._widgets.HTML(html.sheet(kept), layout=self._layout(display="none"))
-        numbers = self._line(self.fields["batch_size"], self.fields["epochs"], gap="6px 28px")
-        form = [self.fields["to"], numbers, self.fields["work"]]
-        hint = self._html(html.hint(_HINT, _LABEL_PX + 8))
-        frame = self._layout(
-            padding="16px 18px", border=f"1px solid {html.LINE}", max_width="760px", grid_gap="12px", margin="0"
+        source = self._widgets.HBox(
+            [self.fields["source"], self.browse_switch], layout=self._layout(grid_gap="8px", margin="0")
         )
+        source.add_class("colabkit-source")
+        frame = self._layout(
+            padding="16px 18px", border=f"1px solid {html.LINE}", max_width="760px", grid_gap="14px", margin="0"
+        )
+        buttons = [self.buttons["train"], self.stop, self.buttons["restart"]]
         parts = [
             style,
             self._html(html.heading()),
-            self._column(self.fields["source"], hint, *form, self.options_switch, self._options),
-            self._column(*self._lines),
+            self._column(
+                source,
+                self._source_line,
+                self.browser,
+                self.fields["size"],
+                self._size_line,
+                self.fields["epochs"],
+                self.more_switch,
+                self._more,
+            ),
+            self._line(*buttons),
             self._message,
-            self._work,
+            self._code,
+            self.only_switch,
+            self._only,
             self._panel,
             self._table,
-            self.code_switch,
-            self._code,
         ]
         root = self._widgets.VBox(parts, layout=frame)
         root.add_class(html.ROOT)
         return root
 
-    def _form(self, destinations: list[tuple[str, str]]) -> dict[str, Any]:
-        widgets, default = self._widgets, Settings()
-        encodings = [("auto", "auto"), ("raw: pixels", "raw"), ("source: the original file bytes", "source")]
-        bad = [("raise an error", "raise"), ("skip the file", "skip"), ("store a black image", "blank")]
-        choices: dict[str, list[tuple[str, str]]] = {
-            "encoding": [*encodings, ("jpeg: re-encoded", "jpeg")],
-            "channels": [("3: RGB", "3"), ("1: luminance", "1")],
-            "on_bad": bad,
-        }
-        lines = {
-            "source": "a path, drive:birds, an address, or samples:digits",
-            "work": "for packs and checkpoints",
-            "size": "unchanged, or for example 224 or 240x320",
-            "labels": "auto, a column, or none",
-            "splits": "from the source's folders, or for example train=0.8,test=0.2",
-        }
-        return {
-            **{
-                name: self._field(widgets.Text, name, value=getattr(default, name), placeholder=hint)
-                for name, hint in lines.items()
-            },
-            **{
-                name: self._field(widgets.Dropdown, name, _SHORT_WIDTH, options=options, value=getattr(default, name))
-                for name, options in choices.items()
-            },
-            **{
-                name: self._field(
-                    widgets.BoundedIntText, name, f"{px + 80}px", px, min=1, max=_MOST, value=getattr(default, name)
-                )
-                for name, px in {"batch_size": _LABEL_PX, "epochs": _SHORT_LABEL_PX}.items()
-            },
-            "to": self._field(widgets.RadioButtons, "to", options=destinations, value=default.to),
-        }
+    def _only_section(self) -> Any:
+        rows: list[Any] = []
+        for action, text in self._only_lines.items():
+            buttons = [self.buttons[action], *([self.near] if action == "stage" else [])]
+            rows += [self._column(*buttons), text]
+        section = self._widgets.Box(rows, layout=self._layout(margin="0"))
+        section.add_class("colabkit-only")
+        return section
 
-    def _field(self, kind: Any, name: str, width: str = "auto", label_px: int = _LABEL_PX, **traits: Any) -> Any:
-        layout = self._layout(width=width, max_width="100%", margin="0")
-        field = kind(description=FIELDS[name], layout=layout, style={"description_width": f"{label_px}px"}, **traits)
+    def _field(self, name: str) -> Any:
+        layout = self._layout(
+            width=f"{html.LABEL_PX + _SHORT_PX}px" if name in _SHORT else "auto", max_width="100%", margin="0"
+        )
+        if name == "source":
+            layout.flex = "1 1 220px"
+        traits = {
+            "description": FIELDS[name],
+            "layout": layout,
+            "style": {"description_width": f"{html.LABEL_PX}px"},
+            "value": getattr(Settings(), name),
+        }
+        if choices := choices_of(name):
+            field = self._widgets.Dropdown(options=choices, **traits)
+        else:
+            field = self._widgets.Text(placeholder=_PLACEHOLDERS.get(name, ""), continuous_update=False, **traits)
         field.add_class("colabkit-field")
         return field
 
-    def _buttons(self) -> dict[Action, Any]:
-        row: dict[Action, Any] = {}
-        for action, (label, hint) in _ACTIONS.items():
-            row[action] = self._widgets.Button(description=label, tooltip=hint, layout=self._layout(width="auto"))
-            row[action].on_click(self._on_click(action))
-        row["train"].add_class("colabkit-main")
-        return row
-
-    def _on_click(self, action: Action) -> Callable[[Any], None]:
-        def on_click(button: Any) -> None:
-            if self.buttons[action] is button:
-                self._clicked(action)
-
-        return on_click
+    def _button(self, label: str, hint: str) -> Any:
+        return self._widgets.Button(description=label, tooltip=hint, layout=self._layout(width="auto"))
 
     def _switch(self, label: str) -> Any:
         switch = self._widgets.ToggleButton(
@@ -263,22 +302,33 @@ class View:
         switch.add_class("colabkit-switch")
         return switch
 
-    def _switch_options(self, change: Any) -> None:
-        self.options_switch.description = f"{_OPEN if change['new'] else _SHUT} {_OPTIONS}"
-        self._options.layout.display = None if change["new"] else "none"
+    def _observe(self, clicked: Callable[[Action], None], changed: Callable[[str], None]) -> None:
+        for action, button in self.buttons.items():
+            button.on_click(lambda one, action=action: None if one.disabled else clicked(action))
+        for name, field in self.fields.items():
+            field.observe(lambda _, name=name: changed(name), "value")
+        self.near.observe(lambda _: changed("near"), "value")
+        sections = {self.more_switch: self._more, self.only_switch: self._only, self.browse_switch: self.browser}
+        for switch, section in sections.items():
+            switch.observe(lambda change, section=section: _toggle(change, section), "value")
+        self.browse_switch.observe(lambda change: change["new"] and self._browsed(""), "value")
+        self.browser.observe(self._chosen, "value")
 
-    def _update_code(self, change: Any) -> None:
-        is_shown = self.code_switch.value
-        self.code_switch.description = f"{_OPEN if is_shown else _SHUT} {_CODE}"
-        _put(self._code, html.code(self._code_of(self.settings)) if is_shown else "")
+    def _chosen(self, change: Any) -> None:
+        path = change["new"]
+        if path is None or self._listed_at == math.inf:
+            return
+        if time.monotonic() - self._listed_at < _DOUBLE_CLICK_S:
+            # The second click of a double click hits an entry of the list that the first one opened.
+            self.browser.index = None
+        else:
+            self._browsed(path)
 
     def _html(self, text: str) -> Any:
         return self._widgets.HTML(text, layout=self._layout(margin="0", **({} if text else {"display": "none"})))
 
-    def _line(self, *children: Any, gap: str = "8px") -> Any:
-        line = self._widgets.HBox(children, layout=self._layout(flex_flow="row wrap", grid_gap=gap))
-        line.add_class("colabkit-line")
-        return line
+    def _line(self, *children: Any) -> Any:
+        return self._widgets.HBox(children, layout=self._layout(flex_flow="row wrap", grid_gap="8px", margin="0"))
 
     def _column(self, *children: Any) -> Any:
         return self._widgets.VBox(children, layout=self._layout(grid_gap="6px", margin="0"))
@@ -287,15 +337,22 @@ class View:
         return self._widgets.Layout(**traits)
 
 
+def _toggle(change: Any, section: Any) -> None:
+    switch = change["owner"]
+    switch.description = (_OPEN if change["new"] else _SHUT) + switch.description[1:]
+    section.layout.display = None if change["new"] else "none"
+
+
 def _put(widget: Any, text: str) -> None:
     widget.value = text
     widget.layout.display = None if text else "none"
 
 
-def _tree(widget: Any) -> Iterator[Any]:
+def tree_of(widget: Any) -> Iterator[Any]:
+    """Return a widget and all widgets that it contains."""
     yield widget
     for name in widget.keys:
         value = getattr(widget, name)
         for part in value if isinstance(value, tuple | list) else (value,):
             if hasattr(part, "model_id") and part is not widget:
-                yield from _tree(part)
+                yield from tree_of(part)

@@ -7,6 +7,7 @@ This module does not import torch, so what was found in the source is shown befo
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -110,7 +111,9 @@ def train_on(
         size = height_and_width(act, size) or "auto"
     say: Callable[[str], object] = print if progress else str
     summary = _summary_of(act, source, to, labels, splits, say, progress)
-    # This imports torch, which takes seconds.
+    if "torch" not in sys.modules:
+        # This takes seconds.
+        say("Loading PyTorch")
     from colabkit.notebook.recipe.training import Recipe
 
     recipe = Recipe(source, to, size, labels, splits, epochs, batch_size, model, on_bad, restart, progress, screen)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from colabkit.foundation import InvalidOption, cannot, format_count, format_things, option
-from colabkit.loading import Compose, Normalize, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
-from colabkit.packs import PackedDataset, SourceSummary
+
+if TYPE_CHECKING:
+    from colabkit.packs import PackedDataset, SourceSummary
 
 HELD_OUT = {"train": 0.8, "val": 0.2}
 """Shares of the splits of a source that is not split."""
@@ -140,6 +141,9 @@ def choose_augmentation(
     data: PackedDataset, size: tuple[int, int], mean: Sequence[float], std: Sequence[float]
 ) -> Choice:
     """Return the transform for training: random crops, and flips where they do not change the class."""
+    # This imports torch, which the choice of the image size does not need.
+    from colabkit.loading import Compose, Normalize, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+
     looked = data[np.unique(np.linspace(0, len(data) - 1, _LOOKED).astype(np.int64))]
     images = looked[0] if isinstance(looked, tuple) else looked
     pixels = [np.asarray(image, np.float32) for image in images]

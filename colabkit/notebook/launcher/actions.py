@@ -1,0 +1,95 @@
+"""The launcher's actions: each is one line of Python, which the launcher shows, and makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import colabkit
+from colabkit.foundation import PYTHON, Code, InvalidOption, call, cannot
+from colabkit.notebook.launcher.settings import Settings
+from colabkit.storage import FSSPEC, WEB, address_of
+
+Action: TypeAlias = Literal["train", "restart", "probe", "stage", "prepare"]
+
+_ADDRESS = Code("address")
+# The options that `prepare()` shares with `train_on()`.
+_PREPARED = ("size", "labels", "splits", "on_bad")
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCall:
+    """A call of a public function with a source.
+
+    Attributes:
+        name: name of the function.
+        source: the source.
+        options: the keyword arguments.
+        shown: the source as it may be shown; it differs from `source` if that may contain a secret.
+    """
+
+    name: str
+    source: str = field(repr=False)
+    options: Mapping[str, Any]
+    shown: str
+
+    def make(self) -> Any:
+        """Make the call, and return its result."""
+        return getattr(colabkit, self.name)(self.source, **self.options)
+
+    @property
+    def code(self) -> str:
+        """The call as a line of Python, with a variable for a source that may contain a secret."""
+        source = self.source if self.shown == self.source else _ADDRESS
+        return PYTHON.call(call(self.name, source, **self.options))
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether the source may contain a secret."""
+        return self.shown != self.source
+
+
+def call_of(settings: Settings, action: Action, near: str = "auto") -> ActionCall:
+    """Return the call of an action.
+
+    Args:
+        settings: values of the form.
+        action: the action.
+        near: destination of the local copy of `stage()`.
+
+    Raises:
+        InvalidOption: if a value of the form is invalid.
+    """
+    source, options = settings.path, settings.options
+    shown = _without_secrets(source)
+    match action:
+        case "probe":
+            if source.startswith("samples:") or "://" in source:
+                expected = "the path of a folder or a file"
+                raise InvalidOption(
+                    cannot(f"measure {shown!r}", "this source has no path", expected, "Copy it instead")
+                )
+            return ActionCall("probe", source, {}, shown)
+        case "stage":
+            return ActionCall("stage", source, {} if near == "auto" else {"to": near}, shown)
+        case "prepare":
+            shared = {name: value for name, value in options.items() if name in _PREPARED}
+            return ActionCall("prepare", source, {"on_bad": "skip", **shared}, shown)
+        case "restart":
+            return ActionCall("train_on", source, {**options, "restart": True}, shown)
+    return ActionCall("train_on", source, options, shown)
+
+
+def cell_of(*calls: ActionCall) -> str:
+    """Return a cell that makes calls; it asks for an address that may contain a secret."""
+    asked = ["from getpass import getpass", f'{_ADDRESS} = getpass("Address of the data: ")']
+    secret = asked if any(one.is_secret for one in calls) else []
+    return "\n".join(["import colabkit", *secret, *(one.code for one in calls)])
+
+
+def _without_secrets(source: str) -> str:
+    if "://" not in source:
+        return source
+    address = address_of(source)
+    return address.shown if address.kind in (WEB, FSSPEC) else source

@@ -1,0 +1,56 @@
+"""The places that the launcher lists, from which a source is chosen: folders, archives, tables and record files."""
+
+from __future__ import annotations
+
+import os
+
+from colabkit.foundation import drive_mounts, mounts
+from colabkit.notebook.lines import list_paths
+
+DRIVE = "drive:"
+_HERE, _ROOT = "./", "/"
+_KAGGLE = "/kaggle/input/"
+_SOURCES = r"\.(zip|tar|tgz|tar\.\w+|csv|tsv|parquet|h5|hdf5|tfrecords?|tfrec|lmdb|mdb)$"
+_SAMPLE = ("samples:digits (1,797 images of digits)", "samples:digits")
+
+Entry = tuple[str, str]
+"""A label, and the path that it stands for: a source, or a place, which ends in a slash or is `drive:` or empty."""
+
+
+def is_drive_missing() -> bool:
+    """Return whether `drive:` stands for no folder, because Drive is not mounted."""
+    return not os.environ.get("COLABKIT_DRIVE") and not drive_mounts(mounts())
+
+
+def is_place(path: str) -> bool:
+    """Return whether a path of an entry is a place to list, rather than a source."""
+    return not path or path[-1] in "/:"
+
+
+def list_place(place: str) -> list[Entry]:
+    """Return the entries of a place; that of `""` are the places to begin with.
+
+    Folders that cannot be listed within two seconds have only the entry that leads up.
+    """
+    if not place:
+        drive = "Google Drive (connect)" if is_drive_missing() else "Google Drive"
+        kaggle = [("Kaggle's input", _KAGGLE)] if os.path.isdir(_KAGGLE) else []
+        return [_SAMPLE, (drive, DRIVE), *kaggle, ("this folder", _HERE), ("all files of this machine", _ROOT)]
+    found = [path.removeprefix(_HERE) for path in list_paths(place, _SOURCES)]
+    base = place.removeprefix(_HERE)
+    # Folders first.
+    entries = [(path.removeprefix(base), path) for path in sorted(found, key=lambda path: (path[-1] != "/", path))]
+    source = place.rstrip("/")
+    use = [] if place in (DRIVE, _HERE, _ROOT, _KAGGLE) else [(f"✓ use {source}", source)]
+    return [("↑ up", _above(place)), *use, *entries]
+
+
+def _above(place: str) -> str:
+    if place in (DRIVE, _ROOT, _KAGGLE):
+        return ""
+    if place == _HERE:
+        return os.path.dirname(os.getcwd()).rstrip("/") + "/"
+    head, slash, _ = place.removesuffix("/").rpartition("/")
+    if place.startswith(DRIVE) and not slash:
+        return DRIVE
+    return head + slash if slash else _HERE

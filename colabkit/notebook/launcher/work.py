@@ -1,0 +1,238 @@
+"""The work of a click: it runs in the kernel's main thread, can be stopped, and its state is shown every second.
+
+Drive's consent dialog and interrupts need the main thread. If a kernel handles clicks in another thread, the work is
+passed to the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from signal import SIG_IGN, default_int_handler
+from typing import Any, Literal, TypeAlias
+
+from colabkit.foundation import ColabkitError, Report, format_seconds, meters, printable
+from colabkit.notebook.launcher.settings import in_form
+from colabkit.notebook.launcher.stopping import (
+    can_receive,
+    interrupt_main_thread,
+    interrupted_later,
+    on_interrupt,
+    publish_state,
+    stoppable,
+)
+from colabkit.notebook.launcher.view import View
+
+Outcome: TypeAlias = Literal["done", "stopped", "failed"]
+
+# Clicks that waited for the end of the work arrive before this time, and are ignored.
+_QUIET_S = 0.3
+
+
+class Worker:
+    """Does the work of one click at a time, and shows what it is doing.
+
+    Args:
+        view: the launcher's widgets.
+        kernel: the kernel of the notebook; None in a test without one.
+
+    Attributes:
+        doing: what the work is doing now; empty if there is no work.
+        results: reports of the last work, by the names of the functions that returned them.
+    """
+
+    def __init__(self, view: View, kernel: Any) -> None:
+        self.doing = ""
+        self.results: dict[str, Report] = {}
+        self._view = view
+        self._kernel = kernel
+        self._busy = threading.Lock()
+        self._loop = _main_loop()
+        self._began = 0.0
+        self._found = ""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether clicks are ignored: during the work, and those that waited for its end."""
+        return self._busy.locked()
+
+    def in_main_thread(self, call: Callable[[], Any]) -> None:
+        """Call a function in the main thread: now, or when the kernel's event loop gets to it."""
+        if self._loop is None or threading.current_thread() is threading.main_thread():
+            call()
+        else:
+            self._loop.call_soon_threadsafe(call)
+
+    def run(self, doing: str, work: Callable[[], None], ended: Callable[[Outcome], None]) -> None:
+        """Do work in the main thread, unless other work is being done, and call `ended` with its outcome."""
+        if not self._busy.acquire(blocking=False):
+            return
+        # The front end would show the kernel as idle if another thread has handled the click, or handles others.
+        parent = self._kernel.get_parent() if can_receive(self._kernel) else {}
+
+        def tell_again() -> None:
+            publish_state(self._kernel, "busy", parent)
+            self._tell()
+
+        self._began, self._found, self.results = time.monotonic(), "", {}
+        try:
+            # Ignore interrupts while the panel is updated; only the work itself can be interrupted.
+            with on_interrupt(SIG_IGN):
+                self._view.begin(can_receive(self._kernel))
+                self.enter(doing)
+                with stoppable(self._kernel, self._view.stop.model_id, self._stop), _every_second(tell_again):
+                    ended(self._outcome_of(work))
+        finally:
+            self.doing = ""
+            publish_state(self._kernel, "idle", parent)
+            if self._loop is None:
+                self._busy.release()
+            else:
+                self._loop.call_later(_QUIET_S, self._busy.release)
+
+    def _outcome_of(self, work: Callable[[], None]) -> Outcome:
+        """Do work that may fail or be interrupted, and show how it ended."""
+        fields: tuple[str, ...] = ()
+        outcome: Outcome = "done"
+        try:
+            with _noted(self._view.note), on_interrupt(default_int_handler):
+                work()
+            said = f"Done in {format_seconds(time.monotonic() - self._began)}."
+        except KeyboardInterrupt as stop:
+            # A TrainingInterrupted has a report. Its class is not imported here, because that would load torch.
+            if report := getattr(stop, "report", None):
+                self.add("train", report)
+            # Remove the note that training is being stopped.
+            self._view.note("")
+            said, outcome = "Stopped.", "stopped"
+        except Exception as error:
+            said, fields = _described(error)
+            outcome = "failed"
+        self.doing = ""
+        self._view.say(said, is_error=outcome == "failed")
+        self._view.point_to(fields)
+        return outcome
+
+    def add(self, name: str, report: Report) -> None:
+        """Add and show the report of a function."""
+        self.results[name] = report
+        self._view.report(report)
+
+    def enter(self, doing: str) -> None:
+        """Show what the work begins to do."""
+        self.doing, self._found = doing, ""
+        self._tell()
+
+    def load_torch(self) -> None:
+        """Load PyTorch, which takes seconds."""
+        if "torch" not in sys.modules:
+            self.enter("Loading PyTorch")
+            # An interrupted import would leave modules that cannot be imported again.
+            with interrupted_later():
+                import torch  # noqa: F401
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Show when a training begins in the block, and the lines that the block prints."""
+
+        def listen(event: meters.Event) -> None:
+            if isinstance(event, meters.RunStarted):
+                self.enter("Training")
+
+        unsubscribe = meters.subscribe(listen)
+        try:
+            with contextlib.redirect_stdout(_Lines(self._take_in)):
+                yield
+        finally:
+            unsubscribe()
+
+    def _take_in(self, line: str) -> None:
+        """Show a line that the work printed: what it is doing, or what it found or chose."""
+        if line.partition(" ")[0].endswith("ing"):
+            self.enter(line)
+        else:
+            self._found = line
+            self._tell()
+
+    def _tell(self) -> None:
+        """Show what the work is doing, and for how long."""
+        if doing := self.doing:
+            seconds = int(time.monotonic() - self._began)
+            elapsed = f"{seconds} s" if seconds < 60 else format_seconds(seconds)
+            self._view.say(f"{doing} … {elapsed}", more=self._found)
+
+    def _stop(self) -> None:
+        self._view.stop.description = "Stopping …"
+        interrupt_main_thread()
+
+
+def _described(error: Exception) -> tuple[str, tuple[str, ...]]:
+    if os.environ.get("COLABKIT_DEBUG") == "1":
+        return "".join(traceback.format_exception(error)), ()
+    if isinstance(error, ColabkitError):
+        return in_form(error)
+    return f"{type(error).__name__}: {error}\nSet COLABKIT_DEBUG=1 in the environment to see the traceback here.", ()
+
+
+def _main_loop() -> asyncio.AbstractEventLoop | None:
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+@contextlib.contextmanager
+def _every_second(tell: Callable[[], None]) -> Iterator[None]:
+    """Call a function every second from another thread, so that the panel also changes while the work is silent."""
+    over = threading.Event()
+
+    def keep_telling() -> None:
+        while not over.wait(1.0):
+            tell()
+
+    thread = threading.Thread(target=keep_telling, name="colabkit-status", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _Lines(io.TextIOBase):
+    """A stream that passes each line to a function."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            if line.strip():
+                self._tell(printable(line.strip()))
+        return len(text)
+
+
+@contextlib.contextmanager
+def _noted(note: Callable[[str], None]) -> Iterator[None]:
+    """Pass colabkit's log warnings in the block to a function, one line each."""
+
+    class NoteHandler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(printable(record.getMessage()))
+
+    logger, notes = logging.getLogger("colabkit"), NoteHandler(logging.WARNING)
+    logger.addHandler(notes)
+    try:
+        yield
+    finally:
+        logger.removeHandler(notes)
