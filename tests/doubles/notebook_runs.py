@@ -19,7 +19,7 @@ from notebook_files import FOLDER, code_cells, read
 __all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "with_parameters"]
 
 TESTS = Path(__file__).parent
-CELL_DEADLINE_S = 120
+CELL_DEADLINE_S = 240
 STARTING = threading.Lock()
 """Held while a kernel starts, because kernels are found through an environment variable of the process."""
 

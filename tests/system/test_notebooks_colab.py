@@ -51,6 +51,7 @@ def run_on_drive(colab: Colab, folder: Path) -> Ran:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_the_template_trains_from_drive_and_saves_there_and_resumes_in_the_next_session(
     drive: Colab, tmp_path: Path
 ) -> None:
