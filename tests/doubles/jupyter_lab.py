@@ -190,7 +190,7 @@ class Lab:
         """
         self.page.reload()
         self._wait_for_app()
-        self.page.wait_for_selector(".jp-OutputArea-output")
+        self._wait("window.jupyterapp.shell.currentWidget?.context?.isReady", START_S)
 
     def _go(self, path: str) -> None:
         self.page.goto(f"{self._server.address}{path}&token={self._server.token}")

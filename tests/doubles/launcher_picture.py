@@ -2,7 +2,7 @@
 
 pip install ".[test,browser]" && python tests/doubles/launcher_picture.py
 
-The script clicks "Stage and train" for crops of scikit-learn's two photos, in a folder that stands in for Drive.
+The script clicks "Train" for crops of scikit-learn's two photos, in a folder that stands in for Drive.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def take_pictures(lab: Lab, target: Path, epochs: int) -> None:
     lab.run_all()
     lab.page.wait_for_selector(LAUNCHER, timeout=60_000)
     for label, text in {"Source": "drive:photos", "Epochs": str(epochs)}.items():
-        lab.page.get_by_label(label, exact=True).fill(text)
-    lab.page.locator(f"{LAUNCHER} button:visible", has_text="Stage and train").first.click()
+        field = lab.page.get_by_label(label, exact=True)
+        field.fill(text)
+        field.press("Enter")
+    lab.wait_for_text(LAUNCHER, "2,000 images")
+    lab.page.locator(f"{LAUNCHER} button:visible", has_text="Train").first.click()
     panel = f"{LAUNCHER} {PANEL}"
     lab.wait_for_text(panel, f"epoch {epochs // 3}/{epochs}")
     for theme in ("Light", "Dark"):

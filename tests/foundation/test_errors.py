@@ -213,8 +213,9 @@ SCRATCH = {
     "demonstration.py": "tempfile.TemporaryDirectory",
     "ranks.py": "tempfile.TemporaryFile",
     "training.py": "tempfile.TemporaryDirectory",
+    "template.py": "zipfile.ZipFile(file, 'w')",
 }
-"""Temporary files that exist during one call only, and whose path no user sees."""
+"""Temporary files that exist during one call only, whose path no user sees, and an archive in memory."""
 CREATING_FLAGS = frozenset({"O_APPEND", "O_CREAT", "O_TRUNC"})
 
 

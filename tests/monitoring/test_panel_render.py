@@ -34,7 +34,7 @@ def test_every_frame_is_small_well_formed_and_has_text_alternatives() -> None:
     for name, state in STATES.items():
         html, text = render(state)
         assert (html, text) == render(replace(state)), "the same state gives the same picture"
-        assert len(html.encode()) <= (14_000 if state.is_over else 12_000), name
+        assert len(html.encode()) <= (14_000 if state.is_over else 13_000), name
         assert len(text.splitlines()) <= 12
         assert len(text) < 1600
         # There are no scripts, style sheets or inline SVG images.
@@ -60,14 +60,15 @@ def test_frames_stay_small_for_any_names_and_sentences() -> None:
     values = {"loss": 0.123456789, **{f"{'name' * 50}{number}": 1 / 3 for number in range(50)}}
     epochs = tuple((epoch, values) for epoch in range(1, 600))
     html, text = render(replace(RUNNING, diagnosis=diagnosis, values=values, epoch_values=epochs))
-    assert len(html.encode()) <= 12_000
+    assert len(html.encode()) <= 13_000
     assert len(text.splitlines()) <= 12
     assert len(text) < 2200
 
 
 def test_during_a_run_the_panel_never_loses_a_part() -> None:
     order = [STATES[name] for name in ("empty", "starting", "measuring", "first epoch", "running", "finished")]
-    parts = [len(pictures(render(state)[0])) for state in order]
+    # Frames of a run also have a mark that appears when they are old.
+    parts = [len(pictures(render(state)[0])) - (not state.is_over) for state in order]
     assert parts == sorted(parts)
     assert (parts[0], parts[-1]) == (0, 9)
 
@@ -132,6 +133,15 @@ def test_the_progress_bar_shows_the_progress_of_finished_and_stopped_runs() -> N
 def test_the_time_of_small_charts_is_shown_only_with_charts() -> None:
     assert "small charts: last minute" in render(RUNNING)[1]
     assert "small charts" not in render(replace(STATES["measuring"], hosts=(HOST,), speed_curve=(310.0,)))[1]
+
+
+def test_only_a_frame_that_others_should_follow_says_after_a_minute_that_it_is_old() -> None:
+    old = "not updated for 60 s"
+    assert unquote(render(RUNNING)[0]).count(old) == 1
+    for name in ("finished", "stopped", "dead"):
+        assert old not in unquote(render(STATES[name])[0])
+    first, second = (re.findall("src='([^']*)'", render(replace(RUNNING, at_s=at_s))[0])[0] for at_s in (1e9, 1e9 + 1))
+    assert first != second, "the pictures of two frames would share a clock"
 
 
 def test_a_short_wait_is_not_shown() -> None:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 LAUNCHER = ".colabkit-launcher"
-SOURCE = "two classes"
+SOURCE, BROWSED, RELOADED = "two classes", "it's {few}", "reloaded"
 VIEW = "application/vnd.jupyter.widget-view+json"
 WORK_S = 120.0
+_STATUS = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status"
 
 
 def write_images(folder: Path, count: int) -> None:
@@ -42,10 +43,17 @@ class Launcher:
         lab.page.wait_for_selector(LAUNCHER)
 
     def fill(self, label: str, text: str) -> None:
-        self.lab.page.get_by_label(label, exact=True).fill(text)
+        field = self.lab.page.get_by_label(label, exact=True)
+        field.fill(text)
+        field.press("Enter")
 
     def button(self, label: str) -> Locator:
         return self.lab.page.locator(f"{LAUNCHER} button:visible", has_text=label).first
+
+    @property
+    def is_kernel_busy(self) -> bool:
+        """Whether JupyterLab shows the kernel as busy."""
+        return bool(self.lab.page.evaluate(f"{_STATUS} === 'busy'"))
 
     def waits_for(self, words: str) -> str:
         """Wait until the message of the last action contains these words, and return it."""
@@ -61,41 +69,95 @@ def launcher(lab: Lab) -> Launcher:
 
 def test_the_launcher_fits_in_narrow_windows_and_shows_errors_as_text(launcher: Launcher) -> None:
     lab = launcher.lab
+    launcher.button("More options").click()
+    launcher.button("Only …").click()
     launcher.fill("Source", "no/such/<b>place</b>")
-    launcher.button("Stage").click()
+    lab.wait_for_text(LAUNCHER, "Cannot read 'no/such/<b>place</b>'")
+    launcher.button("Train").click()
     launcher.waits_for("Cannot read 'no/such/<b>place</b>'")
-    for width in (1100, 780, 500):
+    for width in (1100, 540, 340):
         lab.use_width(width, 1600)
         for theme in ("Dark", "Light"):
             lab.use_theme(theme)
-            lab.picture(f"launcher-error-{width}-{theme.lower()}", LAUNCHER)
+            lab.picture(f"launcher-error-{width}-{theme.lower()}", lab.page.locator(LAUNCHER))
         assert lab.cut_off(LAUNCHER) == [], f"cut off at {width} px"
 
 
-def test_the_launcher_trains_once_resumes_after_an_interrupt_and_leaves_its_reports(launcher: Launcher) -> None:
+def test_a_source_is_browsed_and_the_shown_code_is_copied(launcher: Launcher) -> None:
+    lab = launcher.lab
+    write_images(lab.folder / BROWSED, 40)
+    launcher.button("Browse").click()
+    for entry in ("this folder", f"{BROWSED}/", f"use {BROWSED}"):
+        lab.page.locator(f"{LAUNCHER} option", has_text=entry).click()
+        # Clicks right after the list has changed count as the second half of a double click.
+        lab.page.wait_for_timeout(600)
+    lab.wait_for_text(LAUNCHER, "40 images, 2 classes, 48×48")
+    lab.picture("launcher-chosen", lab.page.locator(LAUNCHER))
+    launcher.button("Copy").click()
+    lab.wait_for_text(f"{LAUNCHER} .colabkit-copy", "Copied")
+    launcher.fill("Image size", "9")
+    lab.page.locator(".jp-CodeCell .cm-content").first.click()
+    lab.page.keyboard.press("Control+a")
+    lab.page.keyboard.press("Control+v")
+    code = lab.page.locator(".jp-CodeCell .cm-content").first.inner_text()
+    assert code == f"import colabkit\ncolabkit.train_on({BROWSED!r})"
+
+
+def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(launcher: Launcher) -> None:
     lab = launcher.lab
     write_images(lab.folder / SOURCE, 1000)
     launcher.fill("Source", SOURCE)
     launcher.fill("Epochs", "6")
-    launcher.button("Stage and train").dblclick()
+    lab.wait_for_text(LAUNCHER, "1,000 images, 2 classes")
+    launcher.button("Train").dblclick()
     lab.wait_for_text(f"{LAUNCHER} {PANEL}", "epoch 2/6")
     lab.picture("launcher-running")
-    lab.interrupt()
-    launcher.waits_for("Stopped")
+    assert launcher.is_kernel_busy
+    launcher.button("Stop").click()
+    launcher.waits_for("Stopped. Click Continue to resume.")
     lab.picture("launcher-stopped")
 
-    launcher.button("Stage and train").click()
+    launcher.button("Continue").click()
     lab.frames(f"{LAUNCHER} {PANEL}", 2)
     launcher.waits_for("Done")
     text = lab.page.inner_text(LAUNCHER)
-    assert "(6 in total)" in text, "the training did not resume"
-    assert "Already staged" in text
-    assert "Already packed" in text
+    assert "held-out images (val) are classified correctly" in text
+    assert "Train 6 more epochs" in text
+    assert "Train again from scratch" in text
+    lab.picture("launcher-finished", lab.page.locator(LAUNCHER))
+    for width in (540, 340):
+        lab.use_width(width, 3000)
+        lab.picture(f"launcher-finished-{width}", lab.page.locator(LAUNCHER))
+        assert lab.cut_off(LAUNCHER) == [], f"cut off at {width} px"
 
     outputs = [sorted(output.get("data", {})) for output in lab.save().cells[-1].outputs]
     assert outputs == [[VIEW, "text/plain"], ["text/html", "text/plain"]]
     assert lab.page.locator(".jp-OutputArea-output").last.inner_text() == "", "the saved report is shown twice"
     lab.open_without_kernel("launcher.ipynb")
+    lab.wait_for_text(".jp-OutputArea-output", "are classified correctly")
     lab.picture("launcher-reopened")
-    text = lab.page.locator(".jp-OutputArea-output").last.inner_text()
-    assert all(words in text for words in ("Done in", "epoch 6/6", "Already staged", "Trained")), text
+    text = lab.page.locator(".jp-OutputArea").last.inner_text()
+    assert "Done in" in text
+    assert "Error" not in text
+    assert "not live" not in text
+
+
+def test_a_page_reloaded_during_the_training_shows_an_old_state_as_such_and_then_the_launcher(
+    launcher: Launcher,
+) -> None:
+    lab = launcher.lab
+    write_images(lab.folder / RELOADED, 1000)
+    launcher.fill("Source", RELOADED)
+    launcher.fill("Epochs", "40")
+    lab.wait_for_text(LAUNCHER, "1,000 images, 2 classes")
+    launcher.button("Train").click()
+    lab.wait_for_text(f"{LAUNCHER} {PANEL}", "epoch 2/40")
+    lab.save()
+    lab.reload()
+    lab.wait_for_text(".jp-OutputArea", "UTC, not live. Run %status")
+    lab.picture("launcher-reloaded")
+    lab.interrupt()
+    launcher.waits_for("Stopped. Click Continue to resume.")
+    lab.picture("launcher-reloaded-stopped")
+    launcher.button("Continue").click()
+    launcher.waits_for("Training …")

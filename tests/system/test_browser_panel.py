@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ import nbformat
 import pytest
 from jupyter_lab import PANEL, Lab
 from nbformat import NotebookNode
+from panel_states import STATES, render
+from PIL import Image
+from waiting import comes_true
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -61,6 +65,12 @@ def run(open_lab: Callable[[], Lab]) -> Iterator[Run]:
     lab.close()
 
 
+def is_colored(png: bytes) -> bool:
+    """Return whether a picture has pixels other than white, gray and black ones."""
+    colors = Image.open(io.BytesIO(png)).convert("RGB").getcolors(1 << 20)
+    return any(max(color) - min(color) > 40 for _, color in colors)
+
+
 def test_the_panel_is_live_while_the_cell_runs(run: Run) -> None:
     assert run.was_busy, "the cell had ended while its frames were counted"
     assert len(set(run.frames)) == FRAMES, "the panel showed a frame again"
@@ -80,6 +90,16 @@ def test_no_part_of_the_panel_is_cut_off(run: Run, width: int) -> None:
         run.lab.picture(f"panel-interrupted-{width}-{theme.lower()}", PANEL)
     assert run.lab.page.locator(PANEL).bounding_box()["width"] == pytest.approx(width, abs=10)
     assert run.lab.cut_off(PANEL) == []
+
+
+def test_a_frame_that_is_not_updated_says_so(lab: Lab) -> None:
+    frame = render(STATES["running"])[0]
+    assert 'begin="60s"' in frame
+    mark = lab.page.locator("img[alt='mark of an old frame']")
+    for begin, seconds in (("60s", 1.0), ("0.1s", 20.0)):
+        lab.page.set_content(f"<body>{frame.replace('60s', begin)}</body>")
+        is_shown = comes_true(lambda: is_colored(mark.screenshot()), seconds, look_s=0.1)
+        assert is_shown == (begin == "0.1s")
 
 
 def test_an_untrusted_notebook_without_a_kernel_shows_the_last_frame(run: Run, lab: Lab) -> None:

@@ -46,21 +46,23 @@ _LINES = ((plotting.GREEN, f"solid {plotting.GREEN}"), (plotting.BLUE, f"dashed 
 _LIVE_POINTS, _FINAL_POINTS = 24, 60
 # Heights of small and large charts, in pixels.
 _LOW, _HIGH = 28, 72
+# A frame says that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
+_STALE_S = 60
 _THIN = 'vector-effect="non-scaling-stroke"'
 # Longest call that is shown, in characters.
 _SHOWN_OF_A_CALL = 140
 
 
 def as_html(state: PanelState) -> str:
-    """Return the panel as HTML, at most 10 kB during the run and 14 kB afterwards."""
+    """Return the panel as HTML, at most 13 kB during the run and 14 kB afterwards."""
     points = _FINAL_POINTS if state.is_over else _LIVE_POINTS
     learned = charts.learning(state)
     return (
         "<div role='group' aria-label='Training panel' style='box-sizing:border-box;max-width:760px;padding:14px 18px;"
         f"border:1px solid {_LINE};border-radius:8px;color:{_TEXT};font:13px/18px system-ui,sans-serif;"
         "font-variant-numeric:tabular-nums;overflow-wrap:anywhere'>"
-        f"{_verdict(state)}{_progress(state)}{_time(state, points)}{_learning(learned)}{_machine(state, points)}"
-        f"{_details(state, learned)}{_advice(state)}</div>"
+        f"{_staleness(state)}{_verdict(state)}{_progress(state)}{_time(state, points)}{_learning(learned)}"
+        f"{_machine(state, points)}{_details(state, learned)}{_advice(state)}</div>"
     )
 
 
@@ -78,6 +80,22 @@ def _verdict(state: PanelState) -> str:
     # Screen readers skip the part that changes with every frame.
     rest = f" <span aria-hidden='true'>{escape(ticking)}</span>" if ticking else ""
     return f"<div role='status' style='font-weight:600;font-size:16px;line-height:22px'>{escape(sentence)}{rest}</div>"
+
+
+def _staleness(state: PanelState) -> str:
+    """Return a picture in the upper margin that appears if no other frame follows, as after a reload of the page."""
+    if state.is_over or state.headline:
+        return ""
+    # Pictures with equal addresses share a clock, so each frame needs its own address.
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg"><text id="t{state.at_s or 0:.1f}" x="100%" y="10" text-anchor="end" '
+        f'fill="{plotting.VERMILLION}" opacity="0" style="font:600 11px system-ui,sans-serif">'
+        f'not updated for {_STALE_S} s<set attributeName="opacity" to="1" begin="{_STALE_S}s"/></text></svg>'
+    )
+    style = "display:block;height:12px;margin:-12px 0 0"
+    source = f"data:image/svg+xml,{quote(svg, _PLAIN)}"
+    picture = f"<img alt='mark of an old frame' width='100%' height='12' style='{style}' src='{source}'/>"
+    return f"<div aria-hidden='true' style='height:0'>{picture}</div>"
 
 
 def _progress(state: PanelState) -> str:

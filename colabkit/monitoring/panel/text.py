@@ -66,7 +66,7 @@ def as_line(state: PanelState) -> str:
     if state.is_over:
         action, found, gain, call = content.advice_text(state)
         advice = (": ".join(filter(None, pair)) for pair in ((action, found), (gain, call)))
-        return content.clipped(". ".join(filter(None, [", ".join(parts), said, *advice])), _LAST_LINE)
+        return content.clipped(". ".join(filter(None, [said, ", ".join(parts), *advice])), _LAST_LINE)
     fitting = [line for line in itertools.accumulate(parts, "{}, {}".format) if len(line) <= _LINE]
     return fitting[-1] if fitting else content.clipped(parts[0], _LINE)
 
