@@ -79,7 +79,7 @@ def test_the_launcher_fits_in_narrow_windows_and_shows_errors_as_text(launcher: 
         lab.use_width(width, 1600)
         for theme in ("Dark", "Light"):
             lab.use_theme(theme)
-            lab.picture(f"launcher-error-{width}-{theme.lower()}", lab.page.locator(LAUNCHER))
+            lab.picture(f"launcher-error-{width}-{theme.lower()}", LAUNCHER)
         assert lab.cut_off(LAUNCHER) == [], f"cut off at {width} px"
 
 
@@ -92,7 +92,7 @@ def test_a_source_is_browsed_and_the_shown_code_is_copied(launcher: Launcher) ->
         # Clicks right after the list has changed count as the second half of a double click.
         lab.page.wait_for_timeout(600)
     lab.wait_for_text(LAUNCHER, "40 images, 2 classes, 48×48")
-    lab.picture("launcher-chosen", lab.page.locator(LAUNCHER))
+    lab.picture("launcher-chosen", LAUNCHER)
     launcher.button("Copy").click()
     lab.wait_for_text(f"{LAUNCHER} .colabkit-copy", "Copied")
     launcher.fill("Image size", "9")
@@ -124,10 +124,10 @@ def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(
     assert "held-out images (val) are classified correctly" in text
     assert "Train 6 more epochs" in text
     assert "Train again from scratch" in text
-    lab.picture("launcher-finished", lab.page.locator(LAUNCHER))
+    lab.picture("launcher-finished", LAUNCHER)
     for width in (540, 340):
         lab.use_width(width, 3000)
-        lab.picture(f"launcher-finished-{width}", lab.page.locator(LAUNCHER))
+        lab.picture(f"launcher-finished-{width}", LAUNCHER)
         assert lab.cut_off(LAUNCHER) == [], f"cut off at {width} px"
 
     outputs = [sorted(output.get("data", {})) for output in lab.save().cells[-1].outputs]
