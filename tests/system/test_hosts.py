@@ -44,7 +44,7 @@ CELLS = {
     "error": "%stage nothing",
 }
 PROGRESS = re.compile(r"extract: [\d.]+%, ")
-STAGED, TRAINED = "extract: 217 of 217 KiB in ", "finished"
+STAGED, TRAINED = "extract: 217 of 217 KiB in ", "Finished"
 ERROR = r"SourceMissing: Cannot read 'nothing': .*\n?"
 
 
@@ -178,7 +178,8 @@ def test_a_terminal_redraws_bar_and_panel(tmp_path: Path, shell: list[str]) -> N
     assert PROGRESS.search(shown)
     assert re.search(r"█+  .*epoch 3/3", shown)
     assert "\x1b[1F\x1b[J" in shown
-    assert "finished · epoch 3/3" in shown
+    assert re.search(r"^Finished", shown, re.MULTILINE)
+    assert "█  epoch 3/3" in shown
     assert "Trained 3 epochs" in shown
     assert "Cannot read 'nothing'" in shown.splitlines()[-1]
 
@@ -190,7 +191,8 @@ def test_the_shell_of_an_agent_a_pipe_or_a_log_gets_few_lines(
     out, err = run_script(run, tmp_path, [], TERM="dumb")
     assert "\x1b" not in plain(out + err)
     assert PROGRESS.search(err)
-    (last,) = [line for line in out.splitlines() if line.startswith("finished, epoch 3/3")]
+    (last,) = [line for line in out.splitlines() if line.startswith("Finished")]
+    assert "epoch 3/3" in last
     assert "loss 0.5" in last
     assert "Trained 3 epochs" in out
     # The output of a terminal contains the progress too.

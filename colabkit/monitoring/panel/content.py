@@ -212,7 +212,7 @@ def advice_text(state: PanelState) -> AdviceText:
         if 0 < advice.samples_per_s <= _MOST_TIMES * diagnosis.samples_per_s:
             gain += f" ({advice.samples_per_s / diagnosis.samples_per_s:.1f}×)"
     return AdviceText(
-        clipped(advice.action, 100).rstrip("."), clipped(advice.found, 130), gain, clipped(advice.call, _MOST_OF_A_CALL)
+        clipped(advice.action, 130).rstrip("."), clipped(advice.found, 130), gain, clipped(advice.call, _MOST_OF_A_CALL)
     )
 
 

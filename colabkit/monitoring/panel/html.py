@@ -138,8 +138,8 @@ def _chart(chart: Chart) -> str:
     """Return a chart with the limits of both axes, and its best point."""
     low, high = map(chart.unit, chart.limits)
     lines = "".join(_named(line, style) for line, (_, style) in zip(chart.lines, _LINES, strict=False))
-    note = f"▾ {escape(chart.note)}" if chart.note else ""
-    # The note wraps below the limits where there is no room between them.
+    # Where there is no room between the limits, the note is below them.
+    note = f"<span style='display:inline-block'>▾ {escape(chart.note)}</span>" if chart.note else ""
     ends = f"<span style='float:left'>{escape(chart.first)}</span><span style='float:right'>{escape(chart.last)}</span>"
     return (
         f"<div style='{_ROW};gap:0 12px'><b>{escape(chart.name)}</b>{lines}</div>"
