@@ -76,7 +76,8 @@ def test_installing_in_colab_changes_none_of_its_packages(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("bound", "raised"), [("psutil>=5.9", "psutil>=5.9.6"), ("numpy>=1.26", "numpy>=2.2"), ("tqdm>=4.64", "tqdm<4.67")]
+    ("bound", "raised"),
+    [("psutil>=5.9", "psutil>=5.9.6"), ("numpy>=1.26", "numpy>=2.2"), ("pillow>=10.1", "pillow<11.3")],
 )
 def test_a_bound_above_colabs_version_is_detected(images: dict[str, Path], tree: Path, bound: str, raised: str) -> None:
     setup = (tree / "setup.py").read_text()
