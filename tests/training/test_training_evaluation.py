@@ -76,11 +76,11 @@ def test_the_weights_of_a_checkpoint_are_evaluated(tmp_path, data):
         InvalidOption, match=r"Cannot evaluate the model: the checkpoint is of another architecture: '1\."
     ):
         evaluate(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), loader, checkpoint=path)
-    for wrong in (tmp_path / "run", tmp_path / "none.pt", tmp_path / "none" / "none.pt"):
-        with pytest.raises(
-            SourceMissing, match=r"is not the file of a checkpoint\. Pass the path in the report of train"
-        ):
+    for wrong in (tmp_path / "none.pt", tmp_path / "none" / "none.pt"):
+        with pytest.raises(SourceMissing, match=r"is not the file of a checkpoint\. Pass the path of a file such as"):
             evaluate(network(), loader, checkpoint=wrong)
+    with pytest.raises(SourceMissing, match=rf"'{tmp_path}/run' is a folder\. Pass a checkpoint in it, .*'{path}'"):
+        evaluate(network(), loader, checkpoint=tmp_path / "run")
     other = train(lambda batch: None, loader, state={"net": trained}, to=tmp_path / "other").checkpoint
     with pytest.raises(InvalidOption, match=r"the checkpoint contains 'net'; expected an object named 'model'"):
         evaluate(network(), loader, checkpoint=other)
