@@ -81,7 +81,8 @@ def learned(
     sampled(
         [
             (small_vit, ((28, 28, 1), 10, 640, 160, 70.0), 32, 3, 1e-3),
-            (lambda: resnet18(4, width=16), ((224, 224, 3), 4, 64, 16, 40.0), 4, 4, 1e-3),
+            # Enough steps for the running means of the batch normalization, which validation uses.
+            (lambda: resnet18(4, width=16), ((224, 224, 3), 4, 64, 16, 40.0), 8, 6, 1e-3),
         ],
         1,
     ),
