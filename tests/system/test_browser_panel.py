@@ -36,6 +36,7 @@ with colabkit.dashboard():
 WIDTHS = {760: 1100, 400: 532, 200: 332}
 """Widths of the panel, and of the windows in which it has this width, in pixels."""
 FRAMES = 5
+MARK = "img[alt='mark of an old frame']"
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,14 @@ def test_no_part_of_the_panel_is_cut_off(run: Run, width: int) -> None:
 def test_a_frame_that_is_not_updated_says_so(lab: Lab) -> None:
     frame = render(STATES["running"])[0]
     assert 'begin="60s"' in frame
-    mark = lab.page.locator("img[alt='mark of an old frame']")
+    mark = lab.page.locator(MARK)
     for begin, seconds in (("60s", 1.0), ("0.1s", 20.0)):
         lab.page.set_content(f"<body>{frame.replace('60s', begin)}</body>")
         is_shown = comes_true(lambda: is_colored(mark.screenshot()), seconds, look_s=0.1)
         assert is_shown == (begin == "0.1s")
+    panel, verdict, box = (lab.page.locator(one).bounding_box() for one in (PANEL, f"{PANEL} [role=status]", MARK))
+    assert verdict["y"] - panel["y"] >= 14, "the mark moves the panel's text"
+    assert box["y"] + box["height"] <= verdict["y"], "the mark covers the verdict"
 
 
 def test_an_untrusted_notebook_without_a_kernel_shows_the_last_frame(run: Run, lab: Lab) -> None:
