@@ -93,7 +93,7 @@ def test_a_second_notebook_shows_the_live_panel_until_the_run_ends(run: Run) -> 
     *live, ended = run.attached
     assert len(set(live)) == FRAMES
     assert "best validation" in live[-1]
-    assert ended.startswith("Stopped"), ended
+    assert ended.startswith("Stopped by Ctrl-C. Start the same training again to resume"), ended
 
 
 def test_the_panel_is_one_output_that_names_the_interrupt(run: Run) -> None:
