@@ -31,20 +31,23 @@ step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
 """
 TRAINING = """
 with colabkit.dashboard():
-    colabkit.train(step, train, epochs=100_000, validate=val)
+    colabkit.train(step, train, epochs=100_000, validate=val, to="runs/digits")
 """
+ATTACHED = "import colabkit; colabkit.dashboard(attach='runs/digits')"
 WIDTHS = {760: 1100, 400: 532, 200: 332}
 """Widths of the panel, and of the windows in which it has this width, in pixels."""
-FRAMES = 5
+FRAMES, ATTACHED_FRAMES = 5, 2
+MARK = "img[alt='mark of an old frame']"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training that was watched, then interrupted with the toolbar's button."""
+    """A training that was watched, also from a second notebook, then interrupted with the toolbar's button."""
 
     lab: Lab
     frames: list[str]
     was_busy: bool
+    attached: list[str]
     saved: NotebookNode
 
 
@@ -58,10 +61,20 @@ def run(open_lab: Callable[[], Lab]) -> Iterator[Run]:
     frames = lab.frames(PANEL, FRAMES)
     was_busy = lab.is_busy
     lab.picture("panel-running")
+    other = open_lab()
+    other.write("other.ipynb", [ATTACHED])
+    other.open("other.ipynb")
+    other.run_all()
+    attached = other.frames(PANEL, ATTACHED_FRAMES, 60.0)
+    other.picture("panel-attached")
     lab.interrupt()
     lab.wait_until_idle()
     lab.picture("panel-interrupted")
-    yield Run(lab, frames, was_busy, lab.save())
+    other.wait_until_idle()
+    other.picture("panel-attached-ended")
+    attached.append(other.page.inner_text(PANEL))
+    other.page.close()
+    yield Run(lab, frames, was_busy, attached, lab.save())
     lab.close()
 
 
@@ -74,6 +87,13 @@ def is_colored(png: bytes) -> bool:
 def test_the_panel_is_live_while_the_cell_runs(run: Run) -> None:
     assert run.was_busy, "the cell had ended while its frames were counted"
     assert len(set(run.frames)) == FRAMES, "the panel showed a frame again"
+
+
+def test_a_second_notebook_shows_the_live_panel_until_the_run_ends(run: Run) -> None:
+    *live, ended = run.attached
+    assert len(set(live)) == ATTACHED_FRAMES
+    assert "best validation" in live[-1]
+    assert ended.startswith("Stopped by Ctrl-C. Start the same training again to resume"), ended
 
 
 def test_the_panel_is_one_output_that_names_the_interrupt(run: Run) -> None:
@@ -95,11 +115,14 @@ def test_no_part_of_the_panel_is_cut_off(run: Run, width: int) -> None:
 def test_a_frame_that_is_not_updated_says_so(lab: Lab) -> None:
     frame = render(STATES["running"])[0]
     assert 'begin="60s"' in frame
-    mark = lab.page.locator("img[alt='mark of an old frame']")
+    mark = lab.page.locator(MARK)
     for begin, seconds in (("60s", 1.0), ("0.1s", 20.0)):
         lab.page.set_content(f"<body>{frame.replace('60s', begin)}</body>")
         is_shown = comes_true(lambda: is_colored(mark.screenshot()), seconds, look_s=0.1)
         assert is_shown == (begin == "0.1s")
+    panel, verdict, box = (lab.page.locator(one).bounding_box() for one in (PANEL, f"{PANEL} [role=status]", MARK))
+    assert verdict["y"] - panel["y"] >= 14, "the mark moves the panel's text"
+    assert box["y"] + box["height"] <= verdict["y"], "the mark covers the verdict"
 
 
 def test_an_untrusted_notebook_without_a_kernel_shows_the_last_frame(run: Run, lab: Lab) -> None:

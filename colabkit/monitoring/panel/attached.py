@@ -83,6 +83,7 @@ def panel_state(saved: SavedStatus, found: RunStatus, doctor: Doctor) -> PanelSt
     elif found.state == "dead":
         phase = "stopped"
     state = recorder.state(_SavedMachine(measured.hosts, clock), saved.cost_share)
+    sentence = found.message[:1].upper() + found.message[1:]
     return replace(
         state,
         phase=phase,
@@ -96,7 +97,7 @@ def panel_state(saved: SavedStatus, found: RunStatus, doctor: Doctor) -> PanelSt
         data_bytes_per_s=saved.data_curve[-1] if saved.data_curve else None,
         queue_rate=measured.spent.queue_rate if measured.spent.queue_room else None,
         at_s=saved.written_s,
-        headline=". ".join(filter(None, [found.message.capitalize(), found.advice])) if not found.is_good else "",
+        headline="" if found.is_good else ". ".join(filter(None, [sentence, found.advice])),
     )
 
 
