@@ -181,7 +181,7 @@ class Lab:
         self._go("/lab?reset")
         kernel = {"shouldStart": False, "canStart": False, "autoStartDefault": False}
         self.start("docmanager:open", path=name, factory="Notebook", kernelPreference=kernel)
-        self.page.wait_for_selector(".jp-OutputArea-output")
+        self.page.wait_for_selector(".jp-OutputArea-output", state="attached")
 
     def reload(self) -> None:
         """Reload the page, as the browser's button does, and wait until it shows the notebook again.

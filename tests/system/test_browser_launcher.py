@@ -103,6 +103,45 @@ def test_a_source_is_browsed_and_the_shown_code_is_copied(launcher: Launcher) ->
     assert code == f"import colabkit\ncolabkit.train_on({BROWSED!r})"
 
 
+def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(launcher: Launcher) -> None:
+    lab = launcher.lab
+    write_images(lab.folder / SOURCE, 1000)
+    launcher.fill("Source", SOURCE)
+    launcher.fill("Epochs", "6")
+    lab.wait_for_text(LAUNCHER, "1,000 images, 2 classes")
+    launcher.button("Train").dblclick()
+    lab.wait_for_text(f"{LAUNCHER} {PANEL}", "epoch 2/6")
+    lab.picture("launcher-running")
+    assert launcher.is_kernel_busy
+    launcher.button("Stop").click()
+    launcher.waits_for("Stopped. Click Continue to resume.")
+    lab.picture("launcher-stopped")
+
+    launcher.button("Continue").click()
+    launcher.waits_for("Done")
+    launcher.button("Train 6 more epochs").wait_for()
+    launcher.button("Train again from scratch").wait_for()
+    lab.wait_for_text(LAUNCHER, "held-out images (val) are classified correctly")
+    lab.picture("launcher-finished", LAUNCHER)
+    for width in (540, 340):
+        lab.use_width(width, 3000)
+        lab.picture(f"launcher-finished-{width}", LAUNCHER)
+        assert lab.cut_off(LAUNCHER) == [], f"cut off at {width} px"
+
+    outputs = [sorted(output.get("data", {})) for output in lab.save().cells[-1].outputs]
+    assert outputs == [[VIEW, "text/plain"], ["text/html", "text/plain"]]
+    assert lab.page.locator(".jp-OutputArea-output").last.inner_text() == "", "the saved report is shown twice"
+    lab.use_width(1100)
+    lab.page.evaluate("() => window.jupyterapp.serviceManager.sessions.shutdownAll()")
+    lab.open_without_kernel("launcher.ipynb")
+    lab.wait_for_text(".jp-OutputArea-output", "are classified correctly")
+    lab.picture("launcher-reopened")
+    text = lab.page.locator(".jp-OutputArea").last.inner_text()
+    assert "Done in" in text
+    assert "Error" not in text
+    assert "not live" not in text
+
+
 def test_a_page_reloaded_during_the_training_shows_an_old_state_as_such_and_then_the_launcher(
     launcher: Launcher,
 ) -> None:

@@ -53,7 +53,7 @@ def sheet(kept: str) -> str:
         "& .colabkit-only": "display:grid;grid-template-columns:150px 1fr;gap:2px 12px;align-items:start",
         "& .colabkit-copy": f"float:right;{_SMALL};padding:2px 8px;margin:0 0 4px 8px;border:1px solid {LINE};"
         f"background:none;color:{_TEXT};cursor:pointer",
-        "& summary": "list-style-type:'▸ ';padding-left:12px;text-indent:-12px",
+        "& summary": "display:list-item;list-style-type:'▸ ';padding-left:12px;text-indent:-12px",
         "& details[open]>summary": "list-style-type:'▾ '",
         "& summary>div": "display:inline;font-weight:400!important",
         "& details[open]>summary>div": "font-weight:600!important",
@@ -110,7 +110,7 @@ def message(text: str, *, is_error: bool = False, more: str = "") -> str:
 def folded(frame: str) -> str:
     """Return the last frame of the live panel in a section that is collapsed."""
     return (
-        f"<details style='{_FONT};color:{_TEXT}'><summary style='cursor:pointer'>Speed of the training</summary>{frame}"
+        f"<details style='{_FONT};color:{_TEXT}'><summary style='display:list-item;cursor:pointer'>Speed of the training</summary>{frame}"
         "</details>"
     )
 
@@ -123,7 +123,7 @@ def report(found: Report, *, is_open: bool) -> str:
         return f"<div style='{_FONT};color:{_TEXT}'>{shown}</div>"
     return (
         f"<details{' open' if is_open else ''} style='{_FONT};color:{_TEXT};border-top:1px solid {LINE};padding:8px 0;"
-        f"overflow-x:auto'><summary style='cursor:pointer;overflow-wrap:anywhere'>{line}</div></summary><table{table}"
+        f"overflow-x:auto'><summary style='display:list-item;cursor:pointer;overflow-wrap:anywhere'>{line}</div></summary><table{table}"
         "</details>"
     )
 
@@ -133,8 +133,8 @@ def keep(html: str, kept: str) -> str:
 
     Without the launcher, the front end shows an error in the output before this one, which is hidden.
     """
-    output = ".jp-OutputArea-child"
-    before = f"{output}:not(:has(.{ROOT})):has(+{output} .{kept})"
+    outputs = (".jp-OutputArea-child", ".output_area")
+    before = ",".join(f"{one}:not(:has(.{ROOT})):has(+{one} .{kept})" for one in outputs)
     return f"<style>{before}{{display:none}}</style><div class='{kept}'>{html}</div>"
 
 

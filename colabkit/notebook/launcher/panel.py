@@ -308,7 +308,7 @@ class Launcher:
         self._worker.in_main_thread(lambda: self._worker.run(doing, begun, ended))
 
     def _offer(self, label: str) -> None:
-        label = f"Train {format_things(self._epochs, 'more epoch')}" if self._epochs else label
+        label = f"Train {format_things(self._epochs, 'more epoch', 'more epochs')}" if self._epochs else label
         if label == "Continue":
             self.view.say("Stopped. Click Continue to resume.")
         self.view.end(label, can_restart=label != "Train")

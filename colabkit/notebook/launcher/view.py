@@ -34,7 +34,7 @@ _PLACEHOLDERS = {
     "batch_size": "auto, or a number",
     "to": "a folder for the model and the checkpoints, such as drive:colabkit",
     "labels": "auto, or a column",
-    "splits": "from the source's folders, or for example train=0.8,val=0.2",
+    "splits": "from folders, or train=0.8,val=0.2",
 }
 _SHORT = ("size", "epochs", "batch_size", "model", "on_bad")
 

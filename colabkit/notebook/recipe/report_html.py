@@ -48,7 +48,7 @@ def _section(title: str, inside: str, note: str = "") -> str:
 
 def _folded(title: str, inside: str) -> str:
     return (
-        f"<details style='margin-top:4px'><summary style='cursor:pointer'>{escape(title)}</summary>{inside}</details>"
+        f"<details style='margin-top:4px'><summary style='display:list-item;cursor:pointer'>{escape(title)}</summary>{inside}</details>"
     )
 
 
