@@ -107,10 +107,11 @@ def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(
     lab = launcher.lab
     write_images(lab.folder / SOURCE, 1000)
     launcher.fill("Source", SOURCE)
-    launcher.fill("Epochs", "6")
+    # Training takes long enough to be stopped on a fast machine, too.
+    launcher.fill("Epochs", "30")
     lab.wait_for_text(LAUNCHER, "1,000 images, 2 classes")
     launcher.button("Train").dblclick()
-    lab.wait_for_text(f"{LAUNCHER} {PANEL}", "epoch 2/6")
+    lab.wait_for_text(f"{LAUNCHER} {PANEL}", "epoch ")
     lab.picture("launcher-running")
     assert launcher.is_kernel_busy
     launcher.button("Stop").click()
@@ -119,7 +120,7 @@ def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(
 
     launcher.button("Continue").click()
     launcher.waits_for("Done")
-    launcher.button("Train 6 more epochs").wait_for()
+    launcher.button("Train 30 more epochs").wait_for()
     launcher.button("Train again from scratch").wait_for()
     lab.wait_for_text(LAUNCHER, "held-out images (val) are classified correctly")
     lab.picture("launcher-finished", LAUNCHER)
@@ -151,7 +152,7 @@ def test_a_page_reloaded_during_the_training_shows_an_old_state_as_such_and_then
     launcher.fill("Epochs", "40")
     lab.wait_for_text(LAUNCHER, "1,000 images, 2 classes")
     launcher.button("Train").click()
-    lab.wait_for_text(f"{LAUNCHER} {PANEL}", "epoch 2/40")
+    lab.wait_for_text(f"{LAUNCHER} {PANEL}", "epoch ")
     lab.save()
     lab.reload()
     lab.wait_for_text(".jp-OutputArea", "UTC, not live. Run %status")

@@ -110,8 +110,8 @@ def message(text: str, *, is_error: bool = False, more: str = "") -> str:
 def folded(frame: str) -> str:
     """Return the last frame of the live panel in a section that is collapsed."""
     return (
-        f"<details style='{_FONT};color:{_TEXT}'><summary style='display:list-item;cursor:pointer'>Speed of the training</summary>{frame}"
-        "</details>"
+        f"<details style='{_FONT};color:{_TEXT}'><summary style='display:list-item;cursor:pointer'>"
+        f"Speed of the training</summary>{frame}</details>"
     )
 
 
@@ -123,8 +123,8 @@ def report(found: Report, *, is_open: bool) -> str:
         return f"<div style='{_FONT};color:{_TEXT}'>{shown}</div>"
     return (
         f"<details{' open' if is_open else ''} style='{_FONT};color:{_TEXT};border-top:1px solid {LINE};padding:8px 0;"
-        f"overflow-x:auto'><summary style='display:list-item;cursor:pointer;overflow-wrap:anywhere'>{line}</div></summary><table{table}"
-        "</details>"
+        "overflow-x:auto'><summary style='display:list-item;cursor:pointer;overflow-wrap:anywhere'>"
+        f"{line}</div></summary><table{table}</details>"
     )
 
 

@@ -47,9 +47,8 @@ def _section(title: str, inside: str, note: str = "") -> str:
 
 
 def _folded(title: str, inside: str) -> str:
-    return (
-        f"<details style='margin-top:4px'><summary style='display:list-item;cursor:pointer'>{escape(title)}</summary>{inside}</details>"
-    )
+    summary = f"<summary style='display:list-item;cursor:pointer'>{escape(title)}</summary>"
+    return f"<details style='margin-top:4px'>{summary}{inside}</details>"
 
 
 def _list(lines: Iterable[str]) -> str:
