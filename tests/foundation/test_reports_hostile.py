@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ OWN = (
 )
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, *UNREADABLE])
+# The tests have numbers, since pytest cannot select a test by a name with such characters.
+@pytest.mark.parametrize("name", [*HOSTILE, *UNREADABLE], ids=count())
 def test_no_name_in_a_report_becomes_html_or_breaks_lines_and_all_reports_become_json(name: str) -> None:
     for kind in kinds():
         report = filled(kind, name)
@@ -38,7 +40,7 @@ def test_all_classes_with_html_output_are_known() -> None:
     assert not [path for path in PACKAGE.rglob("*.py") if "_repr_mimebundle_" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", [name.replace("/", "|") for name in HOSTILE])
+@pytest.mark.parametrize("name", [name.replace("/", "|") for name in HOSTILE], ids=count())
 def test_a_pack_shows_hostile_classes_and_paths_as_text(name: str, tmp_path: Path) -> None:
     packs = [packed(tmp_path, name), packed(tmp_path, "plain")]
     assert [name in pack.classes for pack in packs] == [True, False]
@@ -52,7 +54,7 @@ def packed(folder: Path, name: str) -> colabkit.Pack:
     return colabkit.open_pack(colabkit.pack(folder / name, folder / f"{name[:40]}.h5", progress=False).path)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE, ids=count())
 def test_an_error_about_a_hostile_path_is_one_line_of_text(name: str) -> None:
     with pytest.raises(colabkit.errors.ColabkitError) as caught:
         colabkit.open_pack(f"/no/such/{name}")

@@ -82,7 +82,7 @@ def _tile(one: SamplePrediction) -> str:
     below = "".join(
         f"<div style='{_ONE_LINE}{f';{_FAINT}' if place else ''}'>{line}</div>" for place, line in enumerate(lines)
     )
-    picture = f"<img alt='{alt}' title='{alt}' src='{one.picture}' style='{shape}'/>"
+    picture = f"<img alt='{alt}' title='{alt}' src='{escape(one.picture)}' style='{shape}'/>"
     return f"<div style='width:82px;font-size:12px;line-height:16px'>{picture}{below}</div>"
 
 
