@@ -1,4 +1,4 @@
-"""The launcher, driven by a browser's click messages, in Colab's kernel and with `--full` in this environment's."""
+"""The launcher, driven by a browser's click messages, in this environment's kernel and in Colab's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
-from kernels import kernel_of
+from kernels import KINDS, kernel_of
 from trees import make_tree
+
+pytestmark = pytest.mark.full
 
 OPEN = """
 %load_ext colabkit
@@ -127,7 +129,7 @@ class Kernel:
         raise TimeoutError("the kernel was not interrupted")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("newest", marks=pytest.mark.full), "colab"])
+@pytest.fixture(scope="module", params=KINDS)
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     folder = tmp_path_factory.mktemp("kernel")
     make_tree(folder / "tree", 8)

@@ -59,6 +59,7 @@ def test_a_kill_at_any_operation_leaves_no_partial_pack_and_the_next_run_cleans_
     assert whole_content(out) == expected
 
 
+@pytest.mark.full
 @every
 def test_a_kill_while_overwriting_keeps_the_complete_old_pack(tmp_path, options, killed_at):
     tree = photos_for(options, tmp_path / "tree")

@@ -48,6 +48,7 @@ def update(rank: int, folder: str) -> None:
         distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_two_processes_make_the_same_updates_as_one_with_all_batches(tmp_path):
     reference, step = make_step()
     some = batches(10)
