@@ -68,11 +68,13 @@ from .messages import Message as Message
 from .messages import Text as Text
 from .messages import Words as Words
 from .messages import call as call
+from .messages import caller_words as caller_words
 from .messages import cannot as cannot
 from .messages import in_python as in_python
 from .messages import omit as omit
 from .messages import option as option
 from .messages import shown as shown
+from .messages import speaking as speaking
 from .meters.counts import LoaderFacts as LoaderFacts
 from .meters.counts import LoaderMeters as LoaderMeters
 from .meters.counts import MetersSnapshot as MetersSnapshot

@@ -8,6 +8,8 @@ as `--refresh` and `%mount`; in the launcher, options appear as the labels of fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -141,6 +143,23 @@ def _argument(value: Any) -> str:
 
 
 PYTHON = Words()
+
+_caller: ContextVar[Words] = ContextVar("caller", default=PYTHON)
+
+
+@contextmanager
+def speaking(words: Words) -> Iterator[None]:
+    """Make the syntax of a front end the one of `caller_words()` in the block."""
+    token = _caller.set(words)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
+def caller_words() -> Words:
+    """Return the syntax of the front end that makes the running call, for lines that it prints before it returns."""
+    return _caller.get()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from colabkit.foundation import (
     cannot,
     option,
     printable,
+    speaking,
 )
 from colabkit.notebook.options import (
     LineWords,
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InvalidOption(cannot("show the panel", (option("attach"), " is missing"), "", next_step))
         if is_json and hasattr(parsed, "progress"):
             parsed.progress = False
-        with redirect_stdout(sys.stderr) if is_json else nullcontext(), _panel_shown(verb):
+        to_stderr = redirect_stdout(sys.stderr) if is_json else nullcontext()
+        with to_stderr, _panel_shown(verb), speaking(LineWords(verb, _PREFIX)):
             report = getattr(colabkit, verb.name)(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
         is_of_line = isinstance(error, InvalidOption) and _of_the_user(error.__traceback__) is None

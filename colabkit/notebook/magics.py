@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import colabkit
-from colabkit.foundation import InvalidOption, OneLineError, cannot
+from colabkit.foundation import InvalidOption, OneLineError, cannot, speaking
 from colabkit.monitoring import is_any_open
 from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
 from colabkit.notebook.hints import hint_after_errors
@@ -132,7 +132,7 @@ def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
         arguments = _arguments(shell, verb, line, f"%{verb.name}")
         # In a notebook, the panel shows long operations with the rates of disks and network.
         is_shown = verb.name in _ON_PANEL and hasattr(shell, "kernel") and arguments["progress"] and not is_any_open()
-        with colabkit.dashboard() if is_shown else nullcontext():
+        with colabkit.dashboard() if is_shown else nullcontext(), speaking(LineWords(verb, "%")):
             return getattr(colabkit, verb.name)(**arguments)
 
     return _wrapped(shell, verb, run)

@@ -6,6 +6,7 @@ The weights come from torch's cache, or are downloaded once within a deadline. W
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import math
 import time
@@ -147,8 +148,9 @@ def _obstacle(size: tuple[int, int], samples: int, device: str) -> str:
 
 def _resnet(act: str, classes: int, device: str, reason: str) -> ChosenNetwork:
     advice = ("Run pip install torchvision, or use ", option("model", "small"))
+    # Importing torchvision takes seconds, so look for the weights first.
+    weights, origin = _weights(act) if importlib.util.find_spec("torchvision") else ({}, "")
     resnet18 = import_optional("torchvision.models", act, "for ResNet-18", next_step=advice).resnet18
-    weights, origin = _weights(act)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = resnet18()

@@ -1,18 +1,26 @@
-"""Measure the cost of the status file, and its age when it is read: `python tests/benchmarks/bench_status.py`.
+"""Measure cost and age of the status file, and what it shows after a kill: `python tests/benchmarks/bench_status.py`.
 
 Two training runs alternate, with and without `status.json`. Their steps only use CPU time. The cost is the difference
 of the shortest times per step, and the CPU time of the thread that writes. A second process reads the status every
-50 ms. Both rows save to a local disk and to a simulated Drive mount that takes 25 ms for each operation.
+50 ms.
+
+Then processes that write their status all the time are killed with SIGKILL. Every read of the status, before and after
+the kill, must find a whole file, and `colabkit status` must report the run as dead, and the step to resume from.
+
+All runs save to a local disk, and to a simulated Drive mount that takes 25 ms for each operation.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from far_mounts import FuseMount
 
 import colabkit
+from colabkit.notebook.command_line import main as run_command
 from colabkit.training import status_writer
 
 READER = """
@@ -79,13 +88,57 @@ def measure(name: str, parent: Path, seconds: float, rounds: int) -> None:
     )
 
 
+def train_until_killed(folder: Path) -> None:
+    """Train, and write the status as often as possible."""
+    status_writer.LOCAL_S = status_writer.REMOTE_S = 0.02
+    loader = colabkit.Loader([[1.0]] * 1_000, 1)
+    colabkit.train(burn, loader, epochs=10_000, to=folder, state={}, save_every=50)
+
+
+def kill(name: str, parent: Path, kills: int) -> None:
+    """Kill processes that train, and print whether their status was always whole and shows the end."""
+    reads = torn = reported = 0
+    draws = random.Random(0)
+    for number in range(kills):
+        folder = parent / f"killed-{number}"
+        with subprocess.Popen([sys.executable, __file__, "--killed", str(folder)]) as child:
+            kill_at = None
+            while kill_at is None or time.monotonic() < kill_at:
+                try:
+                    text = (folder / "status.json").read_bytes()
+                except FileNotFoundError:
+                    continue
+                reads, torn = reads + 1, torn + is_torn(text)
+                if kill_at is None and not is_torn(text) and json.loads(text)["checkpoint"]:
+                    kill_at = time.monotonic() + draws.uniform(0.1, 1)
+            child.kill()
+        reads, torn = reads + 1, torn + is_torn((folder / "status.json").read_bytes())
+        with redirect_stdout(io.StringIO()) as shown:
+            run_command(["status", str(folder)])
+        reported += "dead: process" in shown.getvalue() and "to resume from step" in shown.getvalue()
+    print(f"{name}: {kills} kills, {torn} of {reads:,} reads torn; reported as dead and how to resume: {reported}")
+
+
+def is_torn(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return True
+    return False
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--killed", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.killed:
+        train_until_killed(options.killed)
     with tempfile.TemporaryDirectory() as root:
-        measure("local disk", Path(root) / "local", options.seconds, options.rounds)
         (Path(root) / "shown").mkdir()
         with FuseMount(Path(root) / "drive", Path(root) / "shown", latency_s=0.025) as drive:
-            measure("slow drive", drive.point, options.seconds, options.rounds)
+            for name, parent in (("local disk", Path(root) / "local"), ("slow drive", drive.point)):
+                measure(name, parent, options.seconds, options.rounds)
+                kill(name, parent, options.kills)

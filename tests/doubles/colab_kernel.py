@@ -1,20 +1,22 @@
-"""A kernel that colabkit recognizes as hosted Colab's, in which colabkit sees remote mounts only below /content.
+"""A kernel that colabkit recognizes as hosted Colab's, in which it sees remote mounts only where Drive is mounted.
 
-Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake, this folder and colabkit on PYTHONPATH.
+Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake and this folder on PYTHONPATH. colabkit may
+be there, too, or the notebook installs it. The variable COLAB_POINT names another folder than /content/drive for Drive.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 import sys
+from typing import Any
 
 from google.colab._shell import Shell
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 
-from colabkit.foundation import mount_table as mounts
-from colabkit.foundation.environment import places
-
-MOUNTS = "/content/"
+POINT = os.environ.get("COLAB_POINT", "/content/drive")
 # Packages that Colab does not include.
 ABSENT = ("lightning",)
 
@@ -24,20 +26,29 @@ class Kernel(IPythonKernel):
 
     shell_class = Shell
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # Cells may install colabkit.
+        self.shell.events.register("pre_run_cell", lambda _: be_hosted() if "colabkit" in sys.modules else None)
 
-def see_only_content() -> None:
-    """Hide the remote mounts outside of /content; call this before importing code that reads mounts."""
-    real = mounts.mounts
 
-    def own(read: mounts.Reader = mounts.read_file) -> list[mounts.Mount]:
-        return [mount for mount in real(read) if not mount.is_remote or mount.point.startswith(MOUNTS)]
+def be_hosted() -> None:
+    """Let colabkit detect a hosted runtime by a file that exists, and hide other remote mounts."""
+    importlib.import_module("colabkit.foundation.environment.places")._HOSTNAME = __file__
+    importlib.import_module("colabkit.storage.drive.api").COLAB_POINT = POINT
+    mounts = importlib.import_module("colabkit.foundation.mount_table")
+    mounts.mounts.__defaults__ = (read_own,)
 
-    mounts.mounts = own
+
+def read_own(path: str) -> str:
+    """Return the table of mounts without the remote ones outside of Drive's parent folder."""
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        lines = [line for line in file if " fuse." not in line or line.split(" ")[1].startswith(os.path.dirname(POINT))]
+    return "".join(lines)
 
 
 if __name__ == "__main__":
-    see_only_content()
-    # In Colab's shell, colabkit detects a hosted runtime by the existence of the file `_HOSTNAME`; any file will do.
-    places._HOSTNAME = __file__
+    if importlib.util.find_spec("colabkit"):
+        be_hosted()
     sys.modules.update(dict.fromkeys(ABSENT))
     IPKernelApp.launch_instance(kernel_class=Kernel)

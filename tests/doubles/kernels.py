@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import venv
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,3 +63,20 @@ def kernel_at(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PATH", str(folder))
         yield "tested"
+
+
+def link_packages(purelib: str, folder: Path) -> Path:
+    """Fill a folder with links to all packages of an environment except colabkit."""
+    folder.mkdir()
+    for path in Path(purelib).iterdir():
+        if not path.name.startswith(("colabkit", "__editable__")) and path.suffix != ".pth":
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def make_environment(folder: Path, *packages: Path) -> Path:
+    """Create an environment that finds these packages, the first ones first; return its interpreter."""
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/*/site-packages")
+    (site / "beside.pth").write_text("".join(f"{path}\n" for path in packages))
+    return folder / "bin" / "python"

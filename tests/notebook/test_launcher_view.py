@@ -83,6 +83,9 @@ def test_train_makes_a_model_and_then_offers_to_train_longer_or_again(
     assert report.model_path.is_relative_to(Path("colabkit-work").absolute())
     shown = panel.view.shown
     assert "Training result" in shown
+    assert "(Image size)" in shown
+    assert "(size=)" not in shown
+    assert "colabkit.train_on(" in shown
     assert "Training panel" in shown.partition("<details")[2]
     assert capsys.readouterr() == ("", "")
     assert offered(panel) == ["Train 1 more epoch", "Train again from scratch"]

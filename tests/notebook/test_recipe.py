@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from magic_shells import loaded_shell
 from PIL import Image
 
 import colabkit
 from colabkit.augment import RandomHorizontalFlip
 from colabkit.errors import BadSource, InvalidOption, PackingFailed
 from colabkit.foundation import PYTHON, meters
+from colabkit.notebook.command_line import main
 from colabkit.notebook.recipe.plan import choose_augmentation, choose_size
 from colabkit.notebook.recipe.training import Recipe
 from colabkit.packs import SourceSummary
@@ -151,18 +154,36 @@ def test_the_steps_are_shown_before_they_begin(colors: Path, capsys: pytest.Capt
     assert lines[1] == "All images keep their 16×16 pixels (size=)"
 
 
+def test_a_line_prints_choices_and_advice_as_options_and_lines(
+    colors: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(colors), "--epochs", "1", "--screen", "none"]
+    with loaded_shell() as shell:
+        report = shell.run_line_magic("train_on", " ".join(words))
+    in_notebook = capsys.readouterr().out + repr(report)
+    assert main(["train_on", *words]) == 0
+    in_terminal = capsys.readouterr().out
+    for prefix, text in (("%", in_notebook), ("colabkit ", in_terminal)):
+        assert text.count("(--size)") == text.count("(--epochs)") == 2
+        assert f"Next: {prefix}train_on {colors} --epochs 2 trains longer" in text
+        assert not re.search(r"\w=\)|colabkit\.|print\(", text)
+
+
 def test_drive_is_mounted_for_a_source_on_it(
     colors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def mount() -> str:
+    def mount() -> colabkit.MountReport:
         monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
-        return "Drive mounted"
+        return colabkit.MountReport(tmp_path, tmp_path, "DriveFS", "mounted", False, 0.0)
 
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
     monkeypatch.setattr("colabkit.notebook.recipe.api.drive_mounts", lambda table: [])
     monkeypatch.setattr("colabkit.notebook.recipe.api.mount", mount)
     report = train_on("drive:colors", to="drive:work", progress=True)
-    assert capsys.readouterr().out.startswith("Mounting Google Drive\n'Drive mounted'\nFound 40 images")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Mounting Google Drive"
+    assert lines[1].startswith("Drive mounted at ")
+    assert lines[2].startswith("Found 40 images")
     assert report.model_path.is_relative_to(tmp_path / "work")
 
 

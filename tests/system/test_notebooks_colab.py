@@ -30,7 +30,7 @@ def drive(tmp_path: Path) -> Iterator[Colab]:
     if CONTENT.exists() and (mounted_at(POINT) or {*CONTENT.iterdir()} - {POINT}):
         pytest.skip(f"{CONTENT} already exists")
     colab = Colab(tmp_path / "colab")
-    colab.plan(point=str(POINT), latency_s=LATENCY_S)
+    colab.plan(point=str(POINT), drive={"latency_s": LATENCY_S})
     with zipfile.ZipFile(sample_archive("digits")) as archive:
         chosen = [name for name in archive.namelist() if name.endswith("0.png")]
         archive.extractall(colab.root / "MyDrive", chosen)

@@ -7,12 +7,11 @@ import re
 import shutil
 import subprocess
 import sysconfig
-import venv
 from pathlib import Path
 
 import nbformat
 import pytest
-from kernels import KINDS, python_of
+from kernels import KINDS, link_packages, make_environment, python_of
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from notebook_files import FOLDER, TEMPLATE, cell_named, read
@@ -23,23 +22,6 @@ import colabkit
 ROOT = FOLDER.parent
 BUILT_FROM = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 WHERE = "import colabkit\n\ncolabkit.__file__"
-
-
-def link_packages(purelib: str, folder: Path) -> Path:
-    """Fill a folder with links to all packages of an environment except colabkit."""
-    folder.mkdir()
-    for path in Path(purelib).iterdir():
-        if not path.name.startswith(("colabkit", "__editable__")) and path.suffix != ".pth":
-            (folder / path.name).symlink_to(path)
-    return folder
-
-
-def make_environment(folder: Path, *packages: Path) -> Path:
-    """Create an environment that finds these packages, the first ones first; return its interpreter."""
-    venv.create(folder, with_pip=False)
-    (site,) = folder.glob("lib/*/site-packages")
-    (site / "beside.pth").write_text("".join(f"{path}\n" for path in packages))
-    return folder / "bin" / "python"
 
 
 @pytest.fixture(scope="module")

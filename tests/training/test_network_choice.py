@@ -50,7 +50,10 @@ def test_the_small_network_is_used_where_a_pretrained_one_does_not_suit(
     assert reason in found.reason
 
 
-def test_without_a_network_connection_the_small_network_is_used_at_once(weights: Path) -> None:
+def test_without_a_network_connection_the_small_network_is_used_at_once(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_choice, "import_optional", lambda *_, **__: pytest.fail("torchvision is imported"))
     began = time.monotonic()
     found = choose_network("train", "auto", 3, PHOTO, 100, "cpu")
     assert (found.name, not weights.exists()) == ("small", True)

@@ -23,6 +23,7 @@ from colabkit.foundation import (
     format_things,
     import_optional,
     local_root,
+    speaking,
 )
 from colabkit.notebook.launcher import html
 from colabkit.notebook.launcher.actions import Action, ActionCall, call_of, cell_of
@@ -327,15 +328,14 @@ class Launcher:
             self._mount()
         self._worker.enter(_DOING[action])
         try:
-            with Dashboard(self.view, work_after_s=0.0), self._worker.following():
+            with Dashboard(self.view, work_after_s=0.0), self._worker.following(), speaking(FieldWords()):
                 result = found.make()
         finally:
             self.view.fold(is_training)
         report = getattr(result, "report", result)
         if is_training:
             self._epochs = report.epochs
-        else:
-            report.speak(FieldWords())
+        report.speak(FieldWords())
         self._worker.add(found.name, report)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from colabkit.foundation import (
     PYTHON,
     BadSource,
+    CallRef,
     Code,
     ColabkitError,
     DiskReport,
@@ -143,7 +144,10 @@ def _free(place: DiskReport) -> str:
 
 
 class FieldWords(LineWords):
-    """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for everything else."""
+    """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for other verbs.
+
+    The training is the line of Python that the launcher shows.
+    """
 
     def __init__(self) -> None:
         super().__init__(_TRAIN_ON, "%")
@@ -167,6 +171,10 @@ class FieldWords(LineWords):
             return super().omit(name)
         default = getattr(Settings(), name)
         return f"use {FIELDS[name]}: {default}" if default else f"leave {FIELDS[name]} empty"
+
+    def call(self, call: CallRef) -> str:
+        """Return a training as a line of Python, and any other call as a magic."""
+        return PYTHON.call(call) if call.name == _TRAIN_ON.name else super().call(call)
 
 
 def in_form(error: ColabkitError) -> tuple[str, tuple[str, ...]]:

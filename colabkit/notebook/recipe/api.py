@@ -14,6 +14,7 @@ from typing import Any, Literal
 from colabkit.foundation import (
     BadSource,
     InvalidOption,
+    caller_words,
     cannot,
     check_one_of,
     check_whole_number,
@@ -133,7 +134,9 @@ def _summary_of(
     """Mount Drive if necessary, and return a summary of the source; raise an error if it has no classes to learn."""
     if _needs_mount(source) or _needs_mount(to):
         say("Mounting Google Drive")
-        say(repr(mount()))
+        mounted = mount()
+        mounted.speak(caller_words())
+        say(repr(mounted))
     user_path(to, act)
     summary = describe_source(source, labels=labels, splits=splits, copies=True, progress=progress)
     say(f"Found {summary!r}")

@@ -17,6 +17,7 @@ from colabkit.foundation import (
     format_count,
     format_seconds,
     format_things,
+    in_python,
     option,
 )
 from colabkit.notebook.recipe.predictions import SamplePrediction, confused_pairs, percent
@@ -184,13 +185,14 @@ class TrainOnReport(Report):
     def _summary(self) -> str:
         chosen = "; ".join(f"{text} ({name})" if name else text for text, name in self.choices)
         (_, longer), (_, restart) = self.next_steps
+        usage = self._words.render(in_python("; print(report.code) shows how to use it"))
         return "\n".join(
             [
                 f"{self.headline}: {self.circumstances}",
                 f"Found: {self.found}",
                 f"Chosen: {chosen}",
                 *(f"Note: {note}" for note in self.notes),
-                f"Model: {str(self.model_path)!r}; print(report.code) shows how to use it",
+                f"Model: {str(self.model_path)!r}{usage}",
                 f"Next: {longer} trains longer, {restart} from scratch",
             ]
         )

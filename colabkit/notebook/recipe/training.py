@@ -24,12 +24,14 @@ from colabkit.foundation import (
     ScreenName,
     SourceChanged,
     call,
+    caller_words,
     can_hang,
     cannot,
     file_changes,
     format_things,
     local_root,
     mounts,
+    option,
     user_path,
 )
 from colabkit.loading import Loader, Normalize
@@ -189,7 +191,8 @@ class _Run:
     def choose(self, name: str, choice: plan.Choice) -> Any:
         """Record and show a choice, and return its value."""
         self.chosen[name] = choice
-        self.say(f"{choice.text[:1].upper()}{choice.text[1:]}{f' ({name}=)' if name else ''}")
+        overridden_by = f" ({caller_words().render(option(name))})" if name else ""
+        self.say(f"{choice.text[:1].upper()}{choice.text[1:]}{overridden_by}")
         if choice.warning:
             self.say(f"Warning: {choice.warning}")
         return choice.value

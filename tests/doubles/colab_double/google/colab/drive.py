@@ -26,7 +26,7 @@ def plan() -> dict[str, Any]:
     """Return the behavior that the test requests.
 
     The keys are `hosted`, `consent`, `mount`, `push`, `log`, `prints`, `point`, `root` (the folder to show) and
-    `latency_s`.
+    `drive` (the arguments of the `FuseMount`).
     """
     return json.loads(Path(os.environ["COLAB_DOUBLE"]).read_text())
 
@@ -108,7 +108,7 @@ def _start(wanted: dict[str, Any], mountpoint: str) -> None:
         return
     from far_mounts import FuseMount
 
-    drive = FuseMount(Path(mountpoint), Path(wanted["root"]), latency_s=wanted.get("latency_s", 0.0))
+    drive = FuseMount(Path(mountpoint), Path(wanted["root"]), **wanted.get("drive", {}))
     served.append(drive.__enter__())
 
 
