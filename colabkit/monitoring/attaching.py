@@ -312,7 +312,7 @@ def _doing(saved: SavedStatus) -> str:
     if saved.state == "validating":
         return "running, validating"
     waits = saved.waiting_s >= saved.every_s
-    return f"running, waiting for data since {format_seconds(saved.waiting_s)}" if waits else "running"
+    return f"running, waiting for data for {format_seconds(saved.waiting_s)}" if waits else "running"
 
 
 def _advice(state: StateSeen, step: int | None) -> str:

@@ -68,7 +68,7 @@ def test_a_finished_run_and_its_values_are_shown(folder: Path) -> None:
 STATES: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"owner": partials.owner()}, "running", "running", ""),
     ({"owner": partials.owner(), "state": "validating"}, "running", "running, validating", ""),
-    ({"owner": partials.owner(), "waiting_s": 60.0}, "running", "running, waiting for data since 1 min 00 s", ""),
+    ({"owner": partials.owner(), "waiting_s": 60.0}, "running", "running, waiting for data for 1 min 00 s", ""),
     ({"owner": partials.owner(), "written_s": 1.0}, "silent", "exists, but has not reported for", "If its process no"),
     ({"owner": f"{partials.owner()}0"}, "dead", "ended without a final report", "again to resume from step 6"),
     ({"owner": ELSEWHERE}, "running", "by the clock of this machine", ""),

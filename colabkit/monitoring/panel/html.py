@@ -37,6 +37,7 @@ _TRACK = "#8884"
 _FAINT = "opacity:.72"
 _ROW = "display:flex;flex-wrap:wrap"
 _UNBROKEN = "white-space:nowrap"
+_PART = "display:inline-block"
 _ENDS = "display:flex;justify-content:space-between"
 _COLORS = (plotting.VERMILLION, plotting.PURPLE, plotting.BLUE, plotting.GREY)
 # Legend symbols of the segments, in the style of the bar.
@@ -101,7 +102,10 @@ def _staleness(state: PanelState) -> str:
 
 def _progress(state: PanelState) -> str:
     done = content.done_share(state)
-    position = f"<div style='{_FAINT}'>{escape(' · '.join(content.position(state)))}</div>"
+    *parts, last = content.position(state)
+    # Lines are broken between parts, if possible.
+    spans = " ".join(f"<span style='{_PART}'>{escape(part)}</span>" for part in [*(f"{one} ·" for one in parts), last])
+    position = f"<div style='{_FAINT}'>{spans}</div>"
     if done is None:
         return position
     filled = f"linear-gradient(90deg,{plotting.GREY} {100 * done:.1f}%,{_TRACK} 0)"
@@ -140,7 +144,7 @@ def _chart(chart: Chart) -> str:
     low, high = map(chart.unit, chart.limits)
     lines = "".join(_named(line, style) for line, (_, style) in zip(chart.lines, _LINES, strict=False))
     # Where there is no room between the limits, the note is below them.
-    note = f"<span style='display:inline-block'>▾ {escape(chart.note)}</span>" if chart.note else ""
+    note = f"<span style='{_PART}'>│ {escape(chart.note)}</span>" if chart.note else ""
     ends = f"<span style='float:left'>{escape(chart.first)}</span><span style='float:right'>{escape(chart.last)}</span>"
     return (
         f"<div style='{_ROW};gap:0 12px'><b>{escape(chart.name)}</b>{lines}</div>"
@@ -155,7 +159,7 @@ def _chart(chart: Chart) -> str:
 def _machine(state: PanelState, points: int) -> str:
     shown = charts.machine(state)
     # At full width, up to five charts share one row, and more are in two rows.
-    least_px = 104 if len(shown) <= 5 else 170 if len(shown) <= 6 else 141
+    least_px = 128 if len(shown) <= 5 else 170 if len(shown) <= 6 else 141
     return _row("".join(_cell(least_px, _small_chart(chart, points)) for chart in shown))
 
 
@@ -197,7 +201,7 @@ def _advice(state: PanelState) -> str:
     action, found, gain, call = content.advice_text(state)
     if not action:
         return ""
-    gain = f" <span style='{_FAINT}'>→ {escape(gain)}</span>" if gain else ""
+    gain = f" <span style='{_FAINT};{_PART}'>→ {escape(gain)}</span>" if gain else ""
     reason = f"<div style='{_FAINT}'>{escape(found[:1].upper() + found[1:])}</div>" if found else ""
     shown = escape(content.clipped(call, _SHOWN_OF_A_CALL))
     code = f"<div style='font:12px/18px ui-monospace,monospace'>{shown}</div>" if call else ""
