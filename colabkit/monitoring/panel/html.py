@@ -49,6 +49,8 @@ _LIVE_POINTS, _FINAL_POINTS = 24, 60
 _LOW, _HIGH = 28, 72
 # A frame says that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
 _STALE_S = 60
+# What follows on an old frame that is wide enough.
+_LIVE_HINT, _HINT_PX = "; in another notebook, %status FOLDER shows a run that saves checkpoints", 560
 _THIN = 'vector-effect="non-scaling-stroke"'
 # Longest call that is shown, in characters.
 _SHOWN_OF_A_CALL = 140
@@ -91,7 +93,9 @@ def _staleness(state: PanelState) -> str:
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg"><text id="t{state.at_s or 0:.1f}" x="100%" y="10" text-anchor="end" '
         f'fill="{plotting.VERMILLION}" opacity="0" style="font:600 11px system-ui,sans-serif">'
-        f'not updated for {_STALE_S} s<set attributeName="opacity" to="1" begin="{_STALE_S}s"/></text></svg>'
+        f'not updated for {_STALE_S} s<tspan class="w">{_LIVE_HINT}</tspan>'
+        f'<set attributeName="opacity" to="1" begin="{_STALE_S}s"/></text>'
+        f"<style>@media(max-width:{_HINT_PX}px){{.w{{display:none}}}}</style></svg>"
     )
     style = "display:block;height:12px;margin:-12px 0 0"
     source = f"data:image/svg+xml,{quote(svg, _PLAIN)}"
