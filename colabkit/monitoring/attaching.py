@@ -156,7 +156,8 @@ def status(path: str | os.PathLike[str] = ".", *, seconds: float | str = 0.0) ->
     another machine, the run is alive if its status changes.
 
     Args:
-        path: folder of the checkpoints, or a folder of such folders; may be on Drive.
+        path: folder of the checkpoints, a folder of such folders, or the folder to which `train_on()` saves; may be on
+            Drive.
         seconds: how long to wait for a change of the status of runs whose process cannot be looked up, in seconds or as
             text such as `"2min"`. 0 compares the time of the last report with the clock of this machine, which is
             wrong if the clocks differ.
@@ -312,7 +313,7 @@ def _doing(saved: SavedStatus) -> str:
     if saved.state == "validating":
         return "running, validating"
     waits = saved.waiting_s >= saved.every_s
-    return f"running, waiting for data since {format_seconds(saved.waiting_s)}" if waits else "running"
+    return f"running, waiting for data for {format_seconds(saved.waiting_s)}" if waits else "running"
 
 
 def _advice(state: StateSeen, step: int | None) -> str:

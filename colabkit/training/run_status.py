@@ -21,6 +21,9 @@ FORMAT = 1
 ANSWER_S = 20.0
 """Seconds within which the file system must answer; otherwise a read or write of the status is given up."""
 
+# Where runs are, in relation to the folder that is searched; the last two are those of `train_on()`.
+_PLACES = ("*/", "run-*/checkpoints/", "*/run-*/checkpoints/")
+
 RunState: TypeAlias = Literal["training", "validating", "finished", "stopped", "failed"]
 
 
@@ -174,6 +177,8 @@ def read_status(folder: Path) -> FoundStatus:
 def folders_with_status(folder: Path) -> list[Path]:
     """Return the folder if it holds a run, otherwise its subfolders that do, sorted by name.
 
+    In each folder, the runs of `train_on()` are also found.
+
     Raises:
         TimedOut, NotMounted, FileFailed: if the folder cannot be read.
     """
@@ -186,7 +191,8 @@ def folders_with_status(folder: Path) -> list[Path]:
         def find(_: object = None) -> list[Path]:
             if _has_run(folder):
                 return [folder]
-            return sorted(one for one in folder.glob("*/") if _has_run(one))
+            below = (one for pattern in _PLACES for one in folder.glob(pattern))
+            return sorted(one for one in below if _has_run(one))
 
         is_far = checkpoints.folder != checkpoints.local_folder
         return RemoteFolder(folder, ANSWER_S).ask(act, find) if is_far else find()

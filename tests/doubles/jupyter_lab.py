@@ -82,11 +82,28 @@ class Server:
 @contextmanager
 def lab_server(folder: Path, environ: Mapping[str, str] = {}) -> Iterator[Server]:
     """Run JupyterLab in a folder, with its own settings and these environment variables."""
+    with served(folder, environ, (sys.executable, "-m", "jupyterlab", "--expose-app-in-browser")) as server:
+        yield server
+
+
+@contextmanager
+def served(folder: Path, environ: Mapping[str, str], program: Sequence[str]) -> Iterator[Server]:
+    """Run a Jupyter server in a folder; kernels run in this environment, also if the server is from another one.
+
+    Args:
+        folder: the folder.
+        environ: environment variables for the server and its kernels.
+        program: command of the server, without the options that all servers have.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     home = folder / "home"
     settings = home / "settings" / "@jupyterlab"
+    kernel = home / "kernels" / "python3" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": command, "display_name": "Python 3", "language": "python"}))
     for name, content in {
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
         "docmanager-extension/plugin": {"autosave": False},
@@ -98,6 +115,7 @@ def lab_server(folder: Path, environ: Mapping[str, str] = {}) -> Iterator[Server
     environment = {
         **os.environ,
         **{name: str(home / name) for name in places},
+        "JUPYTER_PATH": str(home),
         "JUPYTERLAB_SETTINGS_DIR": str(settings.parent),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -107,7 +125,7 @@ def lab_server(folder: Path, environ: Mapping[str, str] = {}) -> Iterator[Server
     }
     token = secrets.token_hex(16)
     command = [
-        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
+        *program, "--no-browser", "--allow-root",
         "--ip=127.0.0.1", f"--port={port}", f"--ServerApp.root_dir={folder}", f"--IdentityProvider.token={token}",
         "--ServerApp.port_retries=0",
     ]  # fmt: skip
@@ -117,7 +135,7 @@ def lab_server(folder: Path, environ: Mapping[str, str] = {}) -> Iterator[Server
         try:
             known = f"{address}/api?token={token}"
             comes_true(lambda: process.poll() is not None or _answers(known), START_S, look_s=0.1)
-            assert _answers(known), f"JupyterLab did not start: {(folder / 'server.log').read_text()[-2000:]}"
+            assert _answers(known), f"the server did not start: {(folder / 'server.log').read_text()[-2000:]}"
             yield Server(address, token, folder)
         finally:
             process.terminate()
@@ -157,6 +175,12 @@ class Lab:
         """Open a page; in pictures, a pixel of the page has this many pixels per side."""
         size = {"width": WIDTH, "height": HEIGHT}
         return cls(browser.new_page(viewport=size, device_scale_factor=scale), server, pictures)
+
+    def another(self) -> Lab:
+        """Open another page of the same server, with the same size."""
+        context = self.page.context.browser
+        assert context is not None
+        return Lab.new(context, self._server, self._pictures)
 
     @property
     def folder(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_a_finished_run_and_its_values_are_shown(folder: Path) -> None:
 STATES: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"owner": partials.owner()}, "running", "running", ""),
     ({"owner": partials.owner(), "state": "validating"}, "running", "running, validating", ""),
-    ({"owner": partials.owner(), "waiting_s": 60.0}, "running", "running, waiting for data since 1 min 00 s", ""),
+    ({"owner": partials.owner(), "waiting_s": 60.0}, "running", "running, waiting for data for 1 min 00 s", ""),
     ({"owner": partials.owner(), "written_s": 1.0}, "silent", "exists, but has not reported for", "If its process no"),
     ({"owner": f"{partials.owner()}0"}, "dead", "ended without a final report", "again to resume from step 6"),
     ({"owner": ELSEWHERE}, "running", "by the clock of this machine", ""),
@@ -127,6 +128,19 @@ def test_a_folder_of_runs_shows_each_and_a_folder_without_runs_is_an_error(tmp_p
     for nowhere in (tmp_path / "other", tmp_path / "missing"):
         with pytest.raises(SourceMissing, match="there is no run in this folder or its subfolders"):
             colabkit.status(nowhere)
+
+
+def test_of_several_runs_in_the_folder_of_train_on_the_panel_of_the_live_one_is_shown(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, live = (tmp_path / "birds-12ab" / f"run-{number}" / "checkpoints" for number in (1, 2))
+    for one in (old, live):
+        shutil.copytree(finished, one)
+    change(live, owner=partials.owner())
+    assert [run.state for run in colabkit.status(tmp_path).runs] == ["finished", "running"]
+    monkeypatch.setattr(attached.time, "sleep", lambda _: change(live, state="finished"))
+    (shown,) = colabkit.dashboard(attach=tmp_path, screen="none").runs
+    assert (shown.folder, shown.state) == (live, "finished")
 
 
 def test_the_panel_of_another_process_shows_the_same_run_and_when_it_is_dead(folder: Path) -> None:

@@ -128,8 +128,8 @@ def test_the_panel_shows_how_long_it_has_waited_for_data() -> None:
             time.now_s += 0.25
             meters.publish(meters.Waiting(counts, time.now_s - 1000))
     said = [text.splitlines()[0] for _, text, _ in screen.frames]
-    assert [line for line in said if "since" in line] == [
-        f"Waiting for data since {seconds} s" for seconds in ("1.0", "1.5", "2.0", "2.5", "3.0")
+    assert [line for line in said if "Waiting" in line] == [
+        f"Waiting for data for {seconds} s" for seconds in (1, 2, 3)
     ]
 
 
@@ -186,7 +186,7 @@ def test_ctrl_c_leaves_a_final_frame(loader: colabkit.Loader) -> None:
     with pytest.raises(KeyboardInterrupt), Dashboard(screen, machine=machine):
         [signal.raise_signal(signal.SIGINT) for _ in loader]
     assert screen.frames[-1][2]
-    assert "stopped by KeyboardInterrupt · epoch 1 · step 1/6" in screen.frames[-1][1]
+    assert "interrupted · epoch 1 · step 1/6" in screen.frames[-1][1]
 
 
 def test_ctrl_c_during_painting_passes_through_and_releases_everything(loader: colabkit.Loader) -> None:

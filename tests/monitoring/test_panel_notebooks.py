@@ -143,7 +143,7 @@ def test_the_panel_is_painted_while_the_cell_is_busy_within_its_budget_of_messag
 
 def test_ctrl_c_leaves_a_final_frame(run: Client) -> None:
     (panel,) = [output for output in outputs(run, 2) if output.output_type == "display_data"]
-    assert "stopped by KeyboardInterrupt · epoch 2 · step 1/64" in panel.data["text/plain"]
+    assert "interrupted · epoch 2 · step 1/64" in panel.data["text/plain"]
     assert [output.ename for output in outputs(run, 2) if output.output_type == "error"] == ["KeyboardInterrupt"]
 
 

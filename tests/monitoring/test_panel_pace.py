@@ -118,7 +118,7 @@ def test_a_slow_screen_is_painted_less_often_and_its_cost_is_shown() -> None:
     screen = Slow(time, 0.008)
     run(time, screen, 60)
     assert len(screen.frames) < 15
-    assert "panel 0.2%" in screen.frames[-1][1], "its 0.1% and those of the sampler"
+    assert "panel: 0.2% of the time" in screen.frames[-1][1], "its 0.1% and those of the sampler"
 
 
 def test_nothing_is_painted_while_the_text_stays_the_same() -> None:

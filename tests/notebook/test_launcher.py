@@ -193,11 +193,11 @@ def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("drive")
 def test_a_source_on_drive_is_found_by_going_down_and_up() -> None:
     assert ("Google Drive", "drive:") in list_place("")
-    assert list_place("drive:") == [("↑ up", ""), ("birds/", "drive:birds/")]
-    inside = [("↑ up", "drive:"), ("✓ use drive:birds", "drive:birds"), ("red/", "drive:birds/red/")]
+    assert list_place("drive:") == [("↑ up from drive:", ""), ("birds/", "drive:birds/")]
+    inside = [("↑ up from drive:birds/", "drive:"), ("✓ use drive:birds", "drive:birds"), ("red/", "drive:birds/red/")]
     assert list_place("drive:birds/") == inside
     assert list_place("drive:birds/red/")[:2] == [
-        ("↑ up", "drive:birds/"),
+        ("↑ up from drive:birds/red/", "drive:birds/"),
         ("✓ use drive:birds/red", "drive:birds/red"),
     ]
 
@@ -205,7 +205,7 @@ def test_a_source_on_drive_is_found_by_going_down_and_up() -> None:
 def test_a_place_lists_folders_before_archives_and_tables_and_no_images(drive: Path) -> None:
     for name in ("a.zip", "b.TAR.GZ", "c.csv", "d.jpg", "e.txt", ".hidden.zip"):
         (drive / name).touch()
-    assert [label for label, _ in list_place("drive:")] == ["↑ up", "birds/", "a.zip", "b.TAR.GZ", "c.csv"]
+    assert [label for label, _ in list_place("drive:")] == ["↑ up from drive:", "birds/", "a.zip", "b.TAR.GZ", "c.csv"]
     for number in range(300):
         (drive / f"{number}.jpg").touch()
     assert ("birds/", "drive:birds/") in list_place("drive:")
@@ -215,8 +215,8 @@ def test_a_place_lists_folders_before_archives_and_tables_and_no_images(drive: P
 def test_local_folders_are_listed_up_to_the_root() -> None:
     here = list_place("./")
     assert ("drive/", "drive/") in here
-    assert list_place("drive/")[0] == ("↑ up", "./")
-    assert list_place("drive/birds/")[0] == ("↑ up", "drive/")
+    assert list_place("drive/")[0] == ("↑ up from drive/", "./")
+    assert list_place("drive/birds/")[0] == ("↑ up from drive/birds/", "drive/")
     above = here[0][1]
     assert above == f"{os.path.dirname(os.getcwd())}/"
     while above:

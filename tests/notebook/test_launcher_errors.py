@@ -106,7 +106,7 @@ def test_images_shrunk_far_below_their_median_are_warned_about(panel: Launcher, 
     fill(panel, source=str(image_tree))
     assert "⚠" not in described(panel)
     fill(panel, size="16")
-    assert "⚠ images are shrunk to 16×16 pixels, far below their median of 400×300" in described(panel)
+    assert "Images are shrunk to 16×16 pixels, far below their median of 400×300" in described(panel)
     fill(panel, size="auto")
     assert "⚠" not in described(panel)
 

@@ -20,7 +20,7 @@ import IPython.display
 import ipywidgets
 import pytest
 from ipywidgets.widgets import widget as widget_module
-from launchers import click, described, fill
+from launchers import click, described, fill, pointed
 
 import colabkit
 from colabkit.errors import MissingPackage, NoNotebook
@@ -202,7 +202,9 @@ def test_a_second_click_during_the_run_starts_nothing_and_the_form_is_disabled(
     stage, calls = colabkit.stage, []
 
     def counted(*given: Any, **named: Any) -> Any:
-        calls.append([widget.disabled for widget in (*panel.view.buttons.values(), *panel.view.fields.values())])
+        view = panel.view
+        switches = (view.browse_switch, view.more_switch, view.only_switch)
+        calls.append([one.disabled for one in (*view.buttons.values(), *view.fields.values(), *switches)])
         assert offered(panel) == []
         for button in panel.view.buttons.values():
             button.click()
@@ -213,6 +215,7 @@ def test_a_second_click_during_the_run_starts_nothing_and_the_form_is_disabled(
     assert len(calls) == 1
     assert all(calls[0])
     assert not panel.view.buttons["train"].disabled
+    assert not panel.view.more_switch.disabled
     click(panel, "stage")
     assert len(calls) == 2
 
@@ -253,8 +256,17 @@ def test_the_code_is_updated_with_the_form(panel: Launcher) -> None:
     assert "colabkit.stage('other')<" in html.unescape(panel.view._only_lines["stage"].value)
     panel.view.near.value = "disk"
     assert "colabkit.stage('other', to='disk')<" in html.unescape(panel.view._only_lines["stage"].value)
-    fill(panel, source="")
-    assert "# Cannot use the form: Source is empty" in panel.view._code.value
+
+
+def test_an_invalid_field_is_reported_at_once_without_code_until_it_is_valid(panel: Launcher) -> None:
+    fill(panel, epochs="many")
+    assert panel.view.said.startswith("Cannot use the form: Epochs is 'many'")
+    assert pointed(panel) == ["epochs"]
+    assert panel.view._code.layout.display == "none"
+    fill(panel, epochs="5")
+    assert panel.view.said == ""
+    assert pointed(panel) == []
+    assert "epochs=5" in panel.view._code.value
 
 
 @pytest.mark.parametrize("switch", ["more_switch", "only_switch", "browse_switch"])
@@ -424,7 +436,9 @@ def test_the_saved_state_of_a_run_is_marked_as_not_live(
     panel = colabkit.launch()
     click(panel, "stage")
     for kind in ("text/plain", "text/html"):
-        assert re.search(r"State at \d+ \w+ [\d:]+ UTC, not live\. Run %status colabkit-work", during[0][kind])
+        assert re.search(
+            r"State at \d+ \w+ [\d:]+ UTC, not live: .*%dashboard --attach colabkit-work in", during[0][kind]
+        )
         assert "Copying the source …" in during[0][kind]
         assert "not live" not in notebook.last[kind]
 

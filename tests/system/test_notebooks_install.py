@@ -112,7 +112,7 @@ def test_notebooks_install_colabkit(kind: str, python: Path, wheel: Path, tree: 
             "",
             r"there is no wheel in this folder, .+\. Upload colabkit-\*\.whl .+ in INSTALL_FROM, then run all cells\.",
         ),
-        ("no-such-folder/a.whl", r"pip failed \(.*a\.whl.*\)\. Check the internet .+"),
+        ("no-such-folder/a-1-py3-none-any.whl", r"pip failed \(.*a-1-py3.*\)\. Check the internet .+"),
     ],
 )
 def test_a_notebook_without_colabkit_says_in_one_line_what_to_do(

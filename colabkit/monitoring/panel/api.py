@@ -83,7 +83,8 @@ def dashboard(
     it.
 
     Args:
-        attach: folder of the checkpoints of a run; may be on Drive. None to show the loops of this process.
+        attach: folder of the checkpoints of a run, or the folder to which `train_on()` saves; may be on Drive. If there
+            are several runs, the only one that is alive is shown. None to show the loops of this process.
         refresh_s: seconds between frames, at least 0.5.
         screen: where the panel is shown. `"notebook"` is an output of the cell, whose last frame stays in the saved
             notebook. `"text"` is redrawn in the terminal. `"lines"` prints one line every 10 s, less often after a
@@ -96,7 +97,8 @@ def dashboard(
         The panel, as a context manager; with `attach`, the last status of the run.
 
     Raises:
-        InvalidOption: if an argument has an invalid value, or there are several runs in the folder.
+        InvalidOption: if an argument has an invalid value, or there are several runs in the folder, and not exactly one
+            of them is alive.
         SourceMissing: if there is no run in the folder.
         NotMounted, TimedOut, FileFailed: if the folder cannot be read.
 
@@ -116,6 +118,9 @@ def dashboard(
         return Dashboard(shown, refresh_s)
     folder = user_path(attach, "show the panel")
     found = runs_in(folder)
+    if len(found) > 1:
+        alive = [one for one in found if not RunWatch(one).look().is_over]
+        found = alive if len(alive) == 1 else found
     if len(found) > 1:
         several = f"there are {len(found)} runs in {str(folder)!r}"
         next_step = ("For example, use ", option("attach", str(found[0])))

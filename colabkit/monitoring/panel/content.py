@@ -34,6 +34,8 @@ _ACTIVITIES = {
     "pack": "Packing samples into one file",
     "verify": "Verifying checksums",
 }
+# Whoever clicked a stop button has not pressed Ctrl-C, and need not know the name of the error.
+_INTERRUPTS = ("KeyboardInterrupt", "Ctrl-C")
 # Longest code line that is shown, in characters.
 _MOST_OF_A_CALL = 240
 
@@ -151,7 +153,7 @@ def verdict(state: PanelState) -> tuple[str, str]:
     if state.work is not None and not state.is_over:
         return _activity(state.work.action), ""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
-        return "Waiting for data", f"since {format_seconds(state.waiting_s)}"
+        return "Waiting for data", f"for {_whole_seconds(state.waiting_s)}"
     found, ended = state.diagnosis, state.phase.capitalize() if state.is_over else ""
     if found is None or (state.phase == "starting" and not found.steps) or (ended and found.verdict == "unknown"):
         early = "Starting: loading the first batch" if state.phase == "starting" else "Measuring the first steps"
@@ -161,7 +163,11 @@ def verdict(state: PanelState) -> tuple[str, str]:
 
 def position(state: PanelState) -> list[str]:
     """Return the position in the run or the operation: the error that stopped it, epoch, step and time."""
-    parts = [f"stopped by {clipped(state.stopped_by, 60)}"] if state.phase == "stopped" else []
+    parts = []
+    if state.phase == "stopped":
+        parts.append(
+            "interrupted" if state.stopped_by in _INTERRUPTS else f"stopped by {clipped(state.stopped_by, 60)}"
+        )
     if state.work is not None:
         parts.append(state.work.count)
         parts += [clipped(state.work.note, 80)] if state.work.note else []
@@ -218,7 +224,7 @@ def advice_text(state: PanelState) -> AdviceText:
 
 def cost(state: PanelState) -> str:
     """Return the time of the state, and the share of the time that the panel takes, as text."""
-    parts = [] if state.cost_share is None else [f"panel {format_share(state.cost_share)}"]
+    parts = [] if state.cost_share is None else [f"panel: {format_share(state.cost_share)} of the time"]
     if state.at_s is not None:
         said = "ended" if state.is_over else "updated"
         parts.append(f"{said} {time.strftime('%-d %b %H:%M:%S UTC', time.gmtime(state.at_s))}")

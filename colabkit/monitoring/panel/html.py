@@ -37,6 +37,7 @@ _TRACK = "#8884"
 _FAINT = "opacity:.72"
 _ROW = "display:flex;flex-wrap:wrap"
 _UNBROKEN = "white-space:nowrap"
+_PART = "display:inline-block"
 _ENDS = "display:flex;justify-content:space-between"
 _COLORS = (plotting.VERMILLION, plotting.PURPLE, plotting.BLUE, plotting.GREY)
 # Legend symbols of the segments, in the style of the bar.
@@ -48,6 +49,8 @@ _LIVE_POINTS, _FINAL_POINTS = 24, 60
 _LOW, _HIGH = 28, 72
 # A frame says that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
 _STALE_S = 60
+# What follows on an old frame that is wide enough.
+_LIVE_HINT, _HINT_PX = "; in another notebook, %status FOLDER shows a run that saves checkpoints", 560
 _THIN = 'vector-effect="non-scaling-stroke"'
 # Longest call that is shown, in characters.
 _SHOWN_OF_A_CALL = 140
@@ -90,7 +93,9 @@ def _staleness(state: PanelState) -> str:
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg"><text id="t{state.at_s or 0:.1f}" x="100%" y="10" text-anchor="end" '
         f'fill="{plotting.VERMILLION}" opacity="0" style="font:600 11px system-ui,sans-serif">'
-        f'not updated for {_STALE_S} s<set attributeName="opacity" to="1" begin="{_STALE_S}s"/></text></svg>'
+        f'not updated for {_STALE_S} s<tspan class="w">{_LIVE_HINT}</tspan>'
+        f'<set attributeName="opacity" to="1" begin="{_STALE_S}s"/></text>'
+        f"<style>@media(max-width:{_HINT_PX}px){{.w{{display:none}}}}</style></svg>"
     )
     style = "display:block;height:12px;margin:-12px 0 0"
     source = f"data:image/svg+xml,{quote(svg, _PLAIN)}"
@@ -101,7 +106,10 @@ def _staleness(state: PanelState) -> str:
 
 def _progress(state: PanelState) -> str:
     done = content.done_share(state)
-    position = f"<div style='{_FAINT}'>{escape(' · '.join(content.position(state)))}</div>"
+    *parts, last = content.position(state)
+    # Lines are broken between parts, if possible.
+    spans = " ".join(f"<span style='{_PART}'>{escape(part)}</span>" for part in [*(f"{one} ·" for one in parts), last])
+    position = f"<div style='{_FAINT}'>{spans}</div>"
     if done is None:
         return position
     filled = f"linear-gradient(90deg,{plotting.GREY} {100 * done:.1f}%,{_TRACK} 0)"
@@ -140,7 +148,7 @@ def _chart(chart: Chart) -> str:
     low, high = map(chart.unit, chart.limits)
     lines = "".join(_named(line, style) for line, (_, style) in zip(chart.lines, _LINES, strict=False))
     # Where there is no room between the limits, the note is below them.
-    note = f"<span style='display:inline-block'>▾ {escape(chart.note)}</span>" if chart.note else ""
+    note = f"<span style='{_PART}'>│ {escape(chart.note)}</span>" if chart.note else ""
     ends = f"<span style='float:left'>{escape(chart.first)}</span><span style='float:right'>{escape(chart.last)}</span>"
     return (
         f"<div style='{_ROW};gap:0 12px'><b>{escape(chart.name)}</b>{lines}</div>"
@@ -155,7 +163,7 @@ def _chart(chart: Chart) -> str:
 def _machine(state: PanelState, points: int) -> str:
     shown = charts.machine(state)
     # At full width, up to five charts share one row, and more are in two rows.
-    least_px = 104 if len(shown) <= 5 else 170 if len(shown) <= 6 else 141
+    least_px = 128 if len(shown) <= 5 else 170 if len(shown) <= 6 else 141
     return _row("".join(_cell(least_px, _small_chart(chart, points)) for chart in shown))
 
 
@@ -197,7 +205,7 @@ def _advice(state: PanelState) -> str:
     action, found, gain, call = content.advice_text(state)
     if not action:
         return ""
-    gain = f" <span style='{_FAINT}'>→ {escape(gain)}</span>" if gain else ""
+    gain = f" <span style='{_FAINT};{_PART}'>→ {escape(gain)}</span>" if gain else ""
     reason = f"<div style='{_FAINT}'>{escape(found[:1].upper() + found[1:])}</div>" if found else ""
     shown = escape(content.clipped(call, _SHOWN_OF_A_CALL))
     code = f"<div style='font:12px/18px ui-monospace,monospace'>{shown}</div>" if call else ""

@@ -1,1 +1,1 @@
-"""The launcher: `panel` opens it, `view` holds its widgets, and `pipeline` turns its `settings` into public calls."""
+"""The launcher: `panel` opens it, `view` holds its widgets, and `actions` turns its `settings` into public calls."""

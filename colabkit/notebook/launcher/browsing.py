@@ -42,7 +42,7 @@ def list_place(place: str) -> list[Entry]:
     entries = [(path.removeprefix(base), path) for path in sorted(found, key=lambda path: (path[-1] != "/", path))]
     source = place.rstrip("/")
     use = [] if place in (DRIVE, _HERE, _ROOT, _KAGGLE) else [(f"✓ use {source}", source)]
-    return [("↑ up", _above(place)), *use, *entries]
+    return [(f"↑ up from {place}", _above(place)), *use, *entries]
 
 
 def _above(place: str) -> str:

@@ -5,6 +5,8 @@ One style sheet, which applies only to launchers, styles the widgets; the form a
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 from colabkit.foundation import Report, escape, plotting
 
 ROOT, POINTED = "colabkit-launcher", "colabkit-pointed"
@@ -16,6 +18,12 @@ _SMALL = "font:12px/16px system-ui,sans-serif"
 _MONO = "font:12px/18px ui-monospace,monospace"
 _ACCENT, _ALARM = plotting.BLUE, plotting.VERMILLION
 _FAINT = "opacity:.72"
+# The arrow of ipywidgets is black, also in dark themes.
+_ARROW_SVG = (
+    f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'><path d='M5 7l4 4 4-4' fill='none' "
+    f"stroke='{plotting.GREY}' stroke-width='2'/></svg>"
+)
+_ARROW = f'url("data:image/svg+xml,{quote(_ARROW_SVG)}")'
 # Below this width, labels are placed above their fields.
 _NARROW_PX = 460
 LABEL_PX = 112
@@ -38,7 +46,9 @@ def sheet(kept: str) -> str:
         f"& .{POINTED} input,& .{POINTED} select": f"border-color:{_ALARM}!important",
         "& input,& select,& button": _FONT,
         "& select": "padding:0 6px",
-        "& .widget-dropdown select": "height:28px;line-height:20px",
+        "& .widget-dropdown select": f"height:28px;line-height:20px;background-image:{_ARROW}!important",
+        # Otherwise, boxes cut the outline of a focused button off.
+        "& .widget-box": "overflow:visible",
         "& .widget-select": "width:auto;height:auto",
         "& .widget-select select": "padding:4px;border-radius:4px",
         "& .widget-select option": "padding:3px 6px",
@@ -50,7 +60,7 @@ def sheet(kept: str) -> str:
         f"margin-left:-6px;color:{_TEXT}",
         "& button:focus-visible,& input:focus-visible,& select:focus-visible": f"outline:2px solid {_ACCENT};"
         "outline-offset:1px",
-        "& .colabkit-only": "display:grid;grid-template-columns:150px 1fr;gap:2px 12px;align-items:start",
+        "& .colabkit-only": "display:grid;grid-template-columns:150px 1fr;gap:10px 12px;align-items:start",
         "& .colabkit-copy": f"float:right;{_SMALL};padding:2px 8px;margin:0 0 4px 8px;border:1px solid {LINE};"
         f"background:none;color:{_TEXT};cursor:pointer",
         "& summary": "display:list-item;list-style-type:'▸ ';padding-left:12px;text-indent:-12px",
@@ -66,11 +76,11 @@ def sheet(kept: str) -> str:
     root = f".{ROOT}.{ROOT}"
     text = "".join(f"{where.replace('&', root)}{{{rule}}}" for where, rule in rules.items())
     narrow = {
-        "& .colabkit-field": "flex-wrap:wrap",
+        "& .colabkit-field": "flex-wrap:wrap;width:auto!important",
         "& .colabkit-field>.widget-label": "width:100%!important;line-height:22px;height:22px",
-        "& .colabkit-source": "flex-wrap:wrap",
+        "& .colabkit-source": "flex-wrap:wrap;align-items:flex-end",
         "& .colabkit-hint,& .colabkit-browser": "padding-left:0!important",
-        "& .colabkit-only": "grid-template-columns:1fr",
+        "& .colabkit-only": "grid-template-columns:1fr;gap:4px",
     }
     stacked = "".join(f"{where.replace('&', root)}{{{rule}}}" for where, rule in narrow.items())
     return f"<style>.{kept}{{display:none}}{text}@container (max-width:{_NARROW_PX}px){{{stacked}}}</style>"
@@ -88,10 +98,13 @@ def heading() -> str:
 def hint(text: str, *, warning: str = "", is_error: bool = False) -> str:
     """Return lines of help below a field: a text, and a warning."""
     style = f"{_SMALL};color:{_TEXT};padding-left:{LABEL_PX + 8}px;overflow-wrap:anywhere;white-space:pre-wrap"
-    color = f"color:{_ALARM};font-weight:600" if is_error else _FAINT
-    warned = f"<div role='alert' style='color:{_ALARM};font-weight:600'>⚠ {escape(warning)}</div>" if warning else ""
-    role = " role='alert'" if is_error else ""
-    return f"<div class='colabkit-hint' style='{style}'><div{role} style='{color}'>{escape(text)}</div>{warned}</div>"
+    shown = _alert(text) if is_error else f"<div style='{_FAINT}'>{escape(text)}</div>"
+    return f"<div class='colabkit-hint' style='{style}'>{shown}{_alert(warning) if warning else ''}</div>"
+
+
+def _alert(text: str) -> str:
+    # The text keeps its color, since the mark's would be hard to read at this size.
+    return f"<div role='alert'><b style='color:{_ALARM}'>⚠</b> {escape(text[:1].upper() + text[1:])}</div>"
 
 
 def message(text: str, *, is_error: bool = False, more: str = "") -> str:

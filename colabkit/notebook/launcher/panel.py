@@ -55,7 +55,7 @@ def launch() -> Launcher:
 
     "Train" does what the line of Python below the buttons does. The work runs in the kernel's main thread, so other
     cells wait for it. Progress, errors, the live panel of the training and its report appear in the panel. "Stop", or
-    interrupting the kernel, stops the work; the next click resumes it. "Only …" measures, copies or packs the source
+    interrupting the kernel, stops the work; the next click resumes it. "Only measure, copy or pack" does that
     without training. Opening another panel closes the previous one.
 
     Returns:
@@ -184,7 +184,10 @@ class Launcher:
         if self._worker.doing:
             at = time.strftime("%-d %b %H:%M:%S UTC", time.gmtime())
             folder = self.view.settings.to
-            stale = f"State at {at}, not live. Run %status {folder} in another notebook to see the current state."
+            stale = (
+                f"State at {at}, not live: the work may continue or have ended. To see the training live, run "
+                f"%load_ext colabkit and %dashboard --attach {folder} in another notebook."
+            )
         text = "\n".join(filter(None, [stale, self.view.said, *map(repr, self.view.reports)]))
         shown = self.view.shown or html.message(_FALLBACK)
         return {"text/html": html.keep(html.message(stale) + shown, self._id), "text/plain": text or _FALLBACK}
@@ -206,6 +209,7 @@ class Launcher:
             return
         self._epochs = 0
         self.view.offer("Train", False)
+        self.view.forget_error()
         if name == "source":
             self._suggest_folder()
         self._show_code()
@@ -227,7 +231,10 @@ class Launcher:
             lines = {action: _line(settings, action, near) for action in ONLY}
             self.view.show_code(cell_of(running or call_of(settings, "train")), lines)
         except ColabkitError as error:
-            self.view.show_code(f"# {in_form(error)[0]}", {})
+            text, fields = in_form(error)
+            self.view.show_code("", {})
+            self.view.say(text, is_error=True)
+            self.view.point_to(fields)
 
     def _browsed(self, path: str) -> None:
         """Go to a place in the list, or use a path as the source."""

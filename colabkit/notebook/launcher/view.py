@@ -22,6 +22,7 @@ ONLY: dict[Action, tuple[str, str]] = {
     "stage": ("Copy", "Copy the source to this machine."),
     "prepare": ("Pack", "Copy the source, and pack it into one file, which later trainings use."),
 }
+_ONLY_LABEL = "Only measure, copy or pack"
 _STOP_HINT = "The ■ in the toolbar, or Runtime › Interrupt, stops too"
 _DOUBLE_CLICK_S = 0.4
 _MOST_ROWS = 10
@@ -86,7 +87,9 @@ class View:
         )
         self.browser = widgets.Select(layout=self._layout(width="auto", margin="0"))
         self.browser.add_class("colabkit-browser")
-        self.browse_switch, self.more_switch, self.only_switch = map(self._switch, ("Browse", "More options", "Only …"))
+        self.browse_switch, self.more_switch, self.only_switch = map(
+            self._switch, ("Browse", "More options", _ONLY_LABEL)
+        )
         self.buttons: dict[Action, Any] = {
             "train": self._button("Train", "Train on the source; the line below does the same"),
             "restart": self._button("Train again from scratch", "Train a new network on the source"),
@@ -151,7 +154,9 @@ class View:
         self.buttons["restart"].layout.display = None if can_restart else "none"
 
     def _enable(self, enabled: bool) -> None:
-        for widget in (*self.fields.values(), *self.buttons.values(), self.near, self.browser, self.browse_switch):
+        # The kernel also handles the clicks that fold sections.
+        switches = (self.browse_switch, self.more_switch, self.only_switch)
+        for widget in (*self.fields.values(), *self.buttons.values(), self.near, self.browser, *switches):
             widget.disabled = not enabled
 
     def offer_places(self, destinations: list[tuple[str, str]]) -> None:
@@ -183,6 +188,13 @@ class View:
         self._said = text, more, is_error
         _put(self._message, html.message(self.said, is_error=is_error, more=more))
 
+    def forget_error(self) -> None:
+        """Remove the message if it is an error, and the marks of fields."""
+        if self._said[2]:
+            self._noted = ""
+            self.say("")
+        self.point_to(())
+
     def note(self, text: str) -> None:
         """Show a note below the messages until the next click."""
         self._noted = text
@@ -207,8 +219,8 @@ class View:
         self.reports = reports
 
     def show_code(self, cell: str, lines: dict[Action, str]) -> None:
-        """Show the cell that does the same as the main button, and the lines of the other actions."""
-        _put(self._code, html.code(cell))
+        """Show the cell that does the same as the main button, if any, and the lines of the other actions."""
+        _put(self._code, html.code(cell) if cell else "")
         for action, line in lines.items():
             _put(self._only_lines[action], html.line(line, ONLY[action][1]))
 

@@ -1,0 +1,456 @@
+"""Take pictures of every state of the launcher and the panel, in real notebooks that a mouse uses.
+
+pip install ".[test,browser]" && python tests/doubles/screenshots.py FOLDER
+
+The pictures show each state in the light and the dark theme, at full width, at 400 and at 200 pixels. `--only form`
+takes only those of the scene `form`. `--classic PYTHON` also takes pictures in the classic notebook of the environment
+with this interpreter, which needs `notebook<7` or `nbclassic`, and ipywidgets. Photos are on a slow FUSE mount that
+stands in for Drive, so this needs fuse3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from far_mounts import FuseMount
+from jupyter_lab import PANEL, ROOT, Lab, Server, chromium, lab_server, opened_browser, served
+from panel_picture import drawn
+from panel_states import STATES, render
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+LAUNCHER = ".colabkit-launcher"
+OUTPUT = ".jp-OutputArea"
+WIDTHS = {"full": 1100, "400": 532, "200": 332}
+"""Widths of the window in which launcher and panel have these widths."""
+PANEL_WIDTHS = {"full": 784, "400": 424, "200": 224}
+TALL = 3200
+THEMES = ("Light", "Dark")
+PATIENCE_S = 900.0
+"""Deadline for each state, also on a busy machine, in seconds."""
+PHOTOS = 1600
+EPOCHS = 12
+CLASSES = ("temple-roof", "trees-and-sky", "petals", "dark-background-of-the-flower")
+PID = "import os, pathlib; pathlib.Path('kernel.pid').write_text(str(os.getpid()))"
+TRAINING = """
+import torch
+import colabkit
+
+torch.manual_seed(0)
+data = colabkit.prepare("samples:digits", splits={"train": 0.8, "val": 0.2})
+train, val = (colabkit.Loader(data[name], 64, shuffle=True) for name in ("train", "val"))
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
+%train step train --epochs 100000 --validate val --to runs/digits
+"""
+
+
+def write_photos(folder: Path, count: int) -> None:
+    """Write JPEG files in four classes: crops of the halves of two photos, which overlap, so that some are confused."""
+    random = np.random.default_rng(0)
+    photos = load_sample_images().images
+    for number, name in enumerate(CLASSES):
+        photo, left = photos[number // 2], number % 2
+        (folder / name).mkdir(parents=True)
+        for crop in range(count // len(CLASSES)):
+            side = int(random.integers(72, 120))
+            top = random.integers(0, photo.shape[0] - side)
+            first = random.integers(0, 380 - side) + left * 260
+            pixels = photo[top : top + side, first : first + side]
+            Image.fromarray(pixels).save(folder / name / f"{crop:04d}.jpg", quality=85)
+
+
+class Camera:
+    """Takes pictures of a page of JupyterLab, of one state in all themes and widths.
+
+    Args:
+        lab: the page.
+        folder: folder for the pictures.
+    """
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab = lab
+        self._folder = folder
+
+    def take(self, name: str, selector: str = LAUNCHER) -> None:
+        """Take pictures of the last such element while the kernel is halted, so that all show the same state."""
+        with self._halted():
+            for theme in THEMES:
+                self.lab.use_theme(theme)
+                for width, pixels in WIDTHS.items():
+                    self.lab.use_width(pixels, TALL)
+                    self._shoot(self.lab.page, f"{name}-{width}-{theme.lower()}", selector)
+            self.lab.use_width(WIDTHS["full"], TALL)
+            self.lab.use_theme("Light")
+
+    def page(self, name: str) -> None:
+        """Take a picture of the page as most people see it."""
+        self.lab.use_width(1280, 900)
+        self.lab.page.screenshot(path=self._folder / f"{name}-page.png")
+        self.lab.use_width(WIDTHS["full"], TALL)
+
+    def _shoot(self, page: Page, name: str, selector: str) -> None:
+        find = "name => [...document.querySelectorAll(name)].at(-1).getBoundingClientRect().toJSON()"
+        box = page.evaluate(find, selector)
+        around = {"x": box["x"] - 8, "y": box["y"] - 8, "width": box["width"] + 16, "height": box["height"] + 16}
+        page.screenshot(path=self._folder / f"{name}.png", clip=around)
+        print(name, f"{box['width']:.0f}×{box['height']:.0f}")
+
+    @contextmanager
+    def _halted(self) -> Iterator[None]:
+        file = self.lab.folder / "kernel.pid"
+        pid = int(file.read_text()) if file.exists() else None
+        if pid is None or not Path(f"/proc/{pid}").exists():
+            yield
+            return
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+class Mouse:
+    """Uses an opened launcher.
+
+    Args:
+        lab: the page of JupyterLab.
+    """
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+
+    def open(self, name: str = "launcher.ipynb") -> None:
+        """Open a notebook with the launcher."""
+        self.lab.write(name, [PID, "%load_ext colabkit\n%colabkit"])
+        self.lab.use_width(WIDTHS["full"], TALL)
+        self.lab.open(name)
+        self.lab.run_all()
+        self.lab.page.wait_for_selector(LAUNCHER, timeout=60_000)
+
+    def fill(self, label: str, text: str) -> None:
+        """Fill in a field."""
+        field = self.lab.page.get_by_label(label, exact=True)
+        field.fill(text)
+        field.press("Enter")
+
+    def button(self, label: str) -> Locator:
+        """Return a visible button."""
+        return self.lab.page.locator(f"{LAUNCHER} button:visible", has_text=label).first
+
+    def choose(self, entry: str) -> None:
+        """Click an entry of the list of places, once its predecessor cannot be the first half of a double click."""
+        self.lab.page.wait_for_timeout(600)
+        self.lab.page.locator(f"{LAUNCHER} option", has_text=entry).first.click()
+
+    def waits_for_error(self) -> None:
+        """Wait until a click has failed, and Train can be clicked again."""
+        self.lab.page.locator(f"{LAUNCHER} [role=alert]").nth(1).wait_for()
+        self.button("Train").wait_for()
+
+    def waits_for(self, text: str, seconds: float = PATIENCE_S) -> None:
+        """Wait until the launcher shows a text."""
+        self.lab.wait_for_text(LAUNCHER, text, seconds)
+
+
+def form(mouse: Mouse, camera: Camera) -> None:
+    """The form before a click: start, list of places, source chosen, options, errors."""
+    mouse.open()
+    mouse.waits_for("1,797 images")
+    camera.take("start")
+    camera.page("start")
+    mouse.button("Browse").click()
+    mouse.choose("Google Drive")
+    mouse.waits_for("photos/")
+    camera.take("browsing")
+    mouse.choose("photos/")
+    mouse.choose("use drive:photos")
+    mouse.waits_for("1,600 images")
+    camera.take("chosen")
+    mouse.lab.page.get_by_label("Image size", exact=True).focus()
+    mouse.lab.page.keyboard.press("Tab")
+    mouse.lab.page.keyboard.press("Tab")
+    camera.take("focus")
+    mouse.fill("Image size", "16")
+    mouse.waits_for("⚠")
+    mouse.button("More options").click()
+    mouse.button("Only").click()
+    camera.take("options")
+    mouse.fill("Epochs", "many")
+    mouse.button("Train").click()
+    mouse.lab.page.locator(f"{LAUNCHER} .colabkit-pointed").first.wait_for()
+    camera.take("error-field")
+    mouse.fill("Epochs", "auto")
+    mouse.fill("Image size", "auto")
+    mouse.fill("Source", "drive:birds/2024")
+    mouse.waits_for("Cannot read")
+    camera.take("missing-described")
+    mouse.button("Train").click()
+    mouse.waits_for_error()
+    camera.take("missing")
+    (mouse.lab.folder / "broken.zip").write_bytes(b"PK\3\4" + bytes(100))
+    mouse.fill("Source", "broken.zip")
+    mouse.waits_for("broken.zip'")
+    mouse.button("Train").click()
+    mouse.waits_for_error()
+    camera.take("unreadable")
+
+
+def run(mouse: Mouse, camera: Camera) -> None:
+    """A training: staging, early, late, stopped, finished, and the notebook afterwards without its kernel."""
+    mouse.open()
+    mouse.fill("Source", "drive:photos")
+    mouse.fill("Epochs", str(EPOCHS))
+    mouse.waits_for("1,600 images")
+    mouse.button("Train").click()
+    mouse.waits_for("Copying files")
+    mouse.waits_for("left")
+    camera.take("staging")
+    camera.page("staging")
+    mouse.waits_for("epoch 1/")
+    camera.take("training-early")
+    mouse.waits_for(f"epoch {EPOCHS * 2 // 3}/")
+    camera.take("training-late")
+    camera.page("training-late")
+    mouse.button("Stop").click()
+    mouse.waits_for("Stopped. Click Continue")
+    camera.take("stopped")
+    mouse.button("Continue").click()
+    mouse.waits_for("are classified correctly")
+    mouse.button("from scratch").wait_for()
+    camera.take("finished")
+    for summary in mouse.lab.page.locator(f"{LAUNCHER} summary").all():
+        summary.click()
+    camera.take("finished-unfolded")
+    mouse.lab.save()
+    mouse.lab.page.evaluate("() => window.jupyterapp.serviceManager.sessions.shutdownAll()")
+    mouse.lab.open_without_kernel("launcher.ipynb")
+    mouse.lab.wait_for_text(OUTPUT, "are classified correctly")
+    camera.take("reopened", OUTPUT)
+    camera.page("reopened")
+
+
+def only(mouse: Mouse, camera: Camera) -> None:
+    """The reports of the buttons below "Only"."""
+    mouse.open()
+    mouse.fill("Source", "drive:photos")
+    mouse.waits_for("1,600 images")
+    mouse.button("Only").click()
+    for label in ("Measure", "Copy", "Pack"):
+        mouse.button(label).click()
+        mouse.waits_for("Done in")
+        mouse.lab.page.locator(f"{LAUNCHER} details[open]").first.wait_for()
+        camera.take(f"only-{label.lower()}")
+
+
+def reload(mouse: Mouse, camera: Camera) -> None:
+    """The page reloaded during a training, at once and a minute later; then interrupted."""
+    mouse.open()
+    mouse.fill("Source", "drive:photos")
+    mouse.fill("Epochs", "200")
+    mouse.waits_for("1,600 images")
+    mouse.button("Train").click()
+    mouse.waits_for("epoch 3/")
+    mouse.lab.save()
+    mouse.lab.reload()
+    mouse.lab.wait_for_text(OUTPUT, "not live")
+    camera.take("reloaded", OUTPUT)
+    camera.page("reloaded")
+    mouse.lab.page.wait_for_timeout(61_000)
+    camera.take("reloaded-later", OUTPUT)
+    mouse.lab.interrupt()
+    mouse.waits_for("Stopped. Click Continue")
+    camera.take("reloaded-interrupted")
+
+
+def attached(mouse: Mouse, camera: Camera) -> None:
+    """A run seen from a second notebook while it is alive and after its kernel was killed, and its own notebook."""
+    lab = mouse.lab
+    lab.write("training.ipynb", [PID.replace("kernel", "training"), "%load_ext colabkit", TRAINING])
+    lab.use_width(WIDTHS["full"], TALL)
+    lab.open("training.ipynb")
+    lab.run_all()
+    lab.wait_for_text(PANEL, "best validation")
+    camera.take("panel-running", PANEL)
+    camera.page("panel-running")
+    pid = int((lab.folder / "training.pid").read_text())
+    lab.save()
+    other = lab.another()
+    view = Camera(other, camera._folder)
+    other.write("other.ipynb", [PID, "%load_ext colabkit", "%dashboard --attach runs/digits"])
+    other.use_width(WIDTHS["full"], TALL)
+    other.open("other.ipynb")
+    other.run_all()
+    other.frames(PANEL, 2, 60.0)
+    view.take("attached", PANEL)
+    view.page("attached")
+    lab.reload()
+    lab.wait_for_text(OUTPUT, "best validation")
+    camera.take("panel-reloaded", OUTPUT)
+    os.kill(pid, signal.SIGKILL)
+    other.wait_for_text(PANEL, "killed or crashed")
+    other.wait_until_idle()
+    view.take("dead", f"{OUTPUT}")
+    view.page("dead")
+    other.write("status.ipynb", ["%load_ext colabkit", "%status runs/digits"])
+    other.open("status.ipynb")
+    other.run_all()
+    other.wait_until_idle()
+    view.take("dead-status", OUTPUT)
+    lab.page.wait_for_timeout(3000)
+    camera.page("dead-own")
+    other.page.close()
+
+
+def reopened(mouse: Mouse, camera: Camera) -> None:
+    """The template after Run All, and as a saved notebook without a kernel."""
+    lab = mouse.lab
+    name = "colabkit_template.ipynb"
+    text = (ROOT / "notebooks" / name).read_text()
+    (lab.folder / name).write_text(text.replace('\\"samples:digits\\"  #', '\\"drive:photos\\"  #'))
+    lab.use_width(WIDTHS["full"], 2 * TALL)
+    lab.open(name)
+    lab.run_all()
+    lab.wait_until_idle()
+    lab.wait_for_text(LAUNCHER, "images")
+    lab.page.screenshot(path=camera._folder / "template-page.png")
+    lab.save()
+    lab.page.evaluate("() => window.jupyterapp.serviceManager.sessions.shutdownAll()")
+    lab.open_without_kernel(name)
+    lab.wait_for_text(OUTPUT, "are classified correctly")
+    for theme in THEMES:
+        lab.use_theme(theme)
+        lab.page.screenshot(path=camera._folder / f"template-reopened-{theme.lower()}-page.png")
+    assert "Error displaying widget" not in lab.page.inner_text("body")
+
+
+SCENES = {scene.__name__: scene for scene in (form, run, only, reload, attached, reopened)}
+
+
+def take_states(browser: Browser, folder: Path) -> None:
+    """Take pictures of states of the panel that a real run rarely has."""
+    for name, state in STATES.items():
+        for theme in THEMES:
+            for width, pixels in PANEL_WIDTHS.items():
+                with drawn(browser, theme.lower(), pixels, render(state)[0]) as page:
+                    file = f"panel-{name.replace(' ', '-')}-{width}-{theme.lower()}.png"
+                    page.screenshot(path=folder / file, full_page=True)
+
+
+class Classic:
+    """A page with the classic notebook, which shows one notebook.
+
+    Args:
+        page: an empty page of the browser.
+        server: the server of the classic notebook.
+        folder: folder for the pictures.
+    """
+
+    def __init__(self, page: Page, server: Server, folder: Path) -> None:
+        self.page = page
+        self._server = server
+        self._folder = folder
+
+    def open(self, name: str) -> None:
+        self.page.goto(f"{self._server.address}/nbclassic/notebooks/{name}?token={self._server.token}")
+        self.page.wait_for_function("window.Jupyter?.notebook?.kernel?.is_connected()", timeout=60_000)
+
+    def wait_for(self, text: str, selector: str = LAUNCHER) -> None:
+        self.page.locator(selector, has_text=text).first.wait_for(timeout=240_000)
+
+    def take(self, name: str, selector: str = LAUNCHER) -> None:
+        for width, pixels in {"full": 1100, "400": 560, "200": 360}.items():
+            self.page.set_viewport_size({"width": pixels, "height": TALL})
+            self.page.wait_for_timeout(300)
+            self.page.locator(selector).last.screenshot(path=self._folder / f"classic-{name}-{width}.png")
+        self.page.set_viewport_size({"width": 1280, "height": 900})
+        self.page.screenshot(path=self._folder / f"classic-{name}-page.png")
+
+
+def take_classic(browser: Browser, server: Server, folder: Path) -> None:
+    """Take pictures of the launcher in the classic notebook: start, training, finished, reopened."""
+    page = Classic(browser.new_page(viewport={"width": 1100, "height": TALL}), server, folder)
+    Lab(page.page, server).write("classic.ipynb", ["%load_ext colabkit\n%colabkit"])
+    page.open("classic.ipynb")
+    page.page.evaluate("() => Jupyter.notebook.execute_all_cells()")
+    page.wait_for("1,797 images")
+    page.take("start")
+    for label, text in {"Source": "drive:photos", "Epochs": str(EPOCHS)}.items():
+        field = page.page.get_by_label(label, exact=True)
+        field.fill(text)
+        field.press("Enter")
+    page.wait_for("1,600 images")
+    page.take("chosen")
+    page.page.locator(f"{LAUNCHER} button:visible", has_text="Train").first.click()
+    page.wait_for("left")
+    page.take("staging")
+    page.wait_for("epoch 4/")
+    page.take("training")
+    page.wait_for("are classified correctly")
+    page.page.locator(f"{LAUNCHER} button:visible", has_text="from scratch").wait_for()
+    page.take("finished")
+    page.page.evaluate("() => Jupyter.notebook.save_notebook()")
+    page.page.evaluate("() => new Promise(done => Jupyter.notebook.kernel.kill(done, done))")
+    page.page.evaluate("() => { window.onbeforeunload = null }")
+    page.page.goto("about:blank")
+    page.open("classic.ipynb")
+    page.wait_for("are classified correctly", ".output_area")
+    page.take("reopened", ".output_wrapper")
+
+
+@contextmanager
+def studio() -> Iterator[tuple[Path, dict[str, str], Browser]]:
+    """Yield a folder, environment variables with a slow drive that holds photos, and a browser."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as held:
+        work = Path(name)
+        write_photos(work / "remote" / "photos", PHOTOS)
+        write_photos(work / "remote" / "holiday pictures" / "2024", 8)
+        (work / "drive").mkdir()
+        mount = FuseMount(work / "drive", work / "remote", open_s=0.04, list_s=0.04, at_once=4)
+        environ = {"COLABKIT_DRIVE": str(held.enter_context(mount).point)}
+        yield work, environ, held.enter_context(opened_browser(chromium()))
+
+
+def take_scene(name: str, browser: Browser, server: Server, folder: Path) -> None:
+    """Take the pictures of a scene."""
+    lab = Lab.new(browser, server)
+    lab.page.set_default_timeout(1000 * PATIENCE_S)
+    SCENES[name](Mouse(lab), Camera(lab, folder))
+    lab.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", metavar="SCENE", help=", ".join([*SCENES, "states", "classic"]))
+    parser.add_argument("--classic", metavar="PYTHON", help="interpreter of an environment with the classic notebook")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    scenes = [name for name in SCENES if options.only in ("", name)]
+    with studio() as (work, environ, browser):
+        if options.only in ("", "states"):
+            take_states(browser, options.folder)
+        if scenes:
+            (work / "lab").mkdir()
+            with lab_server(work / "lab", environ) as server:
+                for name in scenes:
+                    take_scene(name, browser, server, options.folder)
+        if options.classic and options.only in ("", "classic"):
+            (work / "classic").mkdir()
+            with served(work / "classic", environ, (options.classic, "-m", "nbclassic")) as server:
+                take_classic(browser, server, options.folder)
+
+
+if __name__ == "__main__":
+    main()
