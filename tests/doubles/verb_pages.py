@@ -63,7 +63,8 @@ def _page(verbs: list[Verb], cell: Verb | None) -> str:
     first = verbs[0]
     lines = [f"# {first.name}", "", f"{first.help[:1].upper()}{first.help[1:]}.", ""]
     for verb in verbs:
-        words = " ".join([verb.name, *map(_word, verb.options)])
+        words = " ".join([verb.name, *(_word(option) for option in verb.options if not option.flag)])
+        words += " [OPTIONS]" if any(option.flag for option in verb.options) else ""
         forms = [mark for mark, exists in (("%", verb.is_magic), ("colabkit ", verb.is_command)) if exists]
         lines += ["```text", *(f"{mark}{words}" for mark in forms), "```", ""]
         lines += _options(verb)
@@ -76,9 +77,6 @@ def _page(verbs: list[Verb], cell: Verb | None) -> str:
 
 
 def _word(option: Option) -> str:
-    if option.flag:
-        value = "" if option.kind in ("flag", "switch") else f" {option.name.upper()}"
-        return f"[{option.flag}{value}]"
     return option.name.upper() if option.is_required else f"[{option.name.upper()}]"
 
 
@@ -99,6 +97,8 @@ def _text(option: Option) -> str:
 def _default(option: Option) -> str:
     if option.is_required:
         return "required"
+    if isinstance(option.default, bool):
+        return "yes" if option.default else "no"
     return "" if option.default is None else f"`{option.default}`"
 
 
