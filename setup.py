@@ -79,6 +79,8 @@ setup(
         # Only `pytest --full` and the pictures in README need a browser.
         "browser": ["jupyterlab>=4", "playwright>=1.40"],
         "cluster": ["distributed>=2024.1"],
+        # The documentation: `mkdocs serve`.
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.29"],
         "fetch": ["fsspec>=2024.2"],
         # Only `pytest --full` tests the loader and packing with these packages.
         "integrations": [

@@ -55,7 +55,9 @@ def test_a_row_that_cannot_run_here_is_not_counted_as_good() -> None:
 def test_the_page_lists_every_fault_once() -> None:
     board.load_rows()
     assert sorted(board.ROWS) == list(range(1, 45))
-    listed = re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "explanation" / "faults.md").read_text(), re.MULTILINE
+    )
     assert listed == [(str(number), row.title) for number, row in sorted(board.ROWS.items())]
 
 

@@ -1,116 +1,103 @@
-"""The README's code blocks run, its links exist, and the changelog's newest entry is the package's version."""
+"""README is short and begins with the two commands; its translation has the same code, figures and links."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
-from readme_tables import verbs_table
+from doc_pages import PROMPT, ROOT, Block, blocks_of
+from verb_pages import verb_pages, verbs_table
 
 import colabkit
+from colabkit.notebook.verbs import VERBS
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-
-
-def blocks(language: str) -> list[str]:
-    found = [text for name, text in BLOCKS if name == language]
-    assert found, f"README has no {language} block"
-    return found
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+TEXT = README.read_text(encoding="utf-8")
+MOST_WORDS = 1200
 
 
-@pytest.fixture
-def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def words_in(text: str) -> int:
+    """Return the number of words that a reader reads.
+
+    Code blocks, HTML comments, tags and the addresses of links do not count. Everything else does, tables, headings and
+    inline code included; a word is a run of characters between spaces that contains a letter or a digit.
+    """
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->|<[^>]*>|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+    return sum(any(letter.isalnum() for letter in word) for word in text.split())
 
 
-def test_every_code_block_has_a_known_language() -> None:
-    assert {name for name, _ in BLOCKS} <= {"bash", "ipython", "python", "console", "text", "diff"}
+def test_readme_is_short() -> None:
+    assert words_in(TEXT) <= MOST_WORDS
 
 
-def test_the_first_block_is_the_quickstart() -> None:
-    assert BLOCKS[0] == ("bash", 'pip install . && colabkit demo\npip install ".[test]" && pytest\n')
+@pytest.mark.parametrize("page", [README, CHINESE], ids=["README", "translation"])
+def test_the_first_block_is_the_quickstart(page: Path) -> None:
+    first = blocks_of(page)[0]
+    text = 'pip install . && colabkit demo\npip install ".[test]" && pytest\n'
+    assert (first.language, first.text) == ("bash", text)
 
 
-@pytest.mark.full
-def test_python_blocks_run_in_order(inside: Path) -> None:
-    code = "\n".join(blocks("python"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_folder_of_the_reader_takes_eight_lines() -> None:
+    first = next(block for block in blocks_of(README) if block.language == "python")
+    assert sum(map(bool, first.text.splitlines())) == 8
 
 
-@pytest.fixture
-def shell() -> Iterator[InteractiveShell]:
-    yield InteractiveShell.instance()
-    InteractiveShell.clear_instance()
+def _code(blocks: list[Block]) -> list[tuple[str, str]]:
+    return [(block.language, block.text) for block in blocks]
 
 
-PROMPT = re.compile(r"^In \[\d+\]: (.*)\n(?:Out\[\d+\]: ((?:(?!In \[).*\n)+))?", re.MULTILINE)
-# The output of these magics differs between machines, so only the type of the result is compared.
-OF_THE_MACHINE = {"%runtime": "RuntimeReport", "%doctor": "Diagnosis"}
-AMOUNT = re.compile(r"<?\d[\d,.]*( (ms|s|µs|KiB|MiB|GiB)\b)?")
-QUOTED = re.compile(r"'[^']*'")
+def _figures(text: str) -> list[list[str]]:
+    """Return the numbers of each row of the tables."""
+    return [sorted(re.findall(r"\d+(?:[.,]\d+)*", row)) for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
 
 
-def shape(output: str) -> str:
-    """Return an output with placeholders for numbers and quoted text, which differ between runs."""
-    return AMOUNT.sub("#", QUOTED.sub("'...'", output.strip()))
+def _links(text: str) -> list[str]:
+    found = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    return sorted(one for pair in found for one in pair if one and not one.startswith("README"))
 
 
-@pytest.mark.full
-def test_notebook_blocks_run_and_have_the_printed_output(inside: Path, shell: InteractiveShell) -> None:
-    shell.run_cell(blocks("python")[0]).raise_error()
-    for block in blocks("ipython"):
-        for code, output in PROMPT.findall(block) or [(block, "")]:
-            done = shell.run_cell(code)
-            done.raise_error()
-            if output and code in OF_THE_MACHINE:
-                assert type(done.result).__name__ == OF_THE_MACHINE[code.split()[0]]
-                assert len(repr(done.result).splitlines()[0]) > 20
-            elif output:
-                assert shape(repr(done.result)) == shape(output), code
-    shell.run_cell("%unload_ext colabkit").raise_error()
+def test_the_translation_has_the_same_code_figures_and_links() -> None:
+    chinese = CHINESE.read_text(encoding="utf-8")
+    assert _code(blocks_of(CHINESE)) == _code(blocks_of(README))
+    assert _figures(chinese) == _figures(TEXT)
+    assert _links(chinese) == _links(TEXT)
+    assert chinese.count("\n## ") == TEXT.count("\n## ")
+    assert "](README.md)" in chinese
+    assert "](README.zh-CN.md)" in TEXT
 
 
-def test_six_magics_are_printed_with_their_output() -> None:
-    lines = PROMPT.findall(blocks("ipython")[0])
-    magics = [code.split()[0] for code, output in lines if output]
+def test_the_six_magics_are_shown_with_their_outputs() -> None:
+    (block,) = [block for block in blocks_of(ROOT / "docs" / "index.md") if block.language == "ipython"]
+    magics = [code.split()[0] for code, output in PROMPT.findall(block.text) if output]
     assert magics == ["%runtime", "%stage", "%pack", "%verify", "%train", "%doctor"]
 
 
 def test_the_table_of_magics_is_up_to_date() -> None:
-    written = re.search(r"<!-- begin verbs -->\n(.*)\n<!-- end verbs -->", README, re.DOTALL)[1]
-    assert written == verbs_table(), "run python tests/doubles/readme_tables.py and copy its output"
+    index = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+    written = re.search(r"<!-- begin verbs -->\n(.*)\n<!-- end verbs -->", index, re.DOTALL)
+    assert written is not None
+    assert written[1] == verbs_table(), "run python tests/doubles/verb_pages.py and copy its output"
 
 
-@pytest.mark.parametrize("session", blocks("console"))
-def test_commands_run(session: str, inside: Path) -> None:
-    lines = [line.removeprefix("$ ") for line in session.splitlines() if line.startswith("$ ")]
-    assert lines
-    for line in lines:
-        program, *words = shlex.split(line)
-        assert program == "colabkit"
-        subprocess.run([sys.executable, "-m", "colabkit", *words], capture_output=True, check=True)
+def test_every_verb_has_a_page_with_all_its_options() -> None:
+    pages = verb_pages()
+    assert pages.keys() == {verb.name for verb in VERBS}
+    missing = [
+        f"{verb.name}: {option.name}"
+        for verb in VERBS
+        for option in verb.options
+        if f"| `{option.flag or option.name.upper()}` |" not in pages[verb.name]
+    ]
+    assert missing == []
 
 
-def test_linked_files_and_pictures_exist() -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\)|(?:src|srcset)=\"([^\":]+)\"", README)
-    for target in filter(None, (path for pair in targets for path in pair)):
-        assert (ROOT / target).exists(), target
-
-
-def test_the_newest_changelog_entry_is_the_version() -> None:
-    changes = README.partition("## Changes")[2]
-    assert re.search(r"### (\S+)", changes)[1] == colabkit.__version__
+def test_the_newest_entry_of_the_changelog_is_not_older_than_the_version() -> None:
+    newest = re.search(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] in ("Unreleased", colabkit.__version__)
 
 
 def test_no_placeholder_is_left() -> None:
-    assert not re.search(r"\b(NUMBER|RATIO|OUTPUT|DEMO|BENCH|TODO)\b", README)
+    assert not re.search(r"\b(NUMBER|RATIO|OUTPUT|DEMO|BENCH|RESULT|CLICK|TODO)\b", TEXT)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/explanation/security.md").read_text(encoding="utf-8")
 
 
 def _tests_in(path: str) -> set[str]:
@@ -24,6 +24,6 @@ def test_every_named_test_exists() -> None:
 
 
 def test_the_page_is_linked() -> None:
-    assert "](docs/security.md)" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    assert "](docs/security.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "](../SECURITY.md)" in PAGE
+    assert "](docs/explanation/security.md)" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert "](docs/explanation/security.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "`SECURITY.md`" in PAGE

@@ -3,8 +3,8 @@
 To add one, write the public function, which returns a `Report`, export it in its subpackage's `__init__.pyi` and in
 `colabkit/__init__.pyi`, and add a row to `VERBS`. The magic, the command, their help and their completion are derived
 from the row. Names, order and defaults of the options must match the function; tests compare them. Tests also check the
-page `docs/calls.md`, which `python tests/doubles/call_table.py` writes, and the table in README, which
-`python tests/doubles/readme_tables.py` prints. Cell magics are in `CELLS`.
+page `docs/reference/calls.md`, which `python tests/doubles/call_table.py` writes, and the table in
+`docs/reference/index.md`, which `python tests/doubles/verb_pages.py` prints. Cell magics are in `CELLS`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The table of all public calls: in Python, as a magic and as a command, with their arguments and defaults.
 
-`python tests/doubles/call_table.py` writes the table to `docs/calls.md`. Python's arguments are read from the
+`python tests/doubles/call_table.py` writes the table to `docs/reference/calls.md`. Python's arguments are read from the
 signatures, those of magics and commands from their parsers. The differences between them, each with its reason, are
 listed here; a test compares everything else.
 """
@@ -18,7 +18,7 @@ from colabkit.notebook.lines import line_parser
 from colabkit.notebook.options import parser_of
 from colabkit.notebook.verbs import CELLS, COMMANDS, LINES
 
-PAGE = Path(__file__).parents[2] / "docs" / "calls.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "calls.md"
 REQUIRED = "required"
 
 ONLY_PYTHON = {

@@ -1,7 +1,7 @@
 """The table of all error messages, as shown in Python, by a magic, in a terminal and in the launcher.
 
-`python tests/doubles/message_table.py` writes the table to `docs/messages.md`. The messages are read from the source:
-each call of `cannot()` gives one or more entries, in which `{...}` stands for a value known only at run time.
+`python tests/doubles/message_table.py` writes the table to `docs/reference/messages.md`. The messages are read from the
+source: each call of `cannot()` gives one or more entries, in which `{...}` stands for a value known only at run time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from colabkit.notebook.options import LineWords
 from colabkit.notebook.verbs import VERBS
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "messages.md"
+TABLE = ROOT / "docs" / "reference" / "messages.md"
 MOST = 4
 """Maximum number of alternatives to show for a text, such as those of a conditional expression."""
 
@@ -225,6 +225,6 @@ message show them.
 
 
 if __name__ == "__main__":
-    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
     TABLE.write_text(table())
     sys.stdout.write(f"{len(sites())} messages in {TABLE}\n")

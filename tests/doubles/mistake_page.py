@@ -1,4 +1,4 @@
-"""Make the mistakes of the table, and write the messages that users see to `docs/mistakes.md`.
+"""Make the mistakes of the table, and write the messages that users see to `docs/reference/mistakes.md`.
 
 `python tests/doubles/mistake_page.py` writes the page.
 """
@@ -33,7 +33,7 @@ from colabkit.notebook.launcher.panel import Launcher
 from colabkit.notebook.launcher.settings import FIELDS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "mistakes.md"
+PAGE = ROOT / "docs" / "reference" / "mistakes.md"
 _FIELDS = {label: name for name, label in FIELDS.items()}
 _BUTTONS = {"Train": "train", "Measure": "probe", "Copy": "stage", "Pack": "prepare"}
 

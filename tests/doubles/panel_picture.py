@@ -29,7 +29,7 @@ from colabkit import augment
 from colabkit.foundation import Frame
 from colabkit.monitoring.panel.api import Dashboard
 
-TARGET = ROOT / ".github" / "images"
+TARGET = ROOT / "docs" / "images"
 THEMES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
 BORDERS = {"light": "#d0d7de", "dark": "#30363d"}
 WIDTH = 784

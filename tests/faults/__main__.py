@@ -49,7 +49,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-plain", action="store_true", help="leave out the plain tools")
     parser.add_argument("--sequences", type=int, help="number of random sequences of calls and faults after all rows")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of concurrent processes")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the page docs/faults.md to this file")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the page of the table to this file")
     parser.add_argument("--verbose", action="store_true", help="print every case")
     return parser.parse_args()
 

@@ -1,0 +1,198 @@
+"""Measure the time from click to trained: from starting Python to a network trained on the images of a slow drive.
+
+    python tests/benchmarks/bench_click_to_trained.py --data cifar10-images.zip --plot docs/images
+
+The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency for each open and listing, a limited
+bandwidth and a maximum number of concurrent requests. It is mounted again for every run, and nothing of it is cached.
+Every run is a new process, and its time includes the start of Python and the import of torch. All systems train the
+same network for the same number of epochs, on the CPU, in interleaved rounds. A second visit is a new session: the
+local folder is empty, and the drive holds the pack that the first visit saved. `--plot` draws the medians, for light
+and dark pages; `--from` draws them from an earlier JSON file. It needs root or `fusermount3`, and `mfusepy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+
+from rounds import Bench, Found, child, spread, table
+
+IMAGE_FOLDER = "ImageFolder and DataLoader"
+SYSTEMS = {
+    "start": "start of Python and torch alone",
+    "direct": f"{IMAGE_FOLDER} on the drive",
+    "copied": f"cp -r, then {IMAGE_FOLDER}",
+    "unzipped": f"copied and extracted zip, {IMAGE_FOLDER}",
+    "first": "colabkit, first visit, files",
+    "zipped": "colabkit, first visit, zip",
+    "second": "colabkit, second visit",
+}
+OURS = ("first", "zipped", "second")
+BATCH = 64
+DEADLINE_S = 1800
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", help="zip archive of images in class folders")
+    parser.add_argument("--files", type=int, default=2000)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--latency-ms", type=float, default=40)
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--bandwidth", type=float, default=20e6, help="bytes per second")
+    parser.add_argument("--plot", type=Path, help="folder for the pictures")
+    parser.add_argument("--from", dest="earlier", type=Path, help="draw the figures of this JSON file; measure nothing")
+    parser.add_argument("--run", nargs=4, metavar=("SYSTEM", "DRIVE", "LOCAL", "STARTED"), help=argparse.SUPPRESS)
+    known, _ = parser.parse_known_args()
+    if known.run:
+        system, drive, local, started = known.run
+        run(system, Path(drive), Path(local), known.epochs)
+        print(json.dumps({"seconds": time.time() - float(started)}))
+    elif known.earlier:
+        plot(json.loads(known.earlier.read_text())["figures"], known.plot)
+    elif not known.data:
+        parser.error("--data is missing")
+    else:
+        Bench.main(parser, {"click": click}, rounds=3)
+
+
+def click(bench: Bench) -> None:
+    """Run all systems in interleaved rounds; round 0 is a warm-up."""
+    from far_mounts import FuseMount
+
+    options = bench.options
+    root, local = bench.folder / "root", bench.folder / "local"
+    fill(root, Path(options.data), options.files)
+    seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    latency_s = options.latency_ms / 1e3
+    for number in range(bench.rounds + 1):
+        shutil.rmtree(root / "colabkit", ignore_errors=True)
+        # The warm-up loads all packages into the page cache, for which one system of each kind is enough.
+        for name in SYSTEMS if number else ("unzipped", "zipped"):
+            shutil.rmtree(local, ignore_errors=True)
+            local.mkdir()
+            mount = FuseMount(
+                bench.folder / "drive", root, at_once=options.at_once, open_s=latency_s, list_s=latency_s, read_s=0.0,
+                bandwidth=options.bandwidth, attr_s=60.0, direct_io=False,
+            )  # fmt: skip
+            with mount:
+                words = [sys.executable, __file__, f"--epochs={options.epochs}", "--run", name, mount.point, local]
+                found: Found = child([*words, str(time.time())], DEADLINE_S)
+            if "missing" in found:
+                bench.failed.append(f"{name}: {found['missing']}")
+            elif number:
+                seconds[name].append(found["seconds"])
+    conditions = (
+        f"{options.files:,} images, {options.epochs} epochs; drive: {options.latency_ms:g} ms to open a file, "
+        f"{options.at_once} requests at once, {options.bandwidth / 1e6:g} MB/s"
+    )
+    bench.figures |= {"seconds": seconds, "conditions": conditions}
+    table(conditions, ("", "s, median", "min", "max"), [(SYSTEMS[n], *spread(s, "{:.1f}")) for n, s in seconds.items()])
+    if options.plot:
+        plot(bench.figures, options.plot)
+
+
+def fill(root: Path, archive: Path, count: int) -> None:
+    """Write `count` images of the archive to the drive, as files in class folders and as a zip archive."""
+    with zipfile.ZipFile(archive) as opened:
+        names = sorted(name for name in opened.namelist() if "/train/" in f"/{name}" and not name.endswith("/"))
+        chosen = names[:: max(1, len(names) // count)][:count]
+        for name in chosen:
+            target = root / "images" / Path(name).parent.name / Path(name).name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(opened.read(name))
+    shutil.make_archive(str(root / "images"), "zip", root / "images")
+
+
+def run(system: str, drive: Path, local: Path, epochs: int) -> None:
+    """Train on the images of the drive, with one of the systems."""
+    files = drive / "images"
+    if system == "start":
+        import torch  # noqa: F401
+
+        return
+    if system in OURS:
+        train_with_colabkit(files.with_suffix(".zip") if system == "zipped" else files, drive, local, epochs, system)
+        return
+    if system == "copied":
+        files = shutil.copytree(files, local / "images")
+    elif system == "unzipped":
+        shutil.copy(files.with_suffix(".zip"), local)
+        shutil.unpack_archive(local / "images.zip", local / "images")
+        files = local / "images"
+    train_with_image_folder(files, epochs)
+
+
+def train_with_colabkit(source: Path, drive: Path, local: Path, epochs: int, system: str) -> None:
+    import os
+
+    import torch
+
+    import colabkit
+
+    os.environ["COLABKIT_LOCAL"] = str(local)
+    saved = drive / "colabkit" if system != "zipped" else None
+    pack = colabkit.prepare(source, to=saved, progress=False)
+    loader = colabkit.Loader(pack["train"], BATCH, shuffle=True)
+    model = colabkit.small_network(10, (32, 32, 3))
+    step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
+    colabkit.train(step, loader, epochs=epochs)
+
+
+def train_with_image_folder(files: Path, epochs: int) -> None:
+    import torch
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import ToTensor
+
+    import colabkit
+
+    loader = DataLoader(ImageFolder(files, ToTensor()), BATCH, shuffle=True, num_workers=2, persistent_workers=True)
+    model = colabkit.small_network(10, (32, 32, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(epochs):
+        for images, labels in loader:
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def plot(figures: Found, folder: Path) -> None:
+    """Draw the medians as bars, with a line from the minimum to the maximum, for light and for dark pages."""
+    from matplotlib import rc_context
+
+    from colabkit.foundation import plotting
+
+    for theme, color in {"light": "#1f2328", "dark": "#e6edf3"}.items():
+        colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), color)
+        with rc_context({**colors, "svg.fonttype": "none", "svg.hashsalt": "colabkit", "font.family": "sans-serif"}):
+            figure = plotting.new_figure("plot the times", 7.8, 3.1)
+            axes = figure.add_subplot()
+            for row, (name, values) in enumerate(figures["seconds"].items()):
+                middle, least, most = statistics.median(values), min(values), max(values)
+                bar = plotting.BLUE if name in OURS else plotting.GREY
+                axes.barh(row, middle, color=bar, height=0.62)
+                axes.plot([least, most], [row, row], color=color, linewidth=1.2)
+                axes.annotate(f"{middle:.0f} s", (most, row), (6, 0), textcoords="offset points", va="center")
+            plotting.style_axes(axes, "Seconds from click to trained", "")
+            axes.set_yticks(range(len(SYSTEMS)), [SYSTEMS[name] for name in figures["seconds"]], fontsize=9)
+            axes.invert_yaxis()
+            axes.grid(visible=False, axis="y")
+            axes.margins(x=0.08)
+            axes.tick_params(axis="y", length=0)
+            data = plotting.encode_figure(figure, "svg", transparent=True, metadata={"Date": None})
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"click-to-trained-{theme}.svg").write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()
