@@ -17,8 +17,6 @@ from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 
 POINT = os.environ.get("COLAB_POINT", "/content/drive")
-# Packages that Colab does not include.
-ABSENT = ("lightning",)
 
 
 class Kernel(IPythonKernel):
@@ -50,5 +48,4 @@ def read_own(path: str) -> str:
 if __name__ == "__main__":
     if importlib.util.find_spec("colabkit"):
         be_hosted()
-    sys.modules.update(dict.fromkeys(ABSENT))
     IPKernelApp.launch_instance(kernel_class=Kernel)

@@ -19,7 +19,8 @@ from notebook_files import FOLDER, code_cells, read
 __all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "with_parameters"]
 
 TESTS = Path(__file__).parent
-CELL_DEADLINE_S = 240
+CELL_DEADLINE_S = 480
+STARTUP_DEADLINE_S = 240
 STARTING = threading.Lock()
 """Held while a kernel starts, because kernels are found through an environment variable of the process."""
 
@@ -128,6 +129,7 @@ def _started(
             client = NotebookClient(
                 nbformat.v4.new_notebook(),
                 timeout=CELL_DEADLINE_S,
+                startup_timeout=STARTUP_DEADLINE_S,
                 kernel_name=name,
                 resources={"metadata": {"path": str(work)}},
             )

@@ -1,17 +1,30 @@
-"""Stored notebooks have one format, no outputs and short cells, and use existing magics with valid options."""
+"""Stored notebooks have one format, short cells, outputs for viewers without a kernel, and valid magics."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat import NotebookNode
-from notebook_files import FOLDER, NOTEBOOKS, PACKAGED, TEMPLATE, cell_named, code_cells, read, stored
+from notebook_files import (
+    FOLDER,
+    HOME,
+    NOTEBOOKS,
+    PACKAGED,
+    SHOWN,
+    TEMPLATE,
+    cell_named,
+    code_cells,
+    kinds,
+    read,
+    stored,
+)
 
 from colabkit.notebook.lines import split_line
 from colabkit.notebook.options import parser_of
@@ -19,9 +32,14 @@ from colabkit.notebook.verb_types import Verb
 from colabkit.notebook.verbs import CELLS, VERBS
 
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+by_shown = pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
+RUN = "run python tests/doubles/notebook_files.py NAME"
+# Folders of every machine.
+EVERYWHERE = ("/dev", "/tmp")
+STREAMS = (("stdout", "a"), ("stderr", "a warning"), ("stdout", "b"))
 LINES = {verb.name: verb for verb in VERBS if verb.is_magic}
 BODIES = {verb.name: verb for verb in CELLS}
-OTHERS = {"colabkit", "load_ext"}
+OTHERS = {"colabkit", "env", "load_ext", "pip"}
 ASSIGNED = re.compile(r"^(\w+(?:, \w+)*) = ", re.MULTILINE)
 LINE_MAGIC = re.compile(r"^(\s*(?:\w+ = )?)%(\w+)(.*)$", re.MULTILINE)
 CELL_MAGIC = re.compile(r"\A%%(\w+)(.*)\n")
@@ -30,6 +48,10 @@ MOST_LINES = 18
 MOST_COLUMNS = 100
 MOST_LINES_OF_A_FUNCTION = 5
 MOST_CELLS_OF_THE_TEMPLATE = 12
+MOST_BYTES = 300_000
+TABLE_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+# Packages that `pip install .` installs, and colabkit itself.
+PLAIN = {"IPython", "PIL", "colabkit", "ipywidgets", "numpy", "torch", "torchvision"}
 
 
 class AnyValue(str):
@@ -48,6 +70,21 @@ def settings_of(notebook: NotebookNode) -> NotebookNode:
     return found
 
 
+def texts_of(output: NotebookNode) -> list[str]:
+    """Return what an output shows as text; the texts of HTML follow its tags."""
+    data = output.get("data", {})
+    html = re.sub(r"<[^>]*>", " ", data.get("text/html", ""))
+    return [output.get("text", ""), data.get("text/plain", ""), data.get("text/markdown", ""), html]
+
+
+def imports_of(cell: NotebookNode) -> Iterator[str]:
+    for node in ast.walk(ast.parse(as_python(cell.source))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
 def magics_of(source: str) -> Iterator[tuple[str, str, dict[str, Verb]]]:
     """Yield the name and the line of each magic in a cell, and the table to look up its name in."""
     if found := CELL_MAGIC.match(source):
@@ -56,34 +93,99 @@ def magics_of(source: str) -> Iterator[tuple[str, str, dict[str, Verb]]]:
         yield match[2], match[3], LINES
 
 
-def test_there_are_four_notebooks() -> None:
-    names = ["bring_your_own_loop", "colabkit_template", "resume_bit_for_bit", "why_is_my_training_slow"]
-    assert [path.stem for path in NOTEBOOKS] == names
-
-
-def test_the_readme_lists_every_notebook() -> None:
-    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
-    assert {path.name for path in NOTEBOOKS} <= set(re.findall(r"\(notebooks/([\w.]+)\)", readme))
+def test_the_guide_to_the_notebooks_lists_all_of_them() -> None:
+    guide = (FOLDER.parent / "docs" / "tutorials" / "notebooks.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+\.ipynb)`", guide, re.MULTILINE)) == {path.name for path in NOTEBOOKS}
 
 
 @by_notebook
 def test_notebooks_are_valid_and_stored_in_one_format(path: Path) -> None:
     notebook = read(path)
     nbformat.validate(notebook)
-    assert path.read_text(encoding="utf-8") == stored(notebook), "run python tests/doubles/notebook_files.py"
+    text = stored(notebook, has_outputs=path != TEMPLATE)
+    assert path.read_text(encoding="utf-8") == text, "run python tests/doubles/notebook_files.py"
 
 
-def test_the_stored_format_has_no_outputs_and_keeps_ids_and_forms(tmp_path: Path) -> None:
-    cell = nbformat.v4.new_code_cell("1", id="one", execution_count=3, metadata={"cellView": "form", "scrolled": True})
-    cell.outputs = [nbformat.v4.new_output("stream", text="1")]
+def test_the_stored_format_keeps_ids_and_forms_and_what_a_viewer_can_show(tmp_path: Path) -> None:
+    form = nbformat.v4.new_code_cell("1", id="one", execution_count=3, metadata={"cellView": "form", "scrolled": True})
+    texts = [nbformat.v4.new_output("stream", name=name, text=text) for name, text in STREAMS]
+    widget = {"application/vnd.jupyter.widget-view+json": {}, "text/plain": "a widget"}
+    shown = {"text/html": "<b>1</b>", "text/plain": "1", "application/json": {}}
+    form.outputs = [
+        *texts,
+        nbformat.v4.new_output("display_data", data=widget),
+        nbformat.v4.new_output("execute_result", data=shown, execution_count=3, metadata={"isolated": True}),
+    ]
+    new = nbformat.v4.new_code_cell("2", id="two")
     file = tmp_path / "run.ipynb"
-    file.write_text(stored(nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}})))
+    file.write_text(stored(nbformat.v4.new_notebook(cells=[form, new], metadata={"widgets": {}})))
     found = read(file)
     nbformat.validate(found)
     assert "widgets" not in found.metadata
-    (clean,) = found.cells
-    assert (clean.id, clean.outputs, clean.execution_count, clean.metadata) == ("one", [], None, {"cellView": "form"})
+    clean, unrun = found.cells
+    assert (clean.id, clean.execution_count, clean.metadata) == ("one", 1, {"cellView": "form"})
+    assert kinds(clean) == ["stdout", "text/html text/plain"]
+    text, result = clean.outputs
+    assert text.text == "ab"
+    assert (result.data, result.metadata) == ({"text/html": "<b>1</b>", "text/plain": "1"}, {})
+    assert (unrun.outputs, unrun.execution_count) == ([], None)
+    assert file.read_text() == stored(found)
     assert file.read_text().startswith('{\n "cells": [\n  {\n   "cell_type"')
+    assert [cell.outputs for cell in nbformat.reads(stored(found, has_outputs=False), 4).cells] == [[], []]
+
+
+@by_shown
+def test_notebooks_are_stored_with_the_outputs_of_a_complete_run(path: Path) -> None:
+    cells = code_cells(read(path))
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)], RUN
+    assert "error" not in {output.output_type for cell in cells for output in cell.outputs}
+    assert path.stat().st_size <= MOST_BYTES
+
+
+@by_shown
+def test_the_last_frame_of_the_panel_is_stored_as_html_and_text(path: Path) -> None:
+    outputs = [output.data for cell in code_cells(read(path)) for output in cell.outputs if "data" in output]
+    panels = [data for data in outputs if "Training panel" in data.get("text/html", "")]
+    assert panels, RUN
+    for data in panels:
+        assert re.match(r"Finished|Stopped", data["text/plain"])
+
+
+@by_shown
+def test_stored_outputs_name_no_folder_of_the_machine_that_made_them(path: Path) -> None:
+    texts = [text for cell in code_cells(read(path)) for output in cell.outputs for text in texts_of(output)]
+    folders = re.findall(r"(?<![\w.)\]<}])(/\w+)/\w", "\n".join(texts))
+    assert set(folders) <= {"/" + HOME.split("/")[1], *EVERYWHERE}
+
+
+def test_the_table_at_the_top_of_the_slow_loop_is_that_of_its_end() -> None:
+    notebook = read(FOLDER / "why_is_my_training_slow.ipynb")
+    assert [cell.id for cell in notebook.cells][:2] == ["title", "result"]
+    (compared,) = cell_named(notebook, "compare").outputs
+    shown = TABLE_ROW.findall(cell_named(notebook, "result").source)
+    assert shown == compared.data["text/markdown"].splitlines(), RUN
+    assert len(shown) == 5
+
+
+@by_shown
+def test_code_is_plain(path: Path) -> None:
+    for cell in code_cells(read(path)):
+        if "cellView" in cell.metadata:
+            continue
+        for node in ast.walk(ast.parse(as_python(cell.source))):
+            assert not isinstance(node, ast.NamedExpr), cell.id
+            assert not (isinstance(node, ast.Name) and node.id == "itertools"), cell.id
+
+
+@by_shown
+def test_imports_are_public_and_other_packages_are_installed_first(path: Path) -> None:
+    installed: set[str] = set()
+    for cell in code_cells(read(path)):
+        installed |= set(re.findall(r"^%pip install --quiet (\w+)$", cell.source, re.MULTILINE))
+        for name in imports_of(cell):
+            package, *inner = name.split(".")
+            assert package in PLAIN | installed | sys.stdlib_module_names, f"{cell.id}: {name}"
+            assert package != "colabkit" or [*inner[:1]] in [[], ["augment"], ["sampler"], ["types"], ["errors"]]
 
 
 @by_notebook
@@ -105,7 +207,7 @@ def test_cells_are_short_named_and_not_empty(path: Path) -> None:
 
 @by_notebook
 def test_titles_are_in_sentence_case(path: Path) -> None:
-    names = {"Keras", "Lightning", "Accelerate", "Python", "Drive"}
+    names = {"Drive"}
     texts = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
     for title in re.findall(r"^#+ (.+)$", "\n".join(texts), re.MULTILINE):
         first, *others = re.findall(r"[\w%]+", title)
@@ -170,8 +272,8 @@ def test_magics_exist_and_their_options_are_valid(path: Path) -> None:
 
 
 @by_notebook
-def test_notebooks_contain_no_addresses_and_no_absolute_paths(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+def test_cells_contain_no_addresses_and_no_absolute_paths(path: Path) -> None:
+    text = "\n".join(cell.source for cell in read(path).cells)
     assert "http" not in text
     assert not re.search(r"[\"'` ]/(?!content\b)\w+/", text)
 
