@@ -14,17 +14,22 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args, g
 
 from colabkit.foundation import (
     BadSource,
+    BusyProcess,
     FileFailed,
     GpuSnapshot,
     HostSnapshot,
     Interrupted,
     LoaderFacts,
+    LoopSpot,
     MetersSnapshot,
     Partial,
     PartSnapshot,
     Report,
     SourceMissing,
+    SpotKind,
     StepTimes,
+    Stretch,
+    ThreadsSnapshot,
     cannot,
     file_changes,
     format_rate,
@@ -400,8 +405,18 @@ def _spent_of(values: dict[str, Any]) -> MetersSnapshot:
     recent = tuple(map(_step_of, values["recent"]))
     first = values.get("first_pass")
     return record_of(
-        MetersSnapshot, values, parts=parts, recent=recent, first_pass=None if first is None else _spent_of(first)
+        MetersSnapshot,
+        values,
+        parts=parts,
+        recent=recent,
+        first_pass=None if first is None else _spent_of(first),
+        stretches=tuple(map(_stretch_of, values["stretches"])),
     )
+
+
+def _stretch_of(values: list[Any]) -> Stretch:
+    steps, samples, seconds, wait_s = values
+    return Stretch(int(steps), int(samples), float(seconds), float(wait_s))
 
 
 def epoch_of(values: dict[str, Any]) -> EpochRecord:
@@ -414,13 +429,34 @@ def epoch_of(values: dict[str, Any]) -> EpochRecord:
 
 
 def _step_of(values: list[Any]) -> StepTimes:
-    wait_s, copy_s, compute_s, other_s, samples, *rest = values
-    return StepTimes(float(wait_s), float(copy_s), float(compute_s), float(other_s), int(samples), *map(bool, rest))
+    wait_s, copy_s, compute_s, other_s, samples, is_first, cpu_s = values
+    return StepTimes(
+        float(wait_s),
+        float(copy_s),
+        float(compute_s),
+        float(other_s),
+        int(samples),
+        bool(is_first),
+        None if cpu_s is None else float(cpu_s),
+    )
 
 
 def _host_of(values: dict[str, Any]) -> HostSnapshot:
     gpus = tuple(record_of(GpuSnapshot, gpu, slowed_by=tuple(map(str, gpu["slowed_by"]))) for gpu in values["gpus"])
-    return record_of(HostSnapshot, values, gpus=gpus)
+    threads, other = values["threads"], values["other_process"]
+    if threads is not None:
+        threads = record_of(ThreadsSnapshot, threads, spots=tuple(map(_spot_of, threads["spots"])))
+    if other is not None:
+        name, cpus = other
+        other = BusyProcess(str(name), float(cpus))
+    return record_of(HostSnapshot, values, gpus=gpus, threads=threads, other_process=other)
+
+
+def _spot_of(values: list[Any]) -> LoopSpot:
+    place, text, kind, samples, asleep = values
+    if kind not in get_args(SpotKind):
+        raise ValueError
+    return LoopSpot(str(place), str(text), kind, int(samples), int(asleep))
 
 
 def record_of(kind: type[_Record], values: dict[str, Any], /, **converted: Any) -> _Record:

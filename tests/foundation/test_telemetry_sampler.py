@@ -34,6 +34,7 @@ class FakeTelemetry:
         self.threads: set[str] = set()
         self.failing = failing
         self.cost_s = cost_s
+        self.samples_stacks = False
 
     def snapshot(self) -> HostSnapshot:
         self.threads.add(threading.current_thread().name)

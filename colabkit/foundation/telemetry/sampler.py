@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ logger = logging.getLogger("colabkit")
 _STOP_S = 1.0
 # Maximum share of one CPU that snapshots may take; if they would take more, they are taken less often.
 _MOST_COST = 0.01
+# Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
+_STACK_S = 0.2
 
 
 class Sampler:
@@ -118,7 +121,7 @@ class Sampler:
         pause_s = 0.0
         try:
             telemetry = Telemetry() if self._telemetry is None else self._telemetry
-            while not self._stopping.wait(pause_s):
+            while not self._wait(telemetry, pause_s):
                 pause_s = max(self._period_s, self._take(telemetry) / _MOST_COST)
         except Exception as error:
             # Monitoring must not stop a run.
@@ -128,6 +131,18 @@ class Sampler:
                 with contextlib.suppress(Exception):
                     # The driver may no longer be available.
                     telemetry.close()
+
+    def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
+        """Wait for the next snapshot, and sample stacks meanwhile if asked to; return whether to stop."""
+        while telemetry.samples_stacks and pause_s > 1.5 * _STACK_S:
+            one_s = random.uniform(0.5, 1.5) * _STACK_S
+            if self._stopping.wait(one_s):
+                return True
+            pause_s -= one_s
+            began_s = self._cpu_clock()
+            telemetry.sample_stack()
+            self._cost_s += self._cpu_clock() - began_s
+        return self._stopping.wait(pause_s)
 
     def _take(self, telemetry: Telemetry) -> float:
         began_s = self._cpu_clock()
