@@ -179,7 +179,8 @@ class HostClock:
         self._apart_s = 0.0
         self._is_first = True
         # The CPU time of the thread when it received the batch, if the CPU time of this step is measured.
-        self._cpu_s, self._is_measured = 0.0, True
+        self._cpu_s: float | None = None
+        self._is_measured = True
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
         """Read the CPU time of the thread; `stepped` receives the time at which the loop received the batch."""
@@ -199,7 +200,8 @@ class HostClock:
         totals, told_s, is_first = self._totals, self._compute_s, self._is_first
         wait_s, compute_s, other_s = given - asked, left - given, 0.0
         # The thread may also have computed in the time that does not count for the step.
-        cpu_s = thread_time() - self._cpu_s if self._is_measured and not self._apart_s else None
+        began_s, self._cpu_s = self._cpu_s, None
+        cpu_s = None if began_s is None or self._apart_s else thread_time() - began_s
         self._is_measured = compute_s > _SHORT_S or not totals.steps & _SELDOM
         if told_s is not None or self._apart_s:
             user_s = max(0.0, compute_s - self._apart_s)
