@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,6 +60,7 @@ class Run:
             the CPU.
         beside: returns a context manager that does other work during the slow run.
         on_step: called after each step of the slow run.
+        in_step: called within each step of the slow run, with the number of seconds since the run began.
         is_mended_by_ending: whether the fix is to end the work of `beside`.
     """
 
@@ -71,6 +73,7 @@ class Run:
     elsewhere_s: float = 0.0
     beside: Callable[[Path], contextlib.AbstractContextManager[Any]] | None = None
     on_step: Callable[[], None] | None = None
+    in_step: Callable[[float], None] | None = None
     is_mended_by_ending: bool = False
 
 
@@ -128,6 +131,21 @@ def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None]
     return clocked
 
 
+def slowed(step: Callable[[Any], Any], in_step: Callable[[float], None] | None) -> Callable[[Any], Any]:
+    """Return a step that also calls `in_step` with the seconds since its first call."""
+    if in_step is None:
+        return step
+    began: list[float] = []
+
+    def slow_step(batch: Any) -> Any:
+        began.append(time.perf_counter())
+        del began[1:]
+        in_step(time.perf_counter() - began[0])
+        return step(batch)
+
+    return slow_step
+
+
 def watched(loader: Any) -> Any:
     return loader if isinstance(loader, colabkit.Loader) else colabkit.watch(loader)
 
@@ -140,7 +158,7 @@ def speed_of(spent: Any) -> float:
 def result_of(run: Run, folder: Path) -> dict[str, Any]:
     """Train with and without the bottleneck in alternating rounds, and return the results."""
     step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
-    is_mended = run.after is not None or run.is_mended_by_ending or run.on_step is not None
+    is_mended = run.after is not None or run.is_mended_by_ending or run.on_step is not None or run.in_step is not None
     diagnoses: list[Diagnosis] = []
     confirmed: list[Diagnosis] = []
     counted: list[float] = []
@@ -151,7 +169,7 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
             break
         with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
             loader = watched(run.before(folder))
-            clocked = trained(loader, step, run.on_step)
+            clocked = trained(loader, slowed(step, run.in_step), run.on_step)
         counted.append(loader.meters.snapshot().seconds / clocked)
         if run.elsewhere_s:
             loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
@@ -367,6 +385,80 @@ def logging() -> None:
     in_python(300_000)
 
 
+def block(passed_s: float) -> None:
+    """Block outside the CPU, as a network call or a read of a value does."""
+    time.sleep(0.02)
+
+
+LOCK = threading.Lock()
+
+
+def take_lock(passed_s: float) -> None:
+    with LOCK:
+        pass
+
+
+def log_in_loop(passed_s: float) -> None:
+    """Write a long text as JSON, as a logger of images and histograms does."""
+    json.dumps({str(number): list(range(20)) for number in range(400)}, indent=1)
+
+
+def become_slow(passed_s: float) -> None:
+    """Compute for longer in every step, from the middle of the run on."""
+    if passed_s > SECONDS:
+        until = time.perf_counter() + 0.05
+        while time.perf_counter() < until:
+            torch.ones(1000).exp()
+
+
+def save_often(passed_s: float) -> None:
+    """Write a large checkpoint to the disk in about every fortieth step."""
+    STEPS.append(0)
+    if len(STEPS) % 40 == 0:
+        with tempfile.TemporaryFile() as file:
+            for _ in range(20):
+                torch.save(torch.zeros(1 << 20), file)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+STEPS: list[int] = []
+
+
+@contextlib.contextmanager
+def in_thread(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run a function in another thread of this process until the block ends."""
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,), name="refresher", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def hold_gil(stop: threading.Event) -> None:
+    while not stop.is_set():
+        in_python(10_000)
+
+
+def hold_lock(stop: threading.Event) -> None:
+    while not stop.is_set():
+        with LOCK:
+            time.sleep(0.03)
+        time.sleep(0.0001)
+
+
+def compute_freely(stop: threading.Event) -> None:
+    """Compute a quarter of the time, without the GIL."""
+    values = np.random.default_rng(0).random(1 << 18)
+    while not stop.is_set():
+        started = time.perf_counter()
+        np.sort(values)
+        time.sleep(3 * (time.perf_counter() - started))
+
+
 COPY_NEAR = ("remote_files", "throttled")
 RUNS: Sequence[Run] = (
     Run("files on a slow drive", "data", COPY_NEAR, slow(file_loader, open_s=0.1, at_once=8), file_loader),
@@ -419,9 +511,26 @@ RUNS: Sequence[Run] = (
     Run("tiny batches", "compute", ("tiny_batches",), arrays(2), width=2),
     Run("a slow step", "compute", (), raw(32), width=48),
     Run("a slow step, decoding beside it", "compute", (), lambda f: crops(f, num_workers=1), width=96),
-    Run("other processes on the CPU", "compute", ("others_on_the_cpu",), arrays(32), width=32,
+    Run("other processes on the CPU", "host", ("others_on_the_cpu",), arrays(32), width=32,
         beside=busy_processes, is_mended_by_ending=True),
+    Run("many other processes on the CPU", "host", ("others_on_the_cpu",), arrays(32), width=16,
+        beside=lambda folder: busy_processes(folder, 6), is_mended_by_ending=True),
+    Run("a thread that holds the GIL", "host", ("busy_thread",), arrays(32), width=8,
+        beside=lambda folder: in_thread(hold_gil), is_mended_by_ending=True),
+    Run("a thread that holds the GIL, torch's DataLoader", "host", ("busy_thread",), tensors(32), width=8,
+        beside=lambda folder: in_thread(hold_gil), is_mended_by_ending=True),
+    Run("a step that blocks", "host", ("blocked_step",), arrays(32), width=8, in_step=block),
+    Run("a step that blocks, torch's DataLoader", "host", ("blocked_step",), tensors(32), width=8, in_step=block),
+    Run("a lock held by another thread", "host", ("blocked_step",), arrays(32), width=8, in_step=take_lock,
+        beside=lambda folder: in_thread(hold_lock)),
+    Run("slow logging in the loop", "other", ("code_beside_torch",), arrays(32), width=8, in_step=log_in_loop),
+    Run("a run that becomes slow", "host", ("slower_than_before",), arrays(32), width=8, in_step=become_slow),
+    Run("slow checkpoints in the loop", "host", ("long_pauses", "blocked_step"), arrays(32), width=8,
+        in_step=save_often),
     Run("little memory", "compute", ("full_ram",), arrays(32), width=24, beside=little_memory),
+    Run("clean: a thread that computes without the GIL", "compute", (), arrays(64), width=48,
+        beside=lambda folder: in_thread(compute_freely)),
+    Run("clean: threads of the loader", "compute", (), cached_files, width=48),
     Run("clean: tensors", "compute", (), arrays(64), width=24),
     Run("clean: a raw pack", "compute", (), raw(64), width=24),
     Run("clean: torch's DataLoader of tensors", "compute", (), tensors(64), width=32),

@@ -525,7 +525,14 @@ def test_the_line_of_code_that_holds_the_loop_up_is_named() -> None:
     assert "train.py:30 in log_images" in given("code_beside_torch").found
 
 
-def test_without_samples_of_the_stack_a_way_to_get_them_is_named() -> None:
+def test_without_samples_of_the_stack_a_way_to_get_them_is_given() -> None:
     advice = given("blocked_step", {"host": with_threads(ASLEEP, spots=())})
     check_advice(advice)
-    assert "dashboard()" in advice.action
+    assert "with the panel" in advice.action
+
+
+def test_without_counters_of_waits_for_a_cpu_a_step_may_also_lack_one() -> None:
+    known = given("blocked_step")
+    unknown = given("blocked_step", {"host": with_threads(ASLEEP, training_held_rate=None)})
+    assert "sleeps or has no CPU" not in known.found
+    assert "sleeps or has no CPU" in unknown.found

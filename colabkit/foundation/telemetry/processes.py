@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from colabkit.foundation.mount_table import Reader
+from colabkit.foundation.reports import printable
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _SCRIPT = re.compile(r"[\w.-]+\.(?:py|sh|ipynb)")
@@ -79,4 +80,4 @@ class OtherProcesses:
             script = next((base for word in words[1:3] if _SCRIPT.fullmatch(base := os.path.basename(word))), "")
         except (OSError, ValueError):
             pass
-        return f"{' '.join(filter(None, (name, script))) or 'a process'}, PID {process_id}"
+        return f"{printable(' '.join(filter(None, (name, script))) or 'a process')}, PID {process_id}"

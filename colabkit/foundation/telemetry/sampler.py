@@ -26,6 +26,8 @@ _STOP_S = 1.0
 _MOST_COST = 0.01
 # Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
 _STACK_S = 0.2
+# Number of snapshots of earlier samplers to keep.
+_EARLIER = 600
 
 
 class Sampler:
@@ -184,8 +186,9 @@ class _SamplerUsers:
         self.lock = threading.RLock()
         self.sampler: Sampler | None = None
         self.users = 0
-        # The most recent sampler, which is kept after it has stopped.
+        # The most recent sampler, which is kept after it has stopped, and the snapshots of those before it.
         self.last: Sampler | None = None
+        self.earlier: deque[HostSnapshot] = deque(maxlen=_EARLIER)
 
 
 _shared = _SamplerUsers()
@@ -201,9 +204,10 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def seen(since_s: float, until_s: float) -> tuple[HostSnapshot, ...]:
-    """Return the snapshots between two times from the current or most recent sampler of this process."""
-    sampler = _shared.last
-    return () if sampler is None else sampler.between(since_s, until_s)
+    """Return the snapshots between two times from the samplers of this process, oldest first."""
+    shared = _shared
+    earlier = tuple(snapshot for snapshot in shared.earlier.copy() if since_s <= snapshot.at_s <= until_s)
+    return earlier if shared.last is None else (*earlier, *shared.last.between(since_s, until_s))
 
 
 @contextmanager
@@ -219,6 +223,8 @@ def sampled() -> Iterator[Sampler]:
     try:
         with shared.lock:
             if shared.sampler is None:
+                if shared.last is not None:
+                    shared.earlier.extend(shared.last.recent(_EARLIER))
                 shared.sampler = shared.last = Sampler().start()
             sampler = shared.sampler
         yield sampler

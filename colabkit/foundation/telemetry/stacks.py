@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Literal, NamedTuple, TypeAlias
 
 from colabkit.foundation.mount_table import Reader
+from colabkit.foundation.reports import printable
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
@@ -159,10 +160,10 @@ def _dotted(path: str) -> str:
 def _place_of(file: str, line: int, function: str) -> str:
     # IPython names the code of a cell after a temporary file or its number.
     is_cell = "ipykernel_" in file or file.startswith("<ipython-input")
-    where = f"line {line} of a cell" if is_cell else f"{os.path.basename(file)}:{line}"
+    where = f"line {line} of a cell" if is_cell else f"{printable(os.path.basename(file))}:{line}"
     return where if function == "<module>" else f"{where} in {function}"
 
 
 def _line_of(file: str, line: int) -> str:
-    text = " ".join(linecache.getline(file, line).split())
+    text = printable(" ".join(linecache.getline(file, line).split()))
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"

@@ -97,6 +97,11 @@ class HostProfile:
         return self.threads is not None and (self.threads.gil_wait_s or 0.0) >= _GIL_WAIT_S
 
     @property
+    def knows_waits(self) -> bool:
+        """Whether the kernel counts the waits of threads for a CPU, so that `waiting` excludes them."""
+        return self.threads is not None and self.threads.training_held_rate is not None
+
+    @property
     def samples(self) -> int:
         """Number of samples of the stack, without those in which the thread waited for data."""
         return sum(spot.samples for spot in self.spots)

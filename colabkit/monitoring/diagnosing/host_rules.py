@@ -34,11 +34,11 @@ def blocked_step(run: RunProfile) -> Advice | None:
     host = run.host
     if host.waiting < HIGH or (host.is_gil_held and host.busy_thread is not None):
         return None
-    seconds = format_seconds(host.waiting * run.step.seconds)
-    found = f"the step sleeps {seconds}, {format_share(host.waiting)} of its time, although its data is ready"
-    spot = host.waiting_spot
+    seconds, spot = format_seconds(host.waiting * run.step.seconds), host.waiting_spot
+    does = "sleeps" if host.knows_waits else "sleeps or has no CPU for"
+    found = f"the step {does} {seconds}, {format_share(host.waiting)} of its time, although its data is ready"
     if spot is None:
-        action = "Show the panel with dashboard(), and diagnose again to see the line of code that waits"
+        action = "Train for some more seconds with the panel, and diagnose again to see the line of code that waits"
         return Advice(found, action, confidence="low", samples_per_s=_without(run, host.waiting))
     return Advice(
         f"{found}, most often at {spot.place}",

@@ -78,7 +78,7 @@ RULES = (
     Rule(host_rules.lost_cpu),
     Rule(host_rules.long_pauses),
     Rule(host_rules.slow_checkpoints, silences=("host_work", "long_pauses")),
-    Rule(host_rules.slow_validation, headline="Validation takes longer than training"),
+    Rule(host_rules.slow_validation),
     Rule(host_rules.slower_than_before),
     Rule(machine_rules.wrong_device, is_urgent=True),
     Rule(machine_rules.lost_gpu, is_urgent=True),

@@ -189,7 +189,8 @@ def _host_sentence(run: RunProfile) -> str:
         if host.is_gil_held and host.busy_thread is not None:
             return f"Another thread holds the step up {share} of the time"
         where = "" if host.waiting_spot is None else f", at {host.waiting_spot.place}"
-        return f"The step sleeps {share} of the time, but not for lack of data{where}"
+        does = "sleeps" if host.knows_waits else "sleeps or has no CPU"
+        return f"The step {does} {share} of the time, although its data is ready{where}"
     if run.host_share == host.held:
         return f"Others use the CPU that the step needs {share} of the time"
     if run.host_share == run.save_share:
