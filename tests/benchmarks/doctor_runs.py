@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 import numpy as np
 import torch
+from doctor_host_work import (
+    become_slow,
+    block,
+    compute_freely,
+    hold_gil,
+    hold_lock,
+    in_python,
+    in_thread,
+    log_in_loop,
+    save_often,
+    take_lock,
+)
 from far_mounts import FuseMount, has_fuse
 from pictures import photo, saved
 from torch import Tensor, nn
@@ -58,6 +69,7 @@ class Run:
         width: number of channels of the model, which determines the time of a step.
         elsewhere_s: seconds that each step sleeps instead of using the CPU, like a step on a GPU; 0 trains a model on
             the CPU.
+        seconds: duration of the slow run.
         beside: returns a context manager that does other work during the slow run.
         on_step: called after each step of the slow run.
         in_step: called within each step of the slow run, with the number of seconds since the run began.
@@ -71,6 +83,7 @@ class Run:
     after: Callable[[Path], Any] | None = None
     width: int = 8
     elsewhere_s: float = 0.0
+    seconds: float = SECONDS
     beside: Callable[[Path], contextlib.AbstractContextManager[Any]] | None = None
     on_step: Callable[[], None] | None = None
     in_step: Callable[[float], None] | None = None
@@ -110,9 +123,11 @@ def elsewhere(step_s: float) -> tuple[Callable[[Any], Any], dict[str, Any]]:
     return step, {}
 
 
-def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None) -> float:
+def trained(
+    loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None, seconds: float = SECONDS
+) -> float:
     """Train for some seconds, and return the wall-clock seconds of all complete steps, including waits for data."""
-    until = time.perf_counter() + SECONDS
+    until = time.perf_counter() + seconds
     clocked, is_over = 0.0, False
     with sampled():
         while not is_over:
@@ -169,7 +184,7 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
             break
         with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
             loader = watched(run.before(folder))
-            clocked = trained(loader, slowed(step, run.in_step), run.on_step)
+            clocked = trained(loader, slowed(step, run.in_step), run.on_step, run.seconds)
         counted.append(loader.meters.snapshot().seconds / clocked)
         if run.elsewhere_s:
             loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
@@ -271,14 +286,6 @@ class Slow(Dataset[Any]):
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         in_python(self.work)
         return self.images[number], self.labels[number]
-
-
-def in_python(work: int) -> int:
-    """Return a result that pure Python computes slowly."""
-    total = 0
-    for number in range(work):
-        total += number * number % 7
-    return total
 
 
 def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
@@ -385,80 +392,6 @@ def logging() -> None:
     in_python(300_000)
 
 
-def block(passed_s: float) -> None:
-    """Block outside the CPU, as a network call or a read of a value does."""
-    time.sleep(0.02)
-
-
-LOCK = threading.Lock()
-
-
-def take_lock(passed_s: float) -> None:
-    with LOCK:
-        pass
-
-
-def log_in_loop(passed_s: float) -> None:
-    """Write a long text as JSON, as a logger of images and histograms does."""
-    json.dumps({str(number): list(range(20)) for number in range(400)}, indent=1)
-
-
-def become_slow(passed_s: float) -> None:
-    """Compute for longer in every step, from the middle of the run on."""
-    if passed_s > SECONDS:
-        until = time.perf_counter() + 0.05
-        while time.perf_counter() < until:
-            torch.ones(1000).exp()
-
-
-def save_often(passed_s: float) -> None:
-    """Write a large checkpoint to the disk in about every fortieth step."""
-    STEPS.append(0)
-    if len(STEPS) % 40 == 0:
-        with tempfile.TemporaryFile() as file:
-            for _ in range(20):
-                torch.save(torch.zeros(1 << 20), file)
-                file.flush()
-                os.fsync(file.fileno())
-
-
-STEPS: list[int] = []
-
-
-@contextlib.contextmanager
-def in_thread(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run a function in another thread of this process until the block ends."""
-    stop = threading.Event()
-    thread = threading.Thread(target=work, args=(stop,), name="refresher", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def hold_gil(stop: threading.Event) -> None:
-    while not stop.is_set():
-        in_python(10_000)
-
-
-def hold_lock(stop: threading.Event) -> None:
-    while not stop.is_set():
-        with LOCK:
-            time.sleep(0.03)
-        time.sleep(0.0001)
-
-
-def compute_freely(stop: threading.Event) -> None:
-    """Compute a quarter of the time, without the GIL."""
-    values = np.random.default_rng(0).random(1 << 18)
-    while not stop.is_set():
-        started = time.perf_counter()
-        np.sort(values)
-        time.sleep(3 * (time.perf_counter() - started))
-
-
 COPY_NEAR = ("remote_files", "throttled")
 RUNS: Sequence[Run] = (
     Run("files on a slow drive", "data", COPY_NEAR, slow(file_loader, open_s=0.1, at_once=8), file_loader),
@@ -524,7 +457,8 @@ RUNS: Sequence[Run] = (
     Run("a lock held by another thread", "host", ("blocked_step",), arrays(32), width=8, in_step=take_lock,
         beside=lambda folder: in_thread(hold_lock)),
     Run("slow logging in the loop", "other", ("code_beside_torch",), arrays(32), width=8, in_step=log_in_loop),
-    Run("a run that becomes slow", "host", ("slower_than_before",), arrays(32), width=8, in_step=become_slow),
+    Run("a run that becomes slow", "host", ("slower_than_before",), arrays(32), width=8, in_step=become_slow,
+        seconds=3 * SECONDS),
     Run("slow checkpoints in the loop", "host", ("long_pauses", "blocked_step"), arrays(32), width=8,
         in_step=save_often),
     Run("little memory", "compute", ("full_ram",), arrays(32), width=24, beside=little_memory),

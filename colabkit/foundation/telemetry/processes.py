@@ -13,7 +13,7 @@ from colabkit.foundation.mount_table import Reader
 from colabkit.foundation.reports import printable
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_SCRIPT = re.compile(r"[\w.-]+\.(?:py|sh|ipynb)")
+_PYTHON = re.compile(r"python[\d.]*")
 
 
 def _process_ids() -> Iterable[int]:
@@ -72,12 +72,16 @@ class OtherProcesses:
             return None
 
     def _name(self, process_id: int) -> str:
-        """Return the name of a process and of its script. Other arguments may contain secrets."""
-        name, script = "", ""
+        """Return the name of a process and, of Python, that of its script. Other arguments may contain secrets."""
+        name, words = "", [""]
         try:
             name = self.read(f"/proc/{process_id}/comm").strip()
-            words = self.read(f"/proc/{process_id}/cmdline").split("\0")
-            script = next((base for word in words[1:3] if _SCRIPT.fullmatch(base := os.path.basename(word))), "")
+            words = self.read(f"/proc/{process_id}/cmdline").split("\0")[1:3]
         except (OSError, ValueError):
             pass
-        return f"{printable(' '.join(filter(None, (name, script))) or 'a process')}, PID {process_id}"
+        script = ""
+        if _PYTHON.fullmatch(name) and words:
+            script = " ".join(words) if words[0] == "-m" else os.path.basename(words[0])
+        if script.startswith("-") and not script.startswith("-m "):
+            script = ""
+        return f"{printable(f'{name} {script}'.strip() or 'a process')}, PID {process_id}"
