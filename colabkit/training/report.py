@@ -58,7 +58,7 @@ _FIRST, _LAST = 5, 10
 """Number of the first and the last epochs that a table lists, if there are more."""
 
 _LISTED_MACHINES = 240
-"""Size budget for the host snapshots in `to_dict()`: a snapshot costs 3, plus 1 for each GPU."""
+"""Size budget for the host snapshots in `to_dict()`: a snapshot costs 5, plus 1 for each GPU."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,7 +164,7 @@ class TrainReport(Report):
             values[name] = thinned(values[name], _LISTED)
         values["curve"] = {name: short(thinned(points, _LISTED)) for name, points in values["curve"].items()}
         gpus = max((len(snapshot.gpus) for snapshot in self.hosts), default=0)
-        values["hosts"] = short(thinned(values["hosts"], max(2, _LISTED_MACHINES // (3 + gpus))))
+        values["hosts"] = short(thinned(values["hosts"], max(2, _LISTED_MACHINES // (5 + gpus))))
         return values
 
     def save(self, path: str | os.PathLike[str]) -> Path:

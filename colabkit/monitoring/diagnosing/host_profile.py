@@ -19,7 +19,7 @@ _STILL_FAST = 0.67
 _LEAST_SAMPLES = 10
 # Shares of the CPUs used by other processes, and of the time lost to other machines or a quota, that hold a step up.
 FOREIGN, _LOST = 0.25, 0.1
-# A thread that uses this share of a CPU may hold the training thread up.
+# A thread that uses this share of a CPU, or of the time in which threads have one, may hold the training thread up.
 _BUSY_THREAD = 0.4
 # While another thread runs Python code, taking the GIL takes about 5 ms.
 _GIL_WAIT_S = 1e-3
@@ -87,7 +87,9 @@ class HostProfile:
     def busy_thread(self) -> str | None:
         """Another Python thread of the user that uses much of a CPU; None if there is none."""
         threads = self.threads
-        if threads is None or threads.busiest_thread is None or (threads.busiest_thread_rate or 0.0) < _BUSY_THREAD:
+        if threads is None or threads.busiest_thread is None:
+            return None
+        if (threads.busiest_thread_rate or 0.0) < _BUSY_THREAD * (1.0 - (threads.held_rate or 0.0)):
             return None
         return None if threads.busiest_thread.startswith(_OWN) else threads.busiest_thread
 

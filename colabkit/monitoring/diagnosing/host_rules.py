@@ -129,7 +129,7 @@ def slower_than_before(run: RunProfile) -> Advice | None:
         return None
     busiest = next((spot for spot in run.host.spots if spot.samples >= _TRAINS * run.host.samples), None)
     where = f". Now, it spends most time at {busiest.place}" if busiest is not None else ""
-    since = f" {format_seconds(slowdown.since_s)} ago" if slowdown.since_s else ""
+    since = f", {format_seconds(slowdown.since_s)} ago" if slowdown.since_s else ""
     return Advice(
         f"a step takes {format_seconds(run.step.seconds)}, {slowdown.times:.1f} times as long as until step"
         f" {format_count(slowdown.since_step)}{since}{where}",

@@ -82,7 +82,7 @@ RULES = (
     Rule(host_rules.slower_than_before),
     Rule(machine_rules.wrong_device, is_urgent=True),
     Rule(machine_rules.lost_gpu, is_urgent=True),
-    Rule(machine_rules.others_on_the_cpu, silences=("blocked_step", "busy_thread")),
+    Rule(machine_rules.others_on_the_cpu, silences=("blocked_step", "slower_than_before")),
     Rule(machine_rules.tiny_batches, silences=("launches", "room_on_the_gpu")),
     Rule(machine_rules.launches, silences=("room_on_the_gpu",)),
     Rule(machine_rules.no_mixed_precision),
