@@ -143,6 +143,7 @@ class TrainReport(Report):
         """
         values = super().to_dict()
         del values["spent"]["recent"]
+        values["spent"]["stretches"] = short([list(stretch) for stretch in self.spent.stretches])
         for name in ("epochs", "validations"):
             values[name] = thinned(values[name], _LISTED)
         values["curve"] = {name: short(thinned(points, _LISTED)) for name, points in values["curve"].items()}

@@ -39,7 +39,7 @@ def long_run(epochs: int, gpus: int) -> TrainReport:
     card = replace(
         card, torch_bytes=12345678901, torch_reserved_bytes=12345678901, power_w=123.456, slowed_by=("heat",)
     )
-    spots = [LoopSpot(f"train.py:{line} in log_images", "x" * 60, "aside", 1, 1) for line in range(101, 106)]
+    spots = [LoopSpot(f"train.py:{line} in log_images", "x" * 50, "aside", 1, 1) for line in range(101, 104)]
     threads = ThreadsSnapshot(1 / 3, 1 / 3, 1 / 3, 1 / 3, "a thread with a name", 1 / 3, 1 / 3, tuple(spots))
     others = {"threads": threads, "other_process": BusyProcess("python train.py, PID 4711", 1 / 3)}
     rates = {field.name: 1e9 / 3 for field in fields(HostSnapshot) if field.name not in ("at_s", "gpus", *others)}
@@ -109,7 +109,7 @@ def test_long_lists_are_thinned_and_keep_the_first_and_last_entry():
     assert [values["validations"][place]["step"] for place in (0, -1)] == [391, 391 * 5000]
     assert [values["curve"]["loss"][place][0] for place in (0, -1)] == [391, 391_000]
     assert values["hosts"][-1]["at_s"] == pytest.approx(report.hosts[-1].at_s, rel=1e-4)
-    assert len(values["hosts"]) == 60
+    assert len(values["hosts"]) == 40
     assert len(report.epochs) == 5000
 
 

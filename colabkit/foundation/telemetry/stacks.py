@@ -22,7 +22,7 @@ from colabkit.foundation.reports import printable
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
-_MOST_SPOTS, _LONGEST_LINE = 5, 60
+_MOST_SPOTS, _LONGEST_LINE = 3, 50
 # Operations that may call a function which is not written in Python.
 _CALLS = ("CALL", "BINARY", "BEFORE_WITH", "LOAD_SPECIAL", "LOAD_ATTR", "PRECALL")
 # Parts of colabkit and torch that wait for data or produce it.
@@ -82,7 +82,7 @@ class StackSampler:
             self._found[*spot, is_asleep] += 1
 
     def take(self) -> tuple[LoopSpot, ...]:
-        """Return and forget the places found since the last call, the most frequent first, at most five."""
+        """Return and forget the places found since the last call, the most frequent first, at most three."""
         found, self._found = self._found, Counter()
         spots: dict[tuple[str, int, str, SpotKind], list[int]] = {}
         for (*spot, is_asleep), count in found.items():
