@@ -12,7 +12,17 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import colabkit
-from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
+from colabkit.foundation import (
+    GpuSnapshot,
+    HostSnapshot,
+    LoaderFacts,
+    LoopSpot,
+    MetersSnapshot,
+    PartSnapshot,
+    StepTimes,
+    Stretch,
+    ThreadsSnapshot,
+)
 from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.monitoring.diagnosing.run_profile import RunProfile, profile_run
 
@@ -68,16 +78,49 @@ T4 = GpuSnapshot(
 )
 
 
+COMPUTES = LoopSpot("train.py:10 in step", "loss.backward()", "compute", 20, 0)
+SLEEPS = LoopSpot("train.py:20 in step", "time.sleep(0.02)", "call", 30, 30)
+LOGS = LoopSpot("train.py:30 in log_images", "figure.savefig(path)", "aside", 30, 0)
+THREADS = ThreadsSnapshot(
+    training_cpu_rate=0.95,
+    training_held_rate=0.01,
+    held_rate=0.02,
+    compute_cpus=0.9,
+    busiest_thread="colabkit-telemetry",
+    busiest_thread_rate=0.005,
+    gil_wait_s=1e-5,
+)
+# The thread that trains sleeps for most of the time, and nothing computes meanwhile.
+ASLEEP = replace(THREADS, training_cpu_rate=0.2, compute_cpus=0.05, spots=(SLEEPS, COMPUTES))
+HELD_BY_THREAD = replace(ASLEEP, busiest_thread="refresher", busiest_thread_rate=0.9, gil_wait_s=0.005)
+
+
+def with_threads(threads: ThreadsSnapshot = THREADS, host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
+    """Return a snapshot of the host with these threads; `changes` replace their fields."""
+    return replace(host, threads=replace(threads, **changes))
+
+
+def stretches_of(*paces: float, samples: int = 64, seconds: float = 10.0) -> tuple[Stretch, ...]:
+    """Return stretches of a run in which a step took these seconds."""
+    return tuple(Stretch(round(seconds / pace), round(seconds / pace) * samples, seconds, 0.0) for pace in paces)
+
+
 def with_gpu(host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
     """Return a snapshot of the host with a T4; `changes` replace fields of the T4's snapshot."""
     return replace(host, gpus=(replace(T4, **changes),))
 
 
 def steps_of(
-    wait: float = 0.0, copy: float = 0.0, compute: float = 0.1, other: float = 0.0, samples: int = 64, count: int = 100
+    wait: float = 0.0,
+    copy: float = 0.0,
+    compute: float = 0.1,
+    other: float = 0.0,
+    samples: int = 64,
+    count: int = 100,
+    cpu: float | None = None,
 ) -> list[StepTimes]:
     """Return equal steps with these times in seconds; the first one begins a pass over the data."""
-    return [StepTimes(wait, copy, compute, other, samples, number == 0) for number in range(count)]
+    return [StepTimes(wait, copy, compute, other, samples, number == 0, cpu) for number in range(count)]
 
 
 def part(
@@ -119,12 +162,13 @@ def made(
     compute: float = 0.1,
     other: float = 0.0,
     samples: int = 64,
+    cpu: float | None = None,
     epochs: Sequence[tuple[int, Mapping[str, float]]] = (),
     values: Mapping[str, float] | None = None,
     **more: Any,
 ) -> RunProfile:
     """Return the profile of a run with `steps`, or with equal steps of the given times; `more` sets other meters."""
-    taken = steps_of(wait, copy, compute, other, samples) if steps is None else steps
+    taken = steps_of(wait, copy, compute, other, samples, cpu=cpu) if steps is None else steps
     spent = spent_of(taken, **{"parts": tuple(parts), **more})
     hosts = [] if host is None else [host] * 3
     run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=precision)

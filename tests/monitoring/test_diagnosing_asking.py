@@ -76,7 +76,8 @@ def test_the_verdict_of_a_report_is_the_verdict_of_its_run(data: PackedDataset) 
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
     found = doctor(report)
     # Of the 88 steps, those of the first epoch and the first one of each epoch do not count.
-    assert (found.verdict, found.steps) == ("compute", 70)
+    # These steps sleep.
+    assert (found.verdict, found.steps) == ("host", 70)
     check(found)
 
 
@@ -86,7 +87,7 @@ def test_the_diagnosis_of_a_report_uses_the_machine_of_that_run(data: PackedData
     # There are too few steps for advice.
     assert [advice.rule for advice in doctor(hot).advice] == []
     longer = replace(hot, spent=replace(hot.spent, recent=hot.spent.recent * 2, steps=2 * hot.spent.steps))
-    assert [advice.rule for advice in doctor(longer).advice] == ["slowed_gpu"]
+    assert "slowed_gpu" in [advice.rule for advice in doctor(longer).advice]
 
 
 def test_a_report_without_steps_has_too_few_for_a_verdict(data: PackedDataset) -> None:

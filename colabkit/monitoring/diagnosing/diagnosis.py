@@ -10,7 +10,7 @@ from colabkit.foundation import Report, format_rate, format_seconds, format_shar
 MODERATE, HIGH = 0.05, 0.20
 """Thresholds for the share of the step time spent waiting for data, as in TensorFlow's input_pipeline_analysis.py."""
 
-Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "unknown"]
+Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "host", "unknown"]
 # Larger speedups are reported as "over 100"; they occur in loops that do no work.
 _MOST_TIMES = 100
 
@@ -71,8 +71,9 @@ class Diagnosis(Report):
     """The bottleneck of a training run and how to fix it.
 
     Attributes:
-        verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work on the host),
-            or `"unknown"`.
+        verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work in the loop,
+            such as logging), `"host"` (the step is held up by other processes or threads, by a call that blocks, or by
+            pauses, or the run has become much slower), or `"unknown"`.
         sentence: the verdict as a sentence, with its numbers.
         shares: how the time of a typical step is split. A typical step is the mean of the middle half of the steps, so
             that stragglers, starts of epochs and pauses for checkpoints do not count, unlike in the averages of a
@@ -86,7 +87,7 @@ class Diagnosis(Report):
         steps: number of steps that the diagnosis is based on.
     """
 
-    verdict: Literal["data", "copy", "compute", "other", "unknown"]
+    verdict: Literal["data", "copy", "compute", "other", "host", "unknown"]
     sentence: str
     shares: Shares
     step_s: float

@@ -222,7 +222,9 @@ def others_on_the_cpu(run: RunProfile) -> Advice | None:
     foreign, cpus = run.machine.foreign_cpus, run.machine.cpus
     if foreign is None or foreign < _FOREIGN_CPUS * cpus or not run.is_cpu_full or run.is_on_gpu:
         return None
-    found = f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}"
+    busiest = run.host.other_process
+    name = "" if busiest is None else f", most of all {busiest.name}"
+    found = f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}{name}"
     if current_place().is_for_one_notebook:
         action = f"{_STOP_OWN}, and wait until files are sent to Drive"
         return Advice(found, action, confidence="high", check="!top -bn1 lists them")
