@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, PartSnapshot, StepTimes
-from colabkit.monitoring.diagnosing import data_rules, learning_rules, machine_rules
+from colabkit.monitoring.diagnosing import data_rules, learning_rules, machine_rules, worker_rules
 from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
 from colabkit.monitoring.diagnosing.machine_rules import pageable_copies
 from colabkit.monitoring.diagnosing.rules import RULES
@@ -202,7 +202,7 @@ def markup(found: Diagnosis) -> str:
 
 
 def test_the_contradictions_use_the_words_of_the_rules() -> None:
-    source = "".join(map(inspect.getsource, (data_rules, machine_rules, learning_rules)))
+    source = "".join(map(inspect.getsource, (data_rules, worker_rules, machine_rules, learning_rules)))
     for ones, _ in AGAINST:
         for one in ones:
             assert one.removesuffix(", since") in source, one
