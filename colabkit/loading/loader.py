@@ -14,9 +14,7 @@ from typing import Any, Literal
 import torch
 
 from colabkit.foundation import (
-    BadImage,
     LoaderMeters,
-    cannot,
     check_size,
     check_whole_number,
     format_things,
@@ -54,7 +52,7 @@ from colabkit.loading.engine.user_code import (
     seed_by_draws,
     yields_batches,
 )
-from colabkit.loading.inspection import image_size, name_of
+from colabkit.loading.inspection import name_of, note_image_size
 from colabkit.loading.sampler.orders import Order
 
 # Number of batches between calls of `settle`. Until then, a GPU's clock keeps the events of all steps.
@@ -383,7 +381,7 @@ class Loader(DataLoaderSource):
                 del made
                 given = now()
                 if counts.batches == 1:
-                    self._note_image_size(counts, batch)
+                    counts.facts = note_image_size(self.meters, batch)
                 if is_published and meters.is_heard():
                     meters.publish(meters.BatchTaken(counts))
                 yield batch
@@ -395,24 +393,13 @@ class Loader(DataLoaderSource):
                 if not counts.batches % _SETTLED_EVERY:
                     counts.settle(clock)
             if not start and counts.batches == received and self._bad.reasons:
-                raise self._no_readable_image(planner.samples(0))
+                raise self._bad.none_readable(planner.samples(0))
             # The epoch is over even if its last batches held only bad samples, and so were not yielded.
             self._position.receive(epoch, 0, is_over=True)
         finally:
             if os.getpid() == owner:
                 batches.close()
                 counts.settle(clock)
-
-    @staticmethod
-    def _no_readable_image(count: int) -> BadImage:
-        found = f"none of {format_things(count, 'image file')} can be decoded"
-        next_step = "See loader.bad_samples for the reasons"
-        return BadImage(cannot("load an epoch", found, "at least one readable image", next_step))
-
-    def _note_image_size(self, counts: LoaderMeters, batch: Any) -> None:
-        """Add the size of the images in a batch to the facts about this loader."""
-        if (facts := self.meters.facts) is not None and (size := image_size(batch)) is not None:
-            self.meters.facts = counts.facts = replace(facts, image_height=size[0], image_width=size[1])
 
     def _finished(self, order: Order | None, seed: int, epoch: int, made: Batch) -> Any:
         whole: Callable[[Sequence[Any]], Any]
