@@ -213,6 +213,7 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
         "predicted": statistics.median(predicted) if predicted else None,
         "mended": statistics.median(mended) if mended else None,
         "expected": statistics.median(expected) if expected else None,
+        "limits": [limits for found in (*diagnoses, *confirmed) if (limits := limits_by(run, found))],
         "rounds": {"predicted": predicted, "expected": expected, "mended": mended},
         "counted": counted,
         "text": repr(diagnoses[0]),
@@ -223,6 +224,12 @@ def predicted_by(run: Run, found: Diagnosis) -> float | None:
     """Return the speed that a diagnosis predicts for the fix; None if it predicts none."""
     given = {advice.rule: advice.samples_per_s for advice in found.advice}
     return next((given[rule] for rule in run.rules if given.get(rule)), None)
+
+
+def limits_by(run: Run, found: Diagnosis) -> tuple[float, float] | None:
+    """Return the limits of the predicted speed of the fix; None if there are none."""
+    given = {one.rule: (one.low_samples_per_s, one.high_samples_per_s) for one in found.advice if one.samples_per_s}
+    return next((given[rule] for rule in run.rules if rule in given), None)
 
 
 # Datasets and loaders.

@@ -47,6 +47,10 @@ PROCESSES = LoaderFacts(
 FOREIGN = LoaderFacts("foreign", samples=50_000, batch_size=64, workers=2, encoding="python", keeps_workers=True)
 ON_GPU = replace(GATHERED, device="cuda:0", is_pinned=True)
 
+_CALLS = (colabkit.Loader, DataLoader, colabkit.supervised_step, colabkit.train)
+_OWN = {"loader", "data", "model"}
+_ASSIGNED = _OWN | {name for one in _CALLS for name in inspect.signature(one).parameters}
+
 QUIET = HostSnapshot(
     at_s=1.0,
     cpus=4.0,
@@ -191,21 +195,22 @@ def check_advice(advice: Advice) -> None:
         # A message joins `found` and `action` by a colon, so neither may contain another.
         assert ": " not in text, text
     assert advice.action[0].isupper(), advice
+    assert "..." not in advice.call, advice
     assert advice.samples_per_s is None or 0 <= advice.samples_per_s < float("inf"), advice
+    if advice.samples_per_s is not None:
+        assert advice.low_samples_per_s <= advice.samples_per_s <= advice.high_samples_per_s < float("inf"), advice
     check_call(advice.call)
 
 
 def check_call(text: str) -> None:
-    """Check that calls, except `.to()`, exist and accept their arguments; assigned names must be loader options."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+    """Check that calls of colabkit exist and accept their arguments; assigned names are options or the user's names."""
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name not in ("model.to", "batch.to"):
+            if name not in ("model.to", "torch.compile", "torch.nn.utils.clip_grad_norm_", "model.parameters"):
                 _check_arguments(name, node)
         if isinstance(node, ast.Assign):
-            options = {*inspect.signature(colabkit.Loader).parameters, *inspect.signature(DataLoader).parameters}
-            assert {ast.unparse(target) for target in node.targets} <= options, text
+            assert {ast.unparse(target) for target in node.targets} <= _ASSIGNED, text
 
 
 def _check_arguments(name: str, call: ast.Call) -> None:
@@ -214,6 +219,4 @@ def _check_arguments(name: str, call: ast.Call) -> None:
     for word in name.split(".")[1:]:
         thing = getattr(thing, word)
     values = {keyword.arg or "": keyword.value for keyword in call.keywords}
-    has_dots = any(isinstance(value, ast.Constant) and value.value is ... for value in call.args)
-    signature = inspect.signature(thing)
-    (signature.bind_partial if has_dots else signature.bind)(*call.args, **values)
+    inspect.signature(thing).bind(*call.args, **values)

@@ -23,7 +23,7 @@ from colabkit.foundation import (
     Stretch,
     ThreadsSnapshot,
 )
-from colabkit.monitoring.diagnosing import data_rules, host_rules, learning_rules, machine_rules
+from colabkit.monitoring.diagnosing import data_rules, host_rules, learning_rules, machine_rules, worker_rules
 from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
 from colabkit.monitoring.diagnosing.machine_rules import pageable_copies
 from colabkit.monitoring.diagnosing.rules import RULES
@@ -249,7 +249,7 @@ def markup(found: Diagnosis) -> str:
 
 
 def test_the_contradictions_use_the_words_of_the_rules() -> None:
-    source = "".join(map(inspect.getsource, (data_rules, host_rules, machine_rules, learning_rules)))
+    source = "".join(map(inspect.getsource, (data_rules, worker_rules, host_rules, machine_rules, learning_rules)))
     for ones, _ in AGAINST:
         for one in ones:
             assert one.removesuffix(", since") in source, one

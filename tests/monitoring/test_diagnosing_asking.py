@@ -105,8 +105,9 @@ def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
     assert found.verdict == "data"
     # The worker sleeps while a CPU is free.
     assert found.bottleneck == "read"
-    assert [advice.rule for advice in found.advice] == ["slow_transform"]
-    assert found.advice[0].found.endswith("most of it waiting for storage")
+    advice = {advice.rule: advice for advice in found.advice}
+    assert {*advice} == {"slow_transform", "more_workers"}
+    assert advice["slow_transform"].found.endswith("most of it waiting for storage")
     assert loader.state_dict() == state
     assert loader.meters.snapshot() == spent
     check(found)

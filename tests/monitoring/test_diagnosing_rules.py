@@ -129,10 +129,6 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
                 "parts": (part("samples", 0.012, 0.001),),
             },
             "another loader": {"facts": FOREIGN, "parts": ()},
-            "rows are as large as the batch that is made of them": {
-                "facts": replace(GATHERED, transform="Normalize()"),
-                "parts": (part("gather", 1e-5), part("augment", 0.003)),
-            },
             "not waited for": {"wait": 0.001},
         },
     ),
@@ -148,6 +144,10 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {**STARVED, "facts": replace(DECODED, workers=1), "parts": DECODES},
         {
             "as many as CPUs": {"facts": replace(DECODED, workers=4)},
+            "as many processes as CPUs that compute": {
+                "facts": replace(PROCESSES, workers=4),
+                "parts": (part("samples", 0.012, 0.011),),
+            },
             "how many is not known": {"facts": replace(DECODED, workers=None)},
             "the CPU is full": {"host": FULL},
             "the CPU is not known": {"host": UNKNOWN_HOST},

@@ -296,6 +296,8 @@ def test_facts_are_read_from_the_attributes_of_a_data_loader() -> None:
             encoding="python",
             is_pinned=is_pinned,
             keeps_workers=keeps_workers,
+            shuffle=False,
+            prefetch=2 if options else None,
         )
 
 

@@ -44,6 +44,11 @@ class LoaderFacts:
         transform: name of the transform.
         is_pinned: whether batches are in pinned memory before they are copied to the device.
         keeps_workers: whether worker processes persist between epochs.
+        split: split of the pack or of the files.
+        image_height: height in pixels of the images in the first batch; also None if samples are no images.
+        image_width: width in pixels of these images.
+        shuffle: whether samples are shuffled, or `"block"`.
+        prefetch: number of batches to make ahead; for a `DataLoader`, per worker.
     """
 
     kind: Literal["gathered", "decoded", "processes", "device", "foreign"]
@@ -61,6 +66,11 @@ class LoaderFacts:
     transform: str | None = None
     is_pinned: bool | None = None
     keeps_workers: bool | None = None
+    split: str | None = None
+    image_height: int | None = None
+    image_width: int | None = None
+    shuffle: bool | str | None = None
+    prefetch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

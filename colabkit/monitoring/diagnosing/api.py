@@ -33,7 +33,17 @@ from colabkit.foundation import (
     sampled,
     seen,
 )
-from colabkit.loading import Loader, bytes_in, files_of, is_remote, may_be_loader, path_of, samples_in, set_mark
+from colabkit.loading import (
+    Loader,
+    bytes_in,
+    files_of,
+    image_size,
+    is_remote,
+    may_be_loader,
+    path_of,
+    samples_in,
+    set_mark,
+)
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Shares
 from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S, RunProfile, profile_run
 from colabkit.monitoring.diagnosing.verdict import judge
@@ -266,6 +276,8 @@ class WatchedLoader(Generic[T_co]):
             for batch in self.watched:
                 samples = samples_in(batch, self._facts.batch_size or 1)
                 if not counts.batches and samples and (size := bytes_in(batch)):
+                    height, width = image_size(batch) or (None, None)
+                    self._facts = replace(self._facts, image_height=height, image_width=width)
                     self._facts = counts.facts = replace(self._facts, sample_bytes=size / samples)
                 counts.batches += 1
                 counts.samples += samples
@@ -315,7 +327,7 @@ def _facts_of(loader: Any) -> meters.LoaderFacts:
     dataset = getattr(loader, "dataset", None)
     batch_size, workers = getattr(loader, "batch_size", None), getattr(loader, "num_workers", None)
     pins, keeps = getattr(loader, "pin_memory", None), getattr(loader, "persistent_workers", None)
-    path = path_of(dataset)
+    path, prefetch = path_of(dataset), getattr(loader, "prefetch_factor", None)
     return meters.LoaderFacts(
         kind="foreign",
         samples=_length(dataset) if dataset is not None else None,
@@ -327,4 +339,13 @@ def _facts_of(loader: Any) -> meters.LoaderFacts:
         encoding="python",
         is_pinned=pins if isinstance(pins, bool) else None,
         keeps_workers=True if workers == 0 else keeps if isinstance(keeps, bool) else None,
+        split=getattr(dataset, "split_name", None),
+        shuffle=_is_shuffled(getattr(loader, "sampler", None)),
+        prefetch=prefetch if isinstance(prefetch, int) else None,
     )
+
+
+def _is_shuffled(sampler: Any) -> bool | None:
+    if isinstance(sampler, torch.utils.data.RandomSampler):
+        return True
+    return False if isinstance(sampler, torch.utils.data.SequentialSampler) else None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from colabkit.foundation import LoopSpot, format_count, format_seconds, format_share, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
+from colabkit.monitoring.diagnosing.forecast import spread
 from colabkit.monitoring.diagnosing.run_profile import SLOWER, RunProfile
 
 # Share of the time that a hypervisor or a quota takes, or that pauses take, before the doctor reports it.
 _LOST, _PAUSES = 0.1, 0.1
 _TRAINS = 0.3
+# A predicted speed and its limits, if known.
+_Speeds: TypeAlias = tuple[float | None, float | None, float | None]
+_UNKNOWN: _Speeds = (None, None, None)
 
 
 def busy_thread(run: RunProfile) -> Advice | None:
@@ -25,7 +31,8 @@ def busy_thread(run: RunProfile) -> Advice | None:
         f"the thread {name!r} runs {format_share(threads.busiest_thread_rate or 0.0)} of the time, and the step waits"
         f" for it {format_share(lost)} of the time, since only one thread at a time runs Python code",
         "Move the work of this thread to another process, or let it pause between its checks",
-        samples_per_s=_without(run, lost),
+        "",
+        *_without(run, lost),
     )
 
 
@@ -39,12 +46,13 @@ def blocked_step(run: RunProfile) -> Advice | None:
     found = f"the step {does} {seconds}, {format_share(host.waiting)} of its time, although its data is ready"
     if spot is None:
         action = "Train for some more seconds with the panel, and diagnose again to see the line of code that waits"
-        return Advice(found, action, confidence="low", samples_per_s=_without(run, host.waiting))
+        return Advice(found, action, "", *_without(run, host.waiting), confidence="low")
     return Advice(
         f"{found}, most often at {spot.place}",
         "Remove the wait from the step, or wait in another thread",
+        "",
+        *_without(run, host.waiting),
         confidence="high",
-        samples_per_s=_without(run, host.waiting),
         check=_line(spot),
     )
 
@@ -57,7 +65,8 @@ def code_beside_torch(run: RunProfile) -> Advice | None:
     return Advice(
         f"code that does not use torch takes {format_share(aside)} of the time, most of it at {spot.place}",
         "Do this work less often, for example in every 50th step, or faster",
-        samples_per_s=_without(run, aside),
+        "",
+        *_without(run, aside),
         check=_line(spot),
     )
 
@@ -92,7 +101,8 @@ def long_pauses(run: RunProfile) -> Advice | None:
         f"one in {every} steps takes {format_seconds(pauses.seconds)} longer than the others, which costs"
         f" {format_share(pauses.share)} of the time{where}",
         "Save, validate and log less often, or in the background",
-        samples_per_s=_without(run, pauses.share),
+        "",
+        *_without(run, pauses.share),
         check="" if spot is None else _line(spot),
     )
 
@@ -105,7 +115,8 @@ def slow_checkpoints(run: RunProfile) -> Advice | None:
         f"checkpoints hold the training up {format_share(run.save_share)} of the time, for"
         f" {format_seconds(run.spent.save_s)} in total",
         "Save less often, for example with save_every='10min' in train()",
-        samples_per_s=_without(run, run.save_share) if run.save_share >= HIGH else None,
+        "",
+        *(_without(run, run.save_share) if run.save_share >= HIGH else _UNKNOWN),
         confidence="high",
     )
 
@@ -134,7 +145,8 @@ def slower_than_before(run: RunProfile) -> Advice | None:
         f"a step takes {format_seconds(run.step.seconds)}, {slowdown.times:.1f} times as long as until step"
         f" {format_count(slowdown.since_step)}{since}{where}",
         "Look for what grows with the run, such as lists of tensors, or what has started since, such as other programs",
-        samples_per_s=run.samples_per_s * slowdown.times,
+        "",
+        *_limits(run, run.samples_per_s * slowdown.times),
         confidence="low",
         check="" if busiest is None else _line(busiest),
     )
@@ -145,6 +157,11 @@ def _line(spot: LoopSpot) -> str:
     return f"{seen} found the loop at the line {spot.text!r}" if spot.text else f"{seen} found the loop there"
 
 
-def _without(run: RunProfile, share: float) -> float | None:
+def _without(run: RunProfile, share: float) -> _Speeds:
     """Return the speed without something that takes this share of the time."""
-    return run.samples_per_s / (1 - share) if share < 1 else None
+    return _limits(run, run.samples_per_s / (1 - share)) if share < 1 else _UNKNOWN
+
+
+def _limits(run: RunProfile, speed: float) -> _Speeds:
+    noise = 1 + spread(run)
+    return speed, speed / noise, speed * noise

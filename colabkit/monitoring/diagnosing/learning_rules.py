@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 from colabkit.monitoring.diagnosing.diagnosis import Advice
+from colabkit.monitoring.diagnosing.remedies import options
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 # The validation loss must exceed its lowest value by this factor in each of the newest epochs.
@@ -24,7 +25,7 @@ def not_finite(run: RunProfile) -> Advice | None:
     return Advice(
         "the loss is not a finite number",
         "Lower the learning rate, or clip gradients",
-        "colabkit.supervised_step(..., clip=1.0)",
+        options(clip=1.0) if run.precision is not None else "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         confidence="high",
     )
 
@@ -60,8 +61,8 @@ def overfitting(run: RunProfile) -> Advice | None:
     return Advice(
         f"the validation loss has risen from {best:.4g} after epoch {best_epoch} to {losses[-1][1]:.4g}, while the"
         " training loss falls",
-        "Stop when the validation loss no longer falls, or augment the images",
-        "colabkit.train(..., to=..., patience=3)",
+        "Stop when the validation loss no longer falls, with patience= of train(), or augment the images",
+        options(patience=3),
         confidence="high",
     )
 
@@ -73,8 +74,8 @@ def plateau(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the loss has not fallen for {_STILL_EPOCHS} epochs",
-        "Stop training, or lower the learning rate",
-        "colabkit.train(..., to=..., patience=3)",
+        "Stop training, with patience= of train(), or lower the learning rate",
+        options(patience=3),
     )
 
 

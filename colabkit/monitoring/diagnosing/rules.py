@@ -1,9 +1,10 @@
 """The table of the doctor's rules.
 
-To add a rule, write a function in `data_rules`, `machine_rules`, `host_rules` or `learning_rules` and list it here. Its
-docstring states when it applies. It takes a run and returns advice, or None if it does not apply or a value that it
-needs is unknown. If two pieces of advice predict the same speed, the rule listed first wins. Each rule is tested in
-`tests/monitoring/test_diagnosing_rules.py`, with a run to which it applies and similar runs to which it does not.
+To add a rule, write a function in `data_rules`, `worker_rules`, `machine_rules`, `host_rules` or `learning_rules` and
+list it here. Its docstring states when it applies. It takes a run and returns advice, or None if it does not apply or a
+value that it needs is unknown. If two pieces of advice predict the same speed, the rule listed first wins. Each rule is
+tested in `tests/monitoring/test_diagnosing_rules.py`, with a run to which it applies and similar runs to which it does
+not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from colabkit.monitoring.diagnosing import data_rules, host_rules, learning_rules, machine_rules
+from colabkit.monitoring.diagnosing import data_rules, host_rules, learning_rules, machine_rules, worker_rules
 from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
@@ -61,11 +62,11 @@ RULES = (
     Rule(data_rules.slow_decoding),
     Rule(data_rules.slow_transform),
     Rule(data_rules.slow_foreign),
-    Rule(data_rules.more_workers),
-    Rule(data_rules.held_by_python, silences=("more_workers",)),
-    Rule(data_rules.too_many_workers),
-    Rule(data_rules.slow_start),
-    Rule(data_rules.bursts),
+    Rule(worker_rules.more_workers),
+    Rule(worker_rules.held_by_python, silences=("more_workers",)),
+    Rule(worker_rules.too_many_workers),
+    Rule(worker_rules.slow_start),
+    Rule(worker_rules.bursts),
     Rule(data_rules.chunks_do_not_fit),
     Rule(data_rules.cache_too_small),
     Rule(data_rules.throttled, silences=("remote_files",)),

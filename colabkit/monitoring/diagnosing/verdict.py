@@ -20,6 +20,8 @@ _HYSTERESIS = 0.03
 _CONVINCED = 2
 _MOST_ADVICE = 3
 _LEAST_GAIN = 1.03
+# Number of epochs over which advice is compared.
+_EPOCHS = 10
 _PARTS = {
     "read": "reading",
     "decode": "decoding",
@@ -147,6 +149,10 @@ def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
 
     def rank(advice: Advice) -> tuple[int, float]:
         urgency = 0 if advice.rule in urgent else 1 if advice.samples_per_s else 2
+        if advice.samples_per_s and advice.cost_s and run.facts.samples:
+            # Compare by the time of some epochs, including the time that the fix itself takes.
+            total = _EPOCHS * run.facts.samples
+            return urgency, -total / (total / advice.samples_per_s + advice.cost_s)
         return urgency, -(advice.samples_per_s or 0.0)
 
     once: dict[str, Advice] = {}
