@@ -233,7 +233,9 @@ def test_only_the_panel_is_shown(kernel: Kernel) -> None:
 
 
 def test_unloading_leaves_no_widget_and_no_thread(kernel: Kernel) -> None:
-    code = "%unload_ext colabkit\nprint(widgets(), [t.name for t in threading.enumerate() if 'colabkit' in t.name])"
+    code = (
+        "%unload_ext colabkit\nprint(widgets(), [t.name for t in threading.enumerate() if 'colabkit-clicks' in t.name])"
+    )
     assert kernel.run(code).strip() == "0 []"
     *kept, closed = [one["content"]["data"] for one in kernel.published if one["msg_type"] == "update_display_data"]
     assert "Training result" in "".join(data["text/html"] for data in kept)
