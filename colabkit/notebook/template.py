@@ -212,7 +212,8 @@ def _metadata(installed: Distribution) -> dict[str, bytes]:
         found["entry_points.txt"] = commands.encode()
     for file in installed.files or ():
         if file.name == "LICENSE":
-            found["/".join(file.parts[1:])] = file.read_binary()
+            # The metadata beside the source code names the file there.
+            found["licenses/LICENSE"] = file.read_binary()
     return dict(sorted(found.items()))
 
 

@@ -38,6 +38,7 @@ import numpy as np
 from far_side import DOUBLE, Colab
 from jupyter_lab import Lab, Server, chromium, lab_server, opened_browser
 from kernels import link_packages, make_environment
+from launcher_page import LAUNCHER
 from pictures import fitted_by_pillow, photo, saved
 from rounds import Bench, spread, table
 from slow_drive import detach
@@ -50,7 +51,6 @@ THREADS = (8, 16, 32, 64)
 
 TINTS = {"alder": (40, 0, 0), "birch": (0, 40, 0), "cedar": (0, 0, 40), "elm": (0, 0, 0)}
 HEIGHT, WIDTH = 375, 500
-LAUNCHER = ".colabkit-launcher"
 DEADLINE_S = 1200.0
 _WATCH = """
     window.clicks = [];

@@ -29,6 +29,17 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).parents[2]
+DIGITS = """
+import torch
+import colabkit
+
+torch.manual_seed(0)
+data = colabkit.prepare("samples:digits", splits={"train": 0.8, "val": 0.2})
+train, val = (colabkit.Loader(data[name], 64, shuffle=True) for name in ("train", "val"))
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
+"""
+"""A cell that prepares digits, two loaders, a model and a step."""
 PANEL = "[aria-label='Training panel']"
 START_S = 120.0
 """Deadline for the start of a server or a kernel, in seconds."""

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from jupyter_lab import PANEL, Lab, chromium, lab_server, opened_browser
+from launcher_page import LAUNCHER, LauncherPage
 from panel_picture import TARGET, write_photos
 from PIL import Image
 
-LAUNCHER = ".colabkit-launcher"
 # A palette of this size makes the file smaller.
 COLORS = 256
 
@@ -29,17 +29,13 @@ def take(lab: Lab, path: Path) -> None:
 
 
 def take_pictures(lab: Lab, target: Path, epochs: int) -> None:
-    lab.write("launcher.ipynb", ["%load_ext colabkit", "%colabkit"])
+    launcher = LauncherPage(lab)
     lab.use_width(960, 1400)
-    lab.open("launcher.ipynb")
-    lab.run_all()
-    lab.page.wait_for_selector(LAUNCHER, timeout=60_000)
-    for label, text in {"Source": "drive:photos", "Epochs": str(epochs)}.items():
-        field = lab.page.get_by_label(label, exact=True)
-        field.fill(text)
-        field.press("Enter")
+    launcher.open()
+    launcher.fill("Source", "drive:photos")
+    launcher.fill("Epochs", str(epochs))
     lab.wait_for_text(LAUNCHER, "2,000 images")
-    lab.page.locator(f"{LAUNCHER} button:visible", has_text="Train").first.click()
+    launcher.button("Train").click()
     panel = f"{LAUNCHER} {PANEL}"
     lab.wait_for_text(panel, f"epoch {epochs // 3}/{epochs}")
     for theme in ("Light", "Dark"):

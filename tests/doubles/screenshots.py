@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from far_mounts import FuseMount
-from jupyter_lab import PANEL, ROOT, Lab, Server, chromium, lab_server, opened_browser, served
+from jupyter_lab import DIGITS, PANEL, ROOT, Lab, Server, chromium, lab_server, opened_browser, served
+from launcher_page import LAUNCHER, LauncherPage
 from panel_picture import drawn
 from panel_states import STATES, render
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, Page
 
-LAUNCHER = ".colabkit-launcher"
 OUTPUT = ".jp-OutputArea"
 WIDTHS = {"full": 1100, "400": 532, "200": 332}
 """Widths of the window in which launcher and panel have these widths."""
@@ -43,17 +43,7 @@ PHOTOS = 1600
 EPOCHS = 12
 CLASSES = ("temple-roof", "trees-and-sky", "petals", "dark-background-of-the-flower")
 PID = "import os, pathlib; pathlib.Path('kernel.pid').write_text(str(os.getpid()))"
-TRAINING = """
-import torch
-import colabkit
-
-torch.manual_seed(0)
-data = colabkit.prepare("samples:digits", splits={"train": 0.8, "val": 0.2})
-train, val = (colabkit.Loader(data[name], 64, shuffle=True) for name in ("train", "val"))
-model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
-%train step train --epochs 100000 --validate val --to runs/digits
-"""
+TRAINING = f"{DIGITS}\n%train step train --epochs 100000 --validate val --to runs/digits"
 
 
 def write_photos(folder: Path, count: int) -> None:
@@ -121,38 +111,13 @@ class Camera:
             os.kill(pid, signal.SIGCONT)
 
 
-class Mouse:
-    """Uses an opened launcher.
+class Mouse(LauncherPage):
+    """Uses a launcher in a tall window, and waits for a state as long as a busy machine takes."""
 
-    Args:
-        lab: the page of JupyterLab.
-    """
-
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
-
-    def open(self, name: str = "launcher.ipynb") -> None:
+    def open(self, name: str = "launcher.ipynb", first_cell: str = PID) -> None:
         """Open a notebook with the launcher."""
-        self.lab.write(name, [PID, "%load_ext colabkit\n%colabkit"])
         self.lab.use_width(WIDTHS["full"], TALL)
-        self.lab.open(name)
-        self.lab.run_all()
-        self.lab.page.wait_for_selector(LAUNCHER, timeout=60_000)
-
-    def fill(self, label: str, text: str) -> None:
-        """Fill in a field."""
-        field = self.lab.page.get_by_label(label, exact=True)
-        field.fill(text)
-        field.press("Enter")
-
-    def button(self, label: str) -> Locator:
-        """Return a visible button."""
-        return self.lab.page.locator(f"{LAUNCHER} button:visible", has_text=label).first
-
-    def choose(self, entry: str) -> None:
-        """Click an entry of the list of places, once its predecessor cannot be the first half of a double click."""
-        self.lab.page.wait_for_timeout(600)
-        self.lab.page.locator(f"{LAUNCHER} option", has_text=entry).first.click()
+        super().open(name, first_cell)
 
     def waits_for_error(self) -> None:
         """Wait until a click has failed, and Train can be clicked again."""

@@ -14,6 +14,8 @@ import pytest
 from loader_batches import loader_threads
 from waiting import wait_until
 
+from colabkit.augment import Normalize
+from colabkit.loading import Loader
 from colabkit.loading.engine import thread_engine
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
@@ -83,6 +85,7 @@ def start() -> Iterator[Callable[..., ThreadPool]]:
         plan: Iterable[BatchPlan], builder: FakeBuilder, threads: int = 1, ahead: int = 3, waited: Any = lambda _: None
     ) -> ThreadPool:
         started.append(ThreadPool(iter(plan), builder, threads, ahead, waited))
+        started[-1].start()
         return started[-1]
 
     yield make
@@ -440,3 +443,22 @@ def test_an_interrupt_while_the_caller_builds_is_raised_at_once(start):
     running = start(plans(2), FakeBuilder(raises_at("fill", PIECE_SIZE, KeyboardInterrupt())), threads=0)
     with pytest.raises(KeyboardInterrupt):
         running.take(DEADLINE_S)
+
+
+def test_an_interrupt_while_the_threads_start_leaves_none_of_them(monkeypatch):
+    starts: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> bool:
+        thread.start()
+        starts.append(thread)
+        if len(starts) == 2:
+            raise KeyboardInterrupt
+        return True
+
+    monkeypatch.setattr(thread_engine, "has_started", interrupted)
+    rows = np.zeros((600, 4, 4, 3), np.uint8)
+    loader = Loader((rows, np.zeros(600, np.int64)), 50, transform=Normalize(), num_workers=4)
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    assert loader_threads() == []
+    assert len(starts) == 2

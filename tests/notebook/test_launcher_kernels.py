@@ -232,7 +232,9 @@ def test_only_the_panel_is_shown(kernel: Kernel) -> None:
     assert [sorted(data) for data in shown] == [[view, "text/plain"], ["text/html", "text/plain"]]
 
 
-def test_unloading_leaves_no_widget_and_no_thread(kernel: Kernel) -> None:
+def test_unloading_leaves_the_last_result_but_no_widget_and_no_thread(kernel: Kernel) -> None:
+    kernel.run("view.fields['epochs'].value = '1'")
+    assert kernel.click("restart")[0].startswith("Done in ")
     code = "%unload_ext colabkit\nprint(widgets(), [t.name for t in threading.enumerate() if 'colabkit' in t.name])"
     assert kernel.run(code).strip() == "0 []"
     *kept, closed = [one["content"]["data"] for one in kernel.published if one["msg_type"] == "update_display_data"]

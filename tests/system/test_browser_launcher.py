@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from jupyter_lab import PANEL, Lab
+from launcher_page import LAUNCHER, LauncherPage
 from PIL import Image
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Locator
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-LAUNCHER = ".colabkit-launcher"
 SOURCE, BROWSED, RELOADED = "two classes", "it's {few}", "reloaded"
 VIEW = "application/vnd.jupyter.widget-view+json"
 WORK_S = 120.0
-_STATUS = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status"
 
 
 def write_images(folder: Path, count: int) -> None:
@@ -32,49 +27,21 @@ def write_images(folder: Path, count: int) -> None:
         Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number:05d}.png")
 
 
-class Launcher:
-    """The launcher of an opened notebook: its fields, its buttons and its messages."""
-
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
-        lab.write("launcher.ipynb", ["%load_ext colabkit", "%colabkit"])
-        lab.open("launcher.ipynb")
-        lab.run_all()
-        lab.page.wait_for_selector(LAUNCHER)
-
-    def fill(self, label: str, text: str) -> None:
-        field = self.lab.page.get_by_label(label, exact=True)
-        field.fill(text)
-        field.press("Enter")
-
-    def button(self, label: str) -> Locator:
-        return self.lab.page.locator(f"{LAUNCHER} button:visible", has_text=label).first
-
-    @property
-    def is_kernel_busy(self) -> bool:
-        """Whether JupyterLab shows the kernel as busy."""
-        return bool(self.lab.page.evaluate(f"{_STATUS} === 'busy'"))
-
-    def waits_for(self, words: str) -> str:
-        """Wait until the message of the last action contains these words, and return it."""
-        said = self.lab.page.locator(f"{LAUNCHER} [role=status], {LAUNCHER} [role=alert]").filter(has_text=words)
-        said.first.wait_for(timeout=1000 * WORK_S)
-        return said.first.inner_text()
-
-
 @pytest.fixture
-def launcher(lab: Lab) -> Launcher:
-    return Launcher(lab)
+def launcher(lab: Lab) -> LauncherPage:
+    launcher = LauncherPage(lab)
+    launcher.open()
+    return launcher
 
 
-def test_the_launcher_fits_in_narrow_windows_and_shows_errors_as_text(launcher: Launcher) -> None:
+def test_the_launcher_fits_in_narrow_windows_and_shows_errors_as_text(launcher: LauncherPage) -> None:
     lab = launcher.lab
     launcher.button("More options").click()
     launcher.button("Only").click()
     launcher.fill("Source", "no/such/<b>place</b>")
     lab.wait_for_text(LAUNCHER, "Cannot read 'no/such/<b>place</b>'")
     launcher.button("Train").click()
-    launcher.waits_for("Cannot read 'no/such/<b>place</b>'")
+    launcher.waits_for_message("Cannot read 'no/such/<b>place</b>'", WORK_S)
     for width in (1100, 540, 340):
         lab.use_width(width, 1600)
         for theme in ("Dark", "Light"):
@@ -83,14 +50,12 @@ def test_the_launcher_fits_in_narrow_windows_and_shows_errors_as_text(launcher: 
         assert lab.cut_off(LAUNCHER) == [], f"cut off at {width} px"
 
 
-def test_a_source_is_browsed_and_the_shown_code_is_copied(launcher: Launcher) -> None:
+def test_a_source_is_browsed_and_the_shown_code_is_copied(launcher: LauncherPage) -> None:
     lab = launcher.lab
     write_images(lab.folder / BROWSED, 40)
     launcher.button("Browse").click()
     for entry in ("this folder", f"{BROWSED}/", f"use {BROWSED}"):
-        # Clicks right after the list has changed count as the second half of a double click.
-        lab.page.wait_for_timeout(600)
-        lab.page.locator(f"{LAUNCHER} option", has_text=entry).click()
+        launcher.choose(entry)
     lab.wait_for_text(LAUNCHER, "40 images, 2 classes, 48×48")
     lab.picture("launcher-chosen", LAUNCHER)
     launcher.button("Copy").click()
@@ -103,7 +68,7 @@ def test_a_source_is_browsed_and_the_shown_code_is_copied(launcher: Launcher) ->
     assert code == f"import colabkit\ncolabkit.train_on({BROWSED!r})"
 
 
-def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(launcher: Launcher) -> None:
+def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(launcher: LauncherPage) -> None:
     lab = launcher.lab
     write_images(lab.folder / SOURCE, 1000)
     launcher.fill("Source", SOURCE)
@@ -115,11 +80,11 @@ def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(
     lab.picture("launcher-running")
     assert launcher.is_kernel_busy
     launcher.button("Stop").click()
-    launcher.waits_for("Stopped. Click Continue to resume.")
+    launcher.waits_for_message("Stopped. Click Continue to resume.", WORK_S)
     lab.picture("launcher-stopped")
 
     launcher.button("Continue").click()
-    launcher.waits_for("Done")
+    launcher.waits_for_message("Done", WORK_S)
     launcher.button("Train 30 more epochs").wait_for()
     launcher.button("Train again from scratch").wait_for()
     lab.wait_for_text(LAUNCHER, "held-out images (val) are classified correctly")
@@ -144,7 +109,7 @@ def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(
 
 
 def test_a_page_reloaded_during_the_training_shows_an_old_state_as_such_and_then_the_launcher(
-    launcher: Launcher,
+    launcher: LauncherPage,
 ) -> None:
     lab = launcher.lab
     write_images(lab.folder / RELOADED, 1000)
@@ -158,7 +123,7 @@ def test_a_page_reloaded_during_the_training_shows_an_old_state_as_such_and_then
     lab.wait_for_text(".jp-OutputArea", "UTC, not live")
     lab.picture("launcher-reloaded")
     lab.interrupt()
-    launcher.waits_for("Stopped. Click Continue to resume.")
+    launcher.waits_for_message("Stopped. Click Continue to resume.", WORK_S)
     lab.picture("launcher-reloaded-stopped")
     launcher.button("Continue").click()
-    launcher.waits_for("Training …")
+    launcher.waits_for_message("Training …", WORK_S)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import nbformat
 import pytest
-from jupyter_lab import PANEL, Lab
+from jupyter_lab import DIGITS, PANEL, Lab
 from nbformat import NotebookNode
 from panel_states import STATES, render
 from PIL import Image
@@ -19,16 +19,6 @@ from waiting import comes_true
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-DATA = """
-import torch
-import colabkit
-
-torch.manual_seed(0)
-data = colabkit.prepare("samples:digits", splits={"train": 0.8, "val": 0.2})
-train, val = (colabkit.Loader(data[name], 64, shuffle=True) for name in ("train", "val"))
-model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
-"""
 TRAINING = """
 with colabkit.dashboard():
     colabkit.train(step, train, epochs=100_000, validate=val, to="runs/digits")
@@ -54,7 +44,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(open_lab: Callable[[], Lab]) -> Iterator[Run]:
     lab = open_lab()
-    lab.write("training.ipynb", [DATA, TRAINING])
+    lab.write("training.ipynb", [DIGITS, TRAINING])
     lab.open("training.ipynb")
     lab.run_all()
     lab.wait_for_text(PANEL, "best validation")

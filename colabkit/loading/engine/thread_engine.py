@@ -62,7 +62,8 @@ class ThreadPool:
     Args:
         plans: plans of the batches; one thread at a time fetches the next one.
         builder: builder of the batches.
-        threads: number of threads, of which the system may allow fewer; with 0, `take` builds the group it returns.
+        threads: number of threads to start, of which the system may allow fewer; with 0, `take` builds the group it
+            returns.
         groups_ahead: largest number of groups in progress or waiting.
         on_wait: function called with the seconds that a thread was idle.
     """
@@ -88,18 +89,24 @@ class ThreadPool:
         self._is_opening = False
         self._is_exhausted = False
         self._is_over = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"colabkit-loader-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        started = sum(1 for _ in itertools.takewhile(has_started, self._threads))
-        if started < threads:
-            logger.warning("the system allows only %d of %d loader threads, so batches take longer", started, threads)
-            del self._threads[started:]
-        if not started:
+        self._wanted = threads
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the threads. Whoever calls this also closes the pool, even if a keyboard interrupt ends the call."""
+        _live.add(self)
+        for number in range(self._wanted):
+            thread = threading.Thread(target=self._run, name=f"colabkit-loader-{number}", daemon=True)
+            self._threads.append(thread)
+            if not has_started(thread):
+                del self._threads[number]
+                logger.warning(
+                    "the system allows only %d of %d loader threads, so batches take longer", number, self._wanted
+                )
+                break
+        if not self._threads:
             # In the caller's thread a keyboard interrupt must pass through, not count as the error of a batch.
             self._errors = Exception
-        _live.add(self)
 
     def ready(self) -> int:
         """Return the number of groups that `take` would return without waiting."""
@@ -138,7 +145,9 @@ class ThreadPool:
             return
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            # A thread whose start was interrupted cannot be joined yet. It ends by itself.
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("threads of a closed loader are still running after %g s and are abandoned", _CLOSE_S)
 
@@ -396,14 +405,15 @@ class ThreadEngine:
             lambda wait_s: self._counts.add(part, 0, 0, 0.0, wait_s),
         )
         pinned = builder.pinned
-        try:
-            with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
-                yield from ready
-        finally:
-            # Close the read-ahead first: a worker thread may wait for one of its files.
-            if ahead is not None:
-                ahead.close()
-            pool.close()
+        with closing(pool):
+            pool.start()
+            try:
+                with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
+                    yield from ready
+            finally:
+                # Close the read-ahead first: a worker thread may wait for one of its files.
+                if ahead is not None:
+                    ahead.close()
 
     def _file_read_ahead(self) -> FileReadAhead | None:
         if self.images is None:

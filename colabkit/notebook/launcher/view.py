@@ -125,7 +125,7 @@ class View:
 
     def begin(self, can_stop: bool) -> None:
         """Disable the form, offer only to stop, and clear the results of the previous run."""
-        self._enable(False)
+        self.enable(False)
         for action in ("train", "restart"):
             self.buttons[action].layout.display = "none"
         self.stop.description = "Stop"
@@ -136,7 +136,7 @@ class View:
         _put(self._panel, "")
 
     def end(self, train: str, can_restart: bool) -> None:
-        """Enable the form, and show the buttons again, with a label for the main one.
+        """Show the buttons again, still disabled, with a label for the main one.
 
         Args:
             train: label of the main button.
@@ -144,7 +144,6 @@ class View:
         """
         self._show_reports(self.reports, is_over=True)
         self.stop.layout.display = "none"
-        self._enable(True)
         self.offer(train, can_restart)
 
     def offer(self, train: str, can_restart: bool) -> None:
@@ -153,7 +152,8 @@ class View:
         self.buttons["train"].layout.display = None
         self.buttons["restart"].layout.display = None if can_restart else "none"
 
-    def _enable(self, enabled: bool) -> None:
+    def enable(self, enabled: bool) -> None:
+        """Enable or disable the form and every button."""
         # The kernel also handles the clicks that fold sections.
         switches = (self.browse_switch, self.more_switch, self.only_switch)
         for widget in (*self.fields.values(), *self.buttons.values(), self.near, self.browser, *switches):

@@ -33,7 +33,7 @@ from colabkit.notebook.launcher.view import View
 
 Outcome: TypeAlias = Literal["done", "stopped", "failed"]
 
-# Clicks that waited for the end of the work arrive before this time, and are ignored.
+# Clicks that waited for the end of the work arrive before this time, and are ignored. The form is disabled until then.
 _QUIET_S = 0.3
 
 
@@ -94,9 +94,14 @@ class ClickWorker:
             self.doing = ""
             publish_state(self._kernel, "idle", parent)
             if self._loop is None:
-                self._busy.release()
+                self._rest()
             else:
-                self._loop.call_later(_QUIET_S, self._busy.release)
+                self._loop.call_later(_QUIET_S, self._rest)
+
+    def _rest(self) -> None:
+        """Accept clicks again."""
+        self._busy.release()
+        self._view.enable(True)
 
     def _outcome_of(self, work: Callable[[], None]) -> Outcome:
         """Do work that may fail or be interrupted, and show how it ended."""
