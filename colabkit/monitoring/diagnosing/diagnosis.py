@@ -139,9 +139,8 @@ class Diagnosis(Report):
                 rows.append((name, format_share(share), format_seconds(self.step_s * share) if share else ""))
         for number, advice in enumerate(self.advice, 1):
             effect = _effect(advice, self.samples_per_s).strip(" ()")
-            first, *others = self._words.render(advice.call).splitlines() or [""]
-            rows.append((f"advice {number}", self._words.render(advice.action), first))
-            rows += [("", "", line) for line in others]
+            call = "; ".join(self._words.render(advice.call).splitlines())
+            rows.append((f"advice {number}", self._words.render(advice.action), call))
             rows.append(("", advice.found, " · ".join(filter(None, [effect, f"confidence {advice.confidence}"]))))
             if advice.check:
                 rows.append(("", f"to check: {self._words.render(advice.check)}", ""))
