@@ -77,6 +77,14 @@ def test_single_files_on_drive_are_opened(tmp_path, monkeypatch):
     assert [item.path for item in source.list().items] == ["train.h5"]
 
 
+def test_a_missing_path_on_drive_is_not_answered_with_the_advice_to_mount(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
+    with pytest.raises(SourceMissing, match=r"Check the path\.$"):
+        open_source("drive:birds")
+    with pytest.raises(SourceMissing, match=r"Check the path, or run colabkit\.mount\(\) if it is on Drive\.$"):
+        open_source(tmp_path / "birds")
+
+
 def test_a_csv_is_a_table_of_paths_if_its_first_file_exists(tmp_path):
     (tmp_path / "1.png").write_bytes(b"1")
     for table, kind in (

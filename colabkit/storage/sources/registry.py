@@ -20,6 +20,7 @@ from colabkit.foundation import (
     BadSource,
     InvalidOption,
     SourceMissing,
+    Text,
     call,
     can_hang,
     cannot,
@@ -141,8 +142,9 @@ def open_source(
             raise BadSource(cannot(act, special, readable, "Pass the folder that holds the files"))
         parent = next(folder for folder in path.absolute().parents if folder.exists())
     missing = f"no such file or folder (the last part that exists is {str(parent)!r})"
-    next_step = ("Check the path, or run ", call("mount"), " if it is on Drive")
-    raise SourceMissing(cannot(act, missing, "", next_step))
+    # A path that begins with `drive:` was found only because Drive is mounted.
+    mount: Text = "" if name.startswith("drive:") else (", or run ", call("mount"), " if it is on Drive")
+    raise SourceMissing(cannot(act, missing, "", ("Check the path", mount)))
 
 
 def _open_address(text: str) -> Source:
