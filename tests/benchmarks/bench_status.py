@@ -26,6 +26,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
+import torch
 from far_mounts import FuseMount
 
 import colabkit
@@ -60,7 +61,7 @@ def train(folder: Path, seconds: float) -> float:
         if time.monotonic() > until:
             raise StopIteration
 
-    loader = colabkit.Loader([[1.0]] * 1_000, 1)
+    loader = colabkit.Loader(torch.ones(1_000, 1), 1)
     report = colabkit.train(burn, loader, epochs=10_000, to=folder, state={}, on_step=check, save_every=10**9)
     return seconds / report.steps
 
@@ -90,8 +91,9 @@ def measure(name: str, parent: Path, seconds: float, rounds: int) -> None:
 
 def train_until_killed(folder: Path) -> None:
     """Train, and write the status as often as possible."""
-    status_writer.LOCAL_S = status_writer.REMOTE_S = 0.02
-    loader = colabkit.Loader([[1.0]] * 1_000, 1)
+    # On the slow mount, more frequent writes would leave no time for checkpoints.
+    status_writer.LOCAL_S, status_writer.REMOTE_S = 0.02, 0.5
+    loader = colabkit.Loader(torch.ones(1_000, 1), 1)
     colabkit.train(burn, loader, epochs=10_000, to=folder, state={}, save_every=50)
 
 
@@ -104,12 +106,15 @@ def kill(name: str, parent: Path, kills: int) -> None:
         with subprocess.Popen([sys.executable, __file__, "--killed", str(folder)]) as child:
             kill_at = None
             while kill_at is None or time.monotonic() < kill_at:
+                # Reading all the time would keep a slow mount from saving checkpoints.
+                time.sleep(0.05)
                 try:
                     text = (folder / "status.json").read_bytes()
-                except FileNotFoundError:
+                except OSError:
                     continue
                 reads, torn = reads + 1, torn + is_torn(text)
-                if kill_at is None and not is_torn(text) and json.loads(text)["checkpoint"]:
+                # The first checkpoint has the state before the first step.
+                if kill_at is None and not is_torn(text) and is_later(json.loads(text)["checkpoint"]):
                     kill_at = time.monotonic() + draws.uniform(0.1, 1)
             child.kill()
         reads, torn = reads + 1, torn + is_torn((folder / "status.json").read_bytes())
@@ -117,6 +122,10 @@ def kill(name: str, parent: Path, kills: int) -> None:
             run_command(["status", str(folder)])
         reported += "dead: process" in shown.getvalue() and "to resume from step" in shown.getvalue()
     print(f"{name}: {kills} kills, {torn} of {reads:,} reads torn; reported as dead and how to resume: {reported}")
+
+
+def is_later(checkpoint: str | None) -> bool:
+    return checkpoint is not None and int("".join(filter(str.isdigit, checkpoint))) > 0
 
 
 def is_torn(text: bytes) -> bool:

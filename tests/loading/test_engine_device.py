@@ -56,9 +56,11 @@ class VirtualPool:
     ) -> None:
         self.gpu, self.build_s, self.plans, self.builder, self.room = gpu, build_s, plans, builder, groups_ahead
         self.worker = Host()
-        self.worker.wait_for(gpu.host)
         # Finished groups, each with the virtual time and the known operations of the worker at that moment.
         self.done: deque[tuple[Host, BatchGroup | None]] = deque()
+
+    def start(self) -> None:
+        self.worker.wait_for(self.gpu.host)
 
     def ready(self) -> int:
         self.catch_up()

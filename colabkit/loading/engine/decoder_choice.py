@@ -17,7 +17,7 @@ from colabkit.loading.engine.batches import BatchGroup, BatchPlan
 from colabkit.loading.engine.device_decoder import decode_jpegs, device_decoder, idle_stream
 from colabkit.loading.engine.image_decoders import BadSamples, ImageDecoder, ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
-from colabkit.loading.engine.thread_engine import limit_torch_to_one_thread
+from colabkit.loading.engine.thread_pool import limit_torch_to_one_thread
 from colabkit.loading.engine.tiers import RowCache, Tier
 from colabkit.packs import encode_jpeg
 

@@ -16,10 +16,10 @@ from waiting import wait_until
 
 from colabkit.augment import Normalize
 from colabkit.loading import Loader
-from colabkit.loading.engine import thread_engine
+from colabkit.loading.engine import thread_pool
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
-from colabkit.loading.engine.thread_engine import ThreadPool
+from colabkit.loading.engine.thread_pool import ThreadPool
 
 DEADLINE_S = 20.0
 BATCH_SIZE = 4
@@ -397,7 +397,7 @@ def test_cancelled_work_ends_quietly(start, step):
 
 
 def test_close_abandons_threads_that_hang_and_logs_a_warning(start, monkeypatch, caplog):
-    monkeypatch.setattr(thread_engine, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(thread_pool, "_CLOSE_S", 0.05)
     entered, release = threading.Event(), threading.Event()
 
     def at(step: str, sample: int) -> None:
@@ -455,7 +455,7 @@ def test_an_interrupt_while_the_threads_start_leaves_none_of_them(monkeypatch):
             raise KeyboardInterrupt
         return True
 
-    monkeypatch.setattr(thread_engine, "has_started", interrupted)
+    monkeypatch.setattr(thread_pool, "has_started", interrupted)
     rows = np.zeros((600, 4, 4, 3), np.uint8)
     loader = Loader((rows, np.zeros(600, np.int64)), 50, transform=Normalize(), num_workers=4)
     with pytest.raises(KeyboardInterrupt):
