@@ -163,9 +163,11 @@ def test_a_sample_names_the_line_that_sleeps():
 
 @pytest.mark.parametrize(("work", "kind"), [(logs, "aside"), (computes, "compute"), (works_in_python, "python")])
 def test_a_sample_tells_torch_from_other_libraries_and_python(work, kind):
+    def is_found(spot: LoopSpot) -> bool:
+        return spot.kind == kind and spot.place.endswith(f" in {work.__name__}")
+
     with running(work) as thread:
-        found = spots_of(thread, lambda spot: spot.kind == kind)
-    assert any(spot.place.endswith(f" in {work.__name__}") for spot in found if spot.kind == kind)
+        assert any(map(is_found, spots_of(thread, is_found)))
 
 
 class Decoded(torch.utils.data.Dataset):
