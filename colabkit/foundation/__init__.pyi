@@ -65,6 +65,7 @@ from .messages import PYTHON as PYTHON
 from .messages import CallRef as CallRef
 from .messages import Code as Code
 from .messages import Message as Message
+from .messages import Phrase as Phrase
 from .messages import Text as Text
 from .messages import Words as Words
 from .messages import call as call
@@ -82,6 +83,7 @@ from .meters.counts import PartSnapshot as PartSnapshot
 from .meters.events import StepDone as StepDone
 from .meters.steps import Mark as Mark
 from .meters.steps import StepTimes as StepTimes
+from .meters.steps import Stretch as Stretch
 from .mount_table import DRIVE_TYPES as DRIVE_TYPES
 from .mount_table import DRIVEFS as DRIVEFS
 from .mount_table import DRIVEFS_FOLDER as DRIVEFS_FOLDER
@@ -138,9 +140,13 @@ from .telemetry.gpus import GpuReport as GpuReport
 from .telemetry.gpus import GpuSnapshot as GpuSnapshot
 from .telemetry.host import HostSnapshot as HostSnapshot
 from .telemetry.host import Telemetry as Telemetry
+from .telemetry.processes import BusyProcess as BusyProcess
 from .telemetry.sampler import Sampler as Sampler
 from .telemetry.sampler import sampled as sampled
 from .telemetry.sampler import seen as seen
+from .telemetry.stacks import LoopSpot as LoopSpot
+from .telemetry.stacks import SpotKind as SpotKind
+from .telemetry.threads import ThreadsSnapshot as ThreadsSnapshot
 from .units import format_bytes as format_bytes
 from .units import format_count as format_count
 from .units import format_fill as format_fill

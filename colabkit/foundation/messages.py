@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 _LONGEST = 80
 
@@ -62,6 +62,27 @@ class PythonOnly:
     """
 
     text: Text
+
+
+class Phrase(str):
+    """A text with references that is shown in Python syntax wherever no front end renders it.
+
+    Attributes:
+        text: the text with its references.
+    """
+
+    __slots__ = ("text",)
+    text: Text
+
+    def __new__(cls, text: Text) -> Self:
+        """Render the text in Python syntax, and keep it."""
+        made = super().__new__(cls, PYTHON.render(text))
+        made.text = text
+        return made
+
+    def __reduce__(self) -> tuple[type[Phrase], tuple[Text]]:
+        """Pickle the text with its references."""
+        return Phrase, (self.text,)
 
 
 Text: TypeAlias = "str | OptionRef | CallRef | PythonOnly | Message | tuple[Text, ...]"
@@ -124,6 +145,8 @@ class Words:
 
     def render(self, text: Text) -> str:
         """Return a text with its references rendered for this front end."""
+        if isinstance(text, Phrase):
+            return self.render(text.text)
         if isinstance(text, str):
             return text
         if isinstance(text, tuple):

@@ -5,14 +5,27 @@ from __future__ import annotations
 import bisect
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from colabkit.foundation import Code, InvalidOption, LoaderMeters, Text, call, can_hang, cannot, kind_of, mounts
+from colabkit.foundation import (
+    Code,
+    InvalidOption,
+    LoaderFacts,
+    LoaderMeters,
+    Text,
+    call,
+    can_hang,
+    cannot,
+    kind_of,
+    mounts,
+)
 from colabkit.packs import FileDataset, PackedDataset
 
+_CHANNELS = (1, 3, 4)
 _HOLDERS = (Mapping, tuple, list)
 _NO_BATCHES = (str, bytes, int, float, type(None), os.PathLike, type, torch.nn.Module, Dataset, DataLoader)
 
@@ -97,6 +110,26 @@ def bytes_in(batch: Any) -> int:
         return sum(map(bytes_in, batch))
     size = _attribute(batch, "nbytes")
     return size if isinstance(size, int) else 0
+
+
+def image_size(batch: Any) -> tuple[int, int] | None:
+    """Return height and width of the images in the first field of a batch; None if it holds no images."""
+    if isinstance(batch, Mapping):
+        batch = (*batch.values(),)
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    shape = _attribute(first, "shape")
+    if not isinstance(shape, tuple) or len(shape) != 4:
+        return None
+    if shape[1] in _CHANNELS:
+        return int(shape[2]), int(shape[3])
+    return (int(shape[1]), int(shape[2])) if shape[3] in _CHANNELS else None
+
+
+def note_image_size(counts: LoaderMeters, batch: Any) -> LoaderFacts | None:
+    """Add the size of the images in a batch, if it holds any, to the facts about a loader, and return these."""
+    if counts.facts is not None and (size := image_size(batch)) is not None:
+        counts.facts = replace(counts.facts, image_height=size[0], image_width=size[1])
+    return counts.facts
 
 
 def _fields(values: Iterable[Any]) -> list[Any]:

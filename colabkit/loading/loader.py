@@ -7,15 +7,14 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from colabkit.foundation import (
-    BadImage,
     LoaderMeters,
-    cannot,
     check_size,
     check_whole_number,
     format_things,
@@ -53,7 +52,7 @@ from colabkit.loading.engine.user_code import (
     seed_by_draws,
     yields_batches,
 )
-from colabkit.loading.inspection import name_of
+from colabkit.loading.inspection import name_of, note_image_size
 from colabkit.loading.sampler.orders import Order
 
 # Number of batches between calls of `settle`. Until then, a GPU's clock keeps the events of all steps.
@@ -220,7 +219,8 @@ class Loader(DataLoaderSource):
         check_drop_last(act, drop_last, self._yields_batches)
         self._position = LoaderPosition(order, self.seed, fingerprint_of(act, whole), self.decoder.name, decode)
         self._check_counts(act, share)
-        self.meters.facts = self._pipeline.facts(self.dataset, self._count, transform and transform_name(transform))
+        facts = self._pipeline.facts(self.dataset, self._count, transform and transform_name(transform))
+        self.meters.facts = replace(facts, shuffle=self.shuffle)
 
     def __len__(self) -> int:
         """Return the number of batches of a full epoch."""
@@ -380,6 +380,8 @@ class Loader(DataLoaderSource):
                 clock.given(made.marks)
                 del made
                 given = now()
+                if counts.batches == 1:
+                    counts.facts = note_image_size(self.meters, batch)
                 if is_published and meters.is_heard():
                     meters.publish(meters.BatchTaken(counts))
                 yield batch
@@ -391,9 +393,7 @@ class Loader(DataLoaderSource):
                 if not counts.batches % _SETTLED_EVERY:
                     counts.settle(clock)
             if not start and counts.batches == received and self._bad.reasons:
-                found = f"none of {format_things(planner.samples(0), 'image file')} can be decoded"
-                next_step = "See loader.bad_samples for the reasons"
-                raise BadImage(cannot("load an epoch", found, "at least one readable image", next_step))
+                raise self._bad.none_readable(planner.samples(0))
             # The epoch is over even if its last batches held only bad samples, and so were not yielded.
             self._position.receive(epoch, 0, is_over=True)
         finally:

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _print("".join(traceback.format_exception(type(error), error, trace)).rstrip(), sys.stderr)
         return _failed(error, verb, is_json, status=1)
-    speak(report, verb, LineWords(verb, _PREFIX))
+    speak(report, LineWords(verb, _PREFIX))
     is_read = not _printed(json.dumps(report.to_dict(), indent=2) if is_json else str(report))
     return 0 if report.is_good and is_read else 1
 

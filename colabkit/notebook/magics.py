@@ -196,7 +196,7 @@ def _wrapped(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Ca
             if not _is_of(shell.user_ns, error.__traceback__):
                 error.words = words
             raise
-        speak(found, verb, words)
+        speak(found, words)
         return found
 
     return _known_to_ipython(magic, verb.name, text)

@@ -305,13 +305,10 @@ class LineWords(Words):
         return (_call_text(verb, call, self._prefix) if verb else "") or super().call(call)
 
 
-def speak(found: Any, verb: Verb, words: LineWords) -> None:
-    """Use the syntax of a line for options and calls in a report, or in the report of a pack.
-
-    The doctor's advice keeps Python syntax, since it is about the code that creates the `Loader`.
-    """
+def speak(found: Any, words: LineWords) -> None:
+    """Use the syntax of a line for options and calls in a report, or in the report of a pack."""
     report = getattr(found, "report", found)
-    if isinstance(report, Report) and verb.name != "doctor":
+    if isinstance(report, Report):
         report.speak(words)
 
 

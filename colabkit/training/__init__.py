@@ -1,7 +1,7 @@
 """Training: a training loop that can resume after a disconnect.
 
-- `trainer`, `run`, `report`, `plot`, `trace`: `train()`, its internal state, the report that it returns, and the
-  report's plot and trace.
+- `trainer`, `run`, `report`, `saved_run`, `plot`, `trace`: `train()`, its internal state, the report that it returns,
+  reading a saved report, and the report's plot and trace.
 - `run_status`, `status_writer`: the file `status.json`, which shows a run to other processes, and its writer.
 - `schedule`, `records`: when to save, validate and stop; the numbers recorded for steps and epochs.
 - `checkpoints`, `run_checkpoints`: checkpoint files, written in the background and sealed; saving and resuming a run.

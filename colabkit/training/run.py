@@ -376,7 +376,9 @@ class TrainingRun:
             # The resumed run validates again, so save the random state from before the validation.
             self._save(wait=True, random=random)
             raise
-        self._validate_s = max(self._validate_s, time.monotonic() - began)
+        validated_s = time.monotonic() - began
+        self.loader.meters.validate_s += validated_s
+        self._validate_s = max(self._validate_s, validated_s)
         if self.loader.received != received:
             cause, next_step = "validation took batches from the training Loader", "Create a Loader of held-out samples"
             raise InvalidOption(cannot("validate", cause, "a separate Loader", next_step))
@@ -440,4 +442,8 @@ class TrainingRun:
         self.schedule.saved(self._steps)
         self._is_saved, self.judge.is_best = True, False
         position = {**self.loader.state_dict(), "epoch": self._trained[0], "samples": self._trained[1]}
+        began = perf_counter()
         self.saving.save(self._steps, position, run, score=self.judge.score, random=random, wait=wait)
+        # The first checkpoint and those after an error do not hold steps up.
+        if not wait:
+            self.loader.meters.save_s += perf_counter() - began

@@ -14,7 +14,7 @@ from colabkit.training.checkpoints.files import RemoteFolder
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.checkpoints.seals import steps_in
 from colabkit.training.records import EpochRecord, Validation
-from colabkit.training.report import SavedRun, epoch_of, record_of, run_of
+from colabkit.training.saved_run import SavedRun, epoch_of, record_of, run_of
 
 STATUS_FILE = "status.json"
 FORMAT = 1

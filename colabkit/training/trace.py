@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from colabkit.foundation import MetersSnapshot
@@ -26,18 +28,29 @@ def trace_of(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) -
         {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "colabkit.train()"}},
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "steps"}},
     ]
-    now_us = 0.0
+    now_ns = 0
     for name, shares in _blocks(epochs, steps, spent):
-        events.append(_slice(name, now_us, sum(shares)))
-        for label, share_s in zip(_SHARES.values(), shares, strict=True):
-            if share_s > 0:
-                events.append(_slice(label, now_us, share_s))
-                now_us += share_s * 1e6
+        ends_ns = [now_ns + round(seconds * 1e9) for seconds in accumulate(shares)]
+        events.append(_slice(name, now_ns, ends_ns[-1]))
+        for label, end_ns in zip(_SHARES.values(), ends_ns, strict=True):
+            if end_ns > now_ns:
+                events.append(_slice(label, now_ns, end_ns))
+                now_ns = end_ns
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _slice(name: str, start_us: float, seconds: float) -> dict[str, Any]:
-    return {"name": name, "cat": "step", "ph": "X", "pid": 1, "tid": 1, "ts": start_us, "dur": seconds * 1e6}
+def _slice(name: str, start_ns: int, end_ns: int) -> dict[str, Any]:
+    spans = {"ts": _microseconds(start_ns), "dur": _microseconds(end_ns - start_ns)}
+    return {"name": name, "cat": "step", "ph": "X", "pid": 1, "tid": 1, **spans}
+
+
+def _microseconds(ns: int) -> float:
+    """Return microseconds that Perfetto, which cuts off fractions of a nanosecond, reads as exactly `ns`.
+
+    Perfetto drops a slice that ends even one nanosecond after the slice around it.
+    """
+    us = ns / 1000
+    return us if int(us * 1000) == ns else math.nextafter(us, math.inf)
 
 
 def _blocks(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) -> Iterator[tuple[str, list[float]]]:

@@ -27,6 +27,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 import numpy as np
 import torch
+from doctor_host_work import (
+    become_slow,
+    block,
+    compute_freely,
+    hold_gil,
+    hold_lock,
+    in_python,
+    in_thread,
+    log_in_loop,
+    save_often,
+    take_lock,
+)
 from far_mounts import FuseMount, has_fuse
 from pictures import photo, saved
 from torch import Tensor, nn
@@ -57,8 +69,10 @@ class Run:
         width: number of channels of the model, which determines the time of a step.
         elsewhere_s: seconds that each step sleeps instead of using the CPU, like a step on a GPU; 0 trains a model on
             the CPU.
+        seconds: duration of the slow run.
         beside: returns a context manager that does other work during the slow run.
         on_step: called after each step of the slow run.
+        in_step: called within each step of the slow run, with the number of seconds since the run began.
         is_mended_by_ending: whether the fix is to end the work of `beside`.
     """
 
@@ -69,8 +83,10 @@ class Run:
     after: Callable[[Path], Any] | None = None
     width: int = 8
     elsewhere_s: float = 0.0
+    seconds: float = SECONDS
     beside: Callable[[Path], contextlib.AbstractContextManager[Any]] | None = None
     on_step: Callable[[], None] | None = None
+    in_step: Callable[[float], None] | None = None
     is_mended_by_ending: bool = False
 
 
@@ -107,9 +123,11 @@ def elsewhere(step_s: float) -> tuple[Callable[[Any], Any], dict[str, Any]]:
     return step, {}
 
 
-def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None) -> float:
+def trained(
+    loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None, seconds: float = SECONDS
+) -> float:
     """Train for some seconds, and return the wall-clock seconds of all complete steps, including waits for data."""
-    until = time.perf_counter() + SECONDS
+    until = time.perf_counter() + seconds
     clocked, is_over = 0.0, False
     with sampled():
         while not is_over:
@@ -128,6 +146,21 @@ def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None]
     return clocked
 
 
+def slowed(step: Callable[[Any], Any], in_step: Callable[[float], None] | None) -> Callable[[Any], Any]:
+    """Return a step that also calls `in_step` with the seconds since its first call."""
+    if in_step is None:
+        return step
+    began: list[float] = []
+
+    def slow_step(batch: Any) -> Any:
+        began.append(time.perf_counter())
+        del began[1:]
+        in_step(time.perf_counter() - began[0])
+        return step(batch)
+
+    return slow_step
+
+
 def watched(loader: Any) -> Any:
     return loader if isinstance(loader, colabkit.Loader) else colabkit.watch(loader)
 
@@ -140,7 +173,7 @@ def speed_of(spent: Any) -> float:
 def result_of(run: Run, folder: Path) -> dict[str, Any]:
     """Train with and without the bottleneck in alternating rounds, and return the results."""
     step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
-    is_mended = run.after is not None or run.is_mended_by_ending or run.on_step is not None
+    is_mended = run.after is not None or run.is_mended_by_ending or run.on_step is not None or run.in_step is not None
     diagnoses: list[Diagnosis] = []
     confirmed: list[Diagnosis] = []
     counted: list[float] = []
@@ -151,7 +184,7 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
             break
         with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
             loader = watched(run.before(folder))
-            clocked = trained(loader, step, run.on_step)
+            clocked = trained(loader, slowed(step, run.in_step), run.on_step, run.seconds)
         counted.append(loader.meters.snapshot().seconds / clocked)
         if run.elsewhere_s:
             loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
@@ -180,6 +213,7 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
         "predicted": statistics.median(predicted) if predicted else None,
         "mended": statistics.median(mended) if mended else None,
         "expected": statistics.median(expected) if expected else None,
+        "limits": [limits for found in (*diagnoses, *confirmed) if (limits := limits_by(run, found))],
         "rounds": {"predicted": predicted, "expected": expected, "mended": mended},
         "counted": counted,
         "text": repr(diagnoses[0]),
@@ -190,6 +224,12 @@ def predicted_by(run: Run, found: Diagnosis) -> float | None:
     """Return the speed that a diagnosis predicts for the fix; None if it predicts none."""
     given = {advice.rule: advice.samples_per_s for advice in found.advice}
     return next((given[rule] for rule in run.rules if given.get(rule)), None)
+
+
+def limits_by(run: Run, found: Diagnosis) -> tuple[float, float] | None:
+    """Return the limits of the predicted speed of the fix; None if there are none."""
+    given = {one.rule: (one.low_samples_per_s, one.high_samples_per_s) for one in found.advice if one.samples_per_s}
+    return next((given[rule] for rule in run.rules if rule in given), None)
 
 
 # Datasets and loaders.
@@ -253,14 +293,6 @@ class Slow(Dataset[Any]):
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         in_python(self.work)
         return self.images[number], self.labels[number]
-
-
-def in_python(work: int) -> int:
-    """Return a result that pure Python computes slowly."""
-    total = 0
-    for number in range(work):
-        total += number * number % 7
-    return total
 
 
 def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
@@ -419,9 +451,27 @@ RUNS: Sequence[Run] = (
     Run("tiny batches", "compute", ("tiny_batches",), arrays(2), width=2),
     Run("a slow step", "compute", (), raw(32), width=48),
     Run("a slow step, decoding beside it", "compute", (), lambda f: crops(f, num_workers=1), width=96),
-    Run("other processes on the CPU", "compute", ("others_on_the_cpu",), arrays(32), width=32,
+    Run("other processes on the CPU", "host", ("others_on_the_cpu",), arrays(32), width=32,
         beside=busy_processes, is_mended_by_ending=True),
+    Run("many other processes on the CPU", "host", ("others_on_the_cpu",), arrays(32), width=16,
+        beside=lambda folder: busy_processes(folder, 6), is_mended_by_ending=True),
+    Run("a thread that holds the GIL", "host", ("busy_thread",), arrays(32), width=8,
+        beside=lambda folder: in_thread(hold_gil), is_mended_by_ending=True),
+    Run("a thread that holds the GIL, torch's DataLoader", "host", ("busy_thread",), tensors(32), width=8,
+        beside=lambda folder: in_thread(hold_gil), is_mended_by_ending=True),
+    Run("a step that blocks", "host", ("blocked_step",), arrays(32), width=8, in_step=block),
+    Run("a step that blocks, torch's DataLoader", "host", ("blocked_step",), tensors(32), width=8, in_step=block),
+    Run("a lock held by another thread", "host", ("blocked_step",), arrays(32), width=8, in_step=take_lock,
+        beside=lambda folder: in_thread(hold_lock)),
+    Run("slow logging in the loop", "other", ("code_beside_torch",), arrays(32), width=8, in_step=log_in_loop),
+    Run("a run that becomes slow", "host", ("slower_than_before",), arrays(32), width=8, in_step=become_slow,
+        seconds=3 * SECONDS),
+    Run("slow checkpoints in the loop", "host", ("long_pauses", "blocked_step"), arrays(32), width=8,
+        in_step=save_often),
     Run("little memory", "compute", ("full_ram",), arrays(32), width=24, beside=little_memory),
+    Run("clean: a thread that computes without the GIL", "compute", (), arrays(64), width=48,
+        beside=lambda folder: in_thread(compute_freely)),
+    Run("clean: threads of the loader", "compute", (), cached_files, width=48),
     Run("clean: tensors", "compute", (), arrays(64), width=24),
     Run("clean: a raw pack", "compute", (), raw(64), width=24),
     Run("clean: torch's DataLoader of tensors", "compute", (), tensors(64), width=32),

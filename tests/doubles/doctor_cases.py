@@ -12,7 +12,17 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import colabkit
-from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
+from colabkit.foundation import (
+    GpuSnapshot,
+    HostSnapshot,
+    LoaderFacts,
+    LoopSpot,
+    MetersSnapshot,
+    PartSnapshot,
+    StepTimes,
+    Stretch,
+    ThreadsSnapshot,
+)
 from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.monitoring.diagnosing.run_profile import RunProfile, profile_run
 
@@ -36,6 +46,10 @@ PROCESSES = LoaderFacts(
 )
 FOREIGN = LoaderFacts("foreign", samples=50_000, batch_size=64, workers=2, encoding="python", keeps_workers=True)
 ON_GPU = replace(GATHERED, device="cuda:0", is_pinned=True)
+
+_CALLS = (colabkit.Loader, DataLoader, colabkit.supervised_step, colabkit.train)
+_OWN = {"loader", "data", "model"}
+_ASSIGNED = _OWN | {name for one in _CALLS for name in inspect.signature(one).parameters}
 
 QUIET = HostSnapshot(
     at_s=1.0,
@@ -68,16 +82,49 @@ T4 = GpuSnapshot(
 )
 
 
+COMPUTES = LoopSpot("train.py:10 in step", "loss.backward()", "compute", 20, 0)
+SLEEPS = LoopSpot("train.py:20 in step", "time.sleep(0.02)", "call", 30, 30)
+LOGS = LoopSpot("train.py:30 in log_images", "figure.savefig(path)", "aside", 30, 0)
+THREADS = ThreadsSnapshot(
+    training_cpu_rate=0.95,
+    training_held_rate=0.01,
+    held_rate=0.02,
+    compute_cpus=0.9,
+    busiest_thread="colabkit-telemetry",
+    busiest_thread_rate=0.005,
+    gil_wait_s=1e-5,
+)
+# The thread that trains sleeps for most of the time, and nothing computes meanwhile.
+ASLEEP = replace(THREADS, training_cpu_rate=0.2, compute_cpus=0.05, spots=(SLEEPS, COMPUTES))
+HELD_BY_THREAD = replace(ASLEEP, busiest_thread="refresher", busiest_thread_rate=0.9, gil_wait_s=0.005)
+
+
+def with_threads(threads: ThreadsSnapshot = THREADS, host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
+    """Return a snapshot of the host with these threads; `changes` replace their fields."""
+    return replace(host, threads=replace(threads, **changes))
+
+
+def stretches_of(*paces: float, samples: int = 64, seconds: float = 10.0) -> tuple[Stretch, ...]:
+    """Return stretches of a run in which a step took these seconds."""
+    return tuple(Stretch(round(seconds / pace), round(seconds / pace) * samples, seconds, 0.0) for pace in paces)
+
+
 def with_gpu(host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
     """Return a snapshot of the host with a T4; `changes` replace fields of the T4's snapshot."""
     return replace(host, gpus=(replace(T4, **changes),))
 
 
 def steps_of(
-    wait: float = 0.0, copy: float = 0.0, compute: float = 0.1, other: float = 0.0, samples: int = 64, count: int = 100
+    wait: float = 0.0,
+    copy: float = 0.0,
+    compute: float = 0.1,
+    other: float = 0.0,
+    samples: int = 64,
+    count: int = 100,
+    cpu: float | None = None,
 ) -> list[StepTimes]:
     """Return equal steps with these times in seconds; the first one begins a pass over the data."""
-    return [StepTimes(wait, copy, compute, other, samples, number == 0) for number in range(count)]
+    return [StepTimes(wait, copy, compute, other, samples, number == 0, cpu) for number in range(count)]
 
 
 def part(
@@ -119,12 +166,13 @@ def made(
     compute: float = 0.1,
     other: float = 0.0,
     samples: int = 64,
+    cpu: float | None = None,
     epochs: Sequence[tuple[int, Mapping[str, float]]] = (),
     values: Mapping[str, float] | None = None,
     **more: Any,
 ) -> RunProfile:
     """Return the profile of a run with `steps`, or with equal steps of the given times; `more` sets other meters."""
-    taken = steps_of(wait, copy, compute, other, samples) if steps is None else steps
+    taken = steps_of(wait, copy, compute, other, samples, cpu=cpu) if steps is None else steps
     spent = spent_of(taken, **{"parts": tuple(parts), **more})
     hosts = [] if host is None else [host] * 3
     run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=precision)
@@ -147,21 +195,22 @@ def check_advice(advice: Advice) -> None:
         # A message joins `found` and `action` by a colon, so neither may contain another.
         assert ": " not in text, text
     assert advice.action[0].isupper(), advice
+    assert "..." not in advice.call, advice
     assert advice.samples_per_s is None or 0 <= advice.samples_per_s < float("inf"), advice
+    if advice.samples_per_s is not None:
+        assert advice.low_samples_per_s <= advice.samples_per_s <= advice.high_samples_per_s < float("inf"), advice
     check_call(advice.call)
 
 
 def check_call(text: str) -> None:
-    """Check that calls, except `.to()`, exist and accept their arguments; assigned names must be loader options."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+    """Check that calls of colabkit exist and accept their arguments; assigned names are options or the user's names."""
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name not in ("model.to", "batch.to"):
+            if name not in ("model.to", "torch.compile", "torch.nn.utils.clip_grad_norm_", "model.parameters"):
                 _check_arguments(name, node)
         if isinstance(node, ast.Assign):
-            options = {*inspect.signature(colabkit.Loader).parameters, *inspect.signature(DataLoader).parameters}
-            assert {ast.unparse(target) for target in node.targets} <= options, text
+            assert {ast.unparse(target) for target in node.targets} <= _ASSIGNED, text
 
 
 def _check_arguments(name: str, call: ast.Call) -> None:
@@ -170,6 +219,4 @@ def _check_arguments(name: str, call: ast.Call) -> None:
     for word in name.split(".")[1:]:
         thing = getattr(thing, word)
     values = {keyword.arg or "": keyword.value for keyword in call.keywords}
-    has_dots = any(isinstance(value, ast.Constant) and value.value is ... for value in call.args)
-    signature = inspect.signature(thing)
-    (signature.bind_partial if has_dots else signature.bind)(*call.args, **values)
+    inspect.signature(thing).bind(*call.args, **values)

@@ -257,3 +257,71 @@ def test_steps_have_the_time_at_which_they_ran_however_late_they_are_read():
     stream.host_s += 60.0
     assert counts.snapshot().steps == 3
     assert counts.timed_s == pytest.approx(time.monotonic() - 58.0, abs=20.0)
+
+
+def test_the_cpu_time_of_the_thread_is_measured_in_long_steps_and_in_some_short_ones() -> None:
+    counts = LoaderMeters()
+    clock = HostClock(counts.spent)
+    for number in range(48):
+        clock.given(None)
+        clock.stepped(float(number), float(number), number + 1e-4, 8)
+    measured = [step.cpu_s is not None for step in counts.snapshot().recent]
+    assert sum(measured) in (3, 4)
+    for number in range(48, 60):
+        clock.given(None)
+        clock.stepped(float(number), float(number), number + 0.5, 8)
+    later = [step.cpu_s for step in counts.snapshot().recent[-8:]]
+    assert all(cpu_s is not None and 0 <= cpu_s < 1 for cpu_s in later)
+
+
+def test_time_apart_from_a_step_does_not_count_as_its_cpu_time() -> None:
+    counts = LoaderMeters()
+    clock = HostClock(counts.spent)
+    clock.given(None)
+    clock.apart(1.0)
+    clock.stepped(0.0, 0.0, 2.0, 8)
+    assert counts.snapshot().recent[0].cpu_s is None
+
+
+def test_a_run_is_divided_into_few_stretches_that_add_up_to_it() -> None:
+    counts = LoaderMeters()
+    clock = HostClock(counts.spent)
+    now = 0.0
+    for number in range(5000):
+        step_s = 0.25 if number < 2500 else 0.5
+        clock.stepped(now, now + 0.05, now + step_s, 8)
+        now += step_s
+    found = counts.snapshot().stretches
+    assert 50 < len(found) < 120
+    assert sum(one.steps for one in found) == pytest.approx(5000, abs=100)
+    assert found[0].samples / found[0].seconds == pytest.approx(8 / 0.25, rel=0.01)
+    assert found[-1].samples / found[-1].seconds == pytest.approx(8 / 0.5)
+    assert found[0].wait_s / found[0].seconds == pytest.approx(0.05 / 0.25, rel=0.05)
+
+
+def test_time_between_passes_is_in_no_stretch() -> None:
+    counts = LoaderMeters()
+    now = 0.0
+    for _ in range(4):
+        clock = HostClock(counts.spent)
+        counts.begin_pass(clock)
+        for _ in range(20):
+            clock.stepped(now, now, now + 0.1, 8)
+            now += 0.1
+        now += 1000.0
+    assert all(one.seconds / one.steps == pytest.approx(0.1) for one in counts.snapshot().stretches)
+
+
+def test_a_difference_of_snapshots_has_the_stretches_after_the_earlier_one() -> None:
+    counts = LoaderMeters()
+    clock = HostClock(counts.spent)
+    now, before = 0.0, counts.snapshot()
+    for number in range(200):
+        clock.stepped(now, now, now + 0.1, 8)
+        now += 0.1
+        if number == 99:
+            before = counts.snapshot()
+    whole = counts.snapshot()
+    # The stretch during which the earlier snapshot was taken does not count.
+    assert (whole - before).stretches == whole.stretches[len(before.stretches) + 1 :]
+    assert (whole - LoaderMeters().snapshot()).stretches == whole.stretches

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections import namedtuple
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -117,7 +119,8 @@ class Machine:
 
 
 def test_a_first_snapshot_knows_no_rates_and_a_second_does():
-    machine = Machine({f"/proc/pressure/{name}": "some avg10=0.00 total=0\n" for name in ("cpu", "io", "memory")})
+    pressure = {f"/proc/pressure/{name}": "some avg10=0.00 total=0\n" for name in ("cpu", "io", "memory")}
+    machine = Machine({**pressure, "/proc/self/cgroup": "0::/\n", f"{V2}/cpu.stat": "throttled_usec 0\n"})
     first = machine.host.snapshot()
     assert [getattr(first, name) for name in RATES] == [None] * len(RATES)
     second = machine.after(1, cores=[core(0.5, 0.5)] * 4)
@@ -162,6 +165,43 @@ def test_under_a_quota_only_the_usage_of_the_own_cgroup_counts(files, usage, bef
     machine.files[f"{V2}/{usage}"] = after
     found = machine.after(1, cores=[core(1, 0)] * 4)
     assert (found.cpus, found.cpu_rate, found.busiest_core_rate) == (cpus, pytest.approx(0.5), 1)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file", "before", "after"),
+    [
+        ("0::/\n", "cpu.stat", "nr_throttled 3\nthrottled_usec 1000000\n", "nr_throttled 9\nthrottled_usec 1250000\n"),
+        ("1:cpu:/\n", "cpu/cpu.stat", "throttled_time 1000000000\n", "throttled_time 1250000000\n"),
+    ],
+)
+def test_the_time_without_a_cpu_quota_is_counted(cgroup, file, before, after):
+    machine = Machine({"/proc/self/cgroup": cgroup, f"{V2}/{file}": before})
+    machine.host.snapshot()
+    machine.files[f"{V2}/{file}"] = after
+    assert machine.after(1).throttled_rate == pytest.approx(0.25)
+
+
+def test_cpu_time_that_a_hypervisor_takes_is_counted():
+    machine = Machine()
+    machine.host.snapshot()
+    assert machine.after(1, cores=[core(0.5, 0.3)._replace(steal=0.2)] * 4).steal_rate == pytest.approx(0.2)
+
+
+def test_the_busiest_other_process_is_named_only_while_others_use_the_cpu():
+    machine = Machine()
+    machine.host.snapshot()
+    assert machine.after(1, cores=[core(0.1, 0.9)] * 4).other_process is None
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        machine.files |= {f"/proc/{busy.pid}/comm": "python\n", f"/proc/{busy.pid}/cmdline": "python\0busy.py\0"}
+        found = None
+        for ticks in (100, 200, 300):
+            machine.files[f"/proc/{busy.pid}/stat"] = f"{busy.pid} (python) R {' '.join(['0'] * 10)} {ticks} 0"
+            found = machine.after(1, cores=[core(ticks / 100, 0)] * 4).other_process
+    finally:
+        busy.kill()
+        busy.wait()
+    assert found == (f"python busy.py, PID {busy.pid}", pytest.approx(100 / os.sysconf("SC_CLK_TCK")))
 
 
 def test_a_quota_without_usage_figures_falls_back_to_the_cores():

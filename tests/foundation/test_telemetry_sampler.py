@@ -34,6 +34,7 @@ class FakeTelemetry:
         self.threads: set[str] = set()
         self.failing = failing
         self.cost_s = cost_s
+        self.samples_stacks = False
 
     def snapshot(self) -> HostSnapshot:
         self.threads.add(threading.current_thread().name)
@@ -294,6 +295,21 @@ def test_snapshots_stay_available_after_the_last_user_and_no_descriptor_is_left(
         wait_until(lambda: sampler.latest is not None)
     assert psutil.Process().num_fds() <= before
     latest = sampler.latest
-    assert seen(latest.at_s - 60, latest.at_s) == sampler.between(latest.at_s - 60, latest.at_s)
+    own = sampler.between(latest.at_s - 60, latest.at_s)
+    assert seen(latest.at_s - 60, latest.at_s)[-len(own) :] == own
     assert seen(latest.at_s, latest.at_s) == (latest,)
     assert seen(latest.at_s + 1, latest.at_s + 60) == ()
+    with sampled() as later:
+        wait_until(lambda: later.latest is not None)
+    assert {latest, later.latest} <= set(seen(latest.at_s - 60, later.latest.at_s))
+
+
+def test_stacks_are_sampled_between_snapshots_only_when_asked():
+    telemetry = FakeTelemetry()
+    telemetry.stacks = 0
+    telemetry.sample_stack = lambda: setattr(telemetry, "stacks", telemetry.stacks + 1)
+    with telemetry.sampler(period_s=0.5):
+        wait_until(lambda: telemetry.taken > 1)
+        assert telemetry.stacks == 0
+        telemetry.samples_stacks = True
+        wait_until(lambda: telemetry.stacks > 1)

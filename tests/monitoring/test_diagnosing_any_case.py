@@ -12,8 +12,18 @@ from doctor_cases import FOREIGN, check_advice, made, spent_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, PartSnapshot, StepTimes
-from colabkit.monitoring.diagnosing import data_rules, learning_rules, machine_rules
+from colabkit.foundation import (
+    BusyProcess,
+    GpuSnapshot,
+    HostSnapshot,
+    LoaderFacts,
+    LoopSpot,
+    PartSnapshot,
+    StepTimes,
+    Stretch,
+    ThreadsSnapshot,
+)
+from colabkit.monitoring.diagnosing import data_rules, host_rules, learning_rules, machine_rules, worker_rules
 from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
 from colabkit.monitoring.diagnosing.machine_rules import pageable_copies
 from colabkit.monitoring.diagnosing.rules import RULES
@@ -67,8 +77,35 @@ parts_of = st.lists(
     max_size=4,
     unique_by=lambda part: part.name,
 )
+cpu_seconds = st.one_of(st.none(), seconds)
 steps_of = st.lists(
-    st.builds(StepTimes, seconds, seconds, seconds, seconds, st.integers(0, 300), st.booleans()), max_size=70
+    st.builds(StepTimes, seconds, seconds, seconds, seconds, st.integers(0, 300), st.booleans(), cpu_seconds),
+    max_size=70,
+)
+stretches_of = st.lists(
+    st.builds(Stretch, st.integers(1, 1000), st.integers(0, 10**6), st.floats(0.1, 1e4), seconds), max_size=5
+).map(tuple)
+spots_of = st.builds(
+    LoopSpot,
+    place=st.sampled_from(["train.py:42 in log_images", "line 3 of a cell", "it's <b>&'\n\ud800.py:1"]),
+    text=st.sampled_from(["", "time.sleep(1)"]),
+    kind=st.sampled_from(["data", "compute", "aside", "python", "call"]),
+    samples=st.integers(1, 50),
+    asleep=st.integers(0, 50),
+)
+threads_of = st.one_of(
+    st.none(),
+    st.builds(
+        ThreadsSnapshot,
+        training_cpu_rate=share,
+        training_held_rate=share,
+        held_rate=share,
+        compute_cpus=share,
+        busiest_thread=st.sampled_from([None, "refresher", "colabkit-loader-0", "it's <b>&'\n\ud800"]),
+        busiest_thread_rate=share,
+        gil_wait_s=st.one_of(st.none(), seconds),
+        spots=st.lists(spots_of, max_size=3).map(tuple),
+    ),
 )
 gpus_of = st.builds(
     GpuSnapshot,
@@ -95,6 +132,10 @@ hosts_of = st.builds(
     shm_free_bytes=size,
     shm_total_bytes=size,
     io_stall_rate=share,
+    steal_rate=share,
+    throttled_rate=share,
+    other_process=st.sampled_from([None, BusyProcess("it's <b>&'\n\ud800, PID 3", 1.0)]),
+    threads=threads_of,
     gpus=st.lists(gpus_of, max_size=2).map(tuple),
 )
 values_of = st.dictionaries(st.sampled_from(["loss", "val_loss", "accuracy"]), st.floats())
@@ -135,7 +176,13 @@ def cases(draw: st.DrawFn) -> RunProfile:
     """Draw a case: consistent values of meters and telemetry, or random inconsistent ones."""
     steps = draw(steps_of)
     spent = spent_of(
-        steps, parts=tuple(draw(parts_of)), passes=draw(st.integers(0, 5)), retries=draw(st.integers(0, 3))
+        steps,
+        parts=tuple(draw(parts_of)),
+        passes=draw(st.integers(0, 5)),
+        retries=draw(st.integers(0, 3)),
+        validate_s=draw(seconds),
+        save_s=draw(seconds),
+        stretches=draw(stretches_of),
     )
     case = profile_run(
         spent,
@@ -179,7 +226,7 @@ def test_a_diagnosis_is_short_ordered_and_consistent(case: RunProfile) -> None:
     assert len({advice.rule for advice in found.advice}) == len(found.advice)
     if not case.is_enough:
         assert found.verdict == "unknown"
-        assert {advice.rule for advice in found.advice} <= {"not_finite", "overfitting", "plateau"}
+        assert {advice.rule for advice in found.advice} <= {"not_finite", "divergence", "overfitting", "plateau"}
     for advice in found.advice:
         assert advice.samples_per_s is None or advice.samples_per_s >= 1.03 * found.samples_per_s
         assert advice.saved_s is None or advice.saved_s >= 0
@@ -202,7 +249,7 @@ def markup(found: Diagnosis) -> str:
 
 
 def test_the_contradictions_use_the_words_of_the_rules() -> None:
-    source = "".join(map(inspect.getsource, (data_rules, machine_rules, learning_rules)))
+    source = "".join(map(inspect.getsource, (data_rules, worker_rules, host_rules, machine_rules, learning_rules)))
     for ones, _ in AGAINST:
         for one in ones:
             assert one.removesuffix(", since") in source, one

@@ -76,7 +76,8 @@ def test_the_verdict_of_a_report_is_the_verdict_of_its_run(data: PackedDataset) 
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
     found = doctor(report)
     # Of the 88 steps, those of the first epoch and the first one of each epoch do not count.
-    assert (found.verdict, found.steps) == ("compute", 70)
+    # These steps sleep.
+    assert (found.verdict, found.steps) == ("host", 70)
     check(found)
 
 
@@ -86,7 +87,7 @@ def test_the_diagnosis_of_a_report_uses_the_machine_of_that_run(data: PackedData
     # There are too few steps for advice.
     assert [advice.rule for advice in doctor(hot).advice] == []
     longer = replace(hot, spent=replace(hot.spent, recent=hot.spent.recent * 2, steps=2 * hot.spent.steps))
-    assert [advice.rule for advice in doctor(longer).advice] == ["slowed_gpu"]
+    assert "slowed_gpu" in [advice.rule for advice in doctor(longer).advice]
 
 
 def test_a_report_without_steps_has_too_few_for_a_verdict(data: PackedDataset) -> None:
@@ -104,8 +105,9 @@ def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
     assert found.verdict == "data"
     # The worker sleeps while a CPU is free.
     assert found.bottleneck == "read"
-    assert [advice.rule for advice in found.advice] == ["slow_transform"]
-    assert found.advice[0].found.endswith("most of it waiting for storage")
+    advice = {advice.rule: advice for advice in found.advice}
+    assert {*advice} == {"slow_transform", "more_workers"}
+    assert advice["slow_transform"].found.endswith("most of it waiting for storage")
     assert loader.state_dict() == state
     assert loader.meters.snapshot() == spent
     check(found)

@@ -30,7 +30,7 @@ from colabkit.foundation import LoaderFacts
 from colabkit.monitoring.diagnosing import forecast as forecast_module
 from colabkit.monitoring.diagnosing import run_profile
 from colabkit.monitoring.diagnosing.data_rules import remote_files
-from colabkit.monitoring.diagnosing.forecast import Forecast, forecast_run
+from colabkit.monitoring.diagnosing.forecast import Forecast, forecast_run, predict
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 from colabkit.monitoring.diagnosing.verdict import judge
 
@@ -197,8 +197,35 @@ def test_a_ten_times_slower_machine_gets_a_slower_prediction(monkeypatch: pytest
     assert read_s > 2 * usual_read_s > 0
 
 
-def test_a_prediction_is_shown_as_an_upper_bound() -> None:
-    assert re.search(r"\(up to \d+\.\d times as fast", repr(judge(made(wait=0.2, facts=FOREIGN))))
+@UNHURRIED
+@given(cases())
+def test_the_limits_of_a_prediction_hold_the_expected_speed(case: RunProfile) -> None:
+    for fix in (Forecast.without_loader, Forecast.from_local_files, lambda costs: costs.from_rows(150_000.0)):
+        expected, low, high = predict(case, fix)
+        assert 0 < low <= expected <= high
+        assert expected == fix(forecast_run(case))
+
+
+def test_the_limits_are_wider_if_steps_vary_and_narrower_if_the_step_was_measured() -> None:
+    def width(run: RunProfile) -> float:
+        _, low, high = predict(run, Forecast.without_loader)
+        return high / low
+
+    even = made(wait=0.2, steps=steps_of(wait=0.2, count=320), facts=FOREIGN)
+    steps = steps_of(wait=0.2, count=320)
+    uneven = [*steps[:160], *(step._replace(compute_s=0.2) for step in steps[160:])]
+    varied = made(steps=uneven, facts=FOREIGN)
+    # Other processes use 2% of the CPUs.
+    assert width(even) == pytest.approx(1.12**2)
+    assert width(varied) > 2
+    assert width(replace(varied, measured_alone_s=0.1 / 64)) < width(varied)
+
+
+def test_a_prediction_is_shown_with_its_limits() -> None:
+    found = judge(made(wait=0.2, facts=FOREIGN))
+    assert re.search(r"\(\d+\.\d–\d+\.\d times as fast", repr(found))
+    for advice in found.advice:
+        assert advice.low_samples_per_s <= advice.samples_per_s <= advice.high_samples_per_s
 
 
 def test_cpu_time_saved_in_the_loader_speeds_up_the_step_on_a_full_cpu() -> None:

@@ -85,6 +85,8 @@ def test_a_loop_is_diagnosed_with_the_machine_of_that_time_even_after_sampling_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Hot:
+        samples_stacks = False
+
         def snapshot(self) -> HostSnapshot:
             return replace(with_gpu(slowed_by=("heat",)), at_s=time.monotonic())
 

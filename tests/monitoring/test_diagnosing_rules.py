@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 from doctor_cases import (
+    ASLEEP,
+    COMPUTES,
     DECODED,
     DRIVE,
     FOREIGN,
     FULL,
     GATHERED,
     GIB,
+    HELD_BY_THREAD,
+    LOGS,
     ON_GPU,
     PROCESSES,
     QUIET,
@@ -23,10 +27,12 @@ from doctor_cases import (
     made,
     part,
     steps_of,
+    stretches_of,
     with_gpu,
+    with_threads,
 )
 
-from colabkit.foundation import LoaderFacts, Place
+from colabkit.foundation import BusyProcess, LoaderFacts, Place
 from colabkit.monitoring.diagnosing import machine_rules
 from colabkit.monitoring.diagnosing.rules import RULES
 
@@ -50,6 +56,10 @@ EPOCHS = {"passes": 4, "first_s": 12.0, "wait_s": 12.0}
 LATE = [step._replace(wait_s=4.0) if number % 200 == 50 else step for number, step in enumerate(steps_of(count=400))]
 SLOWER = [step._replace(wait_s=0.01 + 0.02 * number) for number, step in enumerate(steps_of())]
 UNKNOWN_HOST = replace(QUIET, storage_read_bytes_per_s=None, cpu_rate=None, own_cpu_rate=None, busiest_core_rate=None)
+
+PAUSED = [step._replace(other_s=2.0) if number % 20 == 10 else step for number, step in enumerate(steps_of(count=400))]
+SLEEPING = {"cpu": 0.02, "host": with_threads(ASLEEP)}
+LOGGING = {"cpu": 0.1, "host": with_threads(spots=(LOGS, COMPUTES))}
 
 FALLING, RISING = [1.0, 0.6, 0.4, 0.2, 0.1, 0.05], [1.0, 0.8, 0.9, 1.1, 1.3, 1.7]
 HALVED = [0.5**epoch for epoch in range(12)]
@@ -119,10 +129,6 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
                 "parts": (part("samples", 0.012, 0.001),),
             },
             "another loader": {"facts": FOREIGN, "parts": ()},
-            "rows are as large as the batch that is made of them": {
-                "facts": replace(GATHERED, transform="Normalize()"),
-                "parts": (part("gather", 1e-5), part("augment", 0.003)),
-            },
             "not waited for": {"wait": 0.001},
         },
     ),
@@ -138,6 +144,10 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {**STARVED, "facts": replace(DECODED, workers=1), "parts": DECODES},
         {
             "as many as CPUs": {"facts": replace(DECODED, workers=4)},
+            "as many processes as CPUs that compute": {
+                "facts": replace(PROCESSES, workers=4),
+                "parts": (part("samples", 0.012, 0.011),),
+            },
             "how many is not known": {"facts": replace(DECODED, workers=None)},
             "the CPU is full": {"host": FULL},
             "the CPU is not known": {"host": UNKNOWN_HOST},
@@ -247,6 +257,79 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         },
     ),
     "host_work": ({"other": 0.05}, {"a little": {"other": 0.005}}),
+    "busy_thread": (
+        {"cpu": 0.02, "host": with_threads(HELD_BY_THREAD)},
+        {
+            "the step computes": {"cpu": 0.1},
+            "the GIL is free": {"host": with_threads(HELD_BY_THREAD, gil_wait_s=1e-5)},
+            "how long the GIL takes is not known": {"host": with_threads(HELD_BY_THREAD, gil_wait_s=None)},
+            "the thread is idle": {"host": with_threads(HELD_BY_THREAD, busiest_thread_rate=0.1)},
+            "a thread of the loader": {"host": with_threads(HELD_BY_THREAD, busiest_thread="colabkit-loader-0")},
+            "threads are not known": {"host": QUIET},
+        },
+    ),
+    "blocked_step": (
+        SLEEPING,
+        {
+            "it computes": {"cpu": 0.1},
+            "its CPU time is not known": {"cpu": None},
+            "threads of torch compute meanwhile": {"host": with_threads(ASLEEP, compute_cpus=0.9)},
+            "it has no CPU": {"host": with_threads(ASLEEP, training_held_rate=0.8)},
+            "another thread holds the GIL": {"host": with_threads(HELD_BY_THREAD)},
+            "a thread of the loader holds the GIL": {
+                "host": with_threads(HELD_BY_THREAD, busiest_thread="colabkit-loader-0")
+            },
+            "it waits for the GPU": {"facts": ON_GPU, "host": with_gpu(with_threads(ASLEEP))},
+            "it waits for data": {"wait": 0.2, "compute": 0.02},
+        },
+    ),
+    "code_beside_torch": (
+        LOGGING,
+        {
+            "it uses torch": {"host": with_threads(spots=(COMPUTES,))},
+            "a little": {"host": with_threads(spots=(LOGS._replace(samples=2), COMPUTES))},
+            "too few samples": {"host": with_threads(spots=(LOGS._replace(samples=1),))},
+            "no samples": {"host": with_threads()},
+            "threads are not known": {"host": QUIET},
+        },
+    ),
+    "lost_cpu": (
+        {"host": replace(QUIET, throttled_rate=0.4, steal_rate=0.0)},
+        {
+            "a little": {"host": replace(QUIET, throttled_rate=0.05, steal_rate=0.05)},
+            "not known": {"host": QUIET},
+            "the step is on a GPU": {"facts": ON_GPU},
+        },
+    ),
+    "long_pauses": (
+        {"steps": PAUSED},
+        {
+            "all alike": {"steps": steps_of()},
+            "one long step": {"steps": PAUSED[:20] + steps_of(count=300)},
+            "short pauses": {"steps": [step._replace(other_s=step.other_s / 20) for step in PAUSED]},
+            "checkpoints of train()": {"save_s": 40.0},
+            "late data": {"steps": LATE},
+        },
+    ),
+    "slow_checkpoints": (
+        {"save_s": 4.0, "other": 0.05},
+        {"quick": {"save_s": 0.1}, "none": {"save_s": 0.0}},
+    ),
+    "slow_validation": (
+        {"validate_s": 20.0},
+        {"shorter than training": {"validate_s": 9.0}, "none": {"validate_s": 0.0}},
+    ),
+    "slower_than_before": (
+        {"stretches": stretches_of(0.03, 0.03, 0.05, 0.1)},
+        {
+            "as fast as ever": {"stretches": stretches_of(0.1, 0.1, 0.1)},
+            "a slow start": {"stretches": stretches_of(0.5, 0.1, 0.1)},
+            "a little slower": {"stretches": stretches_of(0.07, 0.1)},
+            "a fast moment": {"stretches": stretches_of(0.03, seconds=0.1) + stretches_of(0.1, 0.1)},
+            "larger batches": {"stretches": stretches_of(0.03, 0.1, samples=16), "samples": 64},
+            "a run of seconds": {"stretches": ()},
+        },
+    ),
     "wrong_device": (
         {"host": with_gpu(utilization_rate=0.0, torch_bytes=None, torch_reserved_bytes=None)},
         {
@@ -362,6 +445,17 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "no loss": {"values": {}},
         },
     ),
+    "divergence": (
+        {"epochs": epochs_of(loss=[1.0, 0.5, 0.2, 0.4, 0.9, 1.6])},
+        {
+            "it falls": {"epochs": epochs_of(loss=FALLING)},
+            "it rose little": {"epochs": epochs_of(loss=[1.0, 0.5, 0.4, 0.45, 0.5, 0.55])},
+            "a peak": {"epochs": epochs_of(loss=[1.0, 0.2, 0.5, 1.6, 0.9])},
+            "two epochs only": {"epochs": epochs_of(loss=[0.2, 0.6, 1.2])},
+            "only the validation loss rises": {"epochs": epochs_of(loss=FALLING, val_loss=RISING)},
+            "a negative loss": {"epochs": epochs_of(loss=[-1.0, -0.8, -0.5, -0.2])},
+        },
+    ),
     "overfitting": (
         {"epochs": epochs_of(loss=FALLING, val_loss=RISING)},
         {
@@ -418,3 +512,27 @@ def test_a_rule_gives_no_advice_in_similar_cases_or_without_data() -> None:
     for rule in RULES:
         assert rule(made(facts=None, host=None)) is None
         assert rule(made(facts=LoaderFacts("gathered"), host=None)) is None
+
+
+def test_the_busiest_other_process_is_named() -> None:
+    host = replace(FULL, own_cpu_rate=0.4, other_process=BusyProcess("python other.py, PID 4711", 1.9))
+    assert "python other.py, PID 4711" in given("others_on_the_cpu", {"host": host}).found
+
+
+def test_the_line_of_code_that_holds_the_loop_up_is_named() -> None:
+    assert "train.py:20 in step" in given("blocked_step").found
+    assert "time.sleep(0.02)" in given("blocked_step").check
+    assert "train.py:30 in log_images" in given("code_beside_torch").found
+
+
+def test_without_samples_of_the_stack_a_way_to_get_them_is_given() -> None:
+    advice = given("blocked_step", {"host": with_threads(ASLEEP, spots=())})
+    check_advice(advice)
+    assert "with the panel" in advice.action
+
+
+def test_without_counters_of_waits_for_a_cpu_a_step_may_also_lack_one() -> None:
+    known = given("blocked_step")
+    unknown = given("blocked_step", {"host": with_threads(ASLEEP, training_held_rate=None)})
+    assert "sleeps or has no CPU" not in known.found
+    assert "sleeps or has no CPU" in unknown.found

@@ -56,6 +56,24 @@ def test_a_watched_data_loader_yields_the_same_batches() -> None:
     assert [batch[0].tolist() for batch in watch(DataLoader(DATA, 4, shuffle=True))] == plain
 
 
+def test_the_machine_is_sampled_during_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_SAMPLED_S", 0.0)
+
+    def samplers() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "colabkit-telemetry"]
+
+    assert samplers() == []
+    for _ in watch(DataLoader(DATA, 4)):
+        assert samplers() == ["colabkit-telemetry"]
+    assert samplers() == []
+
+
+def test_a_short_pass_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_SAMPLED_S", 1e9)
+    names = {thread.name for _ in watch(DataLoader(DATA, 4)) for thread in threading.enumerate()}
+    assert "colabkit-telemetry" not in names
+
+
 def test_length_attributes_and_methods_are_forwarded_to_the_loader() -> None:
     loader = DataLoader(DATA, 4)
     watched = watch(loader)
@@ -278,6 +296,8 @@ def test_facts_are_read_from_the_attributes_of_a_data_loader() -> None:
             encoding="python",
             is_pinned=is_pinned,
             keeps_workers=keeps_workers,
+            shuffle=False,
+            prefetch=2 if options else None,
         )
 
 

@@ -11,7 +11,18 @@ import pytest
 from sampling import sampled
 
 from colabkit.errors import FileFailed, NotMounted
-from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
+from colabkit.foundation import (
+    BusyProcess,
+    GpuSnapshot,
+    HostSnapshot,
+    LoaderFacts,
+    LoopSpot,
+    MetersSnapshot,
+    PartSnapshot,
+    StepTimes,
+    Stretch,
+    ThreadsSnapshot,
+)
 from colabkit.loading import Loader
 from colabkit.training.report import EpochRecord, TrainReport, Validation
 from colabkit.training.trainer import train
@@ -28,7 +39,11 @@ def long_run(epochs: int, gpus: int) -> TrainReport:
     card = replace(
         card, torch_bytes=12345678901, torch_reserved_bytes=12345678901, power_w=123.456, slowed_by=("heat",)
     )
-    rates = {field.name: 1e9 / 3 for field in fields(HostSnapshot) if field.name not in ("at_s", "gpus")}
+    spots = [LoopSpot(f"train.py:{line} in log_images", "x" * 50, "aside", 1, 1) for line in range(101, 104)]
+    threads = ThreadsSnapshot(1 / 3, 1 / 3, 1 / 3, 1 / 3, "a thread with a name", 1 / 3, 1 / 3, tuple(spots))
+    others = {"threads": threads, "other_process": BusyProcess("python train.py, PID 4711", 1 / 3)}
+    rates = {field.name: 1e9 / 3 for field in fields(HostSnapshot) if field.name not in ("at_s", "gpus", *others)}
+    stretches = tuple(Stretch(1000, 128_000, 1e5 / 3, 1 / 3) for _ in range(119))
     return TrainReport(
         epochs=tuple(
             EpochRecord(number, 391, 50_000, 100 / 3, 1 / 3, values, values, 1 / 7, 1 / 9, 1 / 11)
@@ -50,10 +65,19 @@ def long_run(epochs: int, gpus: int) -> TrainReport:
         skipped_checkpoints=(),
         changed_settings=(),
         failed_saves=(),
-        spent=MetersSnapshot(wait_s=1 / 3, parts=(part,), recent=steps),
+        spent=MetersSnapshot(wait_s=1 / 3, parts=(part,), recent=steps, stretches=stretches),
         facts=LoaderFacts("gathered", 50_000, 128, path="/content/colabkit/data.h5"),
-        hosts=tuple(HostSnapshot(at_s=1e6 / 3 + at, **rates, gpus=(card,) * gpus) for at in range(600)),
+        hosts=tuple(HostSnapshot(at_s=1e6 / 3 + at, **rates, **others, gpus=(card,) * gpus) for at in range(600)),
     )
+
+
+def test_the_time_of_validations_and_checkpoints_is_counted(tmp_path):
+    data = list(range(8))
+    saved = train(lambda batch: 0.0, Loader(data, 4), epochs=2, state={}, to=tmp_path, validate=lambda: {"loss": 1.0})
+    assert 0 < saved.spent.validate_s < saved.seconds
+    assert 0 < saved.spent.save_s < saved.seconds
+    plain = train(lambda batch: 0.0, Loader(data, 4), epochs=2)
+    assert (plain.spent.validate_s, plain.spent.save_s) == (0, 0)
 
 
 def test_a_table_has_headers_and_folds_the_middle_of_a_long_run() -> None:
@@ -85,7 +109,7 @@ def test_long_lists_are_thinned_and_keep_the_first_and_last_entry():
     assert [values["validations"][place]["step"] for place in (0, -1)] == [391, 391 * 5000]
     assert [values["curve"]["loss"][place][0] for place in (0, -1)] == [391, 391_000]
     assert values["hosts"][-1]["at_s"] == pytest.approx(report.hosts[-1].at_s, rel=1e-4)
-    assert len(values["hosts"]) == 60
+    assert len(values["hosts"]) == 40
     assert len(report.epochs) == 5000
 
 
@@ -104,7 +128,8 @@ def test_a_saved_report_is_read_back_unchanged(tmp_path):
     path = report.save(tmp_path / "runs" / "first.json")
     assert path == tmp_path / "runs" / "first.json"
     values = json.loads(path.read_text(encoding="utf-8"))
-    assert values["spent"].pop("recent") == [pytest.approx(list(step), rel=1e-4) for step in report.spent.recent]
+    steps = values["spent"].pop("recent")
+    assert [step[:6] for step in steps] == [pytest.approx(list(step[:6]), rel=1e-4) for step in report.spent.recent]
     assert values == report.to_dict()
     replace(report, trained=7).save(str(path))
     assert json.loads(path.read_text(encoding="utf-8"))["trained"] == 7

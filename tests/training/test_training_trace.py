@@ -48,6 +48,25 @@ def test_a_long_run_has_a_block_for_each_earlier_epoch(tmp_path, data):
     assert names[-512:] == [f"step {number}" for number in range(61, 573)]
 
 
+def test_perfetto_reads_every_slice_inside_the_slice_of_its_step(tmp_path, data):
+    report = train(lambda batch: 1.0, Loader(data, 1), epochs=26)
+    trace = json.loads(report.to_trace(tmp_path / "run.json").read_text())
+    assert {*trace} == {"traceEvents", "displayTimeUnit"}
+    block_ends, ends = 0, 0
+    for event in trace["traceEvents"]:
+        if event["ph"] == "M":
+            continue
+        # Perfetto stores whole nanoseconds, and drops slices that overlap the end of another.
+        start, end = int(event["ts"] * 1000), int(event["ts"] * 1000) + int(event["dur"] * 1000)
+        if event["name"] in SHARES:
+            assert ends <= start < end <= block_ends
+            ends = end
+        else:
+            assert start == ends == block_ends
+            block_ends = end
+    assert block_ends == pytest.approx(report.spent.seconds * 1e9, rel=0.01)
+
+
 @pytest.mark.full
 def test_a_stopped_and_resumed_run_adds_up(tmp_path, data):
     def run(**options: object) -> TrainReport:

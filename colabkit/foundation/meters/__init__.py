@@ -34,3 +34,4 @@ from colabkit.foundation.meters.steps import HostClock as HostClock
 from colabkit.foundation.meters.steps import Mark as Mark
 from colabkit.foundation.meters.steps import StepTimes as StepTimes
 from colabkit.foundation.meters.steps import StepTotals as StepTotals
+from colabkit.foundation.meters.steps import Stretch as Stretch

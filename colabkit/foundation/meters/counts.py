@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from colabkit.foundation.meters.steps import Clock, Mark, StepTimes, StepTotals, taken
+from colabkit.foundation.meters.steps import Clock, Mark, StepTimes, StepTotals, Stretch, taken
+from colabkit.foundation.telemetry.threads import train_in_this_thread
 
 # Maximum number of earlier passes that are kept because the GPU may not have finished their steps.
 _EARLIER = 4
 _RECENT_CALLS = 256
 # Names of running totals that several classes share.
 _PART_SUMS = ("samples", "handled_bytes", "busy_s", "wait_s", "calls", "cpu_s")
-_LOADER_SUMS = ("batches", "samples", "passes", "ready", "queued", "queue_room", "retries")
+_LOADER_SUMS = ("batches", "samples", "passes", "ready", "queued", "queue_room", "retries", "validate_s", "save_s")
 _STEP_SUMS = ("wait_s", "copy_s", "compute_s", "other_s", "first_s", "steps")
 
 
@@ -43,6 +44,11 @@ class LoaderFacts:
         transform: name of the transform.
         is_pinned: whether batches are in pinned memory before they are copied to the device.
         keeps_workers: whether worker processes persist between epochs.
+        split: split of the pack or of the files.
+        image_height: height in pixels of the images in the first batch; also None if samples are no images.
+        image_width: width in pixels of these images.
+        shuffle: whether samples are shuffled, or `"block"`.
+        prefetch: number of batches to make ahead; for a `DataLoader`, per worker.
     """
 
     kind: Literal["gathered", "decoded", "processes", "device", "foreign"]
@@ -60,6 +66,11 @@ class LoaderFacts:
     transform: str | None = None
     is_pinned: bool | None = None
     keeps_workers: bool | None = None
+    split: str | None = None
+    image_height: int | None = None
+    image_width: int | None = None
+    shuffle: bool | str | None = None
+    prefetch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +126,11 @@ class MetersSnapshot:
         queued: number of batches, or groups of batches, in the ready queue, summed over all requests.
         queue_room: capacity of the ready queue in the same unit, summed over all requests.
         retries: number of retried reads of a remote source.
+        validate_s: seconds of validations of `train()`, which do not count as time of steps.
+        save_s: seconds for which checkpoints held `train()` up.
         recent: the newest steps, up to 512, oldest first.
         first_pass: snapshot at the start of the second pass, without `recent`; None before that.
+        stretches: the whole run in at most 120 stretches of a second or more, oldest first.
     """
 
     batches: int = 0
@@ -133,8 +147,11 @@ class MetersSnapshot:
     queued: int = 0
     queue_room: int = 0
     retries: int = 0
+    validate_s: float = 0.0
+    save_s: float = 0.0
     recent: tuple[StepTimes, ...] = field(default=(), repr=False)
     first_pass: MetersSnapshot | None = field(default=None, repr=False)
+    stretches: tuple[Stretch, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -162,7 +179,18 @@ class MetersSnapshot:
         sums = _differences(self, earlier, (*_LOADER_SUMS, *_STEP_SUMS))
         recent = self.recent[max(0, len(self.recent) - sums["steps"]) :]
         first_pass = None if earlier.passes or self.first_pass is None else self.first_pass - earlier
-        return MetersSnapshot(**sums, parts=parts, recent=recent, first_pass=first_pass)
+        stretches = _stretches_after(self.stretches, earlier.steps)
+        return MetersSnapshot(**sums, parts=parts, recent=recent, first_pass=first_pass, stretches=stretches)
+
+
+def _stretches_after(stretches: tuple[Stretch, ...], steps: int) -> tuple[Stretch, ...]:
+    """Return the stretches that begin after this many steps."""
+    done = 0
+    for number, stretch in enumerate(stretches):
+        if done >= steps:
+            return stretches[number:]
+        done += stretch.steps
+    return ()
 
 
 def _differences(later: object, earlier: object, names: Iterable[str]) -> dict[str, Any]:
@@ -192,6 +220,8 @@ class LoaderMeters:
         queued: number of batches, or groups of batches, in the ready queue, summed over all requests.
         queue_room: capacity of the ready queue in the same unit, summed over all requests.
         retries: number of retried reads of a remote source.
+        validate_s: seconds of validations of `train()`.
+        save_s: seconds for which checkpoints held `train()` up.
         spent: totals of the step times.
         facts: facts about the loader; None if unknown.
         clock: clock of the newest pass, to which `train()` reports the duration of each step.
@@ -204,6 +234,8 @@ class LoaderMeters:
     queued: int = 0
     queue_room: int = 0
     retries: int = 0
+    validate_s: float = 0.0
+    save_s: float = 0.0
     spent: StepTotals = field(default_factory=StepTotals)
     facts: LoaderFacts | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
@@ -275,11 +307,12 @@ class LoaderMeters:
     def begin_pass(self, clock: Clock) -> None:
         """Start a pass timed by `clock`; unfinished steps of the previous pass are counted later."""
         if self.passes == 1:
-            self._first_pass = replace(self.snapshot(), recent=())
+            self._first_pass = replace(self.snapshot(), recent=(), stretches=())
         self.passes += 1
         if self.clock is not None:
             self._earlier.append(self.clock)
         self.clock = clock
+        train_in_this_thread()
 
     def settle(self, clock: Clock) -> None:
         """Count the copies that have ended, and a clock's new steps unless it counts them itself."""
@@ -291,6 +324,8 @@ class LoaderMeters:
             self.spent.add(newest)
             # Steps of an earlier pass may be counted after newer ones.
             self.spent.left_s = max(self.spent.left_s, clock.left_s)
+            if self.spent.left_s >= self.spent.due_s:
+                self.spent.end_stretch(self.spent.left_s)
 
     def snapshot(self) -> MetersSnapshot:
         """Return a snapshot of the totals."""
@@ -308,7 +343,8 @@ class LoaderMeters:
         sums: dict[str, Any] = {name: getattr(self, name) for name in _LOADER_SUMS}
         sums |= {name: getattr(self.spent, name) for name in _STEP_SUMS}
         recent = tuple(map(StepTimes._make, self.spent.newest.copy()))
-        return MetersSnapshot(**sums, parts=parts, recent=recent, first_pass=self._first_pass)
+        stretches = tuple(self.spent.stretches)
+        return MetersSnapshot(**sums, parts=parts, recent=recent, first_pass=self._first_pass, stretches=stretches)
 
 
 def _p95(seconds: deque[float]) -> float:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import thread_time
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 _Noted = TypeVar("_Noted")
@@ -24,6 +25,10 @@ _Noted = TypeVar("_Noted")
 _RECENT_STEPS = 512
 # Maximum number of unfinished steps in a stream; older ones are not counted.
 _UNREAD = 256
+# Reading the CPU time of a thread takes about a microsecond, so only one in 16 steps below a millisecond is measured.
+_SHORT_S, _SELDOM = 1e-3, 15
+# A stretch of the run takes at least this long; once there are too many, neighbors are joined.
+_STRETCH_S, _STRETCHES = 1.0, 120
 
 
 class StepTimes(NamedTuple):
@@ -36,6 +41,7 @@ class StepTimes(NamedTuple):
         other_s: seconds of other work on the host, such as logging, checkpoints and the panel.
         samples: number of samples in the batch.
         is_first: whether the step is the first of a pass, whose wait includes the start of the loader.
+        cpu_s: CPU seconds of the thread that trains, during `compute_s` and `other_s`; None if not measured.
     """
 
     wait_s: float
@@ -44,6 +50,7 @@ class StepTimes(NamedTuple):
     other_s: float
     samples: int = 0
     is_first: bool = False
+    cpu_s: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -52,7 +59,41 @@ class StepTimes(NamedTuple):
 
 
 # The fields of `StepTimes` as a plain tuple, which is faster to create.
-_Step: TypeAlias = tuple[float, float, float, float, int, bool]
+_Step: TypeAlias = tuple[float, float, float, float, int, bool, float | None]
+
+
+class Stretch(NamedTuple):
+    """Totals of successive steps of a run, about a second or more.
+
+    Attributes:
+        steps: number of steps.
+        samples: number of samples in them.
+        seconds: duration of these steps, without the first wait of a pass.
+        wait_s: seconds of them spent waiting for data, without the first wait of a pass.
+    """
+
+    steps: int
+    samples: int
+    seconds: float
+    wait_s: float
+
+    def joined(self, later: Stretch) -> Stretch:
+        """Return this stretch and a later one as one stretch."""
+        return Stretch(
+            self.steps + later.steps,
+            self.samples + later.samples,
+            self.seconds + later.seconds,
+            self.wait_s + later.wait_s,
+        )
+
+    def after(self, earlier: Stretch) -> Stretch:
+        """Return the rest of this stretch after an earlier one with the same start."""
+        return Stretch(
+            self.steps - earlier.steps,
+            self.samples - earlier.samples,
+            self.seconds - earlier.seconds,
+            self.wait_s - earlier.wait_s,
+        )
 
 
 @dataclass(slots=True)
@@ -60,6 +101,7 @@ class StepTotals:
     """Totals of complete steps, and the newest steps; `left_s` is the end of the last step, by `time.perf_counter`.
 
     Clocks refer to this object instead of the meters, so that no reference cycle keeps the meters alive.
+    `stretches` divides the whole run into at most 120 stretches, oldest first.
     """
 
     wait_s: float = 0.0
@@ -68,14 +110,36 @@ class StepTotals:
     other_s: float = 0.0
     first_s: float = 0.0
     steps: int = 0
+    samples: int = 0
     left_s: float = field(default=0.0, repr=False)
     newest: deque[_Step] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
+    stretches: list[Stretch] = field(default_factory=list, repr=False)
+    due_s: float = field(default=0.0, repr=False)
+    _before: Stretch = field(default=Stretch(0, 0, 0.0, 0.0), init=False, repr=False)
+    _span_s: float = field(default=_STRETCH_S, init=False, repr=False)
+
+    def end_stretch(self, now_s: float) -> None:
+        """End a stretch of the run if enough time has passed; call this once `now_s` has reached `due_s`."""
+        wait_s = self.wait_s - self.first_s
+        totals = Stretch(self.steps, self.samples, wait_s + self.copy_s + self.compute_s + self.other_s, wait_s)
+        passed = totals.after(self._before)
+        # The time between two passes does not count, so a stretch may not be complete when it is due.
+        self.due_s = now_s + max(self._span_s - passed.seconds, 0.1 * self._span_s)
+        if passed.seconds < self._span_s:
+            return
+        self._before, self.due_s = totals, now_s + self._span_s
+        self.stretches.append(passed)
+        if len(self.stretches) >= _STRETCHES:
+            pairs = zip(self.stretches[::2], self.stretches[1::2], strict=True)
+            self.stretches[:] = [earlier.joined(later) for earlier, later in pairs]
+            self._span_s *= 2
 
     def add(self, steps: Sequence[StepTimes]) -> None:
         """Add one or more steps."""
-        waits, copies, computes, others, _, are_first = zip(*steps, strict=True)
+        waits, copies, computes, others, samples, are_first, _ = zip(*steps, strict=True)
         first_s = sum(itertools.compress(waits, are_first))
         self.steps += len(steps)
+        self.samples += sum(samples)
         self.wait_s += sum(waits)
         self.copy_s += sum(copies)
         self.compute_s += sum(computes)
@@ -107,16 +171,21 @@ class HostClock:
         totals: totals to which steps are added.
     """
 
-    __slots__ = ("_apart_s", "_compute_s", "_is_first", "_totals")
+    __slots__ = ("_apart_s", "_compute_s", "_cpu_s", "_is_first", "_is_measured", "_totals")
 
     def __init__(self, totals: StepTotals) -> None:
         self._totals = totals
         self._compute_s: float | None = None
         self._apart_s = 0.0
         self._is_first = True
+        # The CPU time of the thread when it received the batch, if the CPU time of this step is measured.
+        self._cpu_s: float | None = None
+        self._is_measured = True
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
-        """Do nothing: `stepped` receives the time at which the loop received the batch."""
+        """Read the CPU time of the thread; `stepped` receives the time at which the loop received the batch."""
+        if self._is_measured:
+            self._cpu_s = thread_time()
 
     def worked(self, compute_s: float) -> None:
         """Record the duration of the step on this batch, in seconds."""
@@ -130,6 +199,10 @@ class HostClock:
         """Record the end of a step, given when its batch was requested and received, and when the step ended."""
         totals, told_s, is_first = self._totals, self._compute_s, self._is_first
         wait_s, compute_s, other_s = given - asked, left - given, 0.0
+        # The thread may also have computed in the time that does not count for the step.
+        began_s, self._cpu_s = self._cpu_s, None
+        cpu_s = None if began_s is None or self._apart_s else thread_time() - began_s
+        self._is_measured = compute_s > _SHORT_S or not totals.steps & _SELDOM
         if told_s is not None or self._apart_s:
             user_s = max(0.0, compute_s - self._apart_s)
             compute_s = user_s if told_s is None else min(told_s, user_s)
@@ -142,8 +215,11 @@ class HostClock:
         totals.steps += 1
         totals.wait_s += wait_s
         totals.compute_s += compute_s
+        totals.samples += samples
         totals.left_s = left
-        totals.newest.append((wait_s, 0.0, compute_s, other_s, samples, is_first))
+        totals.newest.append((wait_s, 0.0, compute_s, other_s, samples, is_first, cpu_s))
+        if left >= totals.due_s:
+            totals.end_stretch(left)
 
     def settled(self) -> Sequence[StepTimes]:
         """Return no steps, since this clock counts steps itself."""

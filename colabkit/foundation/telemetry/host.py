@@ -30,10 +30,17 @@ from colabkit.foundation.environment.limits import (
 from colabkit.foundation.environment.places import local_root
 from colabkit.foundation.mount_table import Reader, mounts, read_file
 from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
+from colabkit.foundation.telemetry.processes import BusyProcess, OtherProcesses
+from colabkit.foundation.telemetry.stacks import StackSampler
+from colabkit.foundation.telemetry.threads import Threads, ThreadsSnapshot, training_thread
 from colabkit.foundation.telemetry.totals import Family, Rate
 
 # Interval for values that change slowly: disk space, affinity and CPU quota.
 _SLOW_S = 10.0
+# Share of the CPUs that other processes must use before their names are looked up.
+_FOREIGN = 0.2
+# If the step uses the GPU or this share of the other CPUs, nothing on this machine holds it up.
+_BUSY = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,11 @@ class HostSnapshot:
             this process's cgroup or, if it has none, for the machine.
         io_stall_rate: share of the time in which some task waited for storage, from the same counters.
         memory_stall_rate: share of the time in which some task waited for memory, from the same counters.
+        steal_rate: share of the allowed CPUs' time that a hypervisor gave to other machines.
+        throttled_rate: share of the time in which this process's cgroup had used up its CPU quota.
+        other_process: the busiest process that is neither this one nor a child of it; None if unknown, or if other
+            processes use little.
+        threads: the threads of this process.
         gpus: the GPUs that this process may use; empty without a driver.
     """
 
@@ -97,6 +109,10 @@ class HostSnapshot:
     cpu_stall_rate: float | None = None
     io_stall_rate: float | None = None
     memory_stall_rate: float | None = None
+    steal_rate: float | None = None
+    throttled_rate: float | None = None
+    other_process: BusyProcess | None = None
+    threads: ThreadsSnapshot | None = None
     gpus: tuple[GpuSnapshot, ...] = ()
 
 
@@ -133,15 +149,19 @@ class Host:
         self._near = os.path.abspath(local_root(environ))
         self._family = Family(self._process, clock, read)
         self._rates: dict[str, Rate] = {}
-        self._cores_before: list[tuple[float, float]] = []
+        self._cores_before: list[tuple[float, float, float]] = []
+        self._steal_rate: float | None = None
+        self._others = OtherProcesses(read, clock)
+        self._other: BusyProcess | None = None
+        self._looks_at_others_s = 0.0
         self._stall_files: dict[str, str | None] = {}
         self._due_s = clock()
         self._allowed: set[int] = set()
         self._cpus = 1.0
         self._room: tuple[int | None, int | None] = (None, None)
 
-    def snapshot(self, gpus: tuple[GpuSnapshot, ...] = ()) -> HostSnapshot:
-        """Return a snapshot that includes `gpus`."""
+    def snapshot(self, gpus: tuple[GpuSnapshot, ...] = (), threads: ThreadsSnapshot | None = None) -> HostSnapshot:
+        """Return a snapshot that includes `gpus` and `threads`."""
         at_s = self._clock()
         if at_s >= self._due_s:
             self._due_s = at_s + _SLOW_S
@@ -156,6 +176,8 @@ class Host:
         shm_free, shm_total = self._room_of("/dev/shm")
         disks = _ask(lambda: self._system.disk_io_counters(nowrap=False))
         received, sent = self._network_bytes()
+        throttled = self._rate("throttled", _throttled_s(read))
+        foreign = None if cpu_rate is None or own_cpus is None else cpu_rate - own_cpus / self._cpus
         return HostSnapshot(
             at_s=at_s,
             cpus=self._cpus,
@@ -180,8 +202,23 @@ class Host:
             cpu_stall_rate=self._stall(read, "cpu"),
             io_stall_rate=self._stall(read, "io"),
             memory_stall_rate=self._stall(read, "memory"),
+            steal_rate=self._steal_rate,
+            throttled_rate=None if throttled is None else min(1.0, throttled),
+            other_process=self._other_process(at_s, foreign),
+            threads=threads,
             gpus=gpus,
         )
+
+    def _other_process(self, now_s: float, foreign_rate: float | None) -> BusyProcess | None:
+        """Return the busiest other process, which is looked up in two successive snapshots, then kept for a while."""
+        if foreign_rate is None or foreign_rate < _FOREIGN:
+            self._other = None
+            return None
+        if now_s >= self._looks_at_others_s:
+            found = self._others.busiest({os.getpid(), *self._family.children_ids})
+            if found is not None:
+                self._other, self._looks_at_others_s = found, now_s + _SLOW_S
+        return self._other
 
     def _rate(self, name: str, total: float | None) -> float | None:
         if name not in self._rates:
@@ -236,9 +273,11 @@ class Host:
         if len(before) != len(now):
             return []
         passed = [
-            (busy - busy_then, total - then) for (busy, total), (busy_then, then) in zip(now, before, strict=True)
+            tuple(new - old for new, old in zip(one, then, strict=True)) for one, then in zip(now, before, strict=True)
         ]
-        return [min(1.0, max(0.0, busy / total)) for busy, total in passed if total > 0]
+        total_s = sum(total for _, total, _ in passed)
+        self._steal_rate = max(0.0, sum(stolen for *_, stolen in passed) / total_s) if total_s > 0 else None
+        return [min(1.0, max(0.0, busy / total)) for busy, total, _ in passed if total > 0]
 
     def _network_bytes(self) -> tuple[int | None, int | None]:
         """Return the bytes that all network interfaces except loopback have received and sent."""
@@ -268,9 +307,10 @@ def _ask(query: Callable[[], Any]) -> Any:
         return None
 
 
-def _core_times(times: Any) -> tuple[float, float]:
+def _core_times(times: Any) -> tuple[float, float, float]:
+    """Return the seconds in which a core was busy, its total seconds, and those that a hypervisor has stolen."""
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return total - times.idle - getattr(times, "iowait", 0.0), total
+    return total - times.idle - getattr(times, "iowait", 0.0), total, getattr(times, "steal", 0.0)
 
 
 def _cgroup_cpu_s(read: Reader) -> float | None:
@@ -279,6 +319,14 @@ def _cgroup_cpu_s(read: Reader) -> float | None:
             if version == 2:
                 return int(_numbers(read(f"{folder}/cpu.stat"))["usage_usec"]) / 1e6
             return int(read(f"{folder}/cpuacct.usage")) / 1e9
+    return None
+
+
+def _throttled_s(read: Reader) -> float | None:
+    for version, folder in cgroup_folders(read, "cpu"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            numbers = _numbers(read(f"{folder}/cpu.stat"))
+            return int(numbers["throttled_usec"]) / 1e6 if version == 2 else int(numbers["throttled_time"]) / 1e9
     return None
 
 
@@ -315,6 +363,9 @@ class Telemetry:
         nvml: the NVML module; by default `pynvml` from the package `nvidia-ml-py`, if installed.
         environ: the process's environment.
         modules: the imported modules, which may include torch.
+
+    Attributes:
+        samples_stacks: whether stacks should be sampled until the next snapshot, because the machine is used poorly.
     """
 
     def __init__(
@@ -325,11 +376,32 @@ class Telemetry:
     ) -> None:
         self._host = Host(environ=environ)
         self._gpus = Gpus(nvml, environ, modules)
+        self._threads = Threads(read_file)
+        self._stacks = StackSampler(read_file)
+        self.samples_stacks = False
 
     def snapshot(self) -> HostSnapshot:
-        """Return a snapshot; takes about 1 ms without a GPU."""
-        return self._host.snapshot(self._gpus.snapshot())
+        """Return a snapshot; takes about 2 ms without a GPU."""
+        threads = self._threads.snapshot(self._stacks.take())
+        snapshot = self._host.snapshot(self._gpus.snapshot(), threads)
+        self.samples_stacks = training_thread() is not None and not _is_used_well(snapshot)
+        return snapshot
+
+    def sample_stack(self) -> None:
+        """Sample the stack of the training thread."""
+        if (training := training_thread()) is not None:
+            self._stacks.sample(*training)
 
     def close(self) -> None:
         """Release the driver; may be called twice."""
         self._gpus.close()
+
+
+def _is_used_well(snapshot: HostSnapshot) -> bool:
+    """Return whether a GPU or torch's threads on most CPUs are busy, so that nothing else holds the step up."""
+    if any((gpu.utilization_rate or 0.0) >= _BUSY for gpu in snapshot.gpus):
+        return True
+    threads = snapshot.threads
+    if threads is None or threads.training_cpu_rate is None or snapshot.cpus <= 1:
+        return False
+    return threads.training_cpu_rate >= _BUSY and (threads.compute_cpus or 0.0) >= _BUSY * (snapshot.cpus - 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 from collections import deque
@@ -23,6 +24,10 @@ logger = logging.getLogger("colabkit")
 _STOP_S = 1.0
 # Maximum share of one CPU that snapshots may take; if they would take more, they are taken less often.
 _MOST_COST = 0.01
+# Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
+_STACK_S = 0.2
+# Number of snapshots of earlier samplers to keep.
+_EARLIER = 600
 
 
 class Sampler:
@@ -118,7 +123,7 @@ class Sampler:
         pause_s = 0.0
         try:
             telemetry = Telemetry() if self._telemetry is None else self._telemetry
-            while not self._stopping.wait(pause_s):
+            while not self._wait(telemetry, pause_s):
                 pause_s = max(self._period_s, self._take(telemetry) / _MOST_COST)
         except Exception as error:
             # Monitoring must not stop a run.
@@ -128,6 +133,18 @@ class Sampler:
                 with contextlib.suppress(Exception):
                     # The driver may no longer be available.
                     telemetry.close()
+
+    def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
+        """Wait for the next snapshot, and sample stacks meanwhile if asked to; return whether to stop."""
+        while telemetry.samples_stacks and pause_s > 1.5 * _STACK_S:
+            one_s = random.uniform(0.5, 1.5) * _STACK_S
+            if self._stopping.wait(one_s):
+                return True
+            pause_s -= one_s
+            began_s = self._cpu_clock()
+            telemetry.sample_stack()
+            self._cost_s += self._cpu_clock() - began_s
+        return self._stopping.wait(pause_s)
 
     def _take(self, telemetry: Telemetry) -> float:
         began_s = self._cpu_clock()
@@ -169,8 +186,9 @@ class _SamplerUsers:
         self.lock = threading.RLock()
         self.sampler: Sampler | None = None
         self.users = 0
-        # The most recent sampler, which is kept after it has stopped.
+        # The most recent sampler, which is kept after it has stopped, and the snapshots of those before it.
         self.last: Sampler | None = None
+        self.earlier: deque[HostSnapshot] = deque(maxlen=_EARLIER)
 
 
 _shared = _SamplerUsers()
@@ -186,9 +204,10 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def seen(since_s: float, until_s: float) -> tuple[HostSnapshot, ...]:
-    """Return the snapshots between two times from the current or most recent sampler of this process."""
-    sampler = _shared.last
-    return () if sampler is None else sampler.between(since_s, until_s)
+    """Return the snapshots between two times from the samplers of this process, oldest first."""
+    shared = _shared
+    earlier = tuple(snapshot for snapshot in shared.earlier.copy() if since_s <= snapshot.at_s <= until_s)
+    return earlier if shared.last is None else (*earlier, *shared.last.between(since_s, until_s))
 
 
 @contextmanager
@@ -204,6 +223,8 @@ def sampled() -> Iterator[Sampler]:
     try:
         with shared.lock:
             if shared.sampler is None:
+                if shared.last is not None:
+                    shared.earlier.extend(shared.last.recent(_EARLIER))
                 shared.sampler = shared.last = Sampler().start()
             sampler = shared.sampler
         yield sampler

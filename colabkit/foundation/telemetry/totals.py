@@ -78,6 +78,11 @@ class Family:
         self._servers: dict[Any, Totals] = {}
         self._uncounted: tuple[float, ...] = (0.0, 0.0, 0, 0)
 
+    @property
+    def children_ids(self) -> set[int]:
+        """The numbers of the children, as of the last search."""
+        return {child.pid for child in self._children}
+
     def totals(self) -> Totals:
         """Return the totals. The work of a child counts only from the call that first finds the child."""
         started = self._started_children()

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from colabkit.foundation import BadImage, Corrupt, LoaderMeters, cannot
+from colabkit.foundation import BadImage, Corrupt, LoaderMeters, cannot, format_things
 from colabkit.loading.augment.cutting import cut
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws
@@ -63,6 +63,12 @@ class BadSamples:
             self.reasons[name] = str(error)
             what = "is skipped" if self.on_bad == "skip" else "becomes a blank image"
             logger.warning("%s cannot be decoded (%s) and %s", name, error, what)
+
+    def none_readable(self, count: int) -> BadImage:
+        """Return the error for an epoch of `count` image files, all of which are bad."""
+        found = f"none of {format_things(count, 'image file')} can be decoded"
+        next_step = "See loader.bad_samples for the reasons"
+        return BadImage(cannot("load an epoch", found, "at least one readable image", next_step))
 
 
 @dataclass

@@ -136,6 +136,8 @@ class BatchPipeline:
             transform=transform,
             is_pinned=True if options.is_on_gpu else None,
             keeps_workers=options.persistent_workers or not options.workers if kind == "processes" else None,
+            split=getattr(dataset, "split_name", None),
+            prefetch=options.prefetch_batches,
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -32,7 +33,17 @@ from colabkit.foundation import (
     sampled,
     seen,
 )
-from colabkit.loading import Loader, bytes_in, files_of, is_remote, may_be_loader, path_of, samples_in, set_mark
+from colabkit.loading import (
+    Loader,
+    bytes_in,
+    files_of,
+    image_size,
+    is_remote,
+    may_be_loader,
+    path_of,
+    samples_in,
+    set_mark,
+)
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Shares
 from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S, RunProfile, profile_run
 from colabkit.monitoring.diagnosing.verdict import judge
@@ -44,6 +55,8 @@ _RECENT_S = 60.0
 _WARM_UP = 3
 # Number of batches after which the steps that the GPU has finished are counted.
 _SETTLED_EVERY = 16
+# Passes that take less are over before two snapshots of the machine.
+_SAMPLED_S = 1.0
 # Rules about training steps, which do not apply when a loader is timed without training.
 _OF_A_STEP = ("wrong_device",)
 
@@ -83,7 +96,7 @@ def doctor(
         >>> data = colabkit.prepare("samples:digits", to=None)["train"]
         >>> loader = colabkit.Loader(data, batch_size=64)
         >>> diagnosis = colabkit.doctor(loader, seconds=0.5)
-        >>> diagnosis.verdict in ("data", "copy", "compute", "other", "unknown")
+        >>> diagnosis.verdict in ("data", "copy", "compute", "other", "host", "unknown")
         True
     """
     act, kinds = "diagnose", (HeadspaceReport, type(None))
@@ -258,15 +271,21 @@ class WatchedLoader(Generic[T_co]):
         meters.used(counts)
         meters.publish(meters.EpochStarted(counts, next(self._passes), _length(self.watched), self._facts.samples))
         asked = now()
+        due_s, observing = asked + _SAMPLED_S, ExitStack()
         try:
             for batch in self.watched:
                 samples = samples_in(batch, self._facts.batch_size or 1)
                 if not counts.batches and samples and (size := bytes_in(batch)):
+                    height, width = image_size(batch) or (None, None)
+                    self._facts = replace(self._facts, image_height=height, image_width=width)
                     self._facts = counts.facts = replace(self._facts, sample_bytes=size / samples)
                 counts.batches += 1
                 counts.samples += samples
                 clock.given(None)
                 given = now()
+                if given >= due_s:
+                    due_s = math.inf
+                    observing.enter_context(sampled())
                 if meters.is_heard():
                     meters.publish(meters.BatchTaken(counts))
                 yield batch
@@ -277,6 +296,7 @@ class WatchedLoader(Generic[T_co]):
                 if not counts.batches % _SETTLED_EVERY:
                     counts.settle(clock)
         finally:
+            observing.close()
             counts.settle(clock)
 
 
@@ -307,7 +327,7 @@ def _facts_of(loader: Any) -> meters.LoaderFacts:
     dataset = getattr(loader, "dataset", None)
     batch_size, workers = getattr(loader, "batch_size", None), getattr(loader, "num_workers", None)
     pins, keeps = getattr(loader, "pin_memory", None), getattr(loader, "persistent_workers", None)
-    path = path_of(dataset)
+    path, prefetch = path_of(dataset), getattr(loader, "prefetch_factor", None)
     return meters.LoaderFacts(
         kind="foreign",
         samples=_length(dataset) if dataset is not None else None,
@@ -319,4 +339,13 @@ def _facts_of(loader: Any) -> meters.LoaderFacts:
         encoding="python",
         is_pinned=pins if isinstance(pins, bool) else None,
         keeps_workers=True if workers == 0 else keeps if isinstance(keeps, bool) else None,
+        split=getattr(dataset, "split_name", None),
+        shuffle=_is_shuffled(getattr(loader, "sampler", None)),
+        prefetch=prefetch if isinstance(prefetch, int) else None,
     )
+
+
+def _is_shuffled(sampler: Any) -> bool | None:
+    if isinstance(sampler, torch.utils.data.RandomSampler):
+        return True
+    return False if isinstance(sampler, torch.utils.data.SequentialSampler) else None

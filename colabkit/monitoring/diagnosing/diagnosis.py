@@ -10,7 +10,7 @@ from colabkit.foundation import Report, format_rate, format_seconds, format_shar
 MODERATE, HIGH = 0.05, 0.20
 """Thresholds for the share of the step time spent waiting for data, as in TensorFlow's input_pipeline_analysis.py."""
 
-Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "unknown"]
+Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "host", "unknown"]
 # Larger speedups are reported as "over 100"; they occur in loops that do no work.
 _MOST_TIMES = 100
 
@@ -39,9 +39,13 @@ class Advice:
     Attributes:
         found: the observation, with its numbers.
         action: the recommended action, one imperative sentence.
-        call: Python code for the action; empty if there is none.
-        samples_per_s: upper bound of the speed after the fix, set by the slowest remaining part; None if no speed is
-            predicted.
+        call: Python code for the action, one statement per line; empty if there is none. A name in it, such as
+            `dataset`, `loader` or `model`, stands for your object. A line such as `num_workers=8` is a new value of an
+            option.
+        samples_per_s: expected speed after the fix; None if no speed is predicted.
+        low_samples_per_s: lower limit of that speed.
+        high_samples_per_s: upper limit of that speed.
+        cost_s: seconds that the action itself takes once, such as packing; None if unknown or if it takes no time.
         saved_s: seconds saved per epoch; None if unknown.
         confidence: confidence in the prediction.
         check: how to verify the effect; may be empty.
@@ -60,6 +64,9 @@ class Advice:
     action: str
     call: str = ""
     samples_per_s: float | None = None
+    low_samples_per_s: float | None = None
+    high_samples_per_s: float | None = None
+    cost_s: float | None = None
     saved_s: float | None = None
     confidence: Literal["high", "medium", "low"] = "medium"
     check: str = ""
@@ -71,8 +78,9 @@ class Diagnosis(Report):
     """The bottleneck of a training run and how to fix it.
 
     Attributes:
-        verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work on the host),
-            or `"unknown"`.
+        verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work in the loop,
+            such as logging), `"host"` (the step is held up by other processes or threads, by a call that blocks, or by
+            pauses, or the run has become much slower), or `"unknown"`.
         sentence: the verdict as a sentence, with its numbers.
         shares: how the time of a typical step is split. A typical step is the mean of the middle half of the steps, so
             that stragglers, starts of epochs and pauses for checkpoints do not count, unlike in the averages of a
@@ -86,7 +94,7 @@ class Diagnosis(Report):
         steps: number of steps that the diagnosis is based on.
     """
 
-    verdict: Literal["data", "copy", "compute", "other", "unknown"]
+    verdict: Literal["data", "copy", "compute", "other", "host", "unknown"]
     sentence: str
     shares: Shares
     step_s: float
@@ -117,9 +125,9 @@ class Diagnosis(Report):
         if not self.advice and self.verdict != "unknown":
             lines.append("Data loading needs no fix" if self.needs_nothing else "No advice")
         for number, advice in enumerate(self.advice, 1):
-            lines.append(f"{number}. {advice.action}{_gain(advice, self.samples_per_s)}: {advice.found}")
-            if advice.call:
-                lines.append(f"   {advice.call}")
+            action = self._words.render(advice.action)
+            lines.append(f"{number}. {action}{_effect(advice, self.samples_per_s)}: {advice.found}")
+            lines += [f"   {line}" for line in self._words.render(advice.call).splitlines()]
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -130,18 +138,30 @@ class Diagnosis(Report):
             for name, share in {**named, "other work": shares.other}.items():
                 rows.append((name, format_share(share), format_seconds(self.step_s * share) if share else ""))
         for number, advice in enumerate(self.advice, 1):
-            gain = _gain(advice, self.samples_per_s).strip(" ()")
-            rows.append((f"advice {number}", advice.action, advice.call))
-            rows.append(("", advice.found, " · ".join(filter(None, [gain, f"confidence {advice.confidence}"]))))
+            effect = _effect(advice, self.samples_per_s).strip(" ()")
+            call = "; ".join(self._words.render(advice.call).splitlines())
+            rows.append((f"advice {number}", self._words.render(advice.action), call))
+            rows.append(("", advice.found, " · ".join(filter(None, [effect, f"confidence {advice.confidence}"]))))
             if advice.check:
-                rows.append(("", f"to check: {advice.check}", ""))
+                rows.append(("", f"to check: {self._words.render(advice.check)}", ""))
         return rows
 
 
-def _gain(advice: Advice, now: float) -> str:
+def gain_text(advice: Advice, now: float) -> str:
+    """Return how many times as fast a run becomes, such as `"1.8-2.4"` with an en dash; empty without a prediction."""
     if advice.samples_per_s is None or not now:
         return ""
-    saved = "" if advice.saved_s is None else f", saving {format_seconds(advice.saved_s)} per epoch"
-    times = advice.samples_per_s / now
-    # A prediction is an upper bound: the speed of the slowest remaining part.
-    return f" ({f'up to {times:.1f}' if times <= _MOST_TIMES else f'over {_MOST_TIMES}'} times as fast{saved})"
+    low = (advice.low_samples_per_s or advice.samples_per_s) / now
+    high = (advice.high_samples_per_s or advice.samples_per_s) / now
+    if low > _MOST_TIMES:
+        return f"over {_MOST_TIMES}"
+    few, many = f"{low:.1f}", f"{high:.1f}" if high <= _MOST_TIMES else f"over {_MOST_TIMES}"
+    return few if few == many else f"{few}–{many}"
+
+
+def _effect(advice: Advice, now: float) -> str:
+    times = gain_text(advice, now)
+    effects = [f"{times} times as fast"] if times else []
+    effects += [f"saving {format_seconds(advice.saved_s)} per epoch"] if times and advice.saved_s is not None else []
+    effects += [f"takes {format_seconds(advice.cost_s)} once"] if advice.cost_s is not None else []
+    return f" ({', '.join(effects)})" if effects else ""

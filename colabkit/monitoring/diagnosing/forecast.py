@@ -2,8 +2,7 @@
 
 This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021). The
 costs of the step and of the loader's workers come from the run itself. Costs that a fix adds are measured on this
-machine when they are first needed: gathering rows, and opening a cached file. The caches and memory bandwidth that
-step and loader share are not modelled, so a prediction is an upper bound and is shown as "up to".
+machine when they are first needed: gathering rows, and opening a cached file.
 
 On the CPU, a step competes with its loader. A multithreaded step stalls while a worker occupies one of its cores,
 threads that need the GIL run one at a time, and worker processes get the cores that the step leaves idle. The model
@@ -12,14 +11,22 @@ therefore assumes that step and loader take turns on the CPU.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
-from colabkit.monitoring.diagnosing.run_profile import RunProfile
+from colabkit.monitoring.diagnosing.run_profile import RunProfile, settled_steps
 
 _LEAST_SHARE = 0.2
+# Relative error of measured costs of the loader.
+_COST_ERROR = 0.25
+# Relative error of a step on the CPU that `headspace()` measured.
+_STEP_ERROR = 0.1
+_STRETCHES, _LEAST_SPREAD, _MOST_SPREAD = 16, 0.1, 0.5
 _PROBE_BYTES, _PROBE_ROWS, _PROBES = 16 << 20, 1 << 16, 5
 _PROBE_FILES = 16
 # Size in bytes of the int64 values in which rows are gathered.
@@ -40,6 +47,8 @@ class Forecast:
         cpus: number of CPUs that this process may use.
         are_threads: whether the workers are threads of the process that runs the step.
         local_read_s: CPU seconds to read a sample's file once it is local; 0 if `cpu_s` includes reading.
+        turns: share of the CPU work of step and loader that cannot overlap, in [0, 1].
+        scale: factor of the costs of the loader.
     """
 
     samples: int
@@ -51,6 +60,8 @@ class Forecast:
     cpus: float
     are_threads: bool = False
     local_read_s: float = 0.0
+    turns: float = 1.0
+    scale: float = 1.0
 
     def samples_per_s(
         self,
@@ -70,8 +81,8 @@ class Forecast:
             here_s: seconds per batch that the loader takes in the step's thread.
             saved_s: seconds by which each step becomes shorter.
         """
-        cpu_s = self.cpu_s if cpu_s is None else cpu_s
-        wall_s = max(cpu_s, self.wall_s if wall_s is None else wall_s)
+        cpu_s = (self.cpu_s if cpu_s is None else cpu_s) * self.scale
+        wall_s = max(cpu_s, (self.wall_s if wall_s is None else wall_s) * self.scale)
         workers = max(1, self.workers if workers is None else workers)
         alone_s = max(self.step_s - saved_s, 1e-9) + here_s
         held_s = min(max(0.0, self.held_s - saved_s) + here_s, alone_s)
@@ -80,7 +91,7 @@ class Forecast:
             lanes = 1 + (lanes - 1) * (1 - held_s / alone_s)
         elif lanes > 1:
             lanes = min(lanes, max(1.0, self.cpus - held_s / alone_s))
-        in_turns_s = held_s + self.samples * cpu_s / lanes
+        in_turns_s = self.turns * held_s + self.samples * cpu_s / lanes
         return self.samples / max(alone_s, self.samples * wall_s / workers, in_turns_s if cpu_s else 0.0)
 
     def without_loader(self) -> float:
@@ -100,6 +111,55 @@ class Forecast:
         """
         near_s = self.cpu_s + self.local_read_s
         return self.samples_per_s(cpu_s=near_s, wall_s=near_s)
+
+
+Prediction: TypeAlias = tuple[float, float, float]
+"""A predicted speed in samples per second: expected, lower limit and upper limit."""
+
+
+def predict(run: RunProfile, speed_of: Callable[[Forecast], float]) -> Prediction:
+    """Return the speed of a run after a fix.
+
+    Args:
+        run: profile of the run.
+        speed_of: returns the speed after the fix for given costs.
+    """
+    usual, noise = forecast_run(run), spread(run)
+    least_s, most_s = _limits_of_step(run)
+    fastest = replace(
+        usual,
+        step_s=min(usual.step_s, least_s),
+        held_s=min(usual.held_s, least_s),
+        scale=1 - _COST_ERROR,
+        turns=0.0,
+    )
+    slowest = replace(usual, step_s=max(usual.step_s, most_s), scale=1 + _COST_ERROR)
+    expected = speed_of(usual)
+    low, high = speed_of(slowest) / (1 + noise), speed_of(fastest) * (1 + noise)
+    return expected, min(expected, low), max(expected, high)
+
+
+def _limits_of_step(run: RunProfile) -> tuple[float, float]:
+    """Return the shortest and the longest seconds that the step may take without its loader."""
+    others_s = run.step.other_s + run.step.copy_s + run.at_last_s * run.step.samples
+    if run.is_on_gpu:
+        return run.alone_s + others_s, run.alone_s + others_s
+    if run.measured_alone_s is not None:
+        return run.alone_s * (1 - _STEP_ERROR) + others_s, run.alone_s * (1 + _STEP_ERROR) + others_s
+    return min(run.quick_s, run.alone_s) + others_s, max(run.step.compute_s, run.alone_s) + others_s
+
+
+def spread(run: RunProfile) -> float:
+    """Return how much the speed of similar steps varies, as a share of it, also if other processes stop or start."""
+    others = min(_MOST_SPREAD, (run.machine.foreign_cpus or 0.0) / run.machine.cpus)
+    steps = settled_steps(run.spent.recent)
+    size = max(1, len(steps) // _STRETCHES)
+    starts = range(0, len(steps) - size + 1, size)
+    stretches = sorted(sum(step.seconds for step in steps[at : at + size]) for at in starts)
+    if len(stretches) < _STRETCHES // 2 or not stretches[0]:
+        return _LEAST_SPREAD + others
+    low, high = stretches[len(stretches) // 10], stretches[-1 - len(stretches) // 10]
+    return min(_MOST_SPREAD, max(_LEAST_SPREAD, math.sqrt(high / low) - 1)) + others
 
 
 def forecast_run(run: RunProfile) -> Forecast:

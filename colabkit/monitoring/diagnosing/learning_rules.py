@@ -1,16 +1,20 @@
-"""Rules about what the model learns: a loss that is not finite, overfitting, and a loss that no longer falls."""
+"""Rules about what the model learns: a loss that is not finite or rises, overfitting, and one that no longer falls."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from colabkit.monitoring.diagnosing.diagnosis import Advice
+from colabkit.monitoring.diagnosing.remedies import options
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 # The validation loss must exceed its lowest value by this factor in each of the newest epochs.
 _WORSE, _WORSE_EPOCHS = 1.25, 3
 # The loss counts as falling if its lowest value in the newest epochs is at most this share of its lowest earlier value.
 _BETTER, _STILL_EPOCHS = 0.99, 10
+# A loss diverges if it rises in each of the newest epochs, to this multiple of its lowest value.
+_DIVERGED, _RISING_EPOCHS = 3.0, 3
 
 
 def not_finite(run: RunProfile) -> Advice | None:
@@ -21,7 +25,23 @@ def not_finite(run: RunProfile) -> Advice | None:
     return Advice(
         "the loss is not a finite number",
         "Lower the learning rate, or clip gradients",
-        "colabkit.supervised_step(..., clip=1.0)",
+        options(clip=1.0) if run.precision is not None else "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        confidence="high",
+    )
+
+
+def divergence(run: RunProfile) -> Advice | None:
+    """Advise a lower learning rate if the training loss has risen in three epochs, to three times its lowest value."""
+    losses = _losses(run, "loss")
+    newest = [value for _, value in losses[-_RISING_EPOCHS - 1 :]]
+    if len(newest) <= _RISING_EPOCHS or any(later <= before for before, later in pairwise(newest)):
+        return None
+    best_epoch, best = min(losses, key=lambda known: known[1])
+    if best <= 0 or newest[-1] < _DIVERGED * best:
+        return None
+    return Advice(
+        f"the training loss has risen from {best:.4g} after epoch {best_epoch} to {newest[-1]:.4g}",
+        "Lower the learning rate, and resume from a checkpoint before the loss rose",
         confidence="high",
     )
 
@@ -41,8 +61,8 @@ def overfitting(run: RunProfile) -> Advice | None:
     return Advice(
         f"the validation loss has risen from {best:.4g} after epoch {best_epoch} to {losses[-1][1]:.4g}, while the"
         " training loss falls",
-        "Stop when the validation loss no longer falls, or augment the images",
-        "colabkit.train(..., to=..., patience=3)",
+        "Stop when the validation loss no longer falls, with patience= of train(), or augment the images",
+        options(patience=3),
         confidence="high",
     )
 
@@ -54,8 +74,8 @@ def plateau(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the loss has not fallen for {_STILL_EPOCHS} epochs",
-        "Stop training, or lower the learning rate",
-        "colabkit.train(..., to=..., patience=3)",
+        "Stop training, with patience= of train(), or lower the learning rate",
+        options(patience=3),
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from colabkit.foundation import (
+    Code,
+    Phrase,
+    call,
     current_place,
     format_bytes,
     format_fill,
@@ -11,7 +14,8 @@ from colabkit.foundation import (
     format_things,
 )
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
-from colabkit.monitoring.diagnosing.forecast import forecast_run
+from colabkit.monitoring.diagnosing.forecast import predict
+from colabkit.monitoring.diagnosing.remedies import options
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 _EXPOSED_COPY = 0.05
@@ -28,7 +32,8 @@ _SLOWED = 0.2
 _SLOWED_BY = {"power": "its power limit"}
 # Least GPU memory of other processes that is reported; CUDA itself takes a few hundred MiB per process.
 _OTHERS_BYTES = 2 << 30
-_ON_GPU = "model.to('cuda'); colabkit.Loader(..., device='cuda')"
+# Share of the work between steps that remains if it is done in every hundredth step.
+_LOGGED = 100
 # On a hosted machine, other processes belong to this notebook or to the host.
 _STOP_OWN = "Stop programs that this notebook started"
 # Share of the usable CPUs that other processes may use before the doctor reports them.
@@ -51,7 +56,7 @@ def pageable_copies(run: RunProfile) -> Advice | None:
         return Advice(
             "batches are in memory that is not pinned, so the step waits for their copies",
             "Let the loader pin its memory, and copy with non_blocking=True",
-            "pin_memory=True",
+            options(pin_memory=True),
             confidence="low",
         )
     if run.shares.copy < _EXPOSED_COPY:
@@ -59,8 +64,8 @@ def pageable_copies(run: RunProfile) -> Advice | None:
     return Advice(
         f"copies to the GPU take {format_share(run.shares.copy)} of each step and do not overlap it",
         "Copy ahead, from pinned memory, on a separate stream",
-        "colabkit.Loader(..., device='cuda')",
-        forecast_run(run).samples_per_s(saved_s=run.step.copy_s),
+        options(device="cuda"),
+        *predict(run, lambda costs: costs.samples_per_s(saved_s=run.step.copy_s)),
     )
 
 
@@ -72,15 +77,14 @@ def slow_copies(run: RunProfile) -> Advice | None:
     rate = part.handled_bytes / part.busy_s
     if rate >= _SLOW_LINK and not run.facts.is_pinned:
         return None
-    action, keep = "Copy uint8, and normalize on the GPU", ""
+    found = f"copies run at {format_bytes(rate)}/s and take {format_share(run.shares.copy)} of each step"
+    fast = predict(run, lambda costs: costs.samples_per_s(saved_s=run.step.copy_s))
     if run.machine.gpu is not None and run.machine.gpu.used is not None and run.machine.gpu.used < _ROOMY:
-        action, keep = f"{action}, or keep all data there", "keep='gpu', "
-    return Advice(
-        f"copies run at {format_bytes(rate)}/s and take {format_share(run.shares.copy)} of each step",
-        action,
-        f"colabkit.Loader(..., device='cuda', {keep}transform=colabkit.augment.Normalize())",
-        forecast_run(run).samples_per_s(saved_s=run.step.copy_s),
-    )
+        return Advice(found, "Keep all data on the GPU", options(keep="gpu"), *fast)
+    if "Normalize" in (run.facts.transform or ""):
+        return Advice(found, "Copy fewer bytes, for example smaller images")
+    normalize = Code("colabkit.augment.Normalize()")
+    return Advice(found, "Copy uint8, and normalize on the GPU", options(transform=normalize), *fast)
 
 
 def tiny_batches(run: RunProfile) -> Advice | None:
@@ -91,7 +95,7 @@ def tiny_batches(run: RunProfile) -> Advice | None:
     return Advice(
         f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it to launch kernels",
         "Use larger batches",
-        f"batch_size={8 * samples}",
+        options(batch_size=8 * samples),
         check="images per second rise with the batch size",
     )
 
@@ -106,21 +110,26 @@ def launches(run: RunProfile) -> Advice | None:
     return Advice(
         f"the GPU is busy only {format_share(gpu.utilization_rate)} of the time although data is ready",
         "Use larger batches, torch.compile, channels_last, or a fused optimizer",
-        "colabkit.supervised_step(..., compile=True, channels_last=True)",
+        options(compile=True, channels_last=True) if _is_supervised(run) else "model = torch.compile(model)",
         check="a step with a larger batch_size takes only slightly longer",
     )
 
 
+def _is_supervised(run: RunProfile) -> bool:
+    """Return whether the step is a `supervised_step()`, whose precision is known."""
+    return run.precision is not None
+
+
 def host_work(run: RunProfile) -> Advice | None:
-    """Advise less frequent logging and saving if host work between steps takes too long."""
+    """Advise less frequent logging if host work between steps, such as `on_step`, takes too long."""
     if run.shares.other < _OTHER_WORK:
         return None
     seconds = format_seconds(run.step.other_s)
     return Advice(
         f"work between steps takes {seconds} per step, {format_share(run.shares.other)} of the time",
-        "Log, read values and save less often",
-        "colabkit.train(..., to=..., save_every='5min')",
-        forecast_run(run).samples_per_s(saved_s=run.step.other_s),
+        f"Do this work, such as logging or reading values in on_step, only in every {_LOGGED}th step",
+        "",
+        *predict(run, lambda costs: costs.samples_per_s(saved_s=run.step.other_s * (1 - 1 / _LOGGED))),
         check="torch.cuda.set_sync_debug_mode('warn') reports lines that wait for the GPU" if run.is_on_gpu else "",
     )
 
@@ -134,8 +143,8 @@ def no_mixed_precision(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"{gpu.name} has tensor cores, which float32 does not use fully",
-        "Use mixed precision",
-        "colabkit.supervised_step(..., amp='auto')",
+        "Use mixed precision, with amp= of supervised_step()",
+        options(amp="auto"),
         check="compare headspace() with and without it",
     )
 
@@ -150,7 +159,7 @@ def room_on_the_gpu(run: RunProfile) -> Advice | None:
     return Advice(
         f"{format_share(1 - gpu.used)} of the GPU's memory is free",
         "Use larger batches",
-        f"batch_size={2 * run.step.samples}",
+        options(batch_size=2 * run.step.samples),
         confidence="low",
         check="images per second rise with the batch size",
     )
@@ -163,20 +172,24 @@ def full_gpu(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"{format_share(gpu.used)} of the GPU's memory is in use",
-        "Use smaller batches with accumulate=, mixed precision or activation checkpointing",
-        "colabkit.supervised_step(..., accumulate=2)",
+        "Use smaller batches, with accumulate= of supervised_step, mixed precision or activation checkpointing",
+        options(batch_size=max(1, run.step.samples // 2)),
     )
 
 
 def slowed_gpu(run: RunProfile) -> Advice | None:
-    """Report that the GPU throttles its clocks."""
+    """Advise better cooling, more power or another GPU if the GPU throttles its clocks."""
     gpu = run.machine.gpu
     if gpu is None or gpu.slowed <= _SLOWED or not gpu.slowed_by:
         return None
     why = " and ".join(_SLOWED_BY.get(name, name) for name in gpu.slowed_by)
     return Advice(
         f"the GPU lowered its clocks {format_share(gpu.slowed)} of the time because of {why}",
-        "Leave the code unchanged, since the GPU itself limits the speed",
+        "Restart the runtime to get another GPU"
+        if current_place().is_for_one_notebook
+        else "Raise the power limit with nvidia-smi --power-limit"
+        if gpu.slowed_by == ("power",)
+        else "Improve the cooling of the GPU",
     )
 
 
@@ -194,15 +207,12 @@ def wrong_device(run: RunProfile) -> Advice | None:
     if gpu is None or run.is_on_gpu or gpu.is_lost or (gpu.torch_bytes or 0) > 0 or (gpu.utilization_rate or 0) > 0.05:
         return None
     if run.facts.kind == "foreign":
-        found, call = "there is a GPU without any tensor on it", "model.to('cuda'); batch.to('cuda')"
+        found, batches = "there is a GPU without any tensor on it", "; then copy each batch in the loop"
+        moving = "model.to('cuda')"
     else:
-        found, call = "there is a GPU, but batches stay on the CPU", _ON_GPU
-    return Advice(
-        found,
-        "Put the model and the batches on the GPU",
-        call,
-        confidence="high",
-    )
+        found, batches = "there is a GPU, but batches stay on the CPU", ""
+        moving = Phrase(("model.to('cuda')\n", options(device="cuda")))
+    return Advice(found, f"Put the model and the batches on the GPU{batches}", moving, confidence="high")
 
 
 def others_on_the_gpu(run: RunProfile) -> Advice | None:
@@ -222,7 +232,9 @@ def others_on_the_cpu(run: RunProfile) -> Advice | None:
     foreign, cpus = run.machine.foreign_cpus, run.machine.cpus
     if foreign is None or foreign < _FOREIGN_CPUS * cpus or not run.is_cpu_full or run.is_on_gpu:
         return None
-    found = f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}"
+    busiest = run.host.other_process
+    name = "" if busiest is None else f", most of all {busiest.name}"
+    found = f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}{name}"
     if current_place().is_for_one_notebook:
         action = f"{_STOP_OWN}, and wait until files are sent to Drive"
         return Advice(found, action, confidence="high", check="!top -bn1 lists them")
@@ -240,9 +252,8 @@ def full_ram(run: RunProfile) -> Advice | None:
     staged = (machine.tmpfs_bytes or 0) > 0.1 * machine.ram_total_bytes
     if staged:
         found += f", {format_bytes(machine.tmpfs_bytes or 0)} of it by tmpfs and shared memory"
-    action = "Remove staged data" if staged else "Free memory or use fewer workers"
-    call = "colabkit.unstage(...)" if staged else ""
-    return Advice(found, f"{action}, since the process is killed without a message when RAM runs out", call)
+    action = "Remove staged data that is not in use with unstage()" if staged else "Free memory or use fewer workers"
+    return Advice(found, f"{action}, since the process is killed without a message when RAM runs out")
 
 
 def full_shm(run: RunProfile) -> Advice | None:
@@ -255,7 +266,7 @@ def full_shm(run: RunProfile) -> Advice | None:
     return Advice(
         f"{format_share(free)} of /dev/shm, which workers use to send batches, is free",
         "Use fewer workers or smaller batches, or remove data that is staged there",
-        f"num_workers={workers // 2}",
+        options(num_workers=workers // 2),
     )
 
 
@@ -266,8 +277,7 @@ def full_disk(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the local disk has {format_bytes(free)} free",
-        "Remove staged data, or keep fewer checkpoints",
-        "colabkit.unstage(...)",
+        "Remove staged data that is not in use with unstage(), or keep fewer checkpoints",
     )
 
 
@@ -278,5 +288,5 @@ def costly_panel(run: RunProfile) -> Advice | None:
     return Advice(
         f"the panel takes {format_share(run.cost_share)} of the time",
         "Refresh the panel less often",
-        "colabkit.dashboard(refresh_s=30)",
+        Phrase(call("dashboard", refresh_s=30)),
     )

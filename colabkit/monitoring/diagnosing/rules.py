@@ -1,9 +1,10 @@
 """The table of the doctor's rules.
 
-To add a rule, write a function in `data_rules`, `machine_rules` or `learning_rules` and list it here. Its docstring
-states when it applies. It takes a run and returns advice, or None if it does not apply or a value that it needs is
-unknown. If two pieces of advice predict the same speed, the rule listed first wins. Each rule is tested in
-`tests/monitoring/test_diagnosing_rules.py`, with a run to which it applies and similar runs to which it does not.
+To add a rule, write a function in `data_rules`, `worker_rules`, `machine_rules`, `host_rules` or `learning_rules` and
+list it here. Its docstring states when it applies. It takes a run and returns advice, or None if it does not apply or a
+value that it needs is unknown. If two pieces of advice predict the same speed, the rule listed first wins. Each rule is
+tested in `tests/monitoring/test_diagnosing_rules.py`, with a run to which it applies and similar runs to which it does
+not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from colabkit.monitoring.diagnosing import data_rules, learning_rules, machine_rules
+from colabkit.monitoring.diagnosing import data_rules, host_rules, learning_rules, machine_rules, worker_rules
 from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
@@ -47,6 +48,7 @@ class Rule:
 
 RULES = (
     Rule(learning_rules.not_finite, is_urgent=True, headline="The loss is not finite"),
+    Rule(learning_rules.divergence, is_urgent=True, headline="The loss diverges", silences=("plateau",)),
     Rule(learning_rules.overfitting, is_urgent=True, headline="The model overfits"),
     Rule(learning_rules.plateau, headline="The loss no longer falls"),
     Rule(machine_rules.full_ram, is_urgent=True, silences=("more_workers", "bursts")),
@@ -60,20 +62,28 @@ RULES = (
     Rule(data_rules.slow_decoding),
     Rule(data_rules.slow_transform),
     Rule(data_rules.slow_foreign),
-    Rule(data_rules.more_workers),
-    Rule(data_rules.held_by_python, silences=("more_workers",)),
-    Rule(data_rules.too_many_workers),
-    Rule(data_rules.slow_start),
-    Rule(data_rules.bursts),
+    Rule(worker_rules.more_workers),
+    Rule(worker_rules.held_by_python, silences=("more_workers",)),
+    Rule(worker_rules.too_many_workers),
+    Rule(worker_rules.slow_start),
+    Rule(worker_rules.bursts),
     Rule(data_rules.chunks_do_not_fit),
     Rule(data_rules.cache_too_small),
     Rule(data_rules.throttled, silences=("remote_files",)),
     Rule(machine_rules.pageable_copies),
     Rule(machine_rules.slow_copies),
-    Rule(machine_rules.host_work),
+    Rule(machine_rules.host_work, silences=("code_beside_torch",)),
+    Rule(host_rules.busy_thread, silences=("code_beside_torch",)),
+    Rule(host_rules.blocked_step),
+    Rule(host_rules.code_beside_torch),
+    Rule(host_rules.lost_cpu),
+    Rule(host_rules.long_pauses),
+    Rule(host_rules.slow_checkpoints, silences=("host_work", "long_pauses")),
+    Rule(host_rules.slow_validation),
+    Rule(host_rules.slower_than_before),
     Rule(machine_rules.wrong_device, is_urgent=True),
     Rule(machine_rules.lost_gpu, is_urgent=True),
-    Rule(machine_rules.others_on_the_cpu),
+    Rule(machine_rules.others_on_the_cpu, silences=("blocked_step", "slower_than_before")),
     Rule(machine_rules.tiny_batches, silences=("launches", "room_on_the_gpu")),
     Rule(machine_rules.launches, silences=("room_on_the_gpu",)),
     Rule(machine_rules.no_mixed_precision),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 from colabkit.foundation import (
     GpuSnapshot,
@@ -16,6 +17,7 @@ from colabkit.foundation import (
     usable_cpus,
 )
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Shares
+from colabkit.monitoring.diagnosing.host_profile import FOREIGN, HostProfile, profile_host
 
 ENOUGH_STEPS = 50
 # A few long steps are enough for a verdict: 8 steps that took 5 seconds in total.
@@ -34,7 +36,14 @@ _SATURATED = 0.85
 # A worker with a smaller share of CPU time, while CPUs are free, waits for storage.
 _STORAGE_BOUND = 0.6
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
-_MEAN_RATES = ("cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate")
+_MEAN_RATES = (
+    "cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate", "steal_rate",
+    "throttled_rate",
+)  # fmt: skip
+# Snapshots of at least this many seconds are compared with the newest steps.
+_WINDOW_S = 5.0
+SLOWER = 2.0
+"""How many times slower than in its fastest stretch a run must be to count as slowed down."""
 SNAPSHOT_S = 1.0
 """Usual number of seconds between snapshots of the machine, which the rates of a snapshot cover."""
 
@@ -61,6 +70,8 @@ class MachineProfile:
     disk_free_bytes: int | None = None
     shm_free: float | None = None
     io_stall_rate: float | None = None
+    steal_rate: float | None = None
+    throttled_rate: float | None = None
     gpu: GpuProfile | None = None
 
     @property
@@ -105,6 +116,7 @@ class RunProfile:
         measured_alone_s: seconds per sample of the step without a loader; None if not measured.
         epochs: for each complete epoch, its number, from 1, and its values by label.
         values: the newest values of a step, by name; empty if unknown.
+        host: what holds the steps up on the host.
     """
 
     step: StepTimes
@@ -122,6 +134,7 @@ class RunProfile:
     measured_alone_s: float | None = None
     epochs: Sequence[tuple[int, Mapping[str, float]]] = ()
     values: Mapping[str, float] = field(default_factory=dict)
+    host: HostProfile = field(default_factory=HostProfile)
 
     @property
     def shares(self) -> Shares:
@@ -155,6 +168,29 @@ class RunProfile:
     def input_share(self) -> float:
         """Share of the step time lost to data: waiting, plus the slowdown by workers that compete for the CPU."""
         return (self.step.wait_s + self.stolen_s) / self.step.seconds if self.step.seconds else 0.0
+
+    @property
+    def save_share(self) -> float:
+        """Share of the time of training and its checkpoints for which checkpoints hold `train()` up."""
+        return min(1.0, self.spent.save_s / self.spent.seconds) if self.spent.seconds else 0.0
+
+    @property
+    def has_foreign_load(self) -> bool:
+        """Whether other processes use many of the CPUs."""
+        return (self.machine.foreign_cpus or 0.0) >= FOREIGN * self.machine.cpus
+
+    @property
+    def host_share(self) -> float:
+        """Share of the time for which the host holds training up: others on the CPU, calls that block, and pauses."""
+        validate_s, train_s = self.spent.validate_s, self.spent.seconds
+        validated = validate_s / (validate_s + train_s) if validate_s and validate_s >= train_s else 0.0
+        host = self.host
+        return max(host.held, host.waiting, host.pauses.share, self.save_share, validated)
+
+    @property
+    def other_share(self) -> float:
+        """Share of the step time spent on other work on the host, measured between steps or found by samples."""
+        return max(self.shares.other, self.host.aside)
 
     @property
     def loader_cpus(self) -> float:
@@ -274,7 +310,7 @@ def profile_run(
         cost_share: share of the time that the panel took, in [0, 1].
         precision: precision of the step.
     """
-    passes, first = spent.passes, spent.first_pass
+    passes, first, whole = spent.passes, spent.first_pass, spent
     if first is not None and has_enough_steps(settled_steps((spent - first).recent, 0)):
         # The first pass differs from the others, since it fills caches.
         spent = spent - first
@@ -287,8 +323,11 @@ def profile_run(
     if third:
         oldest, newest = typical_step(steps[:third]).seconds, typical_step(steps[-third:]).seconds
         slowdown = newest / oldest if oldest else 1.0
+    typical, facts = typical_step(steps), facts or LoaderFacts("foreign")
+    window_s = max(_WINDOW_S, sum(step.seconds for step in spent.recent)) + SNAPSHOT_S
+    recent = [host for host in hosts if host.at_s >= hosts[-1].at_s - window_s]
     return RunProfile(
-        typical_step(steps),
+        typical,
         len(steps),
         has_enough_steps(steps),
         quick_compute_s(steps),
@@ -296,10 +335,11 @@ def profile_run(
         slowdown,
         spent,
         passes,
-        facts or LoaderFacts("foreign"),
+        facts,
         _machine_over(hosts),
         cost_share,
         precision,
+        host=profile_host(steps, typical, whole, recent, facts.device.startswith("cuda")),
     )
 
 
@@ -307,9 +347,10 @@ def _machine_over(hosts: Sequence[HostSnapshot]) -> MachineProfile:
     if not hosts:
         return MachineProfile(cpus=usable_cpus())
     last = hosts[-1]
+    rates: dict[str, Any] = {name: _mean(getattr(host, name) for host in hosts) for name in _MEAN_RATES}
     return MachineProfile(
         cpus=last.cpus,
-        **{name: _mean(getattr(host, name) for host in hosts) for name in _MEAN_RATES},
+        **rates,
         ram_used=_share(last.ram_used_bytes, last.ram_total_bytes),
         ram_total_bytes=last.ram_total_bytes or None,
         ram_free_bytes=last.ram_total_bytes - last.ram_used_bytes if last.ram_total_bytes else None,
@@ -382,7 +423,9 @@ def typical_step(steps: Sequence[StepTimes]) -> StepTimes:
     quarter = len(blocks) // 4
     middle = [step for block in blocks[quarter : len(blocks) - quarter] for step in block]
     count = max(1, len(middle))
-    wait_s, copy_s, compute_s, other_s, samples = (sum(step[place] for step in middle) / count for place in range(5))
+    wait_s, copy_s = sum(step.wait_s for step in middle) / count, sum(step.copy_s for step in middle) / count
+    compute_s, other_s = sum(step.compute_s for step in middle) / count, sum(step.other_s for step in middle) / count
+    samples = sum(step.samples for step in middle) / count
     return StepTimes(wait_s, copy_s, compute_s, other_s, round(samples))
 
 

@@ -12,14 +12,16 @@ from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, forma
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Advice, Diagnosis, Verdict
 from colabkit.monitoring.diagnosing.forecast import forecast_run
 from colabkit.monitoring.diagnosing.rules import RULES
-from colabkit.monitoring.diagnosing.run_profile import ENOUGH_STEPS, RunProfile, profile_run
+from colabkit.monitoring.diagnosing.run_profile import ENOUGH_STEPS, SLOWER, RunProfile, profile_run
 
-_THRESHOLDS: dict[Verdict, float] = {"data": HIGH, "copy": 0.10, "other": HIGH}
+_THRESHOLDS: dict[Verdict, float] = {"data": HIGH, "copy": 0.10, "other": HIGH, "host": HIGH}
 _HYSTERESIS = 0.03
 # Number of consecutive diagnoses that must agree before the verdict changes.
 _CONVINCED = 2
 _MOST_ADVICE = 3
 _LEAST_GAIN = 1.03
+# Number of epochs over which advice is compared.
+_EPOCHS = 10
 _PARTS = {
     "read": "reading",
     "decode": "decoding",
@@ -86,13 +88,22 @@ class Doctor:
 
 
 def find_verdict(run: RunProfile, standing: Verdict = "unknown") -> Verdict:
-    """Return the bottleneck: the largest of the avoidable shares that reach their thresholds, else `"compute"`."""
-    shares = run.shares
-    found: list[tuple[float, Verdict]] = [(run.input_share, "data"), (shares.copy, "copy"), (shares.other, "other")]
+    """Return the bottleneck: the largest of the avoidable shares that reach their thresholds.
+
+    Without one, it is the host if the run has become much slower, else the step itself.
+    """
+    found: list[tuple[float, Verdict]] = [
+        (run.input_share, "data"),
+        (run.shares.copy, "copy"),
+        (run.other_share, "other"),
+        (run.host_share, "host"),
+    ]
     large = [
         (share, name) for share, name in found if share >= _THRESHOLDS[name] - (_HYSTERESIS if name == standing else 0)
     ]
-    return max(large)[1] if large else "compute"
+    if large:
+        return max(large)[1]
+    return "host" if run.host.slowdown.times >= SLOWER else "compute"
 
 
 def judge(run: RunProfile, verdict: Verdict | None = None, *, is_over: bool = True) -> Diagnosis:
@@ -138,6 +149,10 @@ def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
 
     def rank(advice: Advice) -> tuple[int, float]:
         urgency = 0 if advice.rule in urgent else 1 if advice.samples_per_s else 2
+        if advice.samples_per_s and advice.cost_s and run.facts.samples:
+            # Compare by the time of some epochs, including the time that the fix itself takes.
+            total = _EPOCHS * run.facts.samples
+            return urgency, -total / (total / advice.samples_per_s + advice.cost_s)
         return urgency, -(advice.samples_per_s or 0.0)
 
     once: dict[str, Advice] = {}
@@ -161,8 +176,31 @@ def _sentence(run: RunProfile, verdict: Verdict, is_over: bool) -> str:
             return f"Sharing the CPU with the loader costs {taken} of the time{waits}{slowest}"
         case "copy":
             return f"Training waits for copies to the GPU {format_share(shares.copy)} of the time"
-        case "other":
+        case "other" if shares.other >= run.host.aside:
             return f"Other work between steps takes {format_share(shares.other)} of the time"
+        case "other":
+            return f"Work that does not use torch takes {format_share(run.host.aside)} of the time"
+        case "host":
+            return _host_sentence(run)
     if shares.wait >= MODERATE:
         return f"Training waits for data only {format_share(shares.wait)} of the time{slowest}"
     return f"Data keeps up: the step itself takes {format_share(shares.compute)} of the time"
+
+
+def _host_sentence(run: RunProfile) -> str:
+    host, share = run.host, format_share(run.host_share)
+    if run.host_share < _THRESHOLDS["host"] - _HYSTERESIS:
+        return f"Training is {host.slowdown.times:.1f} times slower than in its fastest stretch"
+    if run.host_share == host.waiting:
+        if host.is_gil_held and host.busy_thread is not None:
+            return f"Another thread holds the step up {share} of the time"
+        where = "" if host.waiting_spot is None else f", at {host.waiting_spot.place}"
+        does = "sleeps" if host.knows_waits else "sleeps or has no CPU"
+        return f"The step {does} {share} of the time, although its data is ready{where}"
+    if run.host_share == host.held:
+        return f"Others use the CPU that the step needs {share} of the time"
+    if run.host_share == run.save_share:
+        return f"Checkpoints hold the training up {share} of the time"
+    if run.host_share == host.pauses.share:
+        return f"Long pauses take {share} of the time"
+    return f"Validations take {share} of the time"

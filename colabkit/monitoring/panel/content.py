@@ -20,12 +20,10 @@ from colabkit.foundation import (
     format_share,
     printable,
 )
-from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, gain_text
 
 Phase: TypeAlias = Literal["starting", "running", "waiting", "finished", "stopped"]
 
-# Larger speedup factors are not shown.
-_MOST_TIMES = 100
 # Shorter waits are not shown, since they end before the text can be read.
 _LONG_WAIT_S = 1.0
 _ACTIVITIES = {
@@ -215,11 +213,10 @@ def advice_text(state: PanelState) -> AdviceText:
     gain = ""
     if advice.samples_per_s is not None:
         gain = f"about {format_rate(advice.samples_per_s, 'images')}"
-        if 0 < advice.samples_per_s <= _MOST_TIMES * diagnosis.samples_per_s:
-            gain += f" ({advice.samples_per_s / diagnosis.samples_per_s:.1f}×)"
-    return AdviceText(
-        clipped(advice.action, 130).rstrip("."), clipped(advice.found, 130), gain, clipped(advice.call, _MOST_OF_A_CALL)
-    )
+        if times := gain_text(advice, diagnosis.samples_per_s):
+            gain += f" ({times}×)"
+    code = clipped(advice.call.replace("\n", "; "), _MOST_OF_A_CALL)
+    return AdviceText(clipped(advice.action, 130).rstrip("."), clipped(advice.found, 130), gain, code)
 
 
 def cost(state: PanelState) -> str:

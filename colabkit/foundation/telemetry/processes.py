@@ -1,0 +1,87 @@
+"""The other process that uses most CPU time."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from colabkit.foundation.mount_table import Reader
+from colabkit.foundation.reports import printable
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PYTHON = re.compile(r"python[\d.]*")
+
+
+def _process_ids() -> Iterable[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+class BusyProcess(NamedTuple):
+    """A process, and the number of CPUs that it uses.
+
+    Attributes:
+        name: its name, script and number, for example `"python train.py, PID 4711"`.
+        cpus: number of CPUs that it uses.
+    """
+
+    name: str
+    cpus: float
+
+
+@dataclass
+class OtherProcesses:
+    """Finds the other process that uses most CPU time, by comparing the CPU times of all processes in two calls.
+
+    Args:
+        read: returns the text of a file.
+        clock: returns the current time in seconds.
+        process_ids: returns the numbers of all processes.
+    """
+
+    read: Reader
+    clock: Callable[[], float] = time.monotonic
+    process_ids: Callable[[], Iterable[int]] = _process_ids
+    _before: dict[int, int] = field(default_factory=dict, init=False)
+    _before_s: float = field(default=0.0, init=False)
+
+    def busiest(self, own: Collection[int]) -> BusyProcess | None:
+        """Return the busiest process since the last call, except those in `own`; None in the first call."""
+        now_s = self.clock()
+        try:
+            now = {one: ticks for one in self.process_ids() if one not in own and (ticks := self._ticks(one))}
+        except OSError:
+            now = {}
+        before, self._before = self._before, now
+        passed_s, self._before_s = now_s - self._before_s, now_s
+        used = {one: ticks - before[one] for one, ticks in now.items() if one in before}
+        busiest = max(used, key=lambda one: used[one], default=None)
+        if busiest is None or passed_s <= 0 or not used[busiest]:
+            return None
+        return BusyProcess(self._name(busiest), used[busiest] / _TICKS_PER_S / passed_s)
+
+    def _ticks(self, process_id: int) -> int | None:
+        try:
+            numbers = self.read(f"/proc/{process_id}/stat").rpartition(")")[2].split()
+            return int(numbers[11]) + int(numbers[12])
+        except (OSError, ValueError, IndexError):
+            # The process has ended.
+            return None
+
+    def _name(self, process_id: int) -> str:
+        """Return the name of a process and, of Python, that of its script. Other arguments may contain secrets."""
+        name, words = "", [""]
+        try:
+            name = self.read(f"/proc/{process_id}/comm").strip()
+            words = self.read(f"/proc/{process_id}/cmdline").split("\0")[1:3]
+        except (OSError, ValueError):
+            pass
+        script = ""
+        if _PYTHON.fullmatch(name) and words:
+            script = " ".join(words) if words[0] == "-m" else os.path.basename(words[0])
+        if script.startswith("-") and not script.startswith("-m "):
+            script = ""
+        return f"{printable(f'{name} {script}'.strip() or 'a process')}, PID {process_id}"

@@ -1,0 +1,169 @@
+"""Samples of the training thread's stack: the line of code in which a loop spends its time.
+
+A sample takes some ten microseconds. It is taken only while the machine seems to be used poorly; see `Sampler`.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import opcode
+import os
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NamedTuple, TypeAlias
+
+from colabkit.foundation.mount_table import Reader
+from colabkit.foundation.reports import printable
+
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+_STDLIB = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
+_MOST_SPOTS, _LONGEST_LINE = 3, 50
+# Operations that may call a function which is not written in Python.
+_CALLS = ("CALL", "BINARY", "BEFORE_WITH", "LOAD_SPECIAL", "LOAD_ATTR", "PRECALL")
+# Parts of colabkit and torch that wait for data or produce it.
+_LOADING = ("colabkit.loading", "colabkit.monitoring.diagnosing.api", "torch.utils.data")
+# Parts of torch that do not compute.
+_ASIDE_IN_TORCH = ("torch.serialization", "torch.utils.tensorboard", "torch._tensor_str")
+_COMPUTING = frozenset(
+    ("torch", "torch_xla", "tensorflow", "keras", "jax", "jaxlib", "flax", "triton", "numpy", "scipy")
+)
+
+SpotKind: TypeAlias = Literal["data", "compute", "aside", "python", "call"]
+
+
+class LoopSpot(NamedTuple):
+    """A line of user code, and how often a sample found the training thread there.
+
+    Attributes:
+        place: file, line and function, for example `"train.py:42 in log_images"`.
+        text: the line itself, possibly shortened; empty if unknown.
+        kind: what the line does: it waits for a batch (`"data"`), calls torch or a similar library (`"compute"`), calls
+            another library, for example to log or to save (`"aside"`), runs Python code (`"python"`), or calls a
+            function that is not written in Python (`"call"`).
+        samples: number of samples.
+        asleep: number of those in which the thread did not run and was not ready to run.
+    """
+
+    place: str
+    text: str
+    kind: SpotKind
+    samples: int
+    asleep: int
+
+
+class StackSampler:
+    """Samples the stack of one thread.
+
+    Args:
+        read: returns the text of a file.
+        frames: returns the newest frame of each thread.
+    """
+
+    def __init__(
+        self,
+        read: Reader,
+        frames: Callable[[], dict[int, FrameType]] = sys._current_frames,  # noqa: SLF001
+    ) -> None:
+        self._read = read
+        self._frames = frames
+        self._found: Counter[tuple[str, int, str, SpotKind, bool]] = Counter()
+
+    def sample(self, ident: int, native_id: int) -> None:
+        """Sample the stack of the thread with these numbers of Python and of the kernel."""
+        # Reading a file releases the GIL, so a thread that could run then runs.
+        is_asleep = self._is_asleep(native_id)
+        frame = self._frames().get(ident)
+        if frame is not None and (spot := _spot_of(frame)) is not None:
+            self._found[*spot, is_asleep] += 1
+
+    def take(self) -> tuple[LoopSpot, ...]:
+        """Return and forget the places found since the last call, the most frequent first, at most three."""
+        found, self._found = self._found, Counter()
+        spots: dict[tuple[str, int, str, SpotKind], list[int]] = {}
+        for (*spot, is_asleep), count in found.items():
+            counts = spots.setdefault((*spot,), [0, 0])  # type: ignore[arg-type]
+            counts[0] += count
+            counts[1] += count * is_asleep
+        ordered = sorted(spots.items(), key=lambda item: -item[1][0])[:_MOST_SPOTS]
+        return tuple(
+            LoopSpot(_place_of(file, line, function), _line_of(file, line), kind, samples, asleep)
+            for (file, line, function, kind), (samples, asleep) in ordered
+        )
+
+    def _is_asleep(self, native_id: int) -> bool:
+        try:
+            return self._read(f"/proc/self/task/{native_id}/stat").rpartition(")")[2].split()[0] in ("S", "D")
+        except (OSError, ValueError, IndexError):
+            return False
+
+
+def _spot_of(frame: FrameType) -> tuple[str, int, str, SpotKind] | None:
+    """Return file, line, function and kind of the innermost user code in a stack; None if there is none."""
+    stack = [(one, module_of(one.f_code.co_filename)) for one in _outwards(frame)]
+    depth = next((depth for depth, (_, module) in enumerate(stack) if not module), None)
+    if depth is None:
+        return None
+    user = stack[depth][0]
+    # A dataset or a transform is user code that a loader calls.
+    is_loading = any(module.startswith(_LOADING) for _, module in stack)
+    kind: SpotKind = "data" if is_loading else _kind_of([module for _, module in stack[:depth]], user)
+    return user.f_code.co_filename, user.f_lineno or user.f_code.co_firstlineno, user.f_code.co_name, kind
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _kind_of(inner: list[str], user: FrameType) -> SpotKind:
+    if any(module.startswith("colabkit.") for module in inner):
+        # `train()` itself, for example while it saves a checkpoint, which its meters measure.
+        return "compute"
+    if any(module.startswith(_ASIDE_IN_TORCH) for module in inner):
+        return "aside"
+    if any(module.partition(".")[0] in _COMPUTING for module in inner):
+        return "compute"
+    if inner:
+        return "aside"
+    return "call" if _is_at_call(user) else "python"
+
+
+def _is_at_call(frame: FrameType) -> bool:
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return 0 <= at < len(code) and opcode.opname[code[at]].startswith(_CALLS)
+
+
+@functools.lru_cache(maxsize=1024)
+def module_of(file: str) -> str:
+    """Return the module of a library or of the standard library that a file belongs to; empty for user code."""
+    if file.startswith(_PACKAGE):
+        return "colabkit." + _dotted(file.removeprefix(_PACKAGE))
+    for folder in ("site-packages", "dist-packages"):
+        _, found, rest = file.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return _dotted(rest)
+    if file.startswith(_STDLIB):
+        return _dotted(file.removeprefix(next(one for one in _STDLIB if file.startswith(one))))
+    return "frozen" if file.startswith("<frozen") else ""
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").replace(os.sep, ".")
+
+
+def _place_of(file: str, line: int, function: str) -> str:
+    # IPython names the code of a cell after a temporary file or its number.
+    is_cell = "ipykernel_" in file or file.startswith("<ipython-input")
+    where = f"line {line} of a cell" if is_cell else f"{printable(os.path.basename(file))}:{line}"
+    return where if function == "<module>" else f"{where} in {function}"
+
+
+def _line_of(file: str, line: int) -> str:
+    text = printable(" ".join(linecache.getline(file, line).split()))
+    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"

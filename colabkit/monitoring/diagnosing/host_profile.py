@@ -1,0 +1,283 @@
+"""What holds training up on the host: other processes and threads, calls that block, pauses, and becoming slower."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from colabkit.foundation import BusyProcess, HostSnapshot, LoopSpot, MetersSnapshot, StepTimes, Stretch, ThreadsSnapshot
+
+# A step with a pause takes at least this many typical steps; one such step may be an exception.
+_PAUSE, _LEAST_PAUSES = 3.0, 2
+# The speed is compared with stretches of at least this many seconds and steps.
+_STRETCH_S, _STRETCH_STEPS = 2.0, 8
+# A run counts as fast again until its speed falls below this share of that of its fastest stretch.
+_STILL_FAST = 0.67
+_LEAST_SAMPLES = 10
+# Shares of the CPUs used by other processes, and of the time lost to other machines or a quota, that hold a step up.
+FOREIGN, _LOST = 0.25, 0.1
+# A thread that uses this share of a CPU, or of the time in which threads have one, may hold the training thread up.
+_BUSY_THREAD = 0.4
+# While another thread runs Python code, taking the GIL takes about 5 ms.
+_GIL_WAIT_S = 1e-3
+_OWN = "colabkit-"
+_RATES = ("training_cpu_rate", "training_held_rate", "held_rate", "compute_cpus", "gil_wait_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Steps of a run that took much longer than a typical one although their data was ready.
+
+    Attributes:
+        share: share of all time by which these steps exceeded typical ones, in [0, 1].
+        seconds: mean excess of such a step.
+        steps: number of steps from one to the next, on average.
+    """
+
+    share: float = 0.0
+    seconds: float = 0.0
+    steps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How much slower a run is than in its fastest stretch.
+
+    Attributes:
+        times: speed of the fastest stretch divided by the present speed; 1 if unknown.
+        since_step: number of steps before the run became slow.
+        since_s: seconds since then.
+    """
+
+    times: float = 1.0
+    since_step: int = 0
+    since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostProfile:
+    """What the thread that trains does, besides waiting for data. Shares of the step time are in [0, 1].
+
+    Attributes:
+        computing: share in which it was on a CPU; None if unknown.
+        held: share in which it, or torch's threads that compute for it, had no CPU although they could run.
+        waiting: share in which it slept, although it had its data and no thread computed for it.
+        aside: share in which its stack was in code that does not use torch, such as logging.
+        pauses: long pauses between or inside of steps.
+        slowdown: how much slower the run has become.
+        threads: means of the threads' rates; None if unknown.
+        spots: the lines of code where samples found the thread, the most frequent first.
+        other_process: the busiest other process, if known.
+    """
+
+    computing: float | None = None
+    held: float = 0.0
+    waiting: float = 0.0
+    aside: float = 0.0
+    pauses: Pauses = Pauses()
+    slowdown: Slowdown = Slowdown()
+    threads: ThreadsSnapshot | None = None
+    spots: tuple[LoopSpot, ...] = ()
+    other_process: BusyProcess | None = None
+
+    @property
+    def busy_thread(self) -> str | None:
+        """Another Python thread of the user that uses much of a CPU; None if there is none."""
+        threads = self.threads
+        if threads is None or threads.busiest_thread is None:
+            return None
+        if (threads.busiest_thread_rate or 0.0) < _BUSY_THREAD * (1.0 - (threads.held_rate or 0.0)):
+            return None
+        return None if threads.busiest_thread.startswith(_OWN) else threads.busiest_thread
+
+    @property
+    def is_gil_held(self) -> bool:
+        """Whether threads wait for the GIL."""
+        return self.threads is not None and (self.threads.gil_wait_s or 0.0) >= _GIL_WAIT_S
+
+    @property
+    def knows_waits(self) -> bool:
+        """Whether the kernel counts the waits of threads for a CPU, so that `waiting` excludes them."""
+        return self.threads is not None and self.threads.training_held_rate is not None
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the stack, without those in which the thread waited for data."""
+        return sum(spot.samples for spot in self.spots)
+
+    @property
+    def waiting_spot(self) -> LoopSpot | None:
+        """The line at which the thread sleeps most often; None if unknown."""
+        return max((one for one in self.spots if one.asleep), key=lambda one: one.asleep, default=None)
+
+    @property
+    def aside_spot(self) -> LoopSpot | None:
+        """The line from which code that does not use torch was found most often; None if unknown."""
+        found = [spot for spot in self.spots if spot.kind in ("aside", "python")]
+        return max(found, key=lambda spot: spot.samples, default=None)
+
+
+def profile_host(
+    steps: Sequence[StepTimes],
+    typical: StepTimes,
+    spent: MetersSnapshot,
+    hosts: Sequence[HostSnapshot],
+    is_on_gpu: bool = False,
+) -> HostProfile:
+    """Summarize what holds the steps up on the host.
+
+    Args:
+        steps: the newest steps without those of a warm-up.
+        typical: the typical step.
+        spent: meters of the loader for the whole run.
+        hosts: snapshots of the machine during these steps.
+        is_on_gpu: whether the steps run on a GPU, for which the training thread may wait.
+    """
+    threads = _threads_over([host.threads for host in hosts if host.threads is not None])
+    spots = _joined(host.threads.spots for host in hosts if host.threads is not None)
+    wait = typical.wait_s / typical.seconds if typical.seconds else 0.0
+    if is_on_gpu:
+        computing = None if threads is None else threads.training_cpu_rate
+        loads = [max((gpu.utilization_rate or 0.0 for gpu in host.gpus), default=1.0) for host in hosts]
+        # While the GPU computes, the thread may wait for it.
+        off = 0.0 if computing is None or not loads else max(0.0, 1.0 - computing - wait - fmean(loads))
+    else:
+        computing, off = _on_and_off(steps, typical)
+    own_held = 0.0 if threads is None else min(off, threads.training_held_rate or 0.0)
+    helped = 0.0 if threads is None else threads.compute_cpus or 0.0
+    waiting = max(0.0, off - own_held - helped)
+    if threads is not None and _is_of_loader(threads) and (threads.gil_wait_s or 0.0) >= _GIL_WAIT_S:
+        # The threads of the loader hold the GIL, which is a matter of the data.
+        waiting = 0.0
+    return HostProfile(
+        computing=computing,
+        held=_held(hosts, threads, own_held, 1.0 - wait, is_on_gpu),
+        waiting=waiting,
+        aside=_aside(hosts),
+        pauses=_pauses(steps, typical),
+        slowdown=_slowdown(spent.stretches, typical),
+        threads=threads,
+        spots=spots,
+        other_process=next((host.other_process for host in reversed(hosts) if host.other_process), None),
+    )
+
+
+def _on_and_off(steps: Sequence[StepTimes], typical: StepTimes) -> tuple[float | None, float]:
+    """Return the shares of the time in which the thread was on a CPU, or not, without waits and long pauses."""
+    usual = [step for step in steps if step.cpu_s is not None and step.seconds <= _PAUSE * typical.seconds]
+    total_s = sum(step.seconds for step in usual)
+    if not total_s:
+        return None, 0.0
+    work_s = sum(step.compute_s + step.other_s for step in usual)
+    cpu_s = min(work_s, sum(step.cpu_s or 0.0 for step in usual))
+    return cpu_s / total_s, (work_s - cpu_s) / total_s
+
+
+def _held(
+    hosts: Sequence[HostSnapshot],
+    threads: ThreadsSnapshot | None,
+    own_held: float,
+    work: float,
+    is_on_gpu: bool,
+) -> float:
+    """Return the share of the step in which something outside of this process had the CPUs that it needs."""
+    cpus = fmean(host.cpus for host in hosts) if hosts else 1.0
+    cpu_rate, own_rate = (_mean([getattr(host, name) for host in hosts]) for name in ("cpu_rate", "own_cpu_rate"))
+    foreign = 0.0 if cpu_rate is None or own_rate is None else max(0.0, cpu_rate - own_rate)
+    lost = max(_mean([getattr(host, name) for host in hosts]) or 0.0 for name in ("steal_rate", "throttled_rate"))
+    busy = 0.0 if threads is None or _is_of_loader(threads) else threads.busiest_thread_rate or 0.0
+    is_caused = foreign >= FOREIGN or lost >= _LOST or (busy >= _BUSY_THREAD and cpus < 1.5)
+    if not is_caused or is_on_gpu:
+        return lost if lost >= _LOST and not is_on_gpu else 0.0
+    if threads is None or threads.held_rate is None:
+        # Without the kernel's counters: a full CPU is shared evenly.
+        is_full = cpu_rate is not None and cpu_rate >= 0.85
+        return max(lost, foreign * work if is_full else 0.0)
+    # With several threads that compute together, each waits for the one that has no CPU.
+    return max(lost, own_held, threads.held_rate * work)
+
+
+def _is_of_loader(threads: ThreadsSnapshot) -> bool:
+    return (threads.busiest_thread or "").startswith(_OWN)
+
+
+def _aside(hosts: Sequence[HostSnapshot]) -> float:
+    shares, samples = [], 0
+    for host in hosts:
+        if host.threads is not None:
+            total = sum(spot.samples for spot in host.threads.spots)
+            aside = sum(spot.samples for spot in host.threads.spots if spot.kind in ("aside", "python"))
+            shares.append(aside / total if total else 0.0)
+            samples += total
+    return fmean(shares) if samples >= _LEAST_SAMPLES else 0.0
+
+
+def _pauses(steps: Sequence[StepTimes], typical: StepTimes) -> Pauses:
+    usual_s = typical.compute_s + typical.other_s
+    excess = [step.compute_s + step.other_s - usual_s for step in steps]
+    long = [one for one in excess if one > (_PAUSE - 1) * typical.seconds]
+    if len(long) < _LEAST_PAUSES or not usual_s:
+        return Pauses()
+    total_s = sum(step.seconds for step in steps)
+    return Pauses(sum(long) / total_s, sum(long) / len(long), len(steps) / len(long))
+
+
+def _slowdown(stretches: Sequence[Stretch], typical: StepTimes) -> Slowdown:
+    """Compare the typical step with the fastest stretch of the run, per sample or, without samples, per step."""
+    if not typical.seconds or not stretches:
+        return Slowdown()
+    by_step = not typical.samples or any(not stretch.samples for stretch in stretches)
+    now = (1.0 if by_step else typical.samples) / typical.seconds
+    speeds: list[tuple[float, int]] = []
+    for first in range(len(stretches)):
+        joined, last = stretches[first], first
+        while last + 1 < len(stretches) and (joined.seconds < _STRETCH_S or joined.steps < _STRETCH_STEPS):
+            last += 1
+            joined = joined.joined(stretches[last])
+        if joined.seconds >= _STRETCH_S and joined.steps >= _STRETCH_STEPS:
+            speeds.append(((joined.steps if by_step else joined.samples) / joined.seconds, last))
+    if not speeds:
+        return Slowdown()
+    fastest = max(speeds)[0]
+    last_fast = max(last for speed, last in speeds if speed >= _STILL_FAST * fastest)
+    before, after = stretches[: last_fast + 1], stretches[last_fast + 1 :]
+    return Slowdown(fastest / now, sum(one.steps for one in before), sum(one.seconds for one in after))
+
+
+def _threads_over(threads: Sequence[ThreadsSnapshot]) -> ThreadsSnapshot | None:
+    if not threads:
+        return None
+    used: defaultdict[str, float] = defaultdict(float)
+    for one in threads:
+        used[one.busiest_thread or ""] += one.busiest_thread_rate or 0.0
+    busiest = max(used, key=lambda name: used[name])
+    rates: dict[str, Any] = {name: _mean([getattr(one, name) for one in threads]) for name in _RATES}
+    return ThreadsSnapshot(
+        **rates,
+        busiest_thread=busiest or None,
+        busiest_thread_rate=used[busiest] / len(threads) if busiest else None,
+    )
+
+
+def _joined(found: Iterable[Iterable[LoopSpot]]) -> tuple[LoopSpot, ...]:
+    joined: dict[tuple[str, str], LoopSpot] = {}
+    for spots in found:
+        for spot in spots:
+            if spot.kind != "data":
+                key = spot.place, spot.kind
+                before = joined.get(key)
+                counts = (
+                    (spot.samples, spot.asleep)
+                    if before is None
+                    else (before.samples + spot.samples, before.asleep + spot.asleep)
+                )
+                joined[key] = LoopSpot(spot.place, spot.text, spot.kind, *counts)
+    return tuple(sorted(joined.values(), key=lambda spot: -spot.samples))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

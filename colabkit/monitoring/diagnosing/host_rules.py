@@ -1,0 +1,167 @@
+"""Rules about the host: threads and calls that hold the step up, a CPU that is taken away, pauses, becoming slower."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from colabkit.foundation import LoopSpot, format_count, format_seconds, format_share, format_things
+from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
+from colabkit.monitoring.diagnosing.forecast import spread
+from colabkit.monitoring.diagnosing.run_profile import SLOWER, RunProfile
+
+# Share of the time that a hypervisor or a quota takes, or that pauses take, before the doctor reports it.
+_LOST, _PAUSES = 0.1, 0.1
+_TRAINS = 0.3
+# A predicted speed and its limits, if known.
+_Speeds: TypeAlias = tuple[float | None, float | None, float | None]
+_UNKNOWN: _Speeds = (None, None, None)
+
+
+def busy_thread(run: RunProfile) -> Advice | None:
+    """Report that another Python thread holds the GIL, or the only CPU, while the step waits for it."""
+    host = run.host
+    name, threads = host.busy_thread, host.threads
+    if name is None or threads is None:
+        return None
+    lost = host.waiting if host.is_gil_held else 0.0
+    lost = max(lost, host.held if not run.has_foreign_load else 0.0)
+    if lost < HIGH:
+        return None
+    return Advice(
+        f"the thread {name!r} runs {format_share(threads.busiest_thread_rate or 0.0)} of the time, and the step waits"
+        f" for it {format_share(lost)} of the time, since only one thread at a time runs Python code",
+        "Move the work of this thread to another process, or let it pause between its checks",
+        "",
+        *_without(run, lost),
+    )
+
+
+def blocked_step(run: RunProfile) -> Advice | None:
+    """Report that the step sleeps, for example in a lock or a network call, although it has its data."""
+    host = run.host
+    if host.waiting < HIGH or (host.is_gil_held and host.busy_thread is not None):
+        return None
+    seconds, spot = format_seconds(host.waiting * run.step.seconds), host.waiting_spot
+    does = "sleeps" if host.knows_waits else "sleeps or has no CPU for"
+    found = f"the step {does} {seconds}, {format_share(host.waiting)} of its time, although its data is ready"
+    if spot is None:
+        action = "Train for some more seconds with the panel, and diagnose again to see the line of code that waits"
+        return Advice(found, action, "", *_without(run, host.waiting), confidence="low")
+    return Advice(
+        f"{found}, most often at {spot.place}",
+        "Remove the wait from the step, or wait in another thread",
+        "",
+        *_without(run, host.waiting),
+        confidence="high",
+        check=_line(spot),
+    )
+
+
+def code_beside_torch(run: RunProfile) -> Advice | None:
+    """Report that much of the time goes to code that does not use torch, such as logging or plotting."""
+    aside, spot = run.host.aside, run.host.aside_spot
+    if aside < HIGH or spot is None:
+        return None
+    return Advice(
+        f"code that does not use torch takes {format_share(aside)} of the time, most of it at {spot.place}",
+        "Do this work less often, for example in every 50th step, or faster",
+        "",
+        *_without(run, aside),
+        check=_line(spot),
+    )
+
+
+def lost_cpu(run: RunProfile) -> Advice | None:
+    """Report that the CPU quota of the container is used up, or that a hypervisor gives the CPUs to other machines."""
+    throttled, stolen = run.machine.throttled_rate or 0.0, run.machine.steal_rate or 0.0
+    if run.is_on_gpu or max(throttled, stolen) < _LOST:
+        return None
+    if throttled >= stolen:
+        return Advice(
+            f"the CPU quota of this container is used up {format_share(throttled)} of the time",
+            f"Compute with fewer threads, torch.set_num_threads({max(1, int(run.machine.cpus))}), or raise the quota",
+        )
+    return Advice(
+        f"the host of this virtual machine gives {format_share(stolen)} of its CPU time to other machines",
+        "Restart the runtime to get another machine",
+        confidence="low",
+    )
+
+
+def long_pauses(run: RunProfile) -> Advice | None:
+    """Report that a few steps take much longer than the others although their data is ready."""
+    pauses = run.host.pauses
+    # Checkpoints of `train()` have a rule of their own.
+    if pauses.share < _PAUSES or run.save_share >= pauses.share / 2:
+        return None
+    every = format_count(max(2, round(pauses.steps)))
+    spot = run.host.aside_spot or run.host.waiting_spot
+    where = f", most often at {spot.place}" if spot is not None else ""
+    return Advice(
+        f"one in {every} steps takes {format_seconds(pauses.seconds)} longer than the others, which costs"
+        f" {format_share(pauses.share)} of the time{where}",
+        "Save, validate and log less often, or in the background",
+        "",
+        *_without(run, pauses.share),
+        check="" if spot is None else _line(spot),
+    )
+
+
+def slow_checkpoints(run: RunProfile) -> Advice | None:
+    """Advise fewer checkpoints if they hold `train()` up."""
+    if run.save_share < _PAUSES:
+        return None
+    return Advice(
+        f"checkpoints hold the training up {format_share(run.save_share)} of the time, for"
+        f" {format_seconds(run.spent.save_s)} in total",
+        "Save less often, for example with save_every='10min' in train()",
+        "",
+        *(_without(run, run.save_share) if run.save_share >= HIGH else _UNKNOWN),
+        confidence="high",
+    )
+
+
+def slow_validation(run: RunProfile) -> Advice | None:
+    """Advise a shorter validation if validations take longer than the training between them."""
+    validate_s, train_s = run.spent.validate_s, run.spent.seconds
+    if not validate_s or validate_s < train_s:
+        return None
+    return Advice(
+        f"validations took {format_seconds(validate_s)}, and the training between them {format_seconds(train_s)}",
+        "Validate on fewer samples, with larger batches, or less often with validate_every= in train()",
+        confidence="high",
+    )
+
+
+def slower_than_before(run: RunProfile) -> Advice | None:
+    """Report that the run is much slower than in its fastest stretch."""
+    slowdown = run.host.slowdown
+    if slowdown.times < SLOWER or not run.is_enough:
+        return None
+    busiest = next((spot for spot in run.host.spots if spot.samples >= _TRAINS * run.host.samples), None)
+    where = f". Now, it spends most time at {busiest.place}" if busiest is not None else ""
+    since = f", {format_seconds(slowdown.since_s)} ago" if slowdown.since_s else ""
+    return Advice(
+        f"a step takes {format_seconds(run.step.seconds)}, {slowdown.times:.1f} times as long as until step"
+        f" {format_count(slowdown.since_step)}{since}{where}",
+        "Look for what grows with the run, such as lists of tensors, or what has started since, such as other programs",
+        "",
+        *_limits(run, run.samples_per_s * slowdown.times),
+        confidence="low",
+        check="" if busiest is None else _line(busiest),
+    )
+
+
+def _line(spot: LoopSpot) -> str:
+    seen = format_things(spot.samples, "sample")
+    return f"{seen} found the loop at the line {spot.text!r}" if spot.text else f"{seen} found the loop there"
+
+
+def _without(run: RunProfile, share: float) -> _Speeds:
+    """Return the speed without something that takes this share of the time."""
+    return _limits(run, run.samples_per_s / (1 - share)) if share < 1 else _UNKNOWN
+
+
+def _limits(run: RunProfile, speed: float) -> _Speeds:
+    noise = 1 + spread(run)
+    return speed, speed / noise, speed * noise

@@ -1,0 +1,148 @@
+"""The calls that advice contains, with the paths, sizes and options of the run, and the time that they take once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from colabkit.foundation import Code, Phrase, Text, call, option
+from colabkit.monitoring.diagnosing.forecast import forecast_run
+from colabkit.monitoring.diagnosing.run_profile import RunProfile
+
+_HDF5 = (".h5", ".hdf5")
+# Name of a source that is a list or table in memory.
+_NAMELESS = "a table of paths"
+# Random crops need images that are larger than the crop; 256 pixels are common for crops of 224.
+_MARGIN = 8 / 7
+_MOST_OF_A_NAME = 40
+
+
+def options(**values: object) -> Phrase:
+    """Return new values of options, one per line."""
+    lines = [option(name, value) for name, value in values.items()]
+    return Phrase(tuple(part for line in lines for part in ("\n", line))[1:])
+
+
+def headspace_hint(run: RunProfile) -> str:
+    """Return how to make a prediction more accurate, or how to check it if the step was measured alone."""
+    if run.measured_alone_s is not None:
+        return "compare the new speed with this prediction"
+    more = call("doctor", Code("loader"), headspace=Code("colabkit.headspace(step, loader)"))
+    return Phrase((more, " predicts more accurately"))
+
+
+def path_of_data(run: RunProfile) -> str | None:
+    """Return the path of the samples; None if it is unknown."""
+    return None if run.facts.path == _NAMELESS else run.facts.path
+
+
+def is_hdf5(run: RunProfile) -> bool:
+    """Return whether samples are in a pack or in a third-party HDF5 file."""
+    return (run.facts.path or "").endswith(_HDF5)
+
+
+def size_of(run: RunProfile) -> int | tuple[int, int] | None:
+    """Return the size at which to store images: that of the batches, or more for random crops; None if unknown."""
+    height, width = run.facts.image_height, run.facts.image_width
+    if not height or not width:
+        return None
+    if "Crop" in (run.facts.transform or "") and "Random" in (run.facts.transform or ""):
+        height, width = round(_MARGIN * height), round(_MARGIN * width)
+    return height if height == width else (height, width)
+
+
+def staging(run: RunProfile, to: str | None = None) -> str:
+    """Return the call that copies the samples to local storage; empty if their path is unknown.
+
+    Args:
+        run: profile of the run.
+        to: `"tmpfs"`; None for a folder in the working folder.
+    """
+    path = path_of_data(run)
+    return "" if path is None else Phrase(call("stage", path, to=to or local_copy(run)))
+
+
+def local_copy(run: RunProfile) -> str:
+    """Return a path for a local copy of the samples."""
+    return f"local/{_name(path_of_data(run))}"
+
+
+def staging_s(run: RunProfile) -> float | None:
+    """Return the seconds for copying the samples: at most those of an epoch that waits for them; None if unknown."""
+    samples = run.facts.samples
+    return samples / run.samples_per_s if samples and run.samples_per_s else None
+
+
+def packing(run: RunProfile) -> str:
+    """Return the calls that pack decoded samples and load them; empty if the loader has no dataset.
+
+    Samples come from the original files if their path is known, else from the pack that the loader reads, or from the
+    dataset.
+    """
+    target = packed_to(run)
+    from_pack = _from_pack(run)
+    files = run.facts.source if is_hdf5(run) or run.facts.encoding == "python" else path_of_data(run)
+    size = {} if (known := size_of(run)) is None else {"size": known}
+    if files is not None and files != _NAMELESS:
+        pack = call("pack", files, target, **size, **({"encoding": "raw"} if size else {}))
+    elif from_pack is not None:
+        pack = call("pack", from_pack, target, **(size if run.facts.encoding == "encoded" else {}))
+    elif run.facts.kind == "foreign" and run.facts.samples is None:
+        return ""
+    else:
+        pack = call("pack", Code("dataset"), target, **(size if run.facts.encoding == "encoded" else {}))
+    split = run.facts.split if files is not None else None
+    return Phrase((pack, "\n", loading(run, Code(f"colabkit.open_pack({target!r})[{split or 'train'!r}]"))))
+
+
+def preparing(run: RunProfile) -> str:
+    """Return the calls that stage and pack remote files, and load them; empty if their path is unknown."""
+    path, size = path_of_data(run), size_of(run)
+    if path is None:
+        return ""
+    sized = {} if size is None else {"size": size, "encoding": "raw"}
+    split = run.facts.split or "train"
+    return Phrase(("data = ", call("prepare", path, **sized), "\n", loading(run, Code(f"data[{split!r}]"))))
+
+
+def loading(run: RunProfile, dataset: Code) -> Text:
+    """Return the statement that replaces the loader by one of another dataset."""
+    facts = run.facts
+    more: dict[str, object] = {} if facts.shuffle is False else {"shuffle": facts.shuffle or True}
+    if run.is_on_gpu:
+        more["device"] = "cuda"
+    if facts.transform is not None and facts.kind != "foreign":
+        more["transform"] = Code("loader.transform")
+    return ("loader = ", call("Loader", dataset, facts.batch_size or run.step.samples or 1, **more))
+
+
+def packed_to(run: RunProfile) -> str:
+    """Return the name of a new pack."""
+    size = size_of(run)
+    pixels = "" if size is None else f"-{size}" if isinstance(size, int) else f"-{size[0]}x{size[1]}"
+    return f"{_name(run.facts.source or path_of_data(run))}{pixels or '-packed'}.h5"
+
+
+def packing_s(run: RunProfile) -> float | None:
+    """Return the seconds for reading and decoding all samples once, on all CPUs; None if unknown."""
+    samples, forecast = run.facts.samples, forecast_run(run)
+    if not samples or not run.samples_per_s:
+        return None
+    # A third-party loader does not count its work, and remote files are not read faster by more CPUs.
+    a_sample_s = max(run.worker_s / max(1, run.facts.workers or 1), forecast.cpu_s / forecast.cpus)
+    if run.facts.kind == "foreign" or run.facts.is_remote or not a_sample_s:
+        a_sample_s = max(a_sample_s, 1 / run.samples_per_s)
+    return samples * a_sample_s
+
+
+def _from_pack(run: RunProfile) -> Code | None:
+    path = path_of_data(run)
+    if path is None or not is_hdf5(run):
+        return None
+    return Code(f"colabkit.open_pack({path!r})[{run.facts.split or 'train'!r}]")
+
+
+def _name(path: str | None) -> str:
+    """Return a file name without special characters."""
+    stem = PurePath(path.rstrip("/")).stem if path else "dataset"
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-")[:_MOST_OF_A_NAME] or "dataset"

@@ -1,0 +1,205 @@
+"""The threads of this process: who has the CPU, who waits for it, who holds the GIL, and where the loop is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from waiting import wait_until
+
+from colabkit.foundation.mount_table import read_file
+from colabkit.foundation.telemetry.stacks import LoopSpot, StackSampler, module_of
+from colabkit.foundation.telemetry.threads import Threads, ThreadsSnapshot, TrainingThread
+
+TASKS = "/proc/self/task"
+
+
+class Process:
+    """A process with a training thread 1, a Python thread 2, and a thread 3 of torch."""
+
+    def __init__(self, has_schedstat: bool = True) -> None:
+        self.now = 0.0
+        self.probe = 0.0
+        self.release_s = 1e-5
+        self.cpu = {1: 0.0, 2: 0.0, 3: 0.0}
+        self.held = {1: 0.0, 2: 0.0, 3: 0.0}
+        self.has_schedstat = has_schedstat
+        self.threads = Threads(
+            read=self.read,
+            clock=lambda: self.now,
+            training=lambda: TrainingThread(101, 1),
+            names=lambda: {1: "MainThread", 2: "refresher"},
+            task_ids=lambda: self.cpu,
+            release=self.release,
+            probe_clock=lambda: self.probe,
+        )
+        assert self.threads.snapshot() is None
+
+    def read(self, path: str) -> str:
+        task, file = path.removeprefix(f"{TASKS}/").split("/")
+        if file == "schedstat" and self.has_schedstat:
+            return f"{self.cpu[int(task)] * 1e9:.0f} {self.held[int(task)] * 1e9:.0f} 7\n"
+        if file == "stat":
+            return f"{task} (a (b) c) R {' '.join(['0'] * 10)} {self.cpu[int(task)] * 100:.0f} 0 0\n"
+        raise FileNotFoundError(path)
+
+    def release(self) -> None:
+        self.probe += self.release_s
+
+    def after(self, seconds: float, cpu: dict[int, float], held: dict[int, float] | None = None) -> ThreadsSnapshot:
+        self.now += seconds
+        for totals, spent in ((self.cpu, cpu), (self.held, held or {})):
+            for task, spent_s in spent.items():
+                totals[task] += spent_s
+        found = self.threads.snapshot()
+        assert found is not None
+        return found
+
+
+def test_times_of_threads_are_shares_since_the_last_snapshot():
+    process = Process()
+    found = process.after(2.0, {1: 1.0, 2: 0.2, 3: 1.6}, {1: 0.5, 3: 0.2})
+    assert found.training_cpu_rate == pytest.approx(0.5)
+    assert found.training_held_rate == pytest.approx(0.25)
+    assert found.held_rate == pytest.approx(0.7 / 3.5)
+    assert found.compute_cpus == pytest.approx(0.8)
+    assert (found.busiest_thread, found.busiest_thread_rate) == ("refresher", pytest.approx(0.1))
+    assert process.after(1.0, {1: 1.0}).training_cpu_rate == pytest.approx(1.0)
+
+
+def test_without_counters_of_waits_only_the_cpu_time_is_known():
+    found = Process(has_schedstat=False).after(1.0, {1: 0.5, 3: 0.25})
+    assert (found.training_cpu_rate, found.compute_cpus) == (pytest.approx(0.5), pytest.approx(0.25))
+    assert (found.training_held_rate, found.held_rate) == (None, None)
+
+
+def test_without_a_list_of_threads_only_the_gil_is_known():
+    process = Process()
+    process.threads.task_ids = dict
+    found = process.after(1.0, {})
+    assert found == ThreadsSnapshot(gil_wait_s=found.gil_wait_s)
+
+
+def test_a_thread_that_starts_or_ends_counts_from_its_first_snapshot():
+    process = Process()
+    process.cpu[4], process.held[4] = 50.0, 50.0
+    assert process.after(1.0, {1: 1.0}).compute_cpus == 0
+    del process.cpu[3]
+    assert process.after(1.0, {1: 1.0, 4: 0.5}).compute_cpus == pytest.approx(0.5)
+
+
+def test_waits_for_the_gil_are_measured():
+    process = Process()
+    assert process.after(1.0, {}).gil_wait_s == pytest.approx(1e-5)
+    process.release_s = 0.005
+    assert process.after(1.0, {}).gil_wait_s == pytest.approx(0.005)
+
+
+@contextmanager
+def running(work: Callable[[threading.Event], Any]) -> Iterator[threading.Thread]:
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stop.set()
+        thread.join(20)
+
+
+def spots_of(thread: threading.Thread, is_enough: Callable[[LoopSpot], bool]) -> tuple[LoopSpot, ...]:
+    """Sample a thread until a place is found as often as needed."""
+    sampler, found = StackSampler(read_file), []
+
+    def sampled() -> bool:
+        sampler.sample(thread.ident or 0, thread.native_id or 0)
+        found[:] = sampler.take() + tuple(found)
+        return any(map(is_enough, found))
+
+    wait_until(sampled)
+    return tuple(found)
+
+
+def sleeps_in_a_step(stop: threading.Event) -> None:
+    while not stop.is_set():
+        time.sleep(0.02)
+
+
+def logs(stop: threading.Event) -> None:
+    import json
+
+    while not stop.is_set():
+        json.dumps({str(number): [number] for number in range(2000)}, indent=1)
+
+
+def computes(stop: threading.Event) -> None:
+    layer = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(9)))
+    while not stop.is_set():
+        layer(torch.zeros(64, 64))
+
+
+def works_in_python(stop: threading.Event) -> None:
+    total = 0
+    while not stop.is_set():
+        for number in range(50_000):
+            total += number
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a thread is in /proc")
+def test_a_sample_names_the_line_that_sleeps():
+    with running(sleeps_in_a_step) as thread:
+        found = spots_of(thread, lambda spot: bool(spot.asleep) and "sleep(" in spot.text)
+    spot = next(spot for spot in found if "sleep(" in spot.text)
+    assert spot.place.startswith("test_telemetry_threads.py:")
+    assert spot.place.endswith(" in sleeps_in_a_step")
+    assert spot.kind == "call"
+
+
+@pytest.mark.parametrize(("work", "kind"), [(logs, "aside"), (computes, "compute"), (works_in_python, "python")])
+def test_a_sample_tells_torch_from_other_libraries_and_python(work, kind):
+    def is_found(spot: LoopSpot) -> bool:
+        return spot.kind == kind and spot.place.endswith(f" in {work.__name__}")
+
+    with running(work) as thread:
+        assert any(map(is_found, spots_of(thread, is_found)))
+
+
+class Decoded(torch.utils.data.Dataset):
+    """A dataset whose samples are made by Python code of the user."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, number: int) -> int:
+        return sum(range(100_000))
+
+
+def test_code_of_the_user_that_a_loader_calls_counts_as_data():
+    def loads(stop: threading.Event) -> None:
+        for _ in torch.utils.data.DataLoader(Decoded(), 4):
+            if stop.is_set():
+                return
+
+    with running(loads) as thread:
+        found = spots_of(thread, lambda spot: spot.place.endswith("in __getitem__"))
+    assert {spot.kind for spot in found if spot.place.endswith("in __getitem__")} == {"data"}
+
+
+def test_a_thread_that_has_ended_is_not_found():
+    sampler = StackSampler(read_file)
+    sampler.sample(0, 0)
+    assert sampler.take() == ()
+
+
+def test_files_of_libraries_are_not_code_of_the_user(tmp_path):
+    assert module_of(torch.nn.functional.__file__) == "torch.nn.functional"
+    assert module_of(threading.__file__) == "threading"
+    assert module_of(StackSampler.sample.__code__.co_filename) == "colabkit.foundation.telemetry.stacks"
+    for file in (str(tmp_path / "train.py"), "<ipython-input-3-abc>", "/tmp/ipykernel_12/345.py", "<string>"):
+        assert module_of(file) == ""
