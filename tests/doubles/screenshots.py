@@ -173,16 +173,15 @@ def form(mouse: Mouse, camera: Camera) -> None:
 
 
 def run(mouse: Mouse, camera: Camera) -> None:
-    """A training: staging, early, late, stopped, finished, and the notebook afterwards without its kernel."""
+    """A training: packing, early, late, stopped, finished, and the notebook afterwards without its kernel."""
     mouse.open()
     mouse.fill("Source", "drive:photos")
     mouse.fill("Epochs", str(EPOCHS))
     mouse.waits_for("1,600 images")
     mouse.button("Train").click()
-    mouse.waits_for("Copying files")
-    mouse.waits_for("left")
-    camera.take("staging")
-    camera.page("staging")
+    mouse.waits_for("Packing samples")
+    camera.take("packing")
+    camera.page("packing")
     mouse.waits_for("epoch 1/")
     camera.take("training-early")
     mouse.waits_for(f"epoch {EPOCHS * 2 // 3}/")
