@@ -10,7 +10,7 @@ step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
 report = colabkit.train(step, loader, epochs=5, validate=colabkit.Loader(pack["val"], 64), to="run")
 ```
 
-A table with paths needs `path_column=`, `root=` and `labels=`; for a regression, pass `loss=torch.nn.MSELoss()` to
+A table with paths needs `path_column=`, `root=` and `labels=`; for regression, pass `loss=torch.nn.MSELoss()` to
 `supervised_step`. `Loader((images, labels), batch_size=64)` loads arrays; `open_pack("file.h5", x=, y=)` opens any HDF5
 file. For a loop of your own, `transform=colabkit.augment.Normalize()` converts images to floats.
 

@@ -172,7 +172,7 @@ _caller: ContextVar[Words] = ContextVar("caller", default=PYTHON)
 
 @contextmanager
 def speaking(words: Words) -> Iterator[None]:
-    """Make the syntax of a front end the one of `caller_words()` in the block."""
+    """Make `caller_words()` return the syntax of a front end in the block."""
     token = _caller.set(words)
     try:
         yield

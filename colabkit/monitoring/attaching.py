@@ -150,7 +150,7 @@ class StatusReport(Report):
 
 @checked_call()
 def status(path: str | os.PathLike[str] = ".", *, seconds: float | str = 0.0) -> StatusReport:
-    """Show training runs of any process, also on another machine: position, values, and whether they are alive.
+    """Show training runs of any process on any machine: position, values, and whether they are alive.
 
     `train(to=)` writes the status beside its checkpoints. On the machine of the run, its process is looked up. On
     another machine, the run is alive if its status changes.

@@ -76,7 +76,7 @@ class TemplateReport(Report):
 
 @checked_call()
 def write_template(path: str | os.PathLike[str] = _NAME, *, overwrite: bool = False) -> TemplateReport:
-    """Write the template notebook with colabkit inside, so that it is the only file that a user uploads.
+    """Write the template notebook with colabkit inside, so that it is the only file to upload.
 
     The notebook contains the wheel of this colabkit and its SHA-256. In an environment without colabkit, the notebook
     verifies and installs the wheel. Then it trains on the images that its form names.

@@ -195,7 +195,7 @@ class AccuracyGroup:
         The accuracy of a small batch on the CPU may be added to the returned mapping only by `compute()`.
         """
         # A leaf or a view may share the memory of a tensor that the next step modifies.
-        is_own = type(scores) is Tensor and not scores.is_leaf and not scores._is_view()  # noqa: SLF001 - no other name
+        is_own = type(scores) is Tensor and not scores.is_leaf and not scores._is_view()  # noqa: SLF001 - no public API
         is_small = is_own and loss.is_cpu and 0 < scores.numel() <= _SMALL
         if is_small and has_accuracy(scores, labels, self.takes_shares):
             values: dict[str, object] = {"loss": loss.item()}

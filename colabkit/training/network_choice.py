@@ -107,7 +107,7 @@ def _cosine(steps: int) -> Callable[[int], float]:
 def choose_network(
     act: str, name: NetworkName | Literal["auto"], classes: int, size: tuple[int, int], samples: int, device: str
 ) -> ChosenNetwork:
-    """Return a network for images of a size.
+    """Return a network for images of the given size.
 
     Args:
         act: verb and object for messages.
@@ -138,7 +138,7 @@ def choose_network(
 
 
 def _obstacle(size: tuple[int, int], samples: int, device: str) -> str:
-    """Return why ResNet-18 does not suit; empty if it does."""
+    """Return why ResNet-18 is not suitable; empty if it is."""
     if min(size) < _LEAST_SIDE:
         return f"images of {size[1]}×{size[0]} pixels are too small for a pretrained network"
     if device == "cpu" and samples > _MOST_ON_CPU:

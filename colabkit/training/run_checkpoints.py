@@ -50,7 +50,7 @@ class RunCheckpoints:
 
     Args:
         folder: path of the checkpoint folder, or None to save nothing.
-        checkpoints: the opened checkpoint folder in rank 0, which reads and writes for all ranks; None in other ranks.
+        checkpoints: the opened checkpoint folder on rank 0, which reads and writes for all ranks; None on other ranks.
         state: objects to save, by name.
         step: the step function; saved, too, if it has a state.
         loader: loader whose position is saved.
@@ -97,7 +97,7 @@ class RunCheckpoints:
 
     @property
     def save_s(self) -> float:
-        """The longest time in seconds that a save has taken so far, as in `CheckpointFolder`; 0 in other ranks."""
+        """The longest time in seconds that a save has taken so far, as in `CheckpointFolder`; 0 on other ranks."""
         return 0.0 if self.checkpoints is None else self.checkpoints.save_s
 
     def resume(self, resume: bool) -> Mapping[str, Any] | None:
@@ -274,7 +274,8 @@ class RunCheckpoints:
     def finish(self) -> str | None:
         """Wait until no checkpoint is being written or published.
 
-        If the last one cannot be written, log a warning and return the name of the error, in rank 0 only.
+        If the last one could not be written, rank 0 logs a warning and returns the name of the error. Other ranks
+        return None.
         """
 
         def finish() -> str | None:

@@ -61,8 +61,8 @@ class Scale:
         jpegs: number of JPEG files of twice the side.
         batch: samples per batch.
         warm_up: number of steps before each measurement.
-        steps: least and largest number of steps of a measurement.
-        seconds: least and largest duration of a measurement; a largest value ends it first.
+        steps: minimum and maximum number of steps of a measurement.
+        seconds: minimum and maximum duration of a measurement, which ends at either maximum.
         epochs: epochs of the memory check.
     """
 

@@ -103,7 +103,7 @@ def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
     def step(batch: Any) -> float:
         images, labels = batch
         images = images.float().div_(255) if images.dtype == torch.uint8 else images
-        # Convert the memory format, so that the step takes equally long with any loader.
+        # Convert the memory format, so that the step takes the same time with any loader.
         images = images.contiguous(memory_format=torch.channels_last)
         loss = loss_of(model(images), labels)
         loss.backward()

@@ -1,7 +1,7 @@
 """A kernel that colabkit recognizes as hosted Colab's, in which it sees remote mounts only where Drive is mounted.
 
 Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake and this folder on PYTHONPATH. colabkit may
-be there, too, or the notebook installs it. The variable COLAB_POINT names another folder than /content/drive for Drive.
+also be there; otherwise, the notebook installs it. The variable COLAB_POINT replaces /content/drive as the mount point.
 """
 
 from __future__ import annotations

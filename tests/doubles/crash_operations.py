@@ -47,7 +47,7 @@ class Operation:
 
 
 class LocalBucket(LocalFileSystem):
-    """Files of this disk at an address that `fetch()` accepts."""
+    """Local files at an address that `fetch()` accepts."""
 
     protocol = "bucket"
 

@@ -99,7 +99,7 @@ def lab_server(folder: Path, environ: Mapping[str, str] = {}) -> Iterator[Server
 
 @contextmanager
 def served(folder: Path, environ: Mapping[str, str], program: Sequence[str]) -> Iterator[Server]:
-    """Run a Jupyter server in a folder; kernels run in this environment, also if the server is from another one.
+    """Run a Jupyter server in a folder; kernels run in this environment, even if the server is from another one.
 
     Args:
         folder: the folder.
@@ -241,7 +241,7 @@ class Lab:
         self.page.evaluate(_READY)
 
     def close(self) -> None:
-        """Shut all kernels of the server down, and close the page."""
+        """Shut down all kernels of the server, and close the page."""
         self.page.evaluate("() => window.jupyterapp?.serviceManager.sessions.shutdownAll()")
         self.page.close()
 

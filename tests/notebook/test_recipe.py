@@ -1,4 +1,4 @@
-"""`train_on()`: one line from a source to a tested model file, again, interrupted, and with bad sources."""
+"""`train_on()`: one line from a source to a tested model file, even if repeated, interrupted, or given bad sources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TrainOnReport = colabkit.TrainOnReport
 
 
 def make_classes(folder: Path, classes: tuple[str, ...] = ("blue", "red"), count: int = 20, side: int = 16) -> Path:
-    """Make noisy images; the mean color of a class is easily told from the others'."""
+    """Make noisy images; the mean colors of the classes are easy to distinguish."""
     draws = np.random.default_rng(0)
     for place, name in enumerate(classes):
         (folder / name).mkdir(parents=True)

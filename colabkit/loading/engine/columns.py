@@ -79,7 +79,7 @@ class DatasetColumns:
         return None if self.labels is None else [*self.by_name].index(self.labels)
 
     def are_checked(self) -> bool:
-        """Look for changes of a pack's files; return False if its samples must be checked against their CRCs.
+        """Look for changes to a pack's files; return False if its samples must be checked against their CRCs.
 
         Labels were checked when the pack was opened, and image files are checked when they are decoded.
 

@@ -282,7 +282,7 @@ class RowCache:
                 self._count += 1
 
     def release(self, slot: int) -> None:
-        """Return a claimed slot without storing a row."""
+        """Free a claimed slot without storing a row."""
         with self._lock:
             self._free.append(slot)
 

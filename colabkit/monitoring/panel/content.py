@@ -32,7 +32,7 @@ _ACTIVITIES = {
     "pack": "Packing samples into one file",
     "verify": "Verifying checksums",
 }
-# Whoever clicked a stop button has not pressed Ctrl-C, and need not know the name of the error.
+# A user who clicked a stop button has not pressed Ctrl-C, and need not know the name of the error.
 _INTERRUPTS = ("KeyboardInterrupt", "Ctrl-C")
 # Longest code line that is shown, in characters.
 _MOST_OF_A_CALL = 240

@@ -61,7 +61,7 @@ class ClickWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether clicks are ignored: during the work, and those that waited for its end."""
+        """Whether clicks are ignored: during the work, and afterwards those that were made during it."""
         return self._busy.locked()
 
     def in_main_thread(self, call: Callable[[], Any]) -> None:

@@ -94,7 +94,7 @@ class TrainOnReport(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether all epochs are trained, every checkpoint is saved, and there are no warnings."""
+        """Whether all epochs are complete, every checkpoint is saved, and there are no warnings."""
         return self.training.is_good and not self.warnings
 
     @property
@@ -146,7 +146,7 @@ class TrainOnReport(Report):
 
     @property
     def circumstances(self) -> str:
-        """How the accuracy came about."""
+        """The network, epoch and duration behind the accuracy, and the accuracy without a network."""
         judged = "these images" if self.chosen_on == self.accuracy_on else f"the split {self.chosen_on!r}"
         epoch = f"epoch {self.best_epoch} of {self.epochs}, the best on {judged}"
         worked = f"trained in {format_seconds(self.seconds)}"

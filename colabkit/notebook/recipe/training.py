@@ -241,7 +241,7 @@ def _run_folder(folder: Path, restart: bool, is_remote: bool) -> Path:
 def _save_model(
     act: str, path: Path, is_remote: bool, network: ChosenNetwork, classes: tuple[str, ...], size: tuple[int, int]
 ) -> Path:
-    """Write the weights of a network, and all that its use needs, to a file, atomically."""
+    """Write the weights of a network, and everything needed to use it, to a file, atomically."""
     written = io.BytesIO()
     values = {
         "network": network.name,

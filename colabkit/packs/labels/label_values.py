@@ -145,7 +145,7 @@ def convert_labels(values: npt.NDArray[Any], task: Task = "auto") -> npt.NDArray
     if task == "regression" and kind in "biu":
         values, kind = values.astype(np.float64), "f"
     elif task not in ("auto", "regression") and kind == "f" and (values == np.trunc(values)).all():
-        # The largest floats do not fit into an integer.
+        # The largest floats do not fit in an integer.
         values, kind = (values.astype("<i8"), "i") if (np.abs(values) < _LARGEST_CLASS).all() else (values, kind)
     if (task == "multilabel" and values.ndim != 2) or (task in ("classes", "multilabel") and kind == "f"):
         return None

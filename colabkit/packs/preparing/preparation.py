@@ -172,7 +172,7 @@ class Preparation:
         # The notes are newer than the metadata, for example after a saved pack was staged on another machine.
         noted = self.notes.get("changes")
         changes = (noted.get(info.seal) if isinstance(noted, Mapping) else None) or found.get("changes")
-        # Inodes and times of changes are comparable only within one running system, whose identifier comes first.
+        # Inodes and change times are comparable only until the next reboot; the identifier of the boot comes first.
         is_comparable = str(changes).partition(" ")[0] == self.state.changes.partition(" ")[0]
         if is_comparable and changes != self.state.changes:
             return "files of the source were changed or replaced, and their sizes and times restored"

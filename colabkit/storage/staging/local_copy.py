@@ -157,7 +157,7 @@ class LocalCopy:
         return hashlib.sha256(b"\n".join(lines)).hexdigest(), sealed_ns
 
     def is_complete(self) -> bool:
-        """Return whether all sealed files exist with their sizes; other files are ignored."""
+        """Return whether all sealed files exist and have the recorded sizes; other files are ignored."""
         sizes = self._sizes()
         if len(sizes) < self.seal.files:
             return False
