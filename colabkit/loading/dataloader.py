@@ -165,7 +165,7 @@ class _PlannedDataset(Dataset[Any]):
             if indices.iteration is not None:
                 return indices.iteration.load(indices)
             found = "the framework started worker processes for as_dataloader()"
-            next_step = "Use num_workers=0 there, and set num_workers= of the Loader, which loads in the background"
+            next_step = "Set num_workers=0 in the framework, and use num_workers= of the Loader instead"
             raise InvalidOption(cannot("load a batch", found, "", next_step))
         found = "the sampler of as_dataloader() was replaced"
         next_step = "Pass the sampler to the Loader, with sampler="

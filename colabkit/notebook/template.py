@@ -180,7 +180,7 @@ def _build_wheel() -> tuple[str, bytes]:
         raise MissingPackage(cannot(_ACT, found, "", "Run pip install in the folder of its setup.py")) from error
     if installed.version != colabkit.__version__:
         found = f"the installed version is {installed.version}, but the imported one is {colabkit.__version__}"
-        raise MissingPackage(cannot(_ACT, found, "one version", "Install colabkit again"))
+        raise MissingPackage(cannot(_ACT, found, "the same version", "Install colabkit again"))
     stem = f"colabkit-{installed.version}"
     info = {f"{stem}.dist-info/{name}": content for name, content in _metadata(installed).items()}
     content = {**dict(_package_files()), **info}

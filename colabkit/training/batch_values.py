@@ -84,7 +84,7 @@ def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
         next_step = "Pass arrays with a dimension for the channels, such as numpy.expand_dims(images, 1), to the Loader"
     elif shape[3] == channels:
         next_step = "Pass numpy.moveaxis(images, 3, 1) to the Loader, or pack uint8 arrays with colabkit.pack()"
-    expected = f"[B, {channels}, H, W], as the model's first convolution takes {channels} channels"
+    expected = f"[B, {channels}, H, W], because the model's first convolution takes {channels} channels"
     return InvalidOption(cannot(USE_BATCH, found, expected, next_step))
 
 

@@ -186,7 +186,7 @@ def _weights(act: str) -> tuple[dict[str, Any], str]:
         found = f"the ImageNet weights of ResNet-18 cannot be downloaded from {_ADDRESS} ({cause})"
         raise FetchFailed(cannot(act, found, "", _ADVICE)) from error
     if not hashlib.sha256(data).hexdigest().startswith(_SHA256):
-        found = f"the ImageNet weights of ResNet-18 from {_ADDRESS} have another checksum"
+        found = f"the ImageNet weights of ResNet-18 from {_ADDRESS} have the wrong checksum"
         raise FetchFailed(cannot(act, found, _SHA256, _ADVICE))
     with file_changes.translated(act), Partial(path) as partial:
         file_changes.write_file(partial.path, data)

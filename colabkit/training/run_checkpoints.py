@@ -339,7 +339,7 @@ def _load_into(act: str, part: Any, values: Any, next_step: Text) -> None:
     # Each class raises a different type of error if a state does not fit.
     except Exception as error:
         if difference := _architectures_differ(part, values):
-            message = f"the checkpoint is of another architecture: {difference}"
+            message = f"the checkpoint belongs to another architecture: {difference}"
             raise InvalidOption(cannot(act, message, "", next_step)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"

@@ -234,7 +234,7 @@ def train(
         check_whole_number(_ACT, "patience", patience, 1)
     check_number(_ACT, "min_delta", min_delta, 0, example=0.001)
     if min_delta and patience is None:
-        found = (option("min_delta", min_delta), " without ", option("patience"))
+        found = (option("min_delta", min_delta), " is given without ", option("patience"))
         raise InvalidOption(cannot(_ACT, found, "", ("For example, use ", option("patience", 3))))
     check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step", takes="the record")
     validate_steps = None
@@ -246,7 +246,7 @@ def train(
     folder = None if to is None else user_path(to, _ACT).absolute()
     schedule = SaveSchedule(save_every)
     if to is None and save_every != "epoch":
-        found = (option("save_every", save_every), " without ", option("to"))
+        found = (option("save_every", save_every), " is given without ", option("to"))
         next_step = ("Name a folder for the checkpoints with ", option("to"))
         raise InvalidOption(cannot(_ACT, found, "", next_step))
     ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)

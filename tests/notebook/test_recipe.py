@@ -119,7 +119,7 @@ def test_unreadable_images_are_skipped_and_reported(colors: Path) -> None:
     (colors / "red" / "003.png").write_bytes(b"nothing")
     report = train_on(colors)
     assert [name for name, _ in report.skipped] == ["red/003.png"]
-    assert "1 file skipped, first 'red/003.png'" in repr(report)
+    assert "1 file skipped, starting with 'red/003.png'" in repr(report)
     with pytest.raises(colabkit.errors.BadImage, match=r"red/003\.png"):
         train_on(colors, on_bad="raise")
 

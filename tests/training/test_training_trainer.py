@@ -482,7 +482,7 @@ def test_invalid_arguments_are_refused(data):
         ({"validate": "often"}, "validate='often'; expected a Loader, a callable or None"),
         ({"validate_every": 0}, "validate_every=0; expected a whole number"),
         ({"validate_every": "x"}, "validate_every='x'; expected a whole number"),
-        ({"save_every": 5}, "save_every=5 without to"),
+        ({"save_every": 5}, "save_every=5 is given without to"),
         *(({"save_every": every}, "save_every=") for every in (0, -1, "often", "epochs", 2.5, True, None)),
     ]
     for options, message in wrong:

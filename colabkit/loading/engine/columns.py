@@ -195,7 +195,7 @@ def check_channels(act: str, columns: DatasetColumns) -> None:
     if rows is None or rows.are_images or len(rows.shape) != 3:
         return
     if rows.shape[2] in _CHANNELS and rows.shape[0] not in _CHANNELS:
-        found = f"the images have shape {[columns.count, *rows.shape]}, whose channels come last"
+        found = f"the images have shape {[columns.count, *rows.shape]}, with the channels last"
         next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which makes no copy"
         if columns.packed is not None:
             next_step = "Start the transform with PerBatch(lambda images: images.permute(0, 3, 1, 2))"

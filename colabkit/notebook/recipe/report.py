@@ -174,7 +174,7 @@ class TrainOnReport(Report):
             notes.append("the model is no better than always answering the most frequent class")
         if self.skipped:
             first, reason = self.skipped[0]
-            notes.append(f"{format_things(len(self.skipped), 'file')} skipped, first {first!r}: {reason}")
+            notes.append(f"{format_things(len(self.skipped), 'file')} skipped, starting with {first!r}: {reason}")
         if self.training.stopped:
             notes.append(f"training stopped by {self.training.stopped}")
         notes += [

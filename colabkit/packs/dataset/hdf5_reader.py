@@ -146,7 +146,7 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
     if 0 in shape:
         found = f"{name!r} has no samples" if shape[0] == 0 else f"the samples of {name!r} have the shape {shape[1:]}"
-        raise BadSource(cannot(act, found, "at least one sample, of at least one value", _NAME_OTHER))
+        raise BadSource(cannot(act, found, "at least one sample with at least one value", _NAME_OTHER))
     if not shape or not (_is_plain(dtype) or h5py.check_string_dtype(dtype) is not None or varies):
         wrong = f"{name!r} has dtype {dtype}" if shape else f"{name!r} is a single value"
         raise BadSource(cannot(act, wrong, "an array of numbers", _NAME_OTHER))

@@ -303,7 +303,7 @@ class _LabelCells:
             is_empty = [cell is None or (type(cell) is float and math.isnan(cell)) for cell in self.cells]
             if empty := [row for row, cell in enumerate(is_empty) if cell]:
                 count = f"{len(empty)} of {format_things(len(cells), 'sample')}"
-                found = (what, f" is empty for {count}, first for {items[empty[0]].path!r}")
+                found = (what, f" is empty for {count}, starting with {items[empty[0]].path!r}")
                 next_step = "Fill in the values, or remove these samples"
                 raise BadSource(cannot(act, found, "a value for every sample", next_step))
 

@@ -117,7 +117,7 @@ class Preparation:
 
         def go_on() -> None:
             if stop.is_set():
-                raise TimedOut(cannot(f"check {self.name!r}", "the time is up", "", "Try again"))
+                raise TimedOut(cannot(f"check {self.name!r}", "the time limit has passed", "", "Try again"))
 
         try:
             if self.is_local or self.find_local() is None:

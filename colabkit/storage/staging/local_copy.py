@@ -82,7 +82,7 @@ class Seal:
         manifest = list(manifest)
         present = {path for path, _ in files_below(folder)}
         if missing := [item.path for item, _ in manifest if item.path not in present]:
-            found = f"{len(missing)} of {len(manifest)} copied files have disappeared, first {missing[0]!r}"
+            found = f"{len(missing)} of {len(manifest)} copied files have disappeared, starting with {missing[0]!r}"
             next_step = f"Check that no other program removes files from {str(folder.parent)!r}, then try again"
             raise FileFailed(cannot(f"stage {self.source!r}", found, "", next_step))
         lines = [json.dumps(dataclasses.asdict(self)), json.dumps([item.ctime_ns for item, _ in manifest])]

@@ -202,7 +202,7 @@ class _CheckpointSink:
     def _hand_over(self, piece: memoryview) -> None:
         self._pieces.put(piece)
         if self._thread.ident is None:
-            # The system does not allow another thread.
+            # The system cannot start another thread.
             self._pieces.put(None)
             self._put_pieces()
         self.error = self._results.get()
