@@ -42,7 +42,7 @@ class DataLoaderSource:
         Pass it to `accelerate.skip_first_batches`, to `Accelerator.prepare` in a single process, or to
         `Fabric.setup_dataloaders`, or return it from a Hugging Face `Trainer.get_train_dataloader`. Skipped batches are
         not loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`:
-        resume either by `load_state_dict`, or by `set_epoch` and skipping.
+        resume either with `load_state_dict`, or with `set_epoch` and skipping.
 
         Under `torch.distributed`, the result yields only the batches of this process, as the loader does, and Lightning
         and Fabric do not change this. Accelerate would distribute the batches again, so do not pass the result to

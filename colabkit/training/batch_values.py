@@ -56,7 +56,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def is_of_bytes(error: BaseException) -> bool:
-    """Return whether an error of torch says that a layer got a `uint8` tensor."""
+    """Return whether an error of torch reports that a layer got a `uint8` tensor."""
     # torch's error for labels or embedding indices of the wrong dtype contains "Long".
     return any(name in str(error) for name in ("unsigned char", "Byte")) and "Long" not in str(error)
 

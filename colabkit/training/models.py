@@ -298,7 +298,7 @@ def compiled(module: nn.Module, mode: str | None) -> Forward:
     """
     act = f"compile {type(plain(module)).__name__}"
     try:
-        # An odd last batch must not replace the graph with a slower one for any batch size.
+        # A last batch of another size must not replace the graph with a slower one for any batch size.
         run = torch.compile(module, mode=mode, dynamic=False)
     except RuntimeError as error:
         found = (option("compile", mode or True), f" fails with {type(error).__name__}: {str(error).rstrip('.')}")

@@ -60,8 +60,8 @@ class RunCheckpoints:
         resumed_from: the checkpoint that was loaded, or None.
         skipped_checkpoints: names of checkpoints that were skipped because they were damaged or had NaN or infinite
             weights, each with the reason.
-        changed_settings: descriptions of the settings that differ from those of the checkpoint; each says if the new
-            value is ignored.
+        changed_settings: descriptions of the settings that differ from those of the checkpoint; each states whether
+            the new value is ignored.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ class FoundStatus(NamedTuple):
 def read_status(folder: Path) -> FoundStatus:
     """Read the status of the newest run in a checkpoint folder.
 
-    A run of this machine that saves to a mount also writes its status locally, which is newer, and which can be read
+    A run on this machine that saves to a mount also writes its status locally, which is newer, and which can be read
     while the mount hangs.
 
     Raises:

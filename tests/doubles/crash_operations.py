@@ -128,7 +128,7 @@ def _start_prepare(folder: Path) -> None:
 def _prepare(folder: Path) -> None:
     report = colabkit.prepare(folder / "in" / "tree", to=folder / "out", threads=1, **QUIET).report
     if report.unsaved:
-        # The pack is usable, and the report says why it was not saved.
+        # The pack is usable, and the report states why it was not saved.
         raise NotEnoughSpace(report.unsaved)
 
 

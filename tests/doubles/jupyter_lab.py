@@ -130,7 +130,7 @@ def served(folder: Path, environ: Mapping[str, str], program: Sequence[str]) -> 
         "JUPYTERLAB_SETTINGS_DIR": str(settings.parent),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        # Leave a CPU to the browser.
+        # Leave a CPU for the browser.
         "OMP_NUM_THREADS": "1",
         **environ,
     }
@@ -272,7 +272,7 @@ class Lab:
         self._wait(f"!{_IS_BUSY}", seconds)
 
     def wait_for_text(self, selector: str, text: str, seconds: float = WORK_S) -> None:
-        """Wait until an element contains a text; fail at once if a cell fails."""
+        """Wait until an element contains the given text; fail at once if a cell fails."""
         appears = (
             "([selector, text]) => [...document.querySelectorAll(selector)].some(one => one.innerText.includes(text))"
         )

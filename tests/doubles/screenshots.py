@@ -125,7 +125,7 @@ class Mouse(LauncherPage):
         self.button("Train").wait_for()
 
     def waits_for(self, text: str, seconds: float = PATIENCE_S) -> None:
-        """Wait until the launcher shows a text."""
+        """Wait until the launcher shows the given text."""
         self.lab.wait_for_text(LAUNCHER, text, seconds)
 
 

@@ -177,7 +177,7 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
 
 
 def fingerprint_of(act: str, dataset: Any) -> str:
-    """Return a text that identifies a dataset.
+    """Return a string that identifies a dataset.
 
     It is the `fingerprint` of the dataset, if there is one. For arrays, it depends on some of the samples; for other
     datasets, it depends on their type and length. It is the same whether samples are loaded in batches or one by one.

@@ -60,7 +60,7 @@ def fits_on(device: torch.device, needed: int, processes: int) -> bool:
 
 
 def _free_on(device: torch.device, processes: int) -> int:
-    """Return the free bytes of a GPU, divided among the processes of this machine that share it.
+    """Return the free bytes of a GPU, divided among the processes on this machine that share it.
 
     The bytes that torch's caching allocator holds without using them are free, too, but only for this process.
     """

@@ -139,7 +139,7 @@ class AdviceText(NamedTuple):
 
 
 def clipped(text: object, most: int) -> str:
-    """Return a text as one line without control characters, cut to at most `most` characters."""
+    """Return text as one line without control characters, cut to at most `most` characters."""
     line = printable(text)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 

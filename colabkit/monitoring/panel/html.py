@@ -47,7 +47,7 @@ _LINES = ((plotting.GREEN, f"solid {plotting.GREEN}"), (plotting.BLUE, f"dashed 
 _LIVE_POINTS, _FINAL_POINTS = 24, 60
 # Heights of small and large charts, in pixels.
 _LOW, _HIGH = 28, 72
-# A frame says that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
+# A frame shows that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
 _STALE_S = 60
 # Text that follows on an old frame that is wide enough.
 _LIVE_HINT, _HINT_PX = "; in another notebook, %status FOLDER shows a run that saves checkpoints", 560

@@ -1,4 +1,4 @@
-"""The launcher's actions: each is one call, which the launcher shows as a line of Python and makes."""
+"""The launcher's actions: each is one function call, which the launcher shows as a line of Python and runs."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def heading() -> str:
 
 
 def hint(text: str, *, warning: str = "", is_error: bool = False) -> str:
-    """Return lines of help below a field: a text, and a warning."""
+    """Return the lines of help below a field: a hint and a warning."""
     style = f"{_SMALL};color:{_TEXT};padding-left:{LABEL_PX + 8}px;overflow-wrap:anywhere;white-space:pre-wrap"
     shown = _alert(text) if is_error else f"<div style='{_FAINT}'>{escape(text)}</div>"
     return f"<div class='colabkit-hint' style='{style}'>{shown}{_alert(warning) if warning else ''}</div>"

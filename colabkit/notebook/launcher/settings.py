@@ -92,7 +92,7 @@ class Settings:
         """The keyword arguments of `train_on()` that differ from its defaults.
 
         Raises:
-            InvalidOption: if a text is invalid.
+            InvalidOption: if the text of a field is invalid.
         """
         found = {name: self._value(name) for name in FIELDS if name != "source"}
         return {name: value for name, value in found.items() if value != _OPTIONS[name].default}

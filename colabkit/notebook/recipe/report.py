@@ -146,7 +146,7 @@ class TrainOnReport(Report):
 
     @property
     def circumstances(self) -> str:
-        """The network, epoch and duration behind the accuracy, and the accuracy without a network."""
+        """The network, epoch and duration behind the accuracy, and the accuracy of the most frequent class."""
         judged = "these images" if self.chosen_on == self.accuracy_on else f"the split {self.chosen_on!r}"
         epoch = f"epoch {self.best_epoch} of {self.epochs}, the best on {judged}"
         worked = f"trained in {format_seconds(self.seconds)}"

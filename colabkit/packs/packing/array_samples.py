@@ -97,7 +97,7 @@ class ArraySampleMaker(MemorySampleMaker):
     """Takes samples from arrays, one array for each field and split.
 
     Args:
-        columns: the arrays of each field, split after split; `X` first, without labels.
+        columns: the arrays of each field, split by split; `X` first, without labels.
         chosen: numbers of the samples to use, counted across all splits; None for all.
         layout: order of the dimensions of `X`; images `nchw` are stored as `nhwc`.
     """

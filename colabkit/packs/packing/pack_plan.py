@@ -215,7 +215,7 @@ class PackPlan:
 
     @property
     def numbers(self) -> Indices:
-        """The maker's numbers of all samples, split after split."""
+        """The maker's numbers of all samples, split by split."""
         return np.concatenate(list(self.splits.values()))
 
     @property

@@ -346,5 +346,5 @@ def _is_whole(path: Path, *, progress: bool) -> bool:
 
 
 def digest_of(*texts: str) -> str:
-    """Return the first 12 hex digits of the SHA-256 of texts."""
+    """Return the first 12 hex digits of the SHA-256 of strings."""
     return hashlib.sha256(os.fsencode("\0".join(texts))).hexdigest()[:12]
