@@ -43,7 +43,7 @@ _FILE, _SHA256 = "resnet18-f37072fd.pth", "f37072fd"
 
 _ADDRESS = f"https://download.pytorch.org/models/{_FILE}"
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Seconds until the server must answer, and until the 45 MiB must have arrived.
+# Seconds within which the server must answer, and within which the 45 MiB must arrive.
 _ANSWER_S, _DOWNLOAD_S = 5.0, 60.0
 _BLOCK_BYTES = 1 << 20
 _LEAST_SIDE = 64

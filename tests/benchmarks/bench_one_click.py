@@ -162,7 +162,7 @@ def opened_template(folder: Path, colab: Colab) -> Iterator[Lab]:
 
 
 def watched(lab: Lab, server: Server) -> Lab:
-    """Let the page record clicks and changed fields; events that scripts create are not trusted and not recorded."""
+    """Make the page record clicks and changed fields; events that scripts create are not trusted and not recorded."""
     assert [path.name for path in server.folder.glob("*.ipynb")] == ["colabkit_template.ipynb"]
     lab.page.add_init_script(_WATCH)
     return lab
@@ -220,7 +220,7 @@ def ask(child: subprocess.Popen[str], folder: str, epochs: int) -> list[float]:
 def serve_bare(photos: Path, my_drive: Path, asked: IO[str] = sys.stdin) -> None:
     """For each folder and number of epochs, copy the folder and train; print the seconds of both.
 
-    For no folder, print the number of threads that copy.
+    Without a folder, print the number of threads that copy.
     """
     loop = PlainLoop(photos)
     paths = [str(path.relative_to(photos)) for path in sorted(photos.rglob("*.jpg"))]

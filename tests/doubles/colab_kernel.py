@@ -31,7 +31,7 @@ class Kernel(IPythonKernel):
 
 
 def be_hosted() -> None:
-    """Let colabkit detect a hosted runtime by a file that exists, and hide other remote mounts."""
+    """Make colabkit detect a hosted runtime, and hide other remote mounts."""
     importlib.import_module("colabkit.foundation.environment.places")._HOSTNAME = __file__
     importlib.import_module("colabkit.storage.drive.api").COLAB_POINT = POINT
     mounts = importlib.import_module("colabkit.foundation.mount_table")

@@ -129,7 +129,7 @@ def folded(frame: str) -> str:
 
 
 def report(found: Report, *, is_open: bool) -> str:
-    """Return a report; a table is shown as its summary line and a collapsible rest, which is expanded if `is_open`."""
+    """Return a report; a table is shown as its summary line, with the rest collapsible, and expanded if `is_open`."""
     shown = found._repr_html_()
     line, end, table = shown.partition("</div><table")
     if not end:

@@ -133,7 +133,7 @@ def interrupted_later() -> Iterator[None]:
 
 
 def publish_state(kernel: Any, state: str, parent: Any) -> None:
-    """Let the front end show the kernel as `"busy"` or `"idle"`, as an answer to the message `parent`."""
+    """Make the front end show the kernel as `"busy"` or `"idle"`, as an answer to the message `parent`."""
     if can_receive(kernel):
         content = {"execution_state": state}
         kernel.session.send(kernel.iopub_socket, "status", content, parent=parent, ident=b"kernel.status")

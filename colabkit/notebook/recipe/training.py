@@ -227,7 +227,7 @@ def _folder_name(source: str, key: str) -> str:
 
 
 def _run_folder(folder: Path, restart: bool, is_remote: bool) -> Path:
-    """Return the folder of the newest run, or of a new one if there is none or with `restart`."""
+    """Return the folder of the newest run; that of a new run with `restart`, or if there is none."""
 
     def names() -> list[str]:
         return os.listdir(folder) if folder.is_dir() else []

@@ -234,7 +234,7 @@ class _CheckpointSink:
 
 @contextmanager
 def _without_crc(sink: _CheckpointSink) -> Iterator[None]:
-    """Let `torch.save` skip the CRC32, which takes as long as writing; the seal holds a SHA-256 instead.
+    """Make `torch.save` skip the CRC32, which takes as long as writing; the seal holds a SHA-256 instead.
 
     The option may apply to all threads. Torch reads it on opening the file, so it can be restored at the first write.
     """
