@@ -131,7 +131,7 @@ class Partial:
         for number in range(_MOST_RENAMES):
             try:
                 if path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
-                    # A folder cannot be replaced in one rename: first rename the old one to a partial, and remove it last.
+                    # One rename cannot replace a folder: first rename the old one to a partial, and remove it last.
                     file_changes.rename(self.final, self._old)
                     file_changes.rename(path, self.final)
                     file_changes.remove(self._old)

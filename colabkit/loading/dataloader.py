@@ -252,7 +252,7 @@ class _LoaderIteration:
         """Return the batch from the loader.
 
         Raises:
-            InvalidOption: if `batch` does not directly follow the batch before.
+            InvalidOption: if `batch` does not directly follow the previous batch.
         """
         if self._coming is None:
             loader = self._batches.loader

@@ -139,7 +139,7 @@ class TrainReport(Report):
         """Return the report as plain values for `json.dumps`, at most about 200 kB.
 
         For long runs, `epochs`, `validations`, `curve` and `hosts` are thinned evenly, keeping the first and the last
-        entry. The times of single steps in `spent` are omitted.
+        entry. The times of individual steps in `spent` are omitted.
         """
         values = super().to_dict()
         del values["spent"]["recent"]

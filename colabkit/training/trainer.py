@@ -194,7 +194,7 @@ def train(
         on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
             (`"continue"`). Numbers on a GPU are checked when the run reads them, not after each step.
         timeout: how long one checkpoint operation may wait for the file system of `to`, in seconds or as text
-            such as `"5min"`, plus one second for each 10 MB. After that, the checkpoint counts as failed. None means
+            such as `"5min"`, plus one second for every 10 MB. After that, the checkpoint counts as failed. None means
             two minutes.
         on_step: function called with a record of each step after that step. If it raises `StopIteration`, training
             ends normally, with a final checkpoint.

@@ -73,7 +73,7 @@ class PanelState:
         gpu_number: index of the GPU that the batches go to.
         speed_curve: samples per second.
         data_curve: bytes per second.
-        loss_curve: training loss of single batches.
+        loss_curve: training loss of individual batches.
         cost_share: share of the time that the panel takes, including its measurements, in [0, 1].
         at_s: time of the state in seconds since 1970, which shows whether a frame is old; after the run, that of its
             end.

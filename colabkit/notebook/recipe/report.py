@@ -1,6 +1,6 @@
 """The report of `train_on()`: the accuracy on held-out images, sample predictions, and how to use the model.
 
-This module does not import torch, see `api`.
+This module does not import torch; see `api`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def opened_source(
 
 
 def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> Source:
-    """Stage record files and open the local copy, because reading single samples from a mount is slow."""
+    """Stage record files and open the local copy, because reading individual samples from a mount is slow."""
     files = [os.path.abspath(file) for file in remote.files]
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     folder = stage(files, extract=False, refresh=overwrite, progress=progress).path
