@@ -299,7 +299,7 @@ def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]
     """Return a function like `make`, whose loader reads the folder through a slow drive."""
 
     def made(folder: Path) -> Any:
-        # Create the data first, because that would be slow through the drive.
+        # Create the data first, because creating it through the drive would be slow.
         make(folder)
         mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, **behaviour)
         mount.__enter__()
