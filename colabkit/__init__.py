@@ -10,9 +10,9 @@ step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
 report = colabkit.train(step, loader, epochs=5, validate=colabkit.Loader(pack["val"], 64), to="run")
 ```
 
-A table with paths needs `path_column=`, `root=` and `labels=`; for a regression, pass `loss=torch.nn.MSELoss()` to
+A table with paths needs `path_column=`, `root=` and `labels=`; for regression, pass `loss=torch.nn.MSELoss()` to
 `supervised_step`. `Loader((images, labels), batch_size=64)` loads arrays; `open_pack("file.h5", x=, y=)` opens any HDF5
-file. For a loop of your own, `transform=colabkit.augment.Normalize()` converts images to floats.
+file. In your own loop, `transform=colabkit.augment.Normalize()` converts images to floats.
 
 The code is in seven subpackages, in the order in which data flows: `foundation`, `storage`, `packs`, `loading`,
 `training`, `monitoring`, `notebook`. Each imports only from those before it in this list. The docstring of a subpackage

@@ -25,7 +25,7 @@ from colabkit.foundation.units import format_things, parse_duration
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Similarity of two names from which one is probably a typing error of the other.
+# Similarity above which one of two names is probably a misspelling of the other.
 _SIMILAR = 0.75
 # Public modules of classes whose calls are checked.
 _NAMESPACES = ("augment", "sampler")

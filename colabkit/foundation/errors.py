@@ -147,7 +147,7 @@ class FetchFailed(ColabkitError, OSError):
 
 
 class MissingPackage(ColabkitError, ImportError):
-    """An optional package is missing or too old; the message says how to install it."""
+    """An optional package is missing or too old; the message states how to install it."""
 
 
 class NoNotebook(ColabkitError, RuntimeError):

@@ -218,7 +218,7 @@ class BackgroundSync:
         self._thread: threading.Thread | None = None
 
     def written(self, size: int) -> None:
-        """Count `size` more bytes written, and start a flush if 16 MiB have accumulated and none is running."""
+        """Count `size` more written bytes, and start a flush if 16 MiB have accumulated and none is running."""
         self._unsent += size
         if self._unsent >= _SENT_BYTES and (self._thread is None or not self._thread.is_alive()):
             self._unsent = 0

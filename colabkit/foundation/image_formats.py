@@ -56,12 +56,12 @@ _AVIF = next(one for one in FORMATS if one.name == "AVIF")
 
 
 def is_image_head(head: bytes) -> bool:
-    """Return whether a file with these first 16 bytes or more has the signature of an image format; TGA has none."""
+    """Return whether a file's first bytes, 16 or more, contain the signature of an image format; TGA has none."""
     return _HEADS.match(head) is not None
 
 
 def find_format(head: bytes) -> FileFormat | None:
-    """Return the format of an image file by its first 64 bytes or more, or None if they belong to no image format."""
+    """Return the image format that a file's first bytes, 64 or more, belong to; None if there is none."""
     if found := _HEADS.match(head):
         one = FORMATS[(found.lastindex or 1) - 1]
         return _AVIF if one.name == "HEIF" and _is_avif(head) else one

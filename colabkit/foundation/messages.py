@@ -144,7 +144,7 @@ class Words:
         return self.render(text)
 
     def render(self, text: Text) -> str:
-        """Return a text with its references rendered for this front end."""
+        """Return text with its references rendered for this front end."""
         if isinstance(text, Phrase):
             return self.render(text.text)
         if isinstance(text, str):
@@ -172,7 +172,7 @@ _caller: ContextVar[Words] = ContextVar("caller", default=PYTHON)
 
 @contextmanager
 def speaking(words: Words) -> Iterator[None]:
-    """Make the syntax of a front end the one of `caller_words()` in the block."""
+    """Make `caller_words()` return the syntax of a front end in the block."""
     token = _caller.set(words)
     try:
         yield
@@ -212,7 +212,7 @@ class Message:
     __str__ = render
 
     def replaced(self, old: str, new: str) -> Message:
-        """Return the message with a text, such as a path, replaced everywhere except in options and calls."""
+        """Return the message with a string, such as a path, replaced everywhere except in options and calls."""
         parts = (self.action, self.found, self.expected, self.next_step)
         return Message(*(_replaced(part, old, new) for part in parts))
 

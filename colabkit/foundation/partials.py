@@ -30,8 +30,8 @@ from colabkit.foundation.messages import cannot
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
 )
-# Partials of other machines, or from before a restart, are removed after this time, since it cannot be checked whether
-# their processes have ended.
+# Partials from other machines, or from before a restart, are removed after this time, since nothing shows whether their
+# processes have ended.
 _FOREIGN_PARTIAL_S = 24 * 3600.0
 # Limits of attempts, which prevent endless loops.
 _MOST_COLLISIONS, _MOST_RENAMES = 3, 100
@@ -131,7 +131,7 @@ class Partial:
         for number in range(_MOST_RENAMES):
             try:
                 if path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
-                    # A folder cannot be replaced in one rename: first rename the old one to a partial, remove it last.
+                    # One rename cannot replace a folder: first rename the old one to a partial, and remove it last.
                     file_changes.rename(self.final, self._old)
                     file_changes.rename(path, self.final)
                     file_changes.remove(self._old)
@@ -362,7 +362,7 @@ def owner() -> str:
 def has_ended(maker: str, path: Path) -> bool:
     """Return whether the process that created a file has ended.
 
-    A process of another machine, or from before a restart, is assumed to have ended if the file is over a day old.
+    A process on another machine, or from before a restart, is assumed to have ended if the file is over a day old.
 
     Args:
         maker: result of `owner()` in that process.

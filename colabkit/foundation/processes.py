@@ -152,7 +152,7 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def has_started(thread: threading.Thread) -> bool:
-    """Start a thread; return False if the system does not allow another one."""
+    """Start a thread; return False if the system cannot start another one."""
     try:
         thread.start()
     except RuntimeError:
@@ -168,8 +168,8 @@ def start_thread(thread: threading.Thread, act: Text) -> None:
         act: verb and object for the message.
 
     Raises:
-        FileFailed: if the system does not allow another thread.
+        FileFailed: if the system cannot start another thread.
     """
     if not has_started(thread):
-        next_step = "Close other programs, or raise the limits of memory (ulimit -v) and processes (ulimit -u)"
-        raise FileFailed(cannot(act, "the system does not allow another thread", "", next_step))
+        next_step = "Close other programs, or raise the limits on memory (ulimit -v) and processes (ulimit -u)"
+        raise FileFailed(cannot(act, "the system cannot start another thread", "", next_step))

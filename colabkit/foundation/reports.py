@@ -22,12 +22,12 @@ _SHORT = 24
 
 
 def escape(text: object) -> str:
-    """Escape a text for HTML elements and attributes; undecodable bytes become escape sequences."""
+    """Escape text for HTML elements and attributes; undecodable bytes become escape sequences."""
     return html.escape(str(text).encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def printable(text: object) -> str:
-    """Return a text for a terminal; undecodable bytes and control characters become escape sequences."""
+    """Make text safe for a terminal; undecodable bytes and control characters become escape sequences."""
     shown = str(text).encode("utf-8", "backslashreplace").decode("utf-8")
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
 

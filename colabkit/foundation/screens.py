@@ -134,8 +134,8 @@ class TerminalScreen:
 class LineScreen:
     """Prints one line every 10 s, and a last one, where nothing can be redrawn.
 
-    After a minute, each line comes after twice the time of the one before, so that a run of a day prints 16 lines.
-    Together with a last line of at most 800 bytes, a run prints at most 2 kB.
+    After a minute, the interval doubles with each line, so that a run of a day prints 16 lines. Together with a last
+    line of at most 800 bytes, a run prints at most 2 kB.
 
     Args:
         stream: output stream; standard output by default.
@@ -242,7 +242,7 @@ def _marimo() -> Any:
 
 
 def _is_command_line_of_colab() -> bool:
-    """Return whether Colab's command line runs this code, which prints each update of an output again.
+    """Return whether this code runs in Colab's command line, which prints each update of an output again.
 
     Unlike Colab's page, it does not answer `input()`, and names no cell in its requests.
     """

@@ -27,7 +27,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a byte size such as `"256MiB"`, `"1.5 GB"` or `"1000000"`; raise `ValueError` for other texts."""
+    """Parse a byte size such as `"256MiB"`, `"1.5 GB"` or `"1000000"`; raise `ValueError` for other text."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)
@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration such as `"5min"` or `"1h 30min"` to seconds; raise `ValueError` for other texts."""
+    """Parse a duration such as `"5min"` or `"1h 30min"` to seconds; raise `ValueError` for other text."""
     found = _DURATION.findall(text.lower())
     if not found or _DURATION.sub("", text.lower()).strip() or any(unit not in _UNITS_S for _, unit in found):
         raise ValueError(text)

@@ -42,7 +42,7 @@ class DataLoaderSource:
         Pass it to `accelerate.skip_first_batches`, to `Accelerator.prepare` in a single process, or to
         `Fabric.setup_dataloaders`, or return it from a Hugging Face `Trainer.get_train_dataloader`. Skipped batches are
         not loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`:
-        resume either by `load_state_dict`, or by `set_epoch` and skipping.
+        resume either with `load_state_dict`, or with `set_epoch` and skipping.
 
         Under `torch.distributed`, the result yields only the batches of this process, as the loader does, and Lightning
         and Fabric do not change this. Accelerate would distribute the batches again, so do not pass the result to
@@ -165,7 +165,7 @@ class _PlannedDataset(Dataset[Any]):
             if indices.iteration is not None:
                 return indices.iteration.load(indices)
             found = "the framework started worker processes for as_dataloader()"
-            next_step = "Use num_workers=0 there, and set num_workers= of the Loader, which loads in the background"
+            next_step = "Set num_workers=0 in the framework, and use num_workers= of the Loader instead"
             raise InvalidOption(cannot("load a batch", found, "", next_step))
         found = "the sampler of as_dataloader() was replaced"
         next_step = "Pass the sampler to the Loader, with sampler="
@@ -252,7 +252,7 @@ class _LoaderIteration:
         """Return the batch from the loader.
 
         Raises:
-            InvalidOption: if `batch` does not directly follow the batch before.
+            InvalidOption: if `batch` does not directly follow the previous batch.
         """
         if self._coming is None:
             loader = self._batches.loader

@@ -152,7 +152,7 @@ def is_remote(path: str | None) -> bool | None:
 
 
 def path_of(dataset: Any) -> str | None:
-    """Return the path of a dataset's samples, also for torchvision's datasets and for views; None if unknown."""
+    """Return the path of a dataset's samples, including torchvision's datasets and views; None if unknown."""
     try:
         return _path_of(dataset)
     # Properties of custom datasets may raise anything.

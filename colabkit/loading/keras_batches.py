@@ -48,7 +48,7 @@ def keras_batches(loader: Any, left: Callable[[], int], data_format: str, label_
     def convert_fields(values: list[Any]) -> list[Any]:
         if is_moved and isinstance(values[0], Tensor) and values[0].ndim == 4:
             values[0] = values[0].permute(0, 2, 3, 1)
-        # MixUp and CutMix return floating-point labels, which already are class probabilities.
+        # MixUp and CutMix return floating-point labels, which are already class probabilities.
         if label_mode == "categorical" and len(values) > 1 and not values[1].is_floating_point():
             values[1] = one_hot(values[1].long(), classes).float()
         return values if is_on_torch else [map_tensors(value, _to_numpy) for value in values]

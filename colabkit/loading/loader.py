@@ -72,7 +72,7 @@ class Loader(DataLoaderSource):
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
     - Each sample of a pack is checked against its CRC when this process first reads it. About every
-      second, the loader looks for changes of the file, and checks the samples of a modified file again. A damaged
+      second, the loader looks for changes to the file, and checks the samples of a modified file again. A damaged
       sample (see `on_bad`), or a file that became shorter, raises `Corrupt`.
     - Under `torch.distributed` every process gets its share of each global batch. No sample is repeated to
       fill a share, and all processes get the same number of batches. A custom sampler must shard its samples itself.
@@ -115,7 +115,7 @@ class Loader(DataLoaderSource):
             your thread when you request it; for a GPU, one thread may still build batches ahead.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
         persistent_workers: whether to keep worker processes between epochs, to save about 0.1 s per epoch. They do not
-            see later changes of the dataset. Invalid without worker processes.
+            see later changes to the dataset. Invalid without worker processes.
         channels_last: whether images of packs, files and channels-last tensors keep channels-last memory format. False
             makes them contiguous, so that `.view` works. None means True on a GPU (faster convolutions), else False.
         rank: rank of this process; None uses that of `torch.distributed`, or 0 without it.

@@ -1,6 +1,6 @@
 """Monitoring: find the bottleneck of a training run and suggest fixes.
 
-- `attaching`: `status()` shows runs of other processes and machines.
+- `attaching`: `status()` shows runs in other processes and on other machines.
 - `diagnosing`: `doctor()` and `watch()` turn meters and telemetry into a verdict and advice.
 - `panel`: `dashboard()` records a run and shows it live, as HTML or text.
 - `trackers`: `log_to()` logs a run to TensorBoard, W&B or MLflow.

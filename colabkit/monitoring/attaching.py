@@ -1,4 +1,4 @@
-"""`status()` shows training runs of other processes and machines, and how to resume those that have ended."""
+"""`status()` shows training runs in other processes and on other machines, and how to resume those that have ended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunStatus(Report):
             `"unknown"` if there is no readable status.
         message: the state as a sentence, with its cause.
         advice: how to resume the run; empty while it runs and after it has finished.
-        age_s: seconds since the status was written; None if unknown. For a run of another machine, it depends on both
+        age_s: seconds since the status was written; None if unknown. For a run on another machine, it depends on both
             clocks.
         epoch: number of the current epoch, from 1.
         epochs: total number of epochs.
@@ -150,7 +150,7 @@ class StatusReport(Report):
 
 @checked_call()
 def status(path: str | os.PathLike[str] = ".", *, seconds: float | str = 0.0) -> StatusReport:
-    """Show training runs of any process, also on another machine: position, values, and whether they are alive.
+    """Show training runs in any process on any machine: position, values, and whether they are alive.
 
     `train(to=)` writes the status beside its checkpoints. On the machine of the run, its process is looked up. On
     another machine, the run is alive if its status changes.

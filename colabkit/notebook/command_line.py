@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _printed(text: str) -> int:
-    """Print a text; return 0, or 1 if standard output is closed, its reader has ended, or its disk is full."""
+    """Print text; return 0, or 1 if standard output is closed, its reader has ended, or its disk is full."""
     try:
         _print(text, sys.stdout)
     except OSError as error:

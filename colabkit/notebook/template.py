@@ -76,7 +76,7 @@ class TemplateReport(Report):
 
 @checked_call()
 def write_template(path: str | os.PathLike[str] = _NAME, *, overwrite: bool = False) -> TemplateReport:
-    """Write the template notebook with colabkit inside, so that it is the only file that a user uploads.
+    """Write the template notebook with colabkit inside, so that it is the only file to upload.
 
     The notebook contains the wheel of this colabkit and its SHA-256. In an environment without colabkit, the notebook
     verifies and installs the wheel. Then it trains on the images that its form names.
@@ -180,7 +180,7 @@ def _build_wheel() -> tuple[str, bytes]:
         raise MissingPackage(cannot(_ACT, found, "", "Run pip install in the folder of its setup.py")) from error
     if installed.version != colabkit.__version__:
         found = f"the installed version is {installed.version}, but the imported one is {colabkit.__version__}"
-        raise MissingPackage(cannot(_ACT, found, "one version", "Install colabkit again"))
+        raise MissingPackage(cannot(_ACT, found, "the same version", "Install colabkit again"))
     stem = f"colabkit-{installed.version}"
     info = {f"{stem}.dist-info/{name}": content for name, content in _metadata(installed).items()}
     content = {**dict(_package_files()), **info}

@@ -47,7 +47,7 @@ class Verb:
 
     Attributes:
         name: name of the public function, the magic and the command.
-        help: description of at most 62 characters, so that it fits into one line of the help.
+        help: description of at most 62 characters, so that it fits on one line of the help.
         options: its options, positional ones first.
         is_magic: whether it is a magic.
         is_command: whether it is a command.

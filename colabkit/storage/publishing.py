@@ -144,7 +144,7 @@ def publish(
         FileFailed: if the source cannot be read or the target cannot be written.
         Corrupt: if the size of a copied file, or the bytes read back, are wrong.
         TimedOut: if the source does not respond, or the target does not respond for ten minutes, plus one second for
-            each 10 MB of the largest file and for each 10 files. The unfinished copy then stays under a hidden name
+            every 10 MB of the largest file and for every 10 files. The unfinished copy then stays under a hidden name
             until the target responds again.
 
     Example:
@@ -333,7 +333,7 @@ class SlowMount:
         Args:
             act: verb and object for messages.
             work: receives a function that it must call each time the mount has answered.
-            largest_bytes: size of the largest file that `work` copies; each 10 MB adds a second to the deadline.
+            largest_bytes: size of the largest file that `work` copies; every 10 MB adds a second to the deadline.
             files: number of files that `work` copies; every 10 files add a second to the deadline.
             on_wait: called several times a second while waiting; may raise to abandon the work.
 

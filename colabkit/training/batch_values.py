@@ -56,7 +56,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def is_of_bytes(error: BaseException) -> bool:
-    """Return whether an error of torch says that a layer got a `uint8` tensor."""
+    """Return whether an error of torch reports that a layer got a `uint8` tensor."""
     # torch's error for labels or embedding indices of the wrong dtype contains "Long".
     return any(name in str(error) for name in ("unsigned char", "Byte")) and "Long" not in str(error)
 
@@ -84,7 +84,7 @@ def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
         next_step = "Pass arrays with a dimension for the channels, such as numpy.expand_dims(images, 1), to the Loader"
     elif shape[3] == channels:
         next_step = "Pass numpy.moveaxis(images, 3, 1) to the Loader, or pack uint8 arrays with colabkit.pack()"
-    expected = f"[B, {channels}, H, W], as the model's first convolution takes {channels} channels"
+    expected = f"[B, {channels}, H, W], because the model's first convolution takes {channels} channels"
     return InvalidOption(cannot(USE_BATCH, found, expected, next_step))
 
 
@@ -195,7 +195,7 @@ class AccuracyGroup:
         The accuracy of a small batch on the CPU may be added to the returned mapping only by `compute()`.
         """
         # A leaf or a view may share the memory of a tensor that the next step modifies.
-        is_own = type(scores) is Tensor and not scores.is_leaf and not scores._is_view()  # noqa: SLF001 - no other name
+        is_own = type(scores) is Tensor and not scores.is_leaf and not scores._is_view()  # noqa: SLF001 - no public API
         is_small = is_own and loss.is_cpu and 0 < scores.numel() <= _SMALL
         if is_small and has_accuracy(scores, labels, self.takes_shares):
             values: dict[str, object] = {"loss": loss.item()}

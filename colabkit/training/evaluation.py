@@ -170,7 +170,7 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
         raise InvalidOption(cannot(act, ("the Loader has ", option("on_bad", "skip")), "an output per sample", blank))
     if loader.drop_last:
         full = ("Create the Loader with ", option("drop_last", False))
-        raise InvalidOption(cannot(act, option("drop_last", True), "a Loader of all samples", full))
+        raise InvalidOption(cannot(act, ("the Loader has ", option("drop_last", True)), "all samples", full))
     with _full_pass(loader, in_order=True):
         found = step.outputs(loader)
     outputs = _joined(found)

@@ -298,7 +298,7 @@ def compiled(module: nn.Module, mode: str | None) -> Forward:
     """
     act = f"compile {type(plain(module)).__name__}"
     try:
-        # An odd last batch must not replace the graph by a slower one for any batch size.
+        # A last batch of another size must not replace the graph with a slower one for any batch size.
         run = torch.compile(module, mode=mode, dynamic=False)
     except RuntimeError as error:
         found = (option("compile", mode or True), f" fails with {type(error).__name__}: {str(error).rstrip('.')}")
@@ -359,7 +359,7 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
         expected = "height, width and channels, each 1 or more"
         raise InvalidOption(cannot(act, option("shape", shape), expected, ("For example, use ", _SHAPE)))
     if sides[0] in _COLORS and sides[2] > max(_COLORS):
-        # Nobody has images one to four pixels high, so this is the order of a tensor.
+        # Images are never one to four pixels high, so this is the order of a tensor.
         ordered = ("Use ", option("shape", (*sides[1:], sides[0])))
         found = (option("shape", sides), " has the channels first")
         raise InvalidOption(cannot(act, found, "height, width and channels", ordered))

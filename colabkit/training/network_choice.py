@@ -43,7 +43,7 @@ _FILE, _SHA256 = "resnet18-f37072fd.pth", "f37072fd"
 
 _ADDRESS = f"https://download.pytorch.org/models/{_FILE}"
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Seconds until the server must answer, and until the 45 MiB must have arrived.
+# Seconds within which the server must answer, and within which the 45 MiB must arrive.
 _ANSWER_S, _DOWNLOAD_S = 5.0, 60.0
 _BLOCK_BYTES = 1 << 20
 _LEAST_SIDE = 64
@@ -107,7 +107,7 @@ def _cosine(steps: int) -> Callable[[int], float]:
 def choose_network(
     act: str, name: NetworkName | Literal["auto"], classes: int, size: tuple[int, int], samples: int, device: str
 ) -> ChosenNetwork:
-    """Return a network for images of a size.
+    """Return a network for images of the given size.
 
     Args:
         act: verb and object for messages.
@@ -138,7 +138,7 @@ def choose_network(
 
 
 def _obstacle(size: tuple[int, int], samples: int, device: str) -> str:
-    """Return why ResNet-18 does not suit; empty if it does."""
+    """Return why ResNet-18 is not suitable; empty if it is."""
     if min(size) < _LEAST_SIDE:
         return f"images of {size[1]}×{size[0]} pixels are too small for a pretrained network"
     if device == "cpu" and samples > _MOST_ON_CPU:
@@ -186,7 +186,7 @@ def _weights(act: str) -> tuple[dict[str, Any], str]:
         found = f"the ImageNet weights of ResNet-18 cannot be downloaded from {_ADDRESS} ({cause})"
         raise FetchFailed(cannot(act, found, "", _ADVICE)) from error
     if not hashlib.sha256(data).hexdigest().startswith(_SHA256):
-        found = f"the ImageNet weights of ResNet-18 from {_ADDRESS} have another checksum"
+        found = f"the ImageNet weights of ResNet-18 from {_ADDRESS} have the wrong checksum"
         raise FetchFailed(cannot(act, found, _SHA256, _ADVICE))
     with file_changes.translated(act), Partial(path) as partial:
         file_changes.write_file(partial.path, data)

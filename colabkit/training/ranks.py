@@ -116,10 +116,10 @@ class Ranks:
         return values
 
     def together(self, act: str, work: Callable[[], T]) -> T:
-        """Run `work` in all ranks and return this rank's result; if one rank fails, raise an error in all ranks.
+        """Run `work` on all ranks and return this rank's result; if one rank fails, raise an error on all ranks.
 
         Raises:
-            LaunchFailed: if `work` failed only in other ranks.
+            LaunchFailed: if `work` failed only on other ranks.
         """
         if self.count == 1:
             return work()
@@ -142,10 +142,10 @@ class Ranks:
         """Return the maximum of each request over all ranks; zeros at steps without communication.
 
         Args:
-            step: number of the step, equal in all ranks.
+            step: number of the step, equal on all ranks.
             step_s: duration of a step in seconds; the shorter a step is, the more steps pass between two exchanges.
             requests: requests of this rank, integers of 0 or more.
-            at_once: whether to communicate at this step in any case; equal in all ranks.
+            at_once: whether to communicate at this step in any case; equal on all ranks.
         """
         if self.count == 1:
             return requests
@@ -177,7 +177,7 @@ def notebook_launch(function: Callable[..., Any], args: Sequence[Any] = (), proc
         processes: number of processes; None for one per GPU, or two without GPUs.
 
     Returns:
-        The return value of the function in rank 0.
+        The return value of the function on rank 0.
 
     Raises:
         InvalidOption: if an argument is invalid, there are GPUs, but fewer than `processes`, the function cannot be

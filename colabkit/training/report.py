@@ -68,8 +68,8 @@ class TrainReport(Report):
         resumed_from: the checkpoint that this call resumed from, or None.
         skipped_checkpoints: names of checkpoints that were skipped because they were damaged or had NaN or infinite
             weights, each with the reason.
-        changed_settings: descriptions of the settings that differ from those of the checkpoint; each says if the new
-            value is ignored.
+        changed_settings: descriptions of the settings that differ from those of the checkpoint; each states whether
+            the new value is ignored.
         failed_saves: steps of checkpoints that could not be written or published, with the reason. If the checkpoint of
             the last step could not be written, the trained weights exist only in this process.
         spent: the loader's counters in this call, and how the time of the steps was spent.
@@ -139,7 +139,7 @@ class TrainReport(Report):
         """Return the report as plain values for `json.dumps`, at most about 200 kB.
 
         For long runs, `epochs`, `validations`, `curve` and `hosts` are thinned evenly, keeping the first and the last
-        entry. The times of single steps in `spent` are omitted.
+        entry. The times of individual steps in `spent` are omitted.
         """
         values = super().to_dict()
         del values["spent"]["recent"]
@@ -222,7 +222,7 @@ class TrainReport(Report):
         return "\n".join(lines)
 
     def _incidents(self) -> list[tuple[str, str]]:
-        """Return labels with texts for an unsaved last state, a resume, skipped checkpoints, changes and failures."""
+        """Return labeled descriptions of an unsaved last state, a resume, skipped checkpoints, changes and failures."""
         found = [("warning", unsaved)] if (unsaved := _unsaved_end(self)) else []
         found += [("resumed from", repr(str(self.resumed_from)))] if self.resumed_from else []
         found += [("skipped", f"{name!r}: {reason}") for name, reason in self.skipped_checkpoints]

@@ -50,7 +50,7 @@ class RunCheckpoints:
 
     Args:
         folder: path of the checkpoint folder, or None to save nothing.
-        checkpoints: the opened checkpoint folder in rank 0, which reads and writes for all ranks; None in other ranks.
+        checkpoints: the opened checkpoint folder on rank 0, which reads and writes for all ranks; None on other ranks.
         state: objects to save, by name.
         step: the step function; saved, too, if it has a state.
         loader: loader whose position is saved.
@@ -60,8 +60,8 @@ class RunCheckpoints:
         resumed_from: the checkpoint that was loaded, or None.
         skipped_checkpoints: names of checkpoints that were skipped because they were damaged or had NaN or infinite
             weights, each with the reason.
-        changed_settings: descriptions of the settings that differ from those of the checkpoint; each says if the new
-            value is ignored.
+        changed_settings: descriptions of the settings that differ from those of the checkpoint; each states whether
+            the new value is ignored.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RunCheckpoints:
 
     @property
     def save_s(self) -> float:
-        """The longest time in seconds that a save has taken so far, as in `CheckpointFolder`; 0 in other ranks."""
+        """The longest time in seconds that a save has taken so far, as in `CheckpointFolder`; 0 on other ranks."""
         return 0.0 if self.checkpoints is None else self.checkpoints.save_s
 
     def resume(self, resume: bool) -> Mapping[str, Any] | None:
@@ -274,7 +274,8 @@ class RunCheckpoints:
     def finish(self) -> str | None:
         """Wait until no checkpoint is being written or published.
 
-        If the last one cannot be written, log a warning and return the name of the error, in rank 0 only.
+        If the last one could not be written, rank 0 logs a warning and returns the name of the error. Other ranks
+        return None.
         """
 
         def finish() -> str | None:
@@ -338,7 +339,7 @@ def _load_into(act: str, part: Any, values: Any, next_step: Text) -> None:
     # Each class raises a different type of error if a state does not fit.
     except Exception as error:
         if difference := _architectures_differ(part, values):
-            message = f"the checkpoint is of another architecture: {difference}"
+            message = f"the checkpoint belongs to another architecture: {difference}"
             raise InvalidOption(cannot(act, message, "", next_step)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"

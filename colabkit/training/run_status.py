@@ -123,7 +123,7 @@ def parse_status(text: bytes, act: str) -> SavedStatus:
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if number != FORMAT:
-            found, next_step = f"its format is {number!r}", "Install the version of colabkit that trains"
+            found, next_step = f"its format is {number!r}", "Install the version of colabkit that the run uses"
             raise BadSource(cannot(act, found, f"format {FORMAT}", next_step)) from error
         next_step = "If the run is alive, try again in a few seconds"
         raise BadSource(cannot(act, "the file is damaged", "a status that train() wrote", next_step)) from error
@@ -149,7 +149,7 @@ class FoundStatus(NamedTuple):
 def read_status(folder: Path) -> FoundStatus:
     """Read the status of the newest run in a checkpoint folder.
 
-    A run of this machine that saves to a mount also writes its status locally, which is newer, and which can be read
+    A run on this machine that saves to a mount also writes its status locally, which is newer, and which can be read
     while the mount hangs.
 
     Raises:

@@ -215,7 +215,7 @@ class StatusWriter:
             self._sender.join(self._limit_s)
 
     def _content(self) -> dict[str, Any]:
-        """Return the status as values for JSON."""
+        """Return the status as JSON-serializable values."""
         now_s, at = time.monotonic(), self._position()
         if at != self._last:
             self._last, self._moved_s = at, now_s

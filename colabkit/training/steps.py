@@ -241,7 +241,7 @@ class SupervisedStep:
         # A state may lack the scheduler's class.
         kind = state_dict.get("scheduler_kind", self._scheduler_kind)
         if kind != self._scheduler_kind:
-            kinds = f"the scheduler of the step is {self._scheduler_kind}, but that of the state is {kind}"
+            kinds = f"the step has the scheduler {self._scheduler_kind}, but the state is from {kind}"
             raise InvalidOption(cannot(_LOAD, kinds, "", "Create the step with the same scheduler as before"))
         self._accumulated = 0
         self.updates = state_dict["updates"]

@@ -60,7 +60,7 @@ def _blocks(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) ->
     for at, share in enumerate(_SHARES):
         rest_s = getattr(spent, share) - sum(block[at] for block in blocks)
         blocks[-1][at] = max(0.0, rest_s)
-        # Remove the time from before a resume from the first epochs, and that of the newest steps from the last epochs.
+        # Exclude the time before a resume from the first epochs, and that of the newest steps from the last epochs.
         _take(blocks, at, max(0.0, -rest_s))
         _take(blocks[::-1], at, sum(getattr(step, share) for step in spent.recent))
     yield from ((name, block) for name, block in zip(names, blocks, strict=True) if sum(block))

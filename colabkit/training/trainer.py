@@ -194,7 +194,7 @@ def train(
         on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
             (`"continue"`). Numbers on a GPU are checked when the run reads them, not after each step.
         timeout: how long one checkpoint operation may wait for the file system of `to`, in seconds or as text
-            such as `"5min"`, plus one second for each 10 MB. After that, the checkpoint counts as failed. None means
+            such as `"5min"`, plus one second for every 10 MB. After that, the checkpoint counts as failed. None means
             two minutes.
         on_step: function called with a record of each step after that step. If it raises `StopIteration`, training
             ends normally, with a final checkpoint.
@@ -234,7 +234,7 @@ def train(
         check_whole_number(_ACT, "patience", patience, 1)
     check_number(_ACT, "min_delta", min_delta, 0, example=0.001)
     if min_delta and patience is None:
-        found = (option("min_delta", min_delta), " without ", option("patience"))
+        found = (option("min_delta", min_delta), " is given without ", option("patience"))
         raise InvalidOption(cannot(_ACT, found, "", ("For example, use ", option("patience", 3))))
     check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step", takes="the record")
     validate_steps = None
@@ -246,7 +246,7 @@ def train(
     folder = None if to is None else user_path(to, _ACT).absolute()
     schedule = SaveSchedule(save_every)
     if to is None and save_every != "epoch":
-        found = (option("save_every", save_every), " without ", option("to"))
+        found = (option("save_every", save_every), " is given without ", option("to"))
         next_step = ("Name a folder for the checkpoints with ", option("to"))
         raise InvalidOption(cannot(_ACT, found, "", next_step))
     ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)

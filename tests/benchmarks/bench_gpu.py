@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_gpu.py --json gpu.json
 
 The script takes less than 10 minutes. The last table shows each requirement beside its figure; the JSON file also holds
-the single rounds. Samples are random images, packed at the start. After a warm-up, whose time counts as start-up, each
-loop runs for 200 steps and 2 seconds, but at most for 2,000 steps or 10 seconds. Models train with
+the individual rounds. Samples are random images, packed at the start. After a warm-up, whose time counts as start-up,
+each loop runs for 200 steps and 2 seconds, but at most for 2,000 steps or 10 seconds. Models train with
 `supervised_step(amp="auto")`. A part that fails does not stop the others. Without a GPU, the script ends with status 1
 and a message. `--device cpu --quick` runs all parts for a few steps, to check the script only.
 """
@@ -61,8 +61,8 @@ class Scale:
         jpegs: number of JPEG files of twice the side.
         batch: samples per batch.
         warm_up: number of steps before each measurement.
-        steps: least and largest number of steps of a measurement.
-        seconds: least and largest duration of a measurement; a largest value ends it first.
+        steps: minimum and maximum number of steps of a measurement.
+        seconds: minimum and maximum duration of a measurement, which ends at either maximum.
         epochs: epochs of the memory check.
     """
 

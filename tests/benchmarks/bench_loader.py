@@ -288,7 +288,7 @@ def jpeg_rows(bench: LoaderBench, ours: str, system: str) -> dict[str, Row]:
 
 
 def best(middle: Mapping[str, float]) -> str:
-    """Return the faster of the two other packages that read JPEG; unless both ran, a text with both names."""
+    """Return the faster of the two other packages that read JPEG; unless both ran, a string with both names."""
     has_both = all(name in middle for name in JPEG_PEERS)
     return max(JPEG_PEERS, key=middle.__getitem__) if has_both else "the better of FFCV jpg and DALI"
 

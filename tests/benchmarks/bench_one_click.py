@@ -5,7 +5,7 @@
 A real JupyterLab in Chromium opens the self-contained template, in an environment without colabkit and with a kernel
 like Colab's. Drive is the fake of `google.colab`: a FUSE mount (tests/doubles/slow_drive.py) that takes 25 ms for each
 open and each listing, 16 at once, at 100 MB/s. The page itself counts the clicks and the changed fields; a click into a
-field belongs to the field. The first training has the default settings, and Drive is mounted during it.
+field counts as part of its change. The first training has the default settings, and Drive is mounted during it.
 
 In interleaved rounds, the time from the click on Train until the launcher has finished is compared with the least that
 the same work takes: a copy of the same photos by as many plain threads as help, and a plain PyTorch loop over decoded
@@ -162,7 +162,7 @@ def opened_template(folder: Path, colab: Colab) -> Iterator[Lab]:
 
 
 def watched(lab: Lab, server: Server) -> Lab:
-    """Let the page record clicks and changed fields; events that scripts create are not trusted and not recorded."""
+    """Make the page record clicks and changed fields; events that scripts create are not trusted and not recorded."""
     assert [path.name for path in server.folder.glob("*.ipynb")] == ["colabkit_template.ipynb"]
     lab.page.add_init_script(_WATCH)
     return lab
@@ -220,7 +220,7 @@ def ask(child: subprocess.Popen[str], folder: str, epochs: int) -> list[float]:
 def serve_bare(photos: Path, my_drive: Path, asked: IO[str] = sys.stdin) -> None:
     """For each folder and number of epochs, copy the folder and train; print the seconds of both.
 
-    For no folder, print the number of threads that copy.
+    Without a folder, print the number of threads that copy.
     """
     loop = PlainLoop(photos)
     paths = [str(path.relative_to(photos)) for path in sorted(photos.rglob("*.jpg"))]

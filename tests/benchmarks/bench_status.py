@@ -1,11 +1,11 @@
 """Measure cost and age of the status file, and what it shows after a kill: `python tests/benchmarks/bench_status.py`.
 
 Two training runs alternate, with and without `status.json`. Their steps only use CPU time. The cost is the difference
-of the shortest times per step, and the CPU time of the thread that writes. A second process reads the status every
-50 ms.
+between the shortest times per step, and the CPU time of the thread that writes. A second process reads the status
+every 50 ms.
 
-Then processes that write their status all the time are killed with SIGKILL. Every read of the status, before and after
-the kill, must find a whole file, and `colabkit status` must report the run as dead, and the step to resume from.
+Then processes that write their status continuously are killed with SIGKILL. Every read of the status, before and after
+the kill, must find a complete file, and `colabkit status` must report the run as dead, and the step to resume from.
 
 All runs save to a local disk, and to a simulated Drive mount that takes 25 ms for each operation.
 """
@@ -98,7 +98,7 @@ def train_until_killed(folder: Path) -> None:
 
 
 def kill(name: str, parent: Path, kills: int) -> None:
-    """Kill processes that train, and print whether their status was always whole and shows the end."""
+    """Kill processes that train, and print whether their status was always complete and shows the end."""
     reads = torn = reported = 0
     draws = random.Random(0)
     for number in range(kills):

@@ -103,7 +103,7 @@ def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
     def step(batch: Any) -> float:
         images, labels = batch
         images = images.float().div_(255) if images.dtype == torch.uint8 else images
-        # Convert the memory format, so that the step takes equally long with any loader.
+        # Convert the memory format, so that the step takes the same time with any loader.
         images = images.contiguous(memory_format=torch.channels_last)
         loss = loss_of(model(images), labels)
         loss.backward()
@@ -299,7 +299,7 @@ def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]
     """Return a function like `make`, whose loader reads the folder through a slow drive."""
 
     def made(folder: Path) -> Any:
-        # Create the data first, because that would be slow through the drive.
+        # Create the data first, because creating it through the drive would be slow.
         make(folder)
         mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, **behaviour)
         mount.__enter__()

@@ -117,7 +117,7 @@ def checks(_: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
-    """Measure the CPU use of all threads but the consumer's, which takes batches at `PACE`, after a warm-up epoch."""
+    """Measure the CPU use of threads other than the consumer, which takes batches at `PACE`, after a warm-up epoch."""
     loader = colabkit_pack(source)(int(batch_size))
     at_pace(loader)
     cpu_s, own_s, started = time.process_time(), time.thread_time(), time.perf_counter()

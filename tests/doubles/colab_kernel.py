@@ -1,7 +1,7 @@
 """A kernel that colabkit recognizes as hosted Colab's, in which it sees remote mounts only where Drive is mounted.
 
 Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake and this folder on PYTHONPATH. colabkit may
-be there, too, or the notebook installs it. The variable COLAB_POINT names another folder than /content/drive for Drive.
+also be there; otherwise, the notebook installs it. The variable COLAB_POINT replaces /content/drive as the mount point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Kernel(IPythonKernel):
 
 
 def be_hosted() -> None:
-    """Let colabkit detect a hosted runtime by a file that exists, and hide other remote mounts."""
+    """Make colabkit detect a hosted runtime, and hide other remote mounts."""
     importlib.import_module("colabkit.foundation.environment.places")._HOSTNAME = __file__
     importlib.import_module("colabkit.storage.drive.api").COLAB_POINT = POINT
     mounts = importlib.import_module("colabkit.foundation.mount_table")

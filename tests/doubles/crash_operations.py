@@ -47,7 +47,7 @@ class Operation:
 
 
 class LocalBucket(LocalFileSystem):
-    """Files of this disk at an address that `fetch()` accepts."""
+    """Local files at an address that `fetch()` accepts."""
 
     protocol = "bucket"
 
@@ -128,7 +128,7 @@ def _start_prepare(folder: Path) -> None:
 def _prepare(folder: Path) -> None:
     report = colabkit.prepare(folder / "in" / "tree", to=folder / "out", threads=1, **QUIET).report
     if report.unsaved:
-        # The pack is usable, and the report says why it was not saved.
+        # The pack is usable, and the report states why it was not saved.
         raise NotEnoughSpace(report.unsaved)
 
 

@@ -252,7 +252,7 @@ def children() -> list[int]:
 
 
 def running(text: str) -> list[int]:
-    """Return the IDs of the other processes whose command line contains a text."""
+    """Return the IDs of the other processes whose command line contains the given text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

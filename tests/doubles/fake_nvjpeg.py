@@ -39,7 +39,7 @@ class FakeNvjpeg:
 
 @pytest.fixture
 def nvjpeg(monkeypatch: pytest.MonkeyPatch) -> FakeNvjpeg:
-    """Let `decode="gpu"` decode with the fake, into batches on the CPU."""
+    """Make `decode="gpu"` decode with the fake, into batches on the CPU."""
     fake = FakeNvjpeg()
     monkeypatch.setattr(torchvision.io, "decode_jpeg", fake)
     monkeypatch.setattr("colabkit.loading.engine.decoder_choice._DEVICE_TYPE", "cpu")

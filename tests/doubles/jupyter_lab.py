@@ -99,7 +99,7 @@ def lab_server(folder: Path, environ: Mapping[str, str] = {}) -> Iterator[Server
 
 @contextmanager
 def served(folder: Path, environ: Mapping[str, str], program: Sequence[str]) -> Iterator[Server]:
-    """Run a Jupyter server in a folder; kernels run in this environment, also if the server is from another one.
+    """Run a Jupyter server in a folder; kernels run in this environment, even if the server is from another one.
 
     Args:
         folder: the folder.
@@ -130,7 +130,7 @@ def served(folder: Path, environ: Mapping[str, str], program: Sequence[str]) -> 
         "JUPYTERLAB_SETTINGS_DIR": str(settings.parent),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        # Leave a CPU to the browser.
+        # Leave a CPU for the browser.
         "OMP_NUM_THREADS": "1",
         **environ,
     }
@@ -241,7 +241,7 @@ class Lab:
         self.page.evaluate(_READY)
 
     def close(self) -> None:
-        """Shut all kernels of the server down, and close the page."""
+        """Shut down all kernels of the server, and close the page."""
         self.page.evaluate("() => window.jupyterapp?.serviceManager.sessions.shutdownAll()")
         self.page.close()
 
@@ -272,7 +272,7 @@ class Lab:
         self._wait(f"!{_IS_BUSY}", seconds)
 
     def wait_for_text(self, selector: str, text: str, seconds: float = WORK_S) -> None:
-        """Wait until an element contains a text; fail at once if a cell fails."""
+        """Wait until an element contains the given text; fail at once if a cell fails."""
         appears = (
             "([selector, text]) => [...document.querySelectorAll(selector)].some(one => one.innerText.includes(text))"
         )

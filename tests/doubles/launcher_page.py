@@ -53,7 +53,7 @@ class LauncherPage:
         return bool(self.lab.page.evaluate(f"{_STATUS} === 'busy'"))
 
     def waits_for(self, text: str, seconds: float) -> None:
-        """Wait until the launcher shows a text."""
+        """Wait until the launcher shows the given text."""
         self.lab.wait_for_text(LAUNCHER, text, seconds)
 
     def waits_for_message(self, words: str, seconds: float) -> None:

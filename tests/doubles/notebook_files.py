@@ -48,7 +48,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_METADATA = ("cellView", "jupyter", "tags")
-# What viewers without a kernel can show; widgets are not among it.
+# Output types that viewers without a kernel can show; they do not include widgets.
 SHOWN_TYPES = ("image/png", "text/html", "text/markdown", "text/plain")
 # The last line of a progress bar, such as "pack: 1,797/1,797 samples in 1.3 s".
 PROGRESS = re.compile(r"\w+: [\d,]+.* in [\d.]+ .+")
@@ -76,8 +76,8 @@ def kinds(cell: NotebookNode) -> list[str]:
 def outputs_of(cell: NotebookNode) -> list[NotebookNode]:
     """Return the outputs of a cell in the stored format.
 
-    Adjacent text is joined. Widgets are left out, and so are the progress of operations, which quick ones do not show,
-    and standard error, where packages warn as their versions require.
+    Adjacent text is joined. Three kinds of output are left out: widgets; the progress of operations, which quick ones
+    do not show; and standard error, whose warnings depend on the versions of packages.
     """
     found: list[NotebookNode] = []
     for output in cell.outputs:

@@ -73,7 +73,7 @@ class Kernel:
     def run(self, notebook: NotebookNode) -> Ran:
         """Run all cells from top to bottom; raise an error if a cell fails."""
         self._client.nb = notebook
-        # Updates of displays of an earlier run have no place in this one.
+        # Display updates from an earlier run do not belong to this one.
         self._client.reset_execution_trackers()
         began = time.monotonic()
         for number, cell in enumerate(notebook.cells):

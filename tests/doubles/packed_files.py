@@ -54,7 +54,7 @@ WAYS = {
 def photos(
     folder: Path, per_class: int = 4, size: tuple[int, int] = (24, 32), kind: str = "JPEG", **options: Any
 ) -> Path:
-    """Write photos with this (height, width) into class folders below `folder`, and return `folder`."""
+    """Write photos of this (height, width) into class folders below `folder`, and return `folder`."""
     for label, name in enumerate(("ants", "bees", "cats")):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(per_class):

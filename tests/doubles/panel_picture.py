@@ -61,7 +61,7 @@ def write_photos(folder: Path, count: int, size: tuple[int, int] = (384, 512)) -
 
 def frames_of_a_run(epochs: int) -> list[str]:
     torch.manual_seed(0)
-    # Leave the other cores to decoding.
+    # Leave the other cores for decoding.
     torch.set_num_threads(1)
     screen = KeptFrames()
     with tempfile.TemporaryDirectory() as name, chdir(name):

@@ -246,7 +246,7 @@ def machine() -> Iterator[Machine]:
     yield Machine()
 
 
-class ToldClock:
+class ScriptedClock:
     """A clock that reports steps that never happened."""
 
     def __init__(self, steps: Sequence[StepTimes]) -> None:
@@ -262,7 +262,7 @@ def took(counts: LoaderMeters, steps: int, wait_s: float, compute_s: float, samp
     """Count steps that each waited and computed for this many seconds."""
     counts.batches += steps
     counts.samples += steps * samples
-    counts.settle(ToldClock([StepTimes(wait_s, 0.0, compute_s, 0.0, samples)] * steps))
+    counts.settle(ScriptedClock([StepTimes(wait_s, 0.0, compute_s, 0.0, samples)] * steps))
 
 
 class FakeTime:

@@ -125,12 +125,12 @@ class Mouse(LauncherPage):
         self.button("Train").wait_for()
 
     def waits_for(self, text: str, seconds: float = PATIENCE_S) -> None:
-        """Wait until the launcher shows a text."""
+        """Wait until the launcher shows the given text."""
         self.lab.wait_for_text(LAUNCHER, text, seconds)
 
 
 def form(mouse: Mouse, camera: Camera) -> None:
-    """The form before a click: start, list of places, source chosen, options, errors."""
+    """Take pictures of the form before a click: start, list of places, source chosen, options, errors."""
     mouse.open()
     mouse.waits_for("1,797 images")
     camera.take("start")
@@ -173,7 +173,7 @@ def form(mouse: Mouse, camera: Camera) -> None:
 
 
 def run(mouse: Mouse, camera: Camera) -> None:
-    """A training: packing, early, late, stopped, finished, and the notebook afterwards without its kernel."""
+    """Take pictures of a training run: packing, early, late, stopped, finished, and the notebook without its kernel."""
     mouse.open()
     mouse.fill("Source", "drive:photos")
     mouse.fill("Epochs", str(EPOCHS))
@@ -206,7 +206,7 @@ def run(mouse: Mouse, camera: Camera) -> None:
 
 
 def only(mouse: Mouse, camera: Camera) -> None:
-    """The reports of the buttons below "Only"."""
+    """Take pictures of the reports of the buttons below "Only"."""
     mouse.open()
     mouse.fill("Source", "drive:photos")
     mouse.waits_for("1,600 images")
@@ -219,7 +219,7 @@ def only(mouse: Mouse, camera: Camera) -> None:
 
 
 def reload(mouse: Mouse, camera: Camera) -> None:
-    """The page reloaded during a training, at once and a minute later; then interrupted."""
+    """Reload the page during training; take pictures at once, a minute later, and after an interrupt."""
     mouse.open()
     mouse.fill("Source", "drive:photos")
     mouse.fill("Epochs", "200")
@@ -239,7 +239,7 @@ def reload(mouse: Mouse, camera: Camera) -> None:
 
 
 def attached(mouse: Mouse, camera: Camera) -> None:
-    """A run seen from a second notebook while it is alive and after its kernel was killed, and its own notebook."""
+    """Take pictures of a live and a killed run, from a second notebook and from its own."""
     lab = mouse.lab
     lab.write("training.ipynb", [PID.replace("kernel", "training"), "%load_ext colabkit", TRAINING])
     lab.use_width(WIDTHS["full"], TALL)
@@ -278,7 +278,7 @@ def attached(mouse: Mouse, camera: Camera) -> None:
 
 
 def reopened(mouse: Mouse, camera: Camera) -> None:
-    """The template after Run All, and as a saved notebook without a kernel."""
+    """Take pictures of the template after Run All, and as a saved notebook without a kernel."""
     lab = mouse.lab
     name = "colabkit_template.ipynb"
     text = (ROOT / "notebooks" / name).read_text()

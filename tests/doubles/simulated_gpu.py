@@ -233,7 +233,7 @@ class SimulatedGpu(TorchFunctionMode):
             yield
         finally:
             self._current[threading.get_ident()] = before
-            # As in torch, this sets the device of the thread again.
+            # As in torch, leaving a stream sets the thread's device, for which CUDA then creates a context.
             self.contexts.add(self.current_device())
 
     def current_device(self) -> int:

@@ -14,7 +14,7 @@ from colabkit.errors import NotEnoughSpace
 
 
 class AtChange:
-    """A hook that acts at the `number`-th file change and, if `lasting`, at all later ones but removals and renames.
+    """A hook that acts at the `number`-th file change and, if `lasting`, at all later ones except removals and renames.
 
     Operations in `uncounted` do not count as changes. `operation` is the latest operation at which the hook acted.
     """

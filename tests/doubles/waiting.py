@@ -10,7 +10,7 @@ LONG_S = 30.0
 
 
 def comes_true(condition: Callable[[], object], seconds: float = LONG_S, look_s: float = 0.001) -> bool:
-    """Return whether a condition becomes true before the deadline; it is looked at every `look_s` seconds."""
+    """Return whether a condition becomes true before the deadline; it is checked every `look_s` seconds."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(look_s)

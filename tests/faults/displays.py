@@ -195,7 +195,7 @@ def shell_words(is_colabkit: bool, folder: Path, limit: int) -> Iterator[Result]
 
     @cache
     def shell() -> InteractiveShell:
-        # The process of the cases ends without leaving the block.
+        # The process that runs the cases ends without leaving the block.
         opened = stack.enter_context(loaded_shell())
         opened.user_ns["x"] = "WRONG"
         return opened

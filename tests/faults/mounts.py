@@ -42,7 +42,7 @@ def a_mount_that_dies(copier: Copier, folder: Path, limit: int) -> Iterator[Resu
     make_quick()
     originals = Originals(folder / "originals")
     requests = [("read", 1), ("read", 2), ("read", 5), ("read", 9), ("open", 1), ("open", 4), ("list", 1), ("list", 3)]
-    # Starting a mount takes long, so limit the number of cases.
+    # Starting a mount takes a long time, so limit the number of cases.
     for kind, (operation, first) in spread(list(itertools.product(copier.kinds, requests)), min(limit, 40)):
         case = f"{kind}: the mount dies at {operation} {first}"
         plan = {"faults": [{"on": operation, "path": "*", "do": "die", "first": first}]}

@@ -23,7 +23,7 @@ FOLDER_COPIERS = {name: copier for name, copier in COPIERS.items() if "folder" i
 
 
 def _tree(root: Path) -> Tree:
-    """Return the bytes of all files below a folder of any depth, and None for links and special files."""
+    """Return the bytes of all files at any depth below a folder, and None for links and special files."""
     found: Tree = {}
     stack = [(os.open(root, os.O_RDONLY | os.O_DIRECTORY), b"")]
     while stack:

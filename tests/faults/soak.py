@@ -83,7 +83,7 @@ def _packed(home: Path, place: Path, name: str, **options: Any) -> Path:
 
 
 def stage(home: Path, place: Path, slot: int) -> str:
-    """Stage a folder, which all processes share; half of the processes look for changes of the source."""
+    """Stage a folder, which all processes share; half of the processes look for changes to the source."""
     staged = _repeated(lambda: colabkit.stage(home / "tree", place / "staged", refresh=slot % 2 == 0, **QUIET))
     return _digest(sorted((name, data) for name, data in files_of(staged.path).items() if name != STAGE_SEAL))
 

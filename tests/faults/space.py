@@ -92,7 +92,7 @@ def with_hook(make: Callable[..., object], hook: Hook) -> Callable[..., object]:
 
 
 def failing(number: int, code: int, lasting: bool) -> Hook:
-    """Return a hook that fails at one file change or, if `lasting`, also at all later ones but removals and renames."""
+    """Return a hook that fails at one file change and, if `lasting`, at all later ones except removals and renames."""
     changes = itertools.count(1)
 
     def fail(operation: str, path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_replaced_sampler_is_an_error():
 def test_worker_processes_of_a_rebuilt_loader_are_an_error_not_a_hang():
     view = make_view()
     rebuilt = DataLoader(view.dataset, batch_sampler=view.batch_sampler, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(InvalidOption, match="Use num_workers=0 there"):
+    with pytest.raises(InvalidOption, match="Set num_workers=0 in the framework"):
         next(iter(rebuilt))
 
 

@@ -81,7 +81,7 @@ class VirtualPool:
         self.room += 1
 
     def catch_up(self) -> None:
-        """Build the groups that the worker begins before the present time of the host."""
+        """Build the groups that the worker begins before the current time of the host."""
         while self.room and self.worker.now <= self.gpu.host.now:
             self.build()
 

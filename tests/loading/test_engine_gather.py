@@ -93,7 +93,7 @@ def test_a_lender_that_cannot_pin_tries_only_once(unlocked):
 
 @pytest.fixture
 def pinned_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Allocate pageable memory instead, and return a list of the sizes that torch would lock."""
+    """Allocate pageable instead of pinned memory, and return a list of the sizes that torch would pin."""
     sizes, empty = [], torch.empty
 
     def rounded(size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_a_pinned_buffer_whose_copy_has_not_ended_is_lent_again_only_if_there_is
     lender, under_way, ended = PinnedSlots(320, torch.device("cuda"), 3), Mock(), Mock()
     under_way.query.return_value = False
     first = lender.lend(320)
-    # Torch would lock 512 bytes for one buffer, and 1,024 for three.
+    # Torch would pin 512 bytes for one buffer, and 1,024 for three.
     assert pinned_bytes == [1024]
     lender.give_back(first, under_way)
     others = [lender.lend(10) for _ in range(2)]

@@ -72,7 +72,7 @@ def chosen(keep: Any, room: Room, gigabytes: float | None, kind: dict[str, Any])
         ("auto", WITH_GPU, 40, DECODED, "gpu", ROWS),
         ("gpu", WITH_GPU, 40, DECODED, "gpu", ROWS),
         ("auto", Room(0, 100 * GIB, 0), 1, FILE, "ram", 0),
-        # Decoded samples move to the GPU only if all of them fit into RAM first.
+        # Decoded samples move to the GPU only if all of them fit in RAM first.
         ("auto", Room(100 * GIB, 10 * GIB, 100 * GIB), 40, DECODED, "disk", ROWS),
         ("auto", Room(100 * GIB, 10 * GIB, 0), 35, DECODED, "ram", 200),
         # The kernel can cache the rows of a pack if all of them fit in RAM.

@@ -339,10 +339,10 @@ def halves(images: torch.Tensor) -> torch.Tensor:
 
 def test_channels_last_arrays_raise_an_error_if_a_transform_requires_channels_first(tmp_path):
     images = np.zeros((4, 8, 6, 3), np.uint8)
-    with pytest.raises(InvalidOption, match=r"channels come last.*torch\.as_tensor\(images\)\.permute\(0, 3, 1"):
+    with pytest.raises(InvalidOption, match=r"with the channels last.*torch\.as_tensor\(images\)\.permute\(0, 3, 1"):
         Loader(images, 2, transform=RandomHorizontalFlip())
     stored = open_pack(seal_fields(tmp_path / "p.h5", {"X": {"train": images}}, {"X": "array"}, "none"))["train"]
-    with pytest.raises(InvalidOption, match=r"channels come last.*Start the transform with PerBatch"):
+    with pytest.raises(InvalidOption, match=r"with the channels last.*Start the transform with PerBatch"):
         Loader(stored, 2, transform=RandomHorizontalFlip())
     turned = torch.from_numpy(images).permute(0, 3, 1, 2)
     assert next(iter(Loader(turned, 2, transform=RandomHorizontalFlip()))).shape == (2, 3, 8, 6)

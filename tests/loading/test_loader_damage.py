@@ -179,7 +179,7 @@ def test_a_file_that_is_cut_short_raises_an_error_if_samples_are_loaded_one_by_o
     loader = Loader(open_pack(path)["train"], 4, num_workers=workers, collate_fn=default_collate)
     epoch(loader)
     os.truncate(path, 4096)
-    with pytest.raises(Corrupt, match="the file was cut from"):
+    with pytest.raises(Corrupt, match="the file was truncated from"):
         epoch(loader)
 
 
@@ -191,7 +191,7 @@ def test_a_file_that_is_cut_short_between_epochs_raises_an_error_instead_of_a_si
     cut = path.with_name(read_pack(path).shards[-1].name) if kind == "shards" else path
     os.truncate(cut, 4096)
     with pytest.raises(
-        Corrupt, match=rf"{cut}.*the file was cut from [\d,]+ to 4,096 bytes.*Pack or stage the data again"
+        Corrupt, match=rf"{cut}.*the file was truncated from [\d,]+ to 4,096 bytes.*Pack or stage the data again"
     ):
         epoch(loader)
 
@@ -202,7 +202,7 @@ def test_a_file_that_is_cut_short_during_an_epoch_raises_an_error_when_it_is_exa
     batches = iter(Loader(open_pack(path)["train"], 2, num_workers=0, prefetch_batches=1))
     next(batches)
     os.truncate(path, 4096)
-    with pytest.raises(Corrupt, match="the file was cut from"):
+    with pytest.raises(Corrupt, match="the file was truncated from"):
         next(batches)
 
 
@@ -215,7 +215,7 @@ def test_a_large_sample_in_a_part_that_was_cut_off_raises_an_error_instead_of_a_
 
     def read() -> None:
         for work in (lambda: data[8], lambda: data[2:4], lambda: data.encoded(5) if encoding == "source" else data[5]):
-            with pytest.raises(Corrupt, match=r"the file was cut from .* to 4,096 bytes"):
+            with pytest.raises(Corrupt, match=r"the file was truncated from .* to 4,096 bytes"):
                 work()
 
     # A bus error would kill the child and change the exit code.

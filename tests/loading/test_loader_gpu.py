@@ -305,7 +305,7 @@ def test_deleting_a_loader_frees_its_memory_without_a_collection(keep):
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """Let torch allocate only 32 MiB more, although the GPU has more free memory."""
+    """Allow torch to allocate only 32 MiB more, although the GPU has more free memory."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)

@@ -78,7 +78,7 @@ def test_images_match_those_decoded_on_the_cpu_in_the_same_order(
         (expected, labels), (images, found) = epoch(on_cpu), epoch(on_gpu)
         assert torch.equal(labels, found)
         difference = (images.float() - expected.float()).abs().flatten(1)
-        # Resizing after the full decode, not while decoding, changes single values by more.
+        # Resizing after the full decode, not while decoding, changes individual values by more.
         assert difference.mean(1).max() < 0.7
         assert difference.max() <= (12 if "size" in options else 6 if options["transform"] is CROPS else 0)
         assert images.is_contiguous() or "channels_last" in options

@@ -1,4 +1,4 @@
-"""`Loader` over map-style datasets, whose samples are loaded one by one, also in worker processes."""
+"""`Loader` over map-style datasets, whose samples are loaded one by one, in the caller or in worker processes."""
 
 from __future__ import annotations
 

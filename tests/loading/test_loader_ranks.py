@@ -128,7 +128,7 @@ def test_more_ranks_than_samples_left_in_an_epoch_are_refused():
     loaders = ranks(9, 1, 1)
     assert in_order(steps(loaders, 7)) == list(range(7))
     state = state_of(loaders)
-    with pytest.raises(InvalidOption, match="2 remaining samples cannot be shared by 3 processes"):
+    with pytest.raises(InvalidOption, match="2 remaining samples cannot be divided among 3 processes"):
         ranks(9, 1, 3, state)
     assert in_order(steps(ranks(9, 2, 2, state))) == [7, 8]
     assert in_order(steps(ranks(9, 2, 1, state))) == [7, 8]
@@ -136,7 +136,7 @@ def test_more_ranks_than_samples_left_in_an_epoch_are_refused():
 
 def test_batches_of_one_sample_are_refused_if_the_ranks_cannot_get_equally_many():
     with pytest.raises(
-        InvalidOption, match=r"8 samples cannot be shared by 3 .*batch_size=2 or more, or drop_last=True"
+        InvalidOption, match=r"8 samples cannot be divided among 3 .*batch_size=2 or more, or drop_last=True"
     ):
         ranks(8, 1, 3)
     assert len(in_order(steps(ranks(8, 1, 3, drop_last=True)))) == 6
@@ -269,8 +269,8 @@ def test_a_state_with_a_custom_sampler_loads_on_the_same_number_of_ranks(name):
     with pytest.raises(InvalidOption) as caught:
         loaders(1, state)
     assert str(caught.value) == (
-        "Cannot resume the Loader: 2 processes saved this state of a custom sampler inside an epoch;"
-        " expected as many processes now, not 1."
+        "Cannot resume the Loader: 2 processes saved this state of a custom sampler in the middle of an epoch;"
+        " expected the same number of processes, not 1."
         " Start 2 processes, or start the epoch again with loader.set_epoch(0)."
     )
     steps(taken)

@@ -1,4 +1,4 @@
-"""Resumed epochs are bit-identical to uninterrupted ones, also with random transforms.
+"""Resumed epochs are bit-identical to uninterrupted ones, even with random transforms.
 
 `TestAugmentedStream` covers more cases on every pipeline: a second resume in an epoch, a state at the end of an epoch,
 a state that is loaded twice, an early break, prefetched batches, and independent streams. Samplers are tested in

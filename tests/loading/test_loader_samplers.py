@@ -1,4 +1,4 @@
-"""`Loader` with samplers from `colabkit.sampler`, torch and users, also when resumed."""
+"""`Loader` with samplers from `colabkit.sampler`, torch and users, including resumed epochs."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_every_class_comes_equally_often_for_any_size():
 
 @pytest.mark.parametrize("sizes", [[1, 6, 50, 900], [33, 32, 31], [1] * 80, [40, 1, 2000]])
 def test_a_sample_repeats_only_after_all_others_of_its_class(sizes):
-    """Also across epochs, each pass through a class contains each of its samples once."""
+    """Even across epochs, each pass through a class contains each of its samples once."""
     labels = np.repeat(np.arange(len(sizes)), sizes)
     drawn = draws_of(labels, range(7), num_samples=len(sizes) * 300)
     for number, size in enumerate(sizes):

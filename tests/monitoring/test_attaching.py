@@ -1,4 +1,4 @@
-"""`status()` and `dashboard(attach=)` show runs of other processes, and how to resume dead ones."""
+"""`status()` and `dashboard(attach=)` show runs in other processes, and how to resume dead ones."""
 
 from __future__ import annotations
 

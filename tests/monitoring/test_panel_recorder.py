@@ -283,7 +283,7 @@ def trained(recorder: RunRecorder, time: FakeTime, epochs: int, step_s: float, v
     """Record a run of epochs with 20 steps each, and return the states after each step and each validation."""
     counts, states = LoaderMeters(), []
     recorder.note(meters.RunStarted(counts, epochs, 20))
-    # The first batch takes long.
+    # The first batch takes a long time.
     time.now_s += 30
     for step in range(20 * epochs):
         time.now_s += step_s

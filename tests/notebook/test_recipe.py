@@ -1,4 +1,4 @@
-"""`train_on()`: one line from a source to a tested model file, again, interrupted, and with bad sources."""
+"""`train_on()`: one line from a source to a tested model file, even if repeated, interrupted, or given bad sources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TrainOnReport = colabkit.TrainOnReport
 
 
 def make_classes(folder: Path, classes: tuple[str, ...] = ("blue", "red"), count: int = 20, side: int = 16) -> Path:
-    """Make noisy images; the mean color of a class is easily told from the others'."""
+    """Make noisy images; the mean colors of the classes are easy to distinguish."""
     draws = np.random.default_rng(0)
     for place, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
@@ -119,7 +119,7 @@ def test_unreadable_images_are_skipped_and_reported(colors: Path) -> None:
     (colors / "red" / "003.png").write_bytes(b"nothing")
     report = train_on(colors)
     assert [name for name, _ in report.skipped] == ["red/003.png"]
-    assert "1 file skipped, first 'red/003.png'" in repr(report)
+    assert "1 file skipped, starting with 'red/003.png'" in repr(report)
     with pytest.raises(colabkit.errors.BadImage, match=r"red/003\.png"):
         train_on(colors, on_bad="raise")
 

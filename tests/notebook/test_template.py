@@ -30,7 +30,7 @@ class CannotInstall(Exception):
 
 
 def run_wheel_cell(notebook: Path, *replaced: str) -> dict[str, Any]:
-    """Run the cell that holds the wheel, after replacing a text in it; return its variables."""
+    """Run the cell that holds the wheel, after replacing some text in it; return its variables."""
     (cell,) = [cell for cell in nbformat.read(notebook, 4).cells if cell.id == "wheel"]
     variables: dict[str, Any] = {"CannotInstall": CannotInstall}
     exec(cell.source.replace(*replaced) if replaced else cell.source, variables)

@@ -1,4 +1,4 @@
-"""Views of a split: subsets, splits by shares, and folds, also with scikit-learn's splitters."""
+"""Views of a split: subsets, splits by shares, and folds, including those of scikit-learn's splitters."""
 
 from __future__ import annotations
 

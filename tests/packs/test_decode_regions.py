@@ -26,7 +26,7 @@ def _use_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampled(pixels: np.ndarray, subsampling: str, quality: int = 90) -> bytes:
-    """Return a baseline JPEG, also with subsamplings that Pillow cannot write."""
+    """Return a baseline JPEG; its subsampling may be one that Pillow cannot write."""
     import simplejpeg
 
     return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=quality, colorsubsampling=subsampling)

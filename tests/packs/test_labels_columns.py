@@ -111,9 +111,9 @@ def test_numpy_and_torch_numbers_are_treated_like_plain_ones():
 @pytest.mark.parametrize(
     ("cells", "found"),
     [
-        (["a", None, "b", None], r"'label' is empty for 2 of 4 samples, first for 'shard/00000001'"),
-        ([1.0, math.nan], r"is empty for 1 of 2 samples, first for 'shard/00000001'"),
-        ([None, None], r"is empty for 2 of 2 samples, first for 'shard/00000000'"),
+        (["a", None, "b", None], r"'label' is empty for 2 of 4 samples, starting with 'shard/00000001'"),
+        ([1.0, math.nan], r"is empty for 1 of 2 samples, starting with 'shard/00000001'"),
+        ([None, None], r"is empty for 2 of 2 samples, starting with 'shard/00000000'"),
         ([1, "a"], r"a whole number for 'shard/00000000' and text for 'shard/00000001'; expected values of one kind"),
         ([1, "1.5"], r"a whole number for .+ and .+ for"),
         ([True, 1], r"a bool for .+ and a whole number for"),
@@ -161,7 +161,7 @@ def test_several_columns_with_floats_are_targets(other):
     [
         ({"a": [-1, 1], "b": [1, 1]}, "columns a, b contain numbers other than 0 and 1"),
         ({"a": [0, 1], "b": ["x", "y"]}, "column 'b' contains text for 'shard/00000000'"),
-        ({"a": [0, 1], "b": [1, None]}, "column 'b' is empty for 1 of 2 samples, first for 'shard/00000001'"),
+        ({"a": [0, 1], "b": [1, None]}, "column 'b' is empty for 1 of 2 samples, starting with 'shard/00000001'"),
     ],
 )
 def test_several_columns_of_other_values_raise(columns, found):
@@ -206,7 +206,7 @@ def test_a_table_without_a_label_column_uses_folders_and_keeps_its_order():
 def test_a_table_without_label_column_and_class_folders_raises(paths):
     listing = table_of(paths, age=[31, 40], sex=["f", "m"])
     with pytest.raises(
-        BadSource, match=r"no column \(age, sex\) has a common label name, and no folders.+labels='age'.+labels=None"
+        BadSource, match=r"no column \(age, sex\) has a common label name, and there are no.+labels='age'.+labels=None"
     ):
         label_samples(listing, "source")
     assert label_samples(listing, "source", labels="sex").classes == ("f", "m")
@@ -250,7 +250,7 @@ def test_a_given_column_of_splits_takes_precedence():
 def test_unknown_splits_raise_with_their_names(odd):
     listing = table_of(label=[1, 2], split=["train", odd])
     with pytest.raises(
-        BadSource, match=r"the column 'split' contains .+, first for 'shard/00000001'; expected train, val"
+        BadSource, match=r"the column 'split' contains .+ \(first for 'shard/00000001'\); expected train, val"
     ):
         label_samples(listing, "source")
 

@@ -153,7 +153,7 @@ def test_images_are_recognized_with_their_channels_first_or_last(packed):
     assert (report.encoding, "layout" in report.inferred) == ("array", False)
     assert np.array_equal(pack["train"][:][0], PIXELS)
     assert packed(PIXELS[:, 0])[0].inferred["layout"] == "arrays uint8 [N, 8, 9], not images"
-    with pytest.raises(InvalidOption, match=r"samples are uint8 \[N, 3, 8, 9\]; expected images uint8 \[N, H, W, C\]"):
+    with pytest.raises(InvalidOption, match=r"samples are uint8 \[N, 3, 8, 9\]; expected uint8 images \[N, H, W, C\]"):
         packed((PIXELS, labels), layout="nhwc")
 
 

@@ -116,7 +116,7 @@ def test_bad_files_are_listed_and_other_samples_stay_aligned(
     report = pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0.5, progress=False, **options, **WAYS[way])
     check(report.path, whole, {"train": numbers}, on_bad, report)
     assert [name for name, _ in report.bad] == names
-    assert f"{len(names)} bad file{'s' * (len(names) > 1)}, first '{names[0]}' (" in repr(report)
+    assert f"{len(names)} bad file{'s' * (len(names) > 1)}, starting with '{names[0]}' (" in repr(report)
     assert pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0.5, progress=False, **options).bad == report.bad
 
 
@@ -181,7 +181,7 @@ def test_more_bad_files_than_max_bad_are_an_error_with_their_number(tmp_path, tr
         (tmp_path / "p.h5").unlink()
     names += spoil(tree, 1 + allowed)
     with pytest.raises(
-        BadImage, match=rf"Cannot pack '.*tree': there are at least {allowed + 1} bad file.* first '{names[0]}'"
+        BadImage, match=rf"Cannot pack '.*tree': there are at least {allowed + 1} bad file.* starting with '{names[0]}'"
     ) as caught:
         pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=max_bad, threads=1, progress=False, **options)
     assert ("at least 1 bad file, " in str(caught.value)) == (allowed == 0)

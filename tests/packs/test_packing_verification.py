@@ -98,7 +98,7 @@ def test_all_damaged_samples_are_reported_together(made):
                 wanted.add(owner(info, at))
     report = verify(made, progress=False)
     first = ", ".join(f"{split}[{index}]" for split, index in report.damaged[:5])
-    assert f", first {first}" in repr(report)
+    assert f", starting with {first}" in repr(report)
     assert set(report.damaged) == wanted
     assert list(report.damaged) == sorted(report.damaged, key=lambda one: (info.splits.index(one[0]), one[1]))
     assert f"{len(wanted)} of {sum(map(info.count, info.splits))} samples" in repr(report)

@@ -269,7 +269,7 @@ def test_arrays_in_place_of_paths_are_named():
 
 def test_missing_files_are_counted_and_the_first_is_named(tree):
     source = ManifestSource([tree / "a/1.png", tree / "gone", tree / "a/1.png/below", tree / "gone"])
-    with pytest.raises(SourceMissing, match=r"files are missing for 3 of 4 rows, first '.*/gone'"):
+    with pytest.raises(SourceMissing, match=r"files are missing for 3 of 4 rows, starting with '.*/gone'"):
         source.list()
 
 

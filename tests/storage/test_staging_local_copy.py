@@ -43,7 +43,7 @@ def test_verify_names_the_damaged_files(image_tree, tmp_path):
     (path / "cats" / "001.png").unlink()
     report = verify(path, progress=False)
     assert report.damaged == ("ants/000.png", "cats/001.png")
-    assert "2 of 24 files, first 'ants/000.png'" in repr(report)
+    assert "2 of 24 files, starting with 'ants/000.png'" in repr(report)
     big = tmp_path / "big.bin"
     big.write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
     local = copy(big).path

@@ -32,7 +32,7 @@ MARK = "img[alt='mark of an old frame']"
 
 @dataclass(frozen=True)
 class Run:
-    """A training that was watched, also from a second notebook, then interrupted with the toolbar's button."""
+    """A training run that was watched, also from a second notebook, and then interrupted with the toolbar's button."""
 
     lab: Lab
     frames: list[str]
@@ -69,7 +69,7 @@ def run(open_lab: Callable[[], Lab]) -> Iterator[Run]:
 
 
 def is_colored(png: bytes) -> bool:
-    """Return whether a picture has pixels other than white, gray and black ones."""
+    """Return whether a picture has pixels that are not white, gray or black."""
     colors = Image.open(io.BytesIO(png)).convert("RGB").getcolors(1 << 20)
     return any(max(color) - min(color) > 40 for _, color in colors)
 

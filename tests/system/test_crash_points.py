@@ -64,7 +64,7 @@ def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trial:
-    """An operation that runs again and again with the same earlier output."""
+    """An operation that runs repeatedly with the same earlier output."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from colabkit.notebook.verbs import CELLS, VERBS
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 by_shown = pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
 RUN = "run python tests/doubles/notebook_files.py NAME"
-# Folders of every machine.
+# Folders that exist on every machine.
 EVERYWHERE = ("/dev", "/tmp")
 STREAMS = (("stdout", "a"), ("stderr", "a warning"), ("stdout", "b"))
 LINES = {verb.name: verb for verb in VERBS if verb.is_magic}

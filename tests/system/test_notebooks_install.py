@@ -60,7 +60,7 @@ def wheel(alone: Path) -> Path:
 
 
 def first_cells(notebook: NotebookNode, content: Path) -> NotebookNode:
-    """Return the cells up to the install cell, which takes `content` for `/content`, and one that shows the result."""
+    """Return the cells up to the install cell, with `content` in place of `/content`, and one that shows the result."""
     last = [cell.id for cell in notebook.cells].index("install")
     notebook.cells = [*notebook.cells[: last + 1], nbformat.v4.new_code_cell(WHERE, id="where")]
     notebook.cells[last].source = notebook.cells[last].source.replace('"/content', f'"{content}')

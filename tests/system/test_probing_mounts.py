@@ -28,7 +28,7 @@ Mounted = Callable[..., FuseMount]
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Mounted]:
-    """Return a function that mounts `tmp_path / "root"` until the test ends; then no process may be using it."""
+    """Return a function that mounts `tmp_path / "root"` until the test ends; then check that no process uses it."""
     needs("FUSE", has_fuse())
     with contextlib.ExitStack() as stack:
 
@@ -156,7 +156,7 @@ def test_errors_are_counted_by_name_and_the_other_files_are_measured(tmp_path: P
     assert report.small[0].reads_per_s is not None
     assert not report.is_good
     assert "EIO" in repr(report)
-    # A failed read is not tried again.
+    # A failed read is not retried.
     assert max(Counter(mount.opened_paths).values()) == 1
 
 

@@ -257,7 +257,7 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
 def test_processes_can_use_cuda_after_torch_was_asked_for_a_gpu() -> None:
     def work() -> tuple[bool, float]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        # CUDA is unusable in a fork of a process that was asked, even without a GPU.
+        # CUDA is unusable in a fork of a process that has queried it, even without a GPU.
         return torch.cuda._is_in_bad_fork(), torch.ones(4, device=device).sum().item()
 
     torch.cuda.is_available()

@@ -111,7 +111,7 @@ def test_a_folder_whose_listings_never_agree_is_refused(root, drive, near_storag
     faults = [
         {"on": "list", "path": f"/data/cats/00{n}.png", "do": "hide", "first": n + 1, "count": 1} for n in range(6)
     ]
-    with drive(*faults) as mount, pytest.raises(SourceChanged, match=r"Cannot list .*cats.* different names"):
+    with drive(*faults) as mount, pytest.raises(SourceChanged, match=r"Cannot list .*cats.* the same names"):
         copy(mount.point / "data")
     assert leftovers(near_storage) == []
 

@@ -73,7 +73,7 @@ def test_the_weights_of_a_checkpoint_are_evaluated(tmp_path, data):
     for wrapped in (network(), supervised_step(model := network(), sgd(model))):
         assert evaluate(wrapped, loader, checkpoint=path).values == expected
     with pytest.raises(
-        InvalidOption, match=r"Cannot evaluate the model: the checkpoint is of another architecture: '1\."
+        InvalidOption, match=r"Cannot evaluate the model: the checkpoint belongs to another architecture: '1\."
     ):
         evaluate(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), loader, checkpoint=path)
     for wrong in (tmp_path / "none.pt", tmp_path / "none" / "none.pt"):
@@ -185,7 +185,10 @@ def test_invalid_arguments_are_refused(data, tmp_path):
         (lambda: evaluate(model, loader, loss=3), "loss=3; expected a callable"),
         (lambda: evaluate(supervised_step(model, sgd(model)), loader, loss=sum), "the step has its own loss"),
         (lambda: predict(model, [1]), "loader is a list; expected a colabkit.Loader"),
-        (lambda: predict(model, Loader(data, 5, drop_last=True)), "drop_last=True; expected a Loader of all"),
+        (
+            lambda: predict(model, Loader(data, 5, drop_last=True)),
+            "Loader has drop_last=True; expected all samples",
+        ),
         (lambda: predict(model, Loader(files, 5, on_bad="skip")), "Create the Loader with on_bad='blank'"),
         (lambda: predict(model, Loader(data, 5, rank=0, world_size=2)), "the samples of 1 of 2 processes"),
         (lambda: predict(model, Loader(data, 5, sampler=range(3))), "the Loader has the order 'sampler range'"),

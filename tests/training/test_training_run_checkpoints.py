@@ -189,7 +189,7 @@ def test_a_full_disk_in_the_middle_does_not_stop_the_training(tmp_path, data, mo
 
 
 def full_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
-    """Let all writes of checkpoints fail after the first `writes` ones, as on a full disk."""
+    """Make all writes of checkpoints fail after the first `writes` ones, as on a full disk."""
     calls: list[None] = []
     written = checkpoint_folder.write
 

@@ -289,5 +289,5 @@ def test_patience_without_validation_counts_epochs_of_the_training_loss(data):
     assert (report.stopped, len(report.epochs)) == ("patience", 3)
     with pytest.raises(InvalidOption, match="monitor='loss' is not among the returned numbers"):
         train(lambda batch: None, Loader(data, 4), epochs=9, patience=2)
-    with pytest.raises(InvalidOption, match=r"min_delta=0\.1 without patience="):
+    with pytest.raises(InvalidOption, match=r"min_delta=0\.1 is given without patience="):
         train(lambda batch: None, Loader(data, 4), min_delta=0.1)

@@ -173,7 +173,7 @@ def test_a_state_with_a_scheduler_of_another_class_is_refused():
         return supervised_step(model, optimizer, scheduler=kind(optimizer, 9))
 
     saved = run(torch.optim.lr_scheduler.CosineAnnealingLR).state_dict()
-    with pytest.raises(InvalidOption, match="the step is StepLR, but that of the state is CosineAnnealingLR"):
+    with pytest.raises(InvalidOption, match="has the scheduler StepLR, but the state is from CosineAnnealingLR"):
         run(torch.optim.lr_scheduler.StepLR).load_state_dict(saved)
     # A state without this entry is accepted.
     del saved["scheduler_kind"]

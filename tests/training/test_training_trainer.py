@@ -322,7 +322,7 @@ def test_a_step_that_gives_a_model_bytes_raises_an_error_that_names_normalize(da
 def test_an_error_about_labels_is_not_reported_as_an_error_about_images():
     images = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-    # torch names the dtypes Long and Byte in its error for labels of other integers.
+    # torch names the dtypes Long and Byte in its error for labels of other integer types.
     with pytest.raises(RuntimeError, match="but got Int") as caught:
         train(
             lambda batch: nn.functional.cross_entropy(model(batch[0].float()), batch[1]),
@@ -482,7 +482,7 @@ def test_invalid_arguments_are_refused(data):
         ({"validate": "often"}, "validate='often'; expected a Loader, a callable or None"),
         ({"validate_every": 0}, "validate_every=0; expected a whole number"),
         ({"validate_every": "x"}, "validate_every='x'; expected a whole number"),
-        ({"save_every": 5}, "save_every=5 without to"),
+        ({"save_every": 5}, "save_every=5 is given without to"),
         *(({"save_every": every}, "save_every=") for every in (0, -1, "often", "epochs", 2.5, True, None)),
     ]
     for options, message in wrong:

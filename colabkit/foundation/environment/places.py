@@ -46,7 +46,7 @@ class Place:
 
     @property
     def is_for_one_notebook(self) -> bool:
-        """Whether the machine runs no notebooks and programs but those of this notebook."""
+        """Whether the machine runs only this notebook and its programs."""
         return self.name in _FOR_ONE_NOTEBOOK
 
 
@@ -120,7 +120,7 @@ def local_root(environ: Mapping[str, str]) -> Path:
 
 
 def _is_writable(folder: str) -> bool:
-    """Return whether this user can write to a folder, or can create it on Kaggle, which does not always."""
+    """Return whether this user can write to a folder, or can create Kaggle's folder, which may be missing."""
     holding = folder if os.path.isdir(folder) or folder != _LOCAL_DISKS["Kaggle"] else os.path.dirname(folder)
     return os.path.isdir(holding) and os.access(holding, os.W_OK | os.X_OK)
 

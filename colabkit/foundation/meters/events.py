@@ -43,7 +43,7 @@ class BatchTaken:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A wait of the training loop for a batch, `wait_s` seconds so far; sent a few times per second."""
+    """The training loop has been waiting for a batch for `wait_s` seconds; sent a few times per second."""
 
     meters: LoaderMeters
     wait_s: float

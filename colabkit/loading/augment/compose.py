@@ -48,7 +48,7 @@ class Compose(_Steps):
     returns the new images. If the callable draws random numbers, it has to seed them itself.
 
     Args:
-        transforms: list of transforms, in the order in which they apply.
+        transforms: list of transforms, in the order in which they are applied.
         others: not supported; pass one list instead of several arguments.
 
     Raises:
@@ -88,7 +88,7 @@ class Compose(_Steps):
 
     @property
     def transforms(self) -> tuple[Callable[..., Any], ...]:
-        """The transforms, in the order in which they apply."""
+        """The transforms, in the order in which they are applied."""
         return steps_of(self)
 
     def __repr__(self) -> str:

@@ -59,7 +59,7 @@ class Normalize(Transform):
         if not 0 < len(mean) == len(std):
             found = f"mean has {format_things(len(mean), 'value')}, but std has {len(std)}"
             next_step = "Pass one mean and one standard deviation per channel"
-            raise InvalidOption(cannot("normalize", found, "equally many values, at least one", next_step))
+            raise InvalidOption(cannot("normalize", found, "equal numbers of values, at least one", next_step))
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             example = "For example, use dtype=torch.float32"
             raise InvalidOption(cannot("normalize", option("dtype", dtype), "a floating-point dtype", example))

@@ -35,8 +35,8 @@ class Draws:
     """The random numbers of some samples, a pure function of seed, epoch and position.
 
     There is no generator state to save, so a resumed run draws the same numbers. The numbers come from SplitMix64
-    (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), started at a hash of seed,
-    epoch, stream and position.
+    (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), seeded with a hash of
+    seed, epoch, stream and position.
 
     Attributes:
         seed: any integer; only the lowest 64 bits are used.

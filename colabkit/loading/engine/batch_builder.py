@@ -72,7 +72,7 @@ class TransformStages:
             values[0] = self.at_last(values[0])
         if place is not None:
             values[place] = labels
-        # Count only wall time: CPU seconds serve to predict the effect of more workers, but this is no worker thread.
+        # Count only wall time: CPU seconds predict the effect of more workers, but this is not a worker thread.
         counts.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     @property

@@ -165,7 +165,7 @@ class EpochRange:
 
     @property
     def indivisible(self) -> int:
-        """Number of last samples that cannot be split into the same number of batches for each rank; usually 0."""
+        """Number of final samples that cannot be split into the same number of batches for each rank; usually 0."""
         full, rest = divmod(self.stop - self.start, self._step)
         is_shared = rest >= self.share.world_size or (full and self.batch_size > 1)
         return 0 if is_shared else rest

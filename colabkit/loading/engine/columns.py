@@ -79,7 +79,7 @@ class DatasetColumns:
         return None if self.labels is None else [*self.by_name].index(self.labels)
 
     def are_checked(self) -> bool:
-        """Look for changes of a pack's files; return False if its samples must be checked against their CRCs.
+        """Look for changes to a pack's files; return False if its samples must be checked against their CRCs.
 
         Labels were checked when the pack was opened, and image files are checked when they are decoded.
 
@@ -177,7 +177,7 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
 
 
 def fingerprint_of(act: str, dataset: Any) -> str:
-    """Return a text that identifies a dataset.
+    """Return a string that identifies a dataset.
 
     It is the `fingerprint` of the dataset, if there is one. For arrays, it depends on some of the samples; for other
     datasets, it depends on their type and length. It is the same whether samples are loaded in batches or one by one.
@@ -195,7 +195,7 @@ def check_channels(act: str, columns: DatasetColumns) -> None:
     if rows is None or rows.are_images or len(rows.shape) != 3:
         return
     if rows.shape[2] in _CHANNELS and rows.shape[0] not in _CHANNELS:
-        found = f"the images have shape {[columns.count, *rows.shape]}, whose channels come last"
+        found = f"the images have shape {[columns.count, *rows.shape]}, with the channels last"
         next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which makes no copy"
         if columns.packed is not None:
             next_step = "Start the transform with PerBatch(lambda images: images.permute(0, 3, 1, 2))"

@@ -86,7 +86,7 @@ def choose_decoder(
 
 
 def _obstacle(device: torch.device) -> tuple[str, str]:
-    """Return the reason why JPEG files cannot be decoded on a device, and advice; two empty texts if they can."""
+    """Return the reason why JPEG files cannot be decoded on a device, and advice; two empty strings if they can."""
     if device.type != _DEVICE_TYPE:
         if not torch.cuda.device_count():
             return "PyTorch finds no usable GPU", "Choose a GPU runtime and pass device='cuda'"

@@ -1,6 +1,6 @@
 """Decode JPEG files on a GPU with torchvision, which calls nvJPEG.
 
-Worker threads read the files. Files other than grayscale and YCbCr JPEGs are decoded there, on the CPU. The thread that
+Worker threads read the files. They also decode files other than grayscale and YCbCr JPEGs, on the CPU. The thread that
 finishes a group decodes its JPEGs on the GPU, turns them upright, and cuts and resizes them into one tensor. If nvJPEG
 fails, each image is decoded alone, and on the CPU if nvJPEG fails again.
 
@@ -96,7 +96,7 @@ class DeviceDecoder(ImageDecoder):
         return (data, 1 if header is None else header[3]) if pixels is None else (pixels, 1)
 
     def finish(self, group: BatchGroup) -> None:
-        """Replace the first field of a group by its images on the device, `uint8 [B, C, h, w]`.
+        """Replace the first field of a group with its images on the device, `uint8 [B, C, h, w]`.
 
         Raises:
             BadImage: with the name of a sample that cannot be decoded, if `on_bad` is `"raise"`.

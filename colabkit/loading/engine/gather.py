@@ -36,7 +36,7 @@ def warn_unpinned(error: RuntimeError) -> None:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Return a copy in page-locked memory; a tensor on a GPU, or if memory cannot be locked, the tensor itself."""
+    """Return a copy of a tensor in page-locked memory, or the tensor itself if it is on a GPU or locking fails."""
     if tensor.device.type != "cpu":
         return tensor
     try:

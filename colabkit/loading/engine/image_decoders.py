@@ -142,7 +142,7 @@ class ImageDecoder:
     counts: LoaderMeters
 
     def fill(self, group: BatchGroup, start: int, stop: int, draws: Draws) -> None:
-        """Decode the samples from `start` to `stop` of a group, and count `read`, `decode` and `augment`.
+        """Decode the samples from `start` to `stop` of a group, and update the meters `read`, `decode` and `augment`.
 
         Raises:
             BadImage: with the name of a sample that cannot be decoded, if `on_bad` is `"raise"`.
@@ -155,7 +155,7 @@ class ImageDecoder:
             self.counts.add("augment", stop - start, work.out.nbytes, work.augment_s)
 
     def finish(self, group: BatchGroup) -> None:
-        """Complete a group after all of its samples were filled."""
+        """Complete a group after all of its samples have been filled in."""
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Return a context for work with the images of a finished group."""

@@ -170,11 +170,12 @@ def check_skipping(act: str, on_bad: str, share: Share) -> None:
 
 def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share: Share, start: int = 0) -> None:
     """Raise `InvalidOption` if an epoch yields no batch, or if the ranks cannot share its samples after `start`."""
-    left = EpochRange.of(len(order), start, batch_size, share, drop_last)
+    count, world = len(order), share.world_size
+    left = EpochRange.of(count, start, batch_size, share, drop_last)
     if left.indivisible and (start or len(left)):
         samples = f"{format_things(left.stop - start, 'remaining sample' if start else 'sample')}"
-        found = f"{samples} cannot be shared by {share.world_size} processes in equally many batches of {batch_size}"
-        # Larger batches can be shared, because the last two global batches then have equally many samples.
+        found = f"{samples} cannot be divided among {world} processes as equal numbers of batches of {batch_size}"
+        # Larger batches can be divided, because the last two global batches then have the same number of samples.
         fewer = ("to leave out the last ", format_things(left.indivisible, "sample"))
         next_step: Text = ("Use ", option("batch_size", 2), " or more, or ", option("drop_last", True), " ", *fewer)
         if not len(left):
@@ -183,7 +184,6 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
         raise InvalidOption(cannot(act, found, "", next_step))
     if len(left) or start:
         return
-    count, world = len(order), share.world_size
     if not count:
         raise InvalidOption(cannot(act, "there are no samples", "at least one", "Check the dataset and the sampler"))
     if count < world:

@@ -173,9 +173,9 @@ class LoaderPosition:
         order = self._order_of(act, str(state["order"]), order_seed)
         if not isinstance(order, Order) and samples and processes != world_size:
             saved_by = format_things(processes, "process")
-            found = f"{saved_by} saved this state of a custom sampler inside an epoch"
+            found = f"{saved_by} saved this state of a custom sampler in the middle of an epoch"
             restart = f"Start {saved_by}, or start the epoch again with loader.set_epoch({epoch})"
-            raise InvalidOption(cannot(act, found, f"as many processes now, not {world_size}", restart))
+            raise InvalidOption(cannot(act, found, f"the same number of processes, not {world_size}", restart))
         position = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
         self._check_decoder(act, state["decoder"], epoch)
         self._set_order(order)

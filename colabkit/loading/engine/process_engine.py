@@ -79,7 +79,7 @@ class WorkerFailure:
         try:
             pickled = pickle.dumps(error)
             # Unpickling fails for errors whose constructor arguments differ from `args`.
-            pickle.loads(pickled)  # noqa: S301 - of our own process
+            pickle.loads(pickled)  # noqa: S301 - from our own processes
         except Exception:
             pickled = pickle.dumps(RuntimeError(text))
         return cls(found, next_step, pickled, "".join(traceback.format_exception(error)))
@@ -88,7 +88,7 @@ class WorkerFailure:
         """Return the error, with the worker's traceback as a note."""
         if isinstance(self.error, Exception):
             return self.error
-        error: Exception = pickle.loads(self.error)  # noqa: S301 - of our own process
+        error: Exception = pickle.loads(self.error)  # noqa: S301 - from our own processes
         error.add_note(f"In a worker process:\n{self.traceback}")
         return error
 
@@ -130,7 +130,7 @@ class WorkerBatch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self.batch is not None:
-            self.batch = pickle.loads(self.batch)  # noqa: S301 - of our own process
+            self.batch = pickle.loads(self.batch)  # noqa: S301 - from our own processes
 
     def pin_memory(self) -> WorkerBatch:
         """Put the batch in page-locked memory; `DataLoader` calls this."""

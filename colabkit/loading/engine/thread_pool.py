@@ -84,7 +84,7 @@ class ThreadPool:
                 )
                 break
         if not self._threads:
-            # In the caller's thread a keyboard interrupt must pass through, not count as the error of a batch.
+            # In the caller's thread, a keyboard interrupt must pass through, not count as the error of a batch.
             self._errors = Exception
 
     def ready(self) -> int:

@@ -60,7 +60,7 @@ def fits_on(device: torch.device, needed: int, processes: int) -> bool:
 
 
 def _free_on(device: torch.device, processes: int) -> int:
-    """Return the free bytes of a GPU, divided among the processes of this machine that share it.
+    """Return the free bytes of a GPU, divided among the processes on this machine that share it.
 
     The bytes that torch's caching allocator holds without using them are free, too, but only for this process.
     """
@@ -282,7 +282,7 @@ class RowCache:
                 self._count += 1
 
     def release(self, slot: int) -> None:
-        """Return a claimed slot without storing a row."""
+        """Free a claimed slot without storing a row."""
         with self._lock:
             self._free.append(slot)
 

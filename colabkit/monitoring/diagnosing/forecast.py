@@ -196,7 +196,7 @@ def _share_of_cpu(run: RunProfile) -> float:
 def gather_bytes_per_s(row_bytes: float) -> float:
     """Return the bytes per second at which this machine gathers rows of about this size in random order.
 
-    The first call for a size takes about 10 ms to measure it.
+    The first call for a size measures the rate, which takes about 10 ms.
     """
     words = max(1, -(-int(row_bytes) // _WORD))
     return _gathered_bytes_per_s(min(1 << (words - 1).bit_length(), _PROBE_BYTES // _WORD // 4))

@@ -78,7 +78,7 @@ def _worker_cpu_s(run: RunProfile) -> float | None:
 
 
 def held_by_python(run: RunProfile) -> Advice | None:
-    """Advise processes if only one core is busy, since threads then wait for the GIL."""
+    """Advise worker processes if only one core is busy, since threads then wait for the GIL."""
     machine = run.machine
     if not run.is_starved or machine.cpus < 2 or machine.busiest_core_rate is None or machine.cpu_rate is None:
         return None

@@ -1,7 +1,7 @@
 """`dashboard()` shows a live panel during `train()` or any loop over a `Loader`.
 
 The panel subscribes to the meters. The thread that opened the panel and runs the loop paints it at most twice per
-second, also while this thread waits for a batch of a `Loader`. The loop does not depend on the panel: if painting
+second, even while this thread waits for a batch of a `Loader`. The loop does not depend on the panel: if painting
 fails, the panel falls back to text, and the run continues.
 """
 

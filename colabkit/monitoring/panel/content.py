@@ -32,7 +32,7 @@ _ACTIVITIES = {
     "pack": "Packing samples into one file",
     "verify": "Verifying checksums",
 }
-# Whoever clicked a stop button has not pressed Ctrl-C, and need not know the name of the error.
+# A user who clicked a stop button has not pressed Ctrl-C, and need not know the name of the error.
 _INTERRUPTS = ("KeyboardInterrupt", "Ctrl-C")
 # Longest code line that is shown, in characters.
 _MOST_OF_A_CALL = 240
@@ -73,7 +73,7 @@ class PanelState:
         gpu_number: index of the GPU that the batches go to.
         speed_curve: samples per second.
         data_curve: bytes per second.
-        loss_curve: training loss of single batches.
+        loss_curve: training loss of individual batches.
         cost_share: share of the time that the panel takes, including its measurements, in [0, 1].
         at_s: time of the state in seconds since 1970, which shows whether a frame is old; after the run, that of its
             end.
@@ -139,7 +139,7 @@ class AdviceText(NamedTuple):
 
 
 def clipped(text: object, most: int) -> str:
-    """Return a text as one line without control characters, cut to at most `most` characters."""
+    """Return text as one line without control characters, cut to at most `most` characters."""
     line = printable(text)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 

@@ -47,9 +47,9 @@ _LINES = ((plotting.GREEN, f"solid {plotting.GREEN}"), (plotting.BLUE, f"dashed 
 _LIVE_POINTS, _FINAL_POINTS = 24, 60
 # Heights of small and large charts, in pixels.
 _LOW, _HIGH = 28, 72
-# A frame says that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
+# A frame shows that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
 _STALE_S = 60
-# What follows on an old frame that is wide enough.
+# Text that follows on an old frame that is wide enough.
 _LIVE_HINT, _HINT_PX = "; in another notebook, %status FOLDER shows a run that saves checkpoints", 560
 _THIN = 'vector-effect="non-scaling-stroke"'
 # Longest call that is shown, in characters.
@@ -118,7 +118,7 @@ def _progress(state: PanelState) -> str:
 
 
 def _time(state: PanelState, points: int) -> str:
-    """Return the speed, and the shares of the step time, of which waiting for data is the most important."""
+    """Return the speed, and the shares of the step time, with the share of waiting for data in large type."""
     parts, speed = content.segments(state), charts.speed(state)
     cells = ""
     if speed is not None:

@@ -18,7 +18,7 @@ _NOW_S = 5.0
 # Window for rates of batches, which loaders make in groups: long enough to average over several groups.
 _LATELY_S = 15.0
 _MINUTE_S = 60.0
-# A remaining time is shown once its predictions of the end have agreed for this long, to within this share of it.
+# A remaining time is shown once predictions of the end have agreed for this long, to within this share of that time.
 _STEADY_S, _STEADY_SHARE = 5.0, 0.1
 _PACED_STEPS = 10
 # Maximum number of epochs that are kept; beyond it, every second one of the older epochs is dropped.

@@ -1,4 +1,4 @@
-"""The launcher's actions: each is one line of Python, which the launcher shows, and makes."""
+"""The launcher's actions: each is one function call, which the launcher shows as a line of Python and runs."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def is_place(path: str) -> bool:
 
 
 def list_place(place: str) -> list[Entry]:
-    """Return the entries of a place; that of `""` are the places to begin with.
+    """Return the entries of a place; those of `""` are the places to begin with.
 
     Folders that cannot be listed within two seconds have only the entry that leads up.
     """

@@ -18,7 +18,7 @@ _SMALL = "font:12px/16px system-ui,sans-serif"
 _MONO = "font:12px/18px ui-monospace,monospace"
 _ACCENT, _ALARM = plotting.BLUE, plotting.VERMILLION
 _FAINT = "opacity:.72"
-# The arrow of ipywidgets is black, also in dark themes.
+# The arrow of ipywidgets is black, even in dark themes.
 _ARROW_SVG = (
     f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'><path d='M5 7l4 4 4-4' fill='none' "
     f"stroke='{plotting.GREY}' stroke-width='2'/></svg>"
@@ -47,7 +47,7 @@ def sheet(kept: str) -> str:
         "& input,& select,& button": _FONT,
         "& select": "padding:0 6px",
         "& .widget-dropdown select": f"height:28px;line-height:20px;background-image:{_ARROW}!important",
-        # Otherwise, boxes cut the outline of a focused button off.
+        # Otherwise, boxes cut off the outline of a focused button.
         "& .widget-box": "overflow:visible",
         "& .widget-select": "width:auto;height:auto",
         "& .widget-select select": "padding:4px;border-radius:4px",
@@ -96,7 +96,7 @@ def heading() -> str:
 
 
 def hint(text: str, *, warning: str = "", is_error: bool = False) -> str:
-    """Return lines of help below a field: a text, and a warning."""
+    """Return the lines of help below a field: a hint and a warning."""
     style = f"{_SMALL};color:{_TEXT};padding-left:{LABEL_PX + 8}px;overflow-wrap:anywhere;white-space:pre-wrap"
     shown = _alert(text) if is_error else f"<div style='{_FAINT}'>{escape(text)}</div>"
     return f"<div class='colabkit-hint' style='{style}'>{shown}{_alert(warning) if warning else ''}</div>"
@@ -129,7 +129,7 @@ def folded(frame: str) -> str:
 
 
 def report(found: Report, *, is_open: bool) -> str:
-    """Return a report; a table is shown as its summary line and a collapsible rest, which is expanded if `is_open`."""
+    """Return a report; a table is shown as its summary line, with the rest collapsible, and expanded if `is_open`."""
     shown = found._repr_html_()
     line, end, table = shown.partition("</div><table")
     if not end:

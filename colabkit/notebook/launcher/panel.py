@@ -137,7 +137,7 @@ class Launcher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the panel ignores clicks: while it works, and those that waited for the end of the work."""
+        """Whether the panel ignores clicks: while it works, and afterwards those that were made during the work."""
         return self._worker.is_busy
 
     def show(self) -> None:

@@ -92,7 +92,7 @@ class Settings:
         """The keyword arguments of `train_on()` that differ from its defaults.
 
         Raises:
-            InvalidOption: if a text is invalid.
+            InvalidOption: if the text of a field is invalid.
         """
         found = {name: self._value(name) for name in FIELDS if name != "source"}
         return {name: value for name, value in found.items() if value != _OPTIONS[name].default}
@@ -146,7 +146,7 @@ def _free(place: DiskReport) -> str:
 class FieldWords(LineWords):
     """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for other verbs.
 
-    The training is the line of Python that the launcher shows.
+    A call that trains is written as a line of Python, as the launcher shows it.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class FieldWords(LineWords):
         return f"use {FIELDS[name]}: {default}" if default else f"leave {FIELDS[name]} empty"
 
     def call(self, call: CallRef) -> str:
-        """Return a training as a line of Python, and any other call as a magic."""
+        """Return a call that trains as a line of Python, and any other call as a magic."""
         return PYTHON.call(call) if call.name == _TRAIN_ON.name else super().call(call)
 
 

@@ -1,7 +1,7 @@
 """Stop the work of a click while the kernel's main thread does it.
 
 The kernel handles clicks in order, so a click on Stop would wait for the end of the work. Its message is therefore
-looked for in the kernel's shell channel: in ipykernel 7 by the thread that receives all messages, in ipykernel 6 by a
+intercepted in the kernel's shell channel: in ipykernel 7 by the thread that receives all messages, in ipykernel 6 by a
 thread that receives them while the main thread is busy, and passes them on at the end.
 """
 
@@ -52,7 +52,7 @@ def stoppable(kernel: Any, button: str, stop: Callable[[], None]) -> Iterator[No
 
 @contextlib.contextmanager
 def _by_its_channel_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) -> Iterator[None]:
-    """Let the thread of ipykernel 7 that receives all messages pass only those on that are not taken."""
+    """Make ipykernel 7's thread that receives all messages pass on only those that are not taken."""
     loop, stream, pass_on = kernel.shell_channel_thread.io_loop, kernel.shell_stream, kernel.shell_channel_thread_main
 
     def receive(frames: Sequence[Any]) -> Any:
@@ -105,7 +105,7 @@ def _clicked(session: Any, frames: Sequence[Any]) -> str:
 
 
 def interrupt_main_thread() -> None:
-    """Interrupt the main thread as the kernel's interrupt does, also if it waits in a system call."""
+    """Interrupt the main thread as the kernel's interrupt does, even if it waits in a system call."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -133,7 +133,7 @@ def interrupted_later() -> Iterator[None]:
 
 
 def publish_state(kernel: Any, state: str, parent: Any) -> None:
-    """Let the front end show the kernel as `"busy"` or `"idle"`, as an answer to the message `parent`."""
+    """Make the front end show the kernel as `"busy"` or `"idle"`, as an answer to the message `parent`."""
     if can_receive(kernel):
         content = {"execution_state": state}
         kernel.session.send(kernel.iopub_socket, "status", content, parent=parent, ident=b"kernel.status")

@@ -61,7 +61,7 @@ class ClickWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether clicks are ignored: during the work, and those that waited for its end."""
+        """Whether clicks are ignored: during the work, and afterwards those that were made during it."""
         return self._busy.locked()
 
     def in_main_thread(self, call: Callable[[], Any]) -> None:
@@ -75,7 +75,7 @@ class ClickWorker:
         """Do work in the main thread, unless other work is being done, and call `ended` with its outcome."""
         if not self._busy.acquire(blocking=False):
             return
-        # The front end would show the kernel as idle if another thread has handled the click, or handles others.
+        # The front end would show the kernel as idle if another thread handles this click or others.
         parent = self._kernel.get_parent() if can_receive(self._kernel) else {}
 
         def tell_again() -> None:
@@ -198,7 +198,7 @@ def _main_loop() -> asyncio.AbstractEventLoop | None:
 
 @contextlib.contextmanager
 def _every_second(tell: Callable[[], None]) -> Iterator[None]:
-    """Call a function every second from another thread, so that the panel also changes while the work is silent."""
+    """Call a function every second from another thread, so that the panel changes even if the work reports nothing."""
     over = threading.Event()
 
     def keep_telling() -> None:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 HELD_OUT = {"train": 0.8, "val": 0.2}
 """Shares of the splits of a source that is not split."""
 
-# Images up to this longer side keep their size if all have the same one.
+# Images whose longer side is at most this keep their size if all have the same size.
 _LARGEST_KEPT = 96
 _SIDES = {"cuda": 224, "cpu": 128}
 _MULTIPLE = 8
-# Warn if images of at least this many times the side are shrunk to less than the second number of pixels.
+# Warn if images are shrunk at least by this factor, to fewer than this number of pixels per side.
 _SHRUNK, _DETAILED = 3, 96
 # Images to train on in all epochs together, by network and device.
 _BUDGETS = {
@@ -36,7 +36,7 @@ _FEWEST = 10
 
 _PHOTO_SIDE = 64
 _LOOKED = 64
-# Mean difference of the channels, of 255, from which an image counts as colored.
+# Minimum mean difference between the channels, out of 255, for an image to count as colored.
 _COLORED = 6
 _SIDED = re.compile(r"(^|[^a-z])(left|right|clockwise|counterclockwise|east|west)([^a-z]|$)", re.IGNORECASE)
 _GLYPH = re.compile(r"\d+|.", re.DOTALL)
@@ -44,7 +44,7 @@ _GLYPH = re.compile(r"\d+|.", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A value that was chosen, and how, as text.
+    """A chosen value, with the reason as text.
 
     Attributes:
         value: the value.

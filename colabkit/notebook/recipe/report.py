@@ -1,6 +1,6 @@
 """The report of `train_on()`: the accuracy on held-out images, sample predictions, and how to use the model.
 
-This module does not import torch, see `api`.
+This module does not import torch; see `api`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TrainOnReport(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether all epochs are trained, every checkpoint is saved, and there are no warnings."""
+        """Whether all epochs are complete, every checkpoint is saved, and there are no warnings."""
         return self.training.is_good and not self.warnings
 
     @property
@@ -146,7 +146,7 @@ class TrainOnReport(Report):
 
     @property
     def circumstances(self) -> str:
-        """How the accuracy came about."""
+        """The network, epoch and duration behind the accuracy, and the accuracy of the most frequent class."""
         judged = "these images" if self.chosen_on == self.accuracy_on else f"the split {self.chosen_on!r}"
         epoch = f"epoch {self.best_epoch} of {self.epochs}, the best on {judged}"
         worked = f"trained in {format_seconds(self.seconds)}"
@@ -174,7 +174,7 @@ class TrainOnReport(Report):
             notes.append("the model is no better than always answering the most frequent class")
         if self.skipped:
             first, reason = self.skipped[0]
-            notes.append(f"{format_things(len(self.skipped), 'file')} skipped, first {first!r}: {reason}")
+            notes.append(f"{format_things(len(self.skipped), 'file')} skipped, starting with {first!r}: {reason}")
         if self.training.stopped:
             notes.append(f"training stopped by {self.training.stopped}")
         notes += [

@@ -227,7 +227,7 @@ def _folder_name(source: str, key: str) -> str:
 
 
 def _run_folder(folder: Path, restart: bool, is_remote: bool) -> Path:
-    """Return the folder of the newest run, or of a new one if there is none or with `restart`."""
+    """Return the folder of the newest run; that of a new run with `restart`, or if there is none."""
 
     def names() -> list[str]:
         return os.listdir(folder) if folder.is_dir() else []
@@ -241,7 +241,7 @@ def _run_folder(folder: Path, restart: bool, is_remote: bool) -> Path:
 def _save_model(
     act: str, path: Path, is_remote: bool, network: ChosenNetwork, classes: tuple[str, ...], size: tuple[int, int]
 ) -> Path:
-    """Write the weights of a network, and all that its use needs, to a file, atomically."""
+    """Write the weights of a network, and everything needed to use it, to a file, atomically."""
     written = io.BytesIO()
     values = {
         "network": network.name,

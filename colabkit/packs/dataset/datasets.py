@@ -191,7 +191,7 @@ class PackedDataset(LabelledDataset):
         self._opened.check(self._rows_of(numbers))
 
     def check_files(self) -> bool:
-        """Look for changes of the files, and return whether all samples have been checked against their CRCs.
+        """Look for changes to the files, and return whether all samples have been checked against their CRCs.
 
         If a file was modified in place, all samples count as unchecked.
 

@@ -302,7 +302,7 @@ def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
     first = found[0]
     for other in found:
         if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
-            unequal = f"{other.name!r} has samples of {_kind(other)}, but {first.name!r} of {_kind(first)}"
+            unequal = f"{other.name!r} has samples of {_kind(other)}, but {first.name!r} has {_kind(first)}"
             raise BadSource(
                 cannot(act, unequal, "samples of one shape and dtype", ("Open one split at a time with ", option("x")))
             )

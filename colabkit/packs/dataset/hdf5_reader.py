@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FILTERS = frozenset({1, 2, 3, 32000})
 # Highest compression ratio of deflate; a file that declares more data is suspicious. See zlib.net/zlib_tech.html.
 _MOST_EXPANSION = 1032
-# Cache of decompressed chunks for reading single samples; a chunk of images often exceeds HDF5's default of 1 MiB.
+# Cache of decompressed chunks for reading individual samples; a chunk of images often exceeds HDF5's default of 1 MiB.
 _CACHE_BYTES = 32 << 20
 _NAMES_SHOWN = 20
 _SEARCHED_OBJECTS = 10_000
@@ -146,7 +146,7 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
     if 0 in shape:
         found = f"{name!r} has no samples" if shape[0] == 0 else f"the samples of {name!r} have the shape {shape[1:]}"
-        raise BadSource(cannot(act, found, "at least one sample, of at least one value", _NAME_OTHER))
+        raise BadSource(cannot(act, found, "at least one sample with at least one value", _NAME_OTHER))
     if not shape or not (_is_plain(dtype) or h5py.check_string_dtype(dtype) is not None or varies):
         wrong = f"{name!r} has dtype {dtype}" if shape else f"{name!r} is a single value"
         raise BadSource(cannot(act, wrong, "an array of numbers", _NAME_OTHER))

@@ -66,7 +66,7 @@ DecodedRegion = tuple[int, int, float, float]
 _COMPONENTS = (1, 3)
 # Errors of the fast decoders: simplejpeg raises the first, torch the second.
 _FLAWS = (ValueError, RuntimeError)
-# Skipping fewer rows than this below a box is not worth copying the file.
+# To skip fewer rows than this below a box, copying the file is not worthwhile.
 _SPARED_ROWS = 48
 # Largest height of a coded block (MCU), reached with 4:1:0 subsampling.
 _MCU_ROWS = 32

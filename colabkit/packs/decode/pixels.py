@@ -42,7 +42,7 @@ and 23.
 
 # Pillow itself tells these formats apart.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-# Packages with decoders of HEIF for Pillow; the second has no encoder.
+# Packages with HEIF decoders for Pillow; the second has no encoder.
 _HEIF_PACKAGES = ("pillow_heif", "pi_heif")
 # MPO is a JPEG with several images, as written by some phones.
 _JPEG = ("JPEG", "MPO")

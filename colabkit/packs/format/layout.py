@@ -231,7 +231,7 @@ def count_omitted(left_out: Sequence[tuple[str, str]], bad: Sequence[tuple[str, 
     """Return a line for the files left out of a pack, and one for the bad files, if there are any."""
     counts = {"other file": (left_out, " left out"), "bad file": (bad, "")}
     return [
-        f"{format_things(len(files), kind)}{verb}, first {files[0][0]!r} ({files[0][1]})"
+        f"{format_things(len(files), kind)}{verb}, starting with {files[0][0]!r} ({files[0][1]})"
         for kind, (files, verb) in counts.items()
         if files
     ]

@@ -145,7 +145,7 @@ def convert_labels(values: npt.NDArray[Any], task: Task = "auto") -> npt.NDArray
     if task == "regression" and kind in "biu":
         values, kind = values.astype(np.float64), "f"
     elif task not in ("auto", "regression") and kind == "f" and (values == np.trunc(values)).all():
-        # The largest floats do not fit into an integer.
+        # The largest floats do not fit in an integer.
         values, kind = (values.astype("<i8"), "i") if (np.abs(values) < _LARGEST_CLASS).all() else (values, kind)
     if (task == "multilabel" and values.ndim != 2) or (task in ("classes", "multilabel") and kind == "f"):
         return None
@@ -303,7 +303,7 @@ class _LabelCells:
             is_empty = [cell is None or (type(cell) is float and math.isnan(cell)) for cell in self.cells]
             if empty := [row for row, cell in enumerate(is_empty) if cell]:
                 count = f"{len(empty)} of {format_things(len(cells), 'sample')}"
-                found = (what, f" is empty for {count}, first for {items[empty[0]].path!r}")
+                found = (what, f" is empty for {count}, starting with {items[empty[0]].path!r}")
                 next_step = "Fill in the values, or remove these samples"
                 raise BadSource(cannot(act, found, "a value for every sample", next_step))
 

@@ -187,7 +187,7 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
     # A single folder is just the location of a table's files, not a class.
     if columns and len(meaning.classes) < 2:
         names = list(columns)
-        found = f"no column ({', '.join(names)}) has a common label name, and no folders name the classes"
+        found = f"no column ({', '.join(names)}) has a common label name, and there are no class folders"
         expected = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
         by_column: Text = ("Name a column, for example ", option("labels", names[0]))
         next_step = (by_column, _BY_FUNCTION, ", or pass ", option("labels", None))
@@ -274,7 +274,7 @@ def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[It
     if None in splits:
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        names = f"{', '.join(unknown[:5])}{more}, first for {items[splits.index(None)].path!r}"
+        names = f"{', '.join(unknown[:5])}{more} (first for {items[splits.index(None)].path!r})"
         next_step = (
             "Rename them",
             in_python((", or pass a function of the path: ", option("splits", Code("function")))),

@@ -97,7 +97,7 @@ class ArraySampleMaker(MemorySampleMaker):
     """Takes samples from arrays, one array for each field and split.
 
     Args:
-        columns: the arrays of each field, split after split; `X` first, without labels.
+        columns: the arrays of each field, split by split; `X` first, without labels.
         chosen: numbers of the samples to use, counted across all splits; None for all.
         layout: order of the dimensions of `X`; images `nchw` are stored as `nhwc`.
     """
@@ -248,7 +248,7 @@ def layout_of(act: str, rows: Rows | TextColumn, layout: Layout) -> Layout:
     if layout != "array" and layout not in found:
         kind = "text" if isinstance(rows, TextColumn) else f"{rows.dtype} [{', '.join(['N', *map(str, shape)])}]"
         dimensions = "[N, H, W, C]" if layout == "nhwc" else "[N, C, H, W]"
-        expected = f"images uint8 {dimensions} with 1 or 3 channels"
+        expected = f"uint8 images {dimensions} with 1 or 3 channels"
         raise InvalidOption(cannot(act, f"the samples are {kind}", expected, ("Use ", option("layout", "array"))))
     return layout
 

@@ -74,7 +74,8 @@ class FileCollection:
             rows = len(listing.items) + len(missing)
             most = options.most_bad(rows)
             if len(missing) > most:
-                found = f"files are missing for {len(missing)} of {format_things(rows, 'row')}, first {missing[0][0]!r}"
+                count, first = f"{len(missing)} of {format_things(rows, 'row')}", missing[0][0]
+                found = f"files are missing for {count}, starting with {first!r}"
                 more = ("Check the paths, or increase ", option("max_bad"))
                 raise SourceMissing(cannot(options.act, found, f"at most {most}", more))
         self._labelled = label_samples(
@@ -212,7 +213,8 @@ class FileCollection:
             raise BadImage(cannot(act, reason.message or str(reason), "", repair)) from reason
         if not kinds:
             item, reason = bad[0]
-            found = f"no file could be decoded among {format_things(len(bad), 'file')}, first {item.path!r} ({reason})"
+            count = format_things(len(bad), "file")
+            found = f"no file could be decoded among {count}, starting with {item.path!r} ({reason})"
             more: Text = "" if len(bad) == len(self._items) else (", or increase ", option("max_bad"))
             raise BadImage(cannot(options.act, found, "at least one readable file", ("Check the source", more)))
         return kinds, decode_s / len(kinds)

@@ -218,7 +218,7 @@ def _portable(error: Exception) -> Exception:
     if not isinstance(error, ColabkitError):
         error.add_note(f"In a worker process:\n{text}")
     try:
-        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - data of this process
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - data from this process
         if type(again) is type(error):
             return error
     except Exception:  # noqa: S110 - constructors may need more than a message

@@ -123,7 +123,7 @@ class _Digests:
 def _hashed(kind: str, *parts: bytes) -> bytes:
     digest = hashlib.sha256(kind.encode())
     for part in parts:
-        # Include the length, so different parts cannot join to the same bytes.
+        # Include the length, so different parts cannot be joined to the same bytes.
         digest.update(b"\0%d\0" % len(part) + part)
     return digest.digest()
 

@@ -215,7 +215,7 @@ class PackPlan:
 
     @property
     def numbers(self) -> Indices:
-        """The maker's numbers of all samples, split after split."""
+        """The maker's numbers of all samples, split by split."""
         return np.concatenate(list(self.splits.values()))
 
     @property
@@ -251,11 +251,13 @@ class PackPlan:
         """Raise `BadImage` if more samples are bad than allowed, `BadSource` if all samples of a complete pack are."""
         first = ", ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
         if len(bad) > self.most_bad:
-            found = f"there are at least {format_things(len(bad), 'bad file')}, first {first}"
+            found = f"there are at least {format_things(len(bad), 'bad file')}, starting with {first}"
             more: Text = "" if len(bad) == self.samples else (", or increase ", option("max_bad"))
             raise BadImage(cannot(self.act, found, f"at most {self.most_bad}", ("Check the source", more)))
         if len(bad) == self.samples and not self.is_shard:
-            none_good = f"no sample could be packed among {format_things(self.samples, 'sample')}, first {first}"
+            none_good = (
+                f"no sample could be packed among {format_things(self.samples, 'sample')}, starting with {first}"
+            )
             raise BadSource(cannot(self.act, none_good, "at least one readable sample", "Check the source"))
 
     def data_sets(self, kept: Mapping[str, Indices], lengths: Lengths) -> list[DataSet]:

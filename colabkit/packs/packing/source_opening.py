@@ -31,8 +31,8 @@ def _exchanged(source: object, to: object) -> SourceMissing | None:
     names = [str(path) for path in (source, to) if isinstance(path, str | os.PathLike)]
     if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False]:
         return None
-    found = f"this file does not exist, and the target {names[1]!r} is not named like a pack"
-    next_step = ("Source and target may be exchanged: use ", call("pack", names[1], names[0]))
+    found = f"this file does not exist, and the target {names[1]!r} does not have the name of a pack"
+    next_step = ("The source and the target may be swapped: use ", call("pack", names[1], names[0]))
     return SourceMissing(cannot(f"pack {names[0]!r}", found, "", next_step))
 
 
@@ -64,7 +64,7 @@ def opened_source(
 
 
 def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> Source:
-    """Stage record files and open the local copy, because reading single samples from a mount is slow."""
+    """Stage record files and open the local copy, because reading individual samples from a mount is slow."""
     files = [os.path.abspath(file) for file in remote.files]
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     folder = stage(files, extract=False, refresh=overwrite, progress=progress).path

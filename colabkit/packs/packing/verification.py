@@ -59,7 +59,7 @@ class VerifyReport(Report):
         if not self.damaged:
             return f"{str(self.path)!r} is intact: {format_things(self.samples, 'sample')} match their checksums"
         first = ", ".join(f"{split}[{index}]" for split, index in self.damaged[:_LISTED])
-        damage = f"{len(self.damaged)} of {format_things(self.samples, 'sample')}, first {first}"
+        damage = f"{len(self.damaged)} of {format_things(self.samples, 'sample')}, starting with {first}"
         if self.damaged_files != (self.path.name,):
             damage += f", in {', '.join(map(repr, self.damaged_files))}"
         return f"{str(self.path)!r} is damaged: {damage}; pack or stage the data again"

@@ -85,7 +85,7 @@ def prepare(
 
     A local pack that is not saved yet is then saved, so the next session needs to stage only one file. If saving fails,
     the report contains the reason. A pack that was made from something else is never used, even if it has the right
-    name: the report says how it differs, and the source is packed again.
+    name: the report states how it differs, and the source is packed again.
 
     The state of a source is the names, sizes and modification times (in a bucket, versions) of all its files, including
     those that a table lists. A local pack of a source on this machine is also replaced if a file was changed and its

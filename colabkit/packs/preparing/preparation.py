@@ -117,7 +117,7 @@ class Preparation:
 
         def go_on() -> None:
             if stop.is_set():
-                raise TimedOut(cannot(f"check {self.name!r}", "the time is up", "", "Try again"))
+                raise TimedOut(cannot(f"check {self.name!r}", "the time limit has passed", "", "Try again"))
 
         try:
             if self.is_local or self.find_local() is None:
@@ -172,7 +172,7 @@ class Preparation:
         # The notes are newer than the metadata, for example after a saved pack was staged on another machine.
         noted = self.notes.get("changes")
         changes = (noted.get(info.seal) if isinstance(noted, Mapping) else None) or found.get("changes")
-        # Inodes and times of changes are comparable only within one running system, whose identifier comes first.
+        # Inodes and change times are comparable only until the next reboot; the identifier of the boot comes first.
         is_comparable = str(changes).partition(" ")[0] == self.state.changes.partition(" ")[0]
         if is_comparable and changes != self.state.changes:
             return "files of the source were changed or replaced, and their sizes and times restored"
@@ -346,5 +346,5 @@ def _is_whole(path: Path, *, progress: bool) -> bool:
 
 
 def digest_of(*texts: str) -> str:
-    """Return the first 12 hex digits of the SHA-256 of texts."""
+    """Return the first 12 hex digits of the SHA-256 of strings."""
     return hashlib.sha256(os.fsencode("\0".join(texts))).hexdigest()[:12]

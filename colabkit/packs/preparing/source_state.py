@@ -44,8 +44,8 @@ class SourceState:
     Attributes:
         digest: digest of the names, sizes and modification times of the source's files; an unchanged source has the
             same digest in later sessions.
-        changes: identifier of the running system, a space, and a digest of the files' inodes and the times of their
-            last changes, which no program can restore; empty for a remote source, since mounts may renumber files.
+        changes: identifier of the current boot, a space, and a digest of the files' inodes and change times, which no
+            program can restore; empty for a remote source, since mounts may renumber files.
         checked: the facts that were compared, and those that were not; empty if the source cannot change.
     """
 

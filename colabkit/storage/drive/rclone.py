@@ -78,7 +78,7 @@ class Rclone(DriveMount):
             raise UnsentWrites(
                 cannot(
                     act,
-                    "no remote control of rclone answers, so its pending uploads are unknown",
+                    "rclone's remote control does not answer, so its pending uploads are unknown",
                     "",
                     ("Start rclone with --rc, or discard unsent writes with ", call("unmount", force=True)),
                 )

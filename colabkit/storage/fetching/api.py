@@ -143,7 +143,7 @@ def fetch(
         TargetExists: if the final path holds other data or another version and `overwrite` is not set, or if a file
             would replace a folder or vice versa.
         NotEnoughSpace: if the data does not fit; raised before it is written if its size is known.
-        MissingPackage: if gdown, fsspec or a file system's package is missing; the message says what to install.
+        MissingPackage: if gdown, fsspec or a file system's package is missing; the message states what to install.
         InvalidOption: if `source` or an option is invalid; for local paths, use `stage()`.
 
     Example:

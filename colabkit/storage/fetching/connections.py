@@ -160,7 +160,7 @@ def open_address(url: str, headers: dict[str, str], authorization: str | None, d
     def connection(kind: type[http.client.HTTPConnection]) -> Any:
         def made(*arguments: Any, **options: Any) -> http.client.HTTPConnection:
             one = kind(*arguments, **options)
-            one._create_connection = deadline.connect  # type: ignore[attr-defined]  # noqa: SLF001 - no other way
+            one._create_connection = deadline.connect  # type: ignore[attr-defined]  # noqa: SLF001 - no public API
             return one
 
         return made
@@ -172,7 +172,7 @@ def open_address(url: str, headers: dict[str, str], authorization: str | None, d
         def https_open(self, req: urllib.request.Request) -> HTTPResponse:
             return self.do_open(connection(http.client.HTTPSConnection), req, context=deadline.tls_context())
 
-    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - the address is of http or https
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - the address is http or https
     if authorization:
         request.add_unredirected_header("Authorization", authorization)
     return cast(HTTPResponse, urllib.request.build_opener(_Web, _Redirects).open(request))

@@ -315,7 +315,9 @@ class FetchJob:
             return final
         if final.is_dir() != is_folder:
             types = "a file, and the source is a folder" if is_folder else "a folder, and the source is a file"
-            raise TargetExists(cannot(self.act, f"{str(final)!r} is {types}", "a free path", "Choose another target"))
+            raise TargetExists(
+                cannot(self.act, f"{str(final)!r} is {types}", "an unused path", "Choose another target")
+            )
         if self.overwrite:
             return final
         if self.expected is not None:
@@ -330,7 +332,7 @@ class FetchJob:
             raise TargetExists(cannot(self.act, found, "", again))
         exists = f"{str(final)!r} already exists{' with another digest' if self.expected else ''}"
         next_step = ("Use ", option("overwrite", True), " to replace it, or choose another target")
-        raise TargetExists(cannot(self.act, exists, "a free path", next_step))
+        raise TargetExists(cannot(self.act, exists, "an unused path", next_step))
 
     def _check_no_digest(self) -> None:
         if self.expected is not None:

@@ -118,7 +118,7 @@ class Probe:
         self._plan = ["list", "size", *["small"] * len(SMALL_LEVELS), "open", *["large"] * len(LARGE_LEVELS)]
 
     def run(self) -> None:
-        """Run all phases that apply and fit into the time, and print the results."""
+        """Run all phases that apply and fit within the time limit, and print the results."""
         kind = self._look()
         if kind not in ("folder", "file"):
             return

@@ -149,7 +149,7 @@ class Calls(Generic[T, R]):
         """Start missing threads. Only the caller's thread does this, so `__exit__` knows all of them.
 
         Raises:
-            FileFailed: if the system does not allow a single thread.
+            FileFailed: if the system cannot start even one thread.
         """
         with self._lock:
             missing = min(self._wanted_threads(), self._unended, self._most_threads) - self._running

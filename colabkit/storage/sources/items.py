@@ -276,7 +276,7 @@ def changed_item(source: str, item: Item, found: int) -> SourceChanged:
 
 def unsteady_listing(act: str) -> SourceChanged:
     """Return the error for a folder whose listings never agree."""
-    found = f"each of {MOST_LISTINGS} listings had different names"
+    found = f"no two of {MOST_LISTINGS} listings contained the same names"
     return SourceChanged(cannot(act, found, "", "Try again when no program adds or removes files"))
 
 

@@ -141,7 +141,7 @@ class ManifestSource:
         is_table = isinstance(table, list | tuple) or hasattr(table, "iloc")
         if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):
             found = f"it is {kind_of(table)}" if self._file is None else f"its name ends in {self._file.suffix!r}"
-            expected = f"a pandas DataFrame, a list of paths, or a file of {', '.join(TABLE_SUFFIXES)}"
+            expected = f"a pandas DataFrame, a list of paths, or a file with a suffix among {', '.join(TABLE_SUFFIXES)}"
             next_step = (
                 "Pass a DataFrame or a list of paths"
                 if self._file is None
@@ -195,7 +195,7 @@ class ManifestSource:
                 no_folder = (option("root", root), " is not a folder")
                 raise SourceMissing(cannot(self._act, no_folder, "the folder of the relative paths", next_step))
             rows = format_things(len(table.paths), "row")
-            lost = f"files are missing for {len(missing)} of {rows}, first {missing[0]!r}"
+            lost = f"files are missing for {len(missing)} of {rows}, starting with {missing[0]!r}"
             folder = ("set the folder of relative paths with ", option("root"))
             skip: Text = ""
             if self._skips_missing is False and len(missing) < len(table.paths):

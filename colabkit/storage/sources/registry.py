@@ -315,7 +315,7 @@ def _expanded(act: str, path: Path) -> list[Path]:
     files = _agreed(act, path, lambda: list(dict.fromkeys(_matches(act, path))))
     if missing := [file for file in files if not file.is_file()]:
         shards = format_things(len(files), "shard")
-        found = f"files are missing for {len(missing)} of {shards}, first {str(missing[0])!r}"
+        found = f"files are missing for {len(missing)} of {shards}, starting with {str(missing[0])!r}"
         raise SourceMissing(cannot(act, found, "", "Check the path, or stage the missing shards"))
     if not files:
         raise SourceMissing(cannot(act, "no file matches this pattern", "at least one shard", "Check the pattern"))

@@ -166,7 +166,7 @@ class _Examples:
         return fields
 
     def even_out(self) -> None:
-        """Convert each column to lists if any row has several values; otherwise replace empty lists by None."""
+        """Convert each column to lists if any row has several values; otherwise replace empty lists with None."""
         for name, column in self._found.columns.items():
             if name in self._lists:
                 column[:] = [one if one is None or isinstance(one, list) else [one] for one in column]

@@ -159,7 +159,7 @@ def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> s
     others = [extension for extension in extensions if _kind(extension) not in _COLUMNS] or [*extensions]
     if len(others) > 1:
         found = f"the samples have the members .{', .'.join(sorted(others)[:8])}"
-        expected = "an image, an .npy or only one other member in each sample"
+        expected = "an image, an .npy file or exactly one other member in each sample"
         raise BadSource(cannot(act, found, expected, "Write the shards with one payload per sample"))
     return others[0] if others else ""
 

@@ -237,7 +237,7 @@ def _local_file(
                     # An earlier download is replaced if the source has changed or has no version.
                     yield fetch(str(source), f"{kept.data}/", overwrite=True, progress=run.progress).path
             except (BadArchive, BadSource, Corrupt):
-                # The next call would find the same data, so download it again.
+                # Discard the download; otherwise, the next call would reuse the same bad data.
                 kept.start_over()
                 raise
             kept.start_over()

@@ -82,7 +82,7 @@ class Seal:
         manifest = list(manifest)
         present = {path for path, _ in files_below(folder)}
         if missing := [item.path for item, _ in manifest if item.path not in present]:
-            found = f"{len(missing)} of {len(manifest)} copied files have disappeared, first {missing[0]!r}"
+            found = f"{len(missing)} of {len(manifest)} copied files have disappeared, starting with {missing[0]!r}"
             next_step = f"Check that no other program removes files from {str(folder.parent)!r}, then try again"
             raise FileFailed(cannot(f"stage {self.source!r}", found, "", next_step))
         lines = [json.dumps(dataclasses.asdict(self)), json.dumps([item.ctime_ns for item, _ in manifest])]
@@ -157,7 +157,7 @@ class LocalCopy:
         return hashlib.sha256(b"\n".join(lines)).hexdigest(), sealed_ns
 
     def is_complete(self) -> bool:
-        """Return whether all sealed files exist with their sizes; other files are ignored."""
+        """Return whether all sealed files exist and have the recorded sizes; other files are ignored."""
         sizes = self._sizes()
         if len(sizes) < self.seal.files:
             return False

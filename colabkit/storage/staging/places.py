@@ -176,7 +176,7 @@ class Target:
         return discard_kept(self.path, identity) if identity else 0
 
     def clear(self, act: str) -> int | None:
-        """Remove the local copy, data of interrupted runs, the rest of an interrupted removal, and an empty tmpfs.
+        """Remove the local copy, data of interrupted runs, the remains of an interrupted removal, and an empty tmpfs.
 
         Returns:
             The bytes freed; None if nothing was removed.

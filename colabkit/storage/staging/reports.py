@@ -191,7 +191,7 @@ class StageVerifyReport(Report):
             size = format_bytes(self.checked_bytes)
             return f"{str(self.path)!r} is intact: {format_things(self.files, 'file')}, {size}, all checksums match"
         first = ", ".join(map(repr, self.damaged[:5]))
-        damage = f"{len(self.damaged)} of {format_things(self.files, 'file')}, first {first}"
+        damage = f"{len(self.damaged)} of {format_things(self.files, 'file')}, starting with {first}"
         advice = ("run ", call("stage", ..., refresh=True))
         return self._words.render((f"{str(self.path)!r} is damaged: {damage}; ", *advice))
 

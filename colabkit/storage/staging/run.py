@@ -147,7 +147,7 @@ class StagingRun:
         if not is_ours and not is_empty:
             contents = f"a copy of {seal.source!r}" if seal else "other data"
             holds = f"{str(final)!r} holds {contents}"
-            raise TargetExists(cannot(self.act, holds, "a free path", "Choose another target"))
+            raise TargetExists(cannot(self.act, holds, "an unused path", "Choose another target"))
 
     def _prepare(self, target: Target, plan: StagePlan) -> Target:
         try:

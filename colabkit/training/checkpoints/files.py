@@ -149,13 +149,13 @@ class _CheckpointSink:
     Attributes:
         size: bytes written so far.
         error: the error of a write, kept here because torch replaces errors of the file object with its own.
-        was_opened: exit stack that is closed at the first write.
+        at_first_write: exit stack that is closed at the first write.
     """
 
     def __init__(self, fd: int, path: Path, job: SaveJob) -> None:
         self.size = 0
         self.error: BaseException | None = None
-        self.was_opened = contextlib.ExitStack()
+        self.at_first_write = contextlib.ExitStack()
         self._fd = fd
         self._path = path
         self._job = job
@@ -180,7 +180,7 @@ class _CheckpointSink:
         return self._sha256.hexdigest()
 
     def write(self, data: Buffer) -> int:
-        self.was_opened.close()
+        self.at_first_write.close()
         if self.error is not None:
             raise self.error
         view = memoryview(data).cast("B")
@@ -202,7 +202,7 @@ class _CheckpointSink:
     def _hand_over(self, piece: memoryview) -> None:
         self._pieces.put(piece)
         if self._thread.ident is None:
-            # The system does not allow another thread.
+            # The system cannot start another thread.
             self._pieces.put(None)
             self._put_pieces()
         self.error = self._results.get()
@@ -234,14 +234,14 @@ class _CheckpointSink:
 
 @contextmanager
 def _without_crc(sink: _CheckpointSink) -> Iterator[None]:
-    """Let `torch.save` skip the CRC32, which takes as long as writing; the seal holds a SHA-256 instead.
+    """Make `torch.save` skip the CRC32, which takes as long as writing; the seal holds a SHA-256 instead.
 
     The option may apply to all threads. Torch reads it on opening the file, so it can be restored at the first write.
     """
     former = torch.serialization.get_crc32_options()
-    sink.was_opened.callback(torch.serialization.set_crc32_options, former)
+    sink.at_first_write.callback(torch.serialization.set_crc32_options, former)
     torch.serialization.set_crc32_options(False)
-    with sink.was_opened:
+    with sink.at_first_write:
         yield
 
 

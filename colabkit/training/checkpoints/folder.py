@@ -76,7 +76,7 @@ class CheckpointFolder:
         keep_last: how many of the newest checkpoints to keep.
         mode: whether the lowest or the highest score is best.
         monitor: name of the score; scores with another name are not compared.
-        timeout_s: seconds that one operation may take, plus one second for each 10 MB of a checkpoint. None means 120.
+        timeout_s: seconds that one operation may take, plus one second for every 10 MB of a checkpoint. None means 120.
 
     Attributes:
         local_folder: folder where checkpoints are written first; `to` itself if it is local.

@@ -133,7 +133,7 @@ class ContentCopier:
         # Freeing page-locked memory makes the host wait for the GPU.
         are_locked = any(for_gpu for _, for_gpu in kept)
         del kept
-        if are_locked and torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):  # noqa: SLF001 - there is no other
+        if are_locked and torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):  # noqa: SLF001 - not public
             torch._C._host_emptyCache()  # noqa: SLF001
 
     def _has_buffers(self, extents: Mapping[_Key, _StorageRange]) -> bool:
@@ -168,7 +168,7 @@ class ContentCopier:
 
 
 class _ContentBuilder:
-    """A builder of new nested containers that hold copies of the tensors, or the original tensors without copies."""
+    """A builder of new nested containers that hold copies of the tensors, or the original tensors."""
 
     def __init__(self, act: str, extents: Mapping[int, _StorageRange] | None) -> None:
         self._act = act
