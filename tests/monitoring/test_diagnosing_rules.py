@@ -32,7 +32,7 @@ from doctor_cases import (
     with_threads,
 )
 
-from colabkit.foundation import BusyProcess, LoaderFacts, Place
+from colabkit.foundation import BusyProcess, LoaderFacts, Place, StepTimes
 from colabkit.monitoring.diagnosing import machine_rules
 from colabkit.monitoring.diagnosing.rules import RULES
 
@@ -56,6 +56,11 @@ EPOCHS = {"passes": 4, "first_s": 12.0, "wait_s": 12.0}
 LATE = [step._replace(wait_s=4.0) if number % 200 == 50 else step for number, step in enumerate(steps_of(count=400))]
 SLOWER = [step._replace(wait_s=0.01 + 0.02 * number) for number, step in enumerate(steps_of())]
 UNKNOWN_HOST = replace(QUIET, storage_read_bytes_per_s=None, cpu_rate=None, own_cpu_rate=None, busiest_core_rate=None)
+
+
+def shortened(step: StepTimes, times: int) -> StepTimes:
+    return step._replace(**{name: getattr(step, name) / times for name in ("wait_s", "copy_s", "compute_s", "other_s")})
+
 
 PAUSED = [step._replace(other_s=2.0) if number % 20 == 10 else step for number, step in enumerate(steps_of(count=400))]
 SLEEPING = {"cpu": 0.02, "host": with_threads(ASLEEP)}
@@ -307,6 +312,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "all alike": {"steps": steps_of()},
             "one long step": {"steps": PAUSED[:20] + steps_of(count=300)},
             "short pauses": {"steps": [step._replace(other_s=step.other_s / 20) for step in PAUSED]},
+            "pauses of the scheduler": {"steps": [shortened(step, 200) for step in PAUSED]},
             "checkpoints of train()": {"save_s": 40.0},
             "late data": {"steps": LATE},
         },

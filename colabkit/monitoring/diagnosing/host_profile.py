@@ -12,6 +12,8 @@ from colabkit.foundation import BusyProcess, HostSnapshot, LoopSpot, MetersSnaps
 
 # A step with a pause takes at least this many typical steps; one such step may be an exception.
 _PAUSE, _LEAST_PAUSES = 3.0, 2
+# Shorter pauses are those of the scheduler, whose time slices take several milliseconds, or of the garbage collector.
+_LEAST_PAUSE_S = 0.02
 # The speed is compared with stretches of at least this many seconds and steps.
 _STRETCH_S, _STRETCH_STEPS = 2.0, 8
 # A run counts as fast again until its speed falls below this share of that of its fastest stretch.
@@ -218,7 +220,7 @@ def _aside(hosts: Sequence[HostSnapshot]) -> float:
 def _pauses(steps: Sequence[StepTimes], typical: StepTimes) -> Pauses:
     usual_s = typical.compute_s + typical.other_s
     excess = [step.compute_s + step.other_s - usual_s for step in steps]
-    long = [one for one in excess if one > (_PAUSE - 1) * typical.seconds]
+    long = [one for one in excess if one > max((_PAUSE - 1) * typical.seconds, _LEAST_PAUSE_S)]
     if len(long) < _LEAST_PAUSES or not usual_s:
         return Pauses()
     total_s = sum(step.seconds for step in steps)
