@@ -31,6 +31,7 @@ BENCHMARKS = {
     "change": (),
     "checkpoint": (),
     "click_to_trained": ("data",),
+    "complaints": ("photos",),
     "doctor": (),
     "gpu": (),
     "loader": ("data", "photos", "peers_python"),
