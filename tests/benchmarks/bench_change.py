@@ -5,7 +5,8 @@
 
 Each round starts one new process for each checkout, and the two take turns. New processes are needed because two
 processes with the same code can differ by 10% for their entire run, due to their memory layout. The table shows the
-ratio of medians over the rounds with a bootstrapped 95% interval; above 1, this checkout is faster. The workloads use
+ratio of medians over the rounds with a bootstrapped 95% interval; above 1, this checkout is faster. Without a folder,
+this checkout is compared with itself, which shows how far the machine's noise alone moves the ratio. The workloads use
 only public calls that both checkouts have:
 
 - `loader`: epochs of 50,000 shuffled 32x32 images from a pack, batch size 512, without a copy to contiguous memory
@@ -24,71 +25,67 @@ import os
 import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-from rounds import compared, machine, take_turns, timed, verdict
+from rounds import Bench, take_turns, timed, write_images
+from tables import compared
 
 CHECKOUT = Path(__file__).parents[2]
 NEEDED = 0.97
+BEFORE, AFTER = "before", "colabkit, this checkout"
 TURNS = 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("before", help="folder of the other checkout")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", help="workloads to run, separated by commas")
+    parser.add_argument("before", nargs="?", default=CHECKOUT, help="folder of the other checkout")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS, metavar=("WORKLOAD", "FOLDER"))
-    options = parser.parse_args()
-    if options.child:
-        serve(*options.child)
-        return
-    wanted = options.only.split(",") if options.only else list(WORKLOADS)
-    print(f"{machine()}; {options.rounds} rounds, each with new processes that take turns\n")
-    print(f"{'':<15} {'before':>10} {'after':>10}          ratio (95% interval)")
-    with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder))
-        for name in wanted:
-            before, after = measure(name, options.before, folder, options.rounds)
-            ratio, low, high = compared(before, after)
-            _, _, bound, holds = verdict(name, ratio, NEEDED, "{:.3f}", at_most=False)
-            medians = f"{statistics.median(before) * 1e3:>7.1f} ms {statistics.median(after) * 1e3:>7.1f} ms"
-            print(f"{name:<15} {medians}   {ratio:>10.3f} ({low:.3f} to {high:.3f})   {bound}: {holds}", flush=True)
+    known, _ = parser.parse_known_args()
+    if known.child:
+        serve(*known.child)
+    else:
+        ChangeBench.main(parser, {name: partial(compare, name=name) for name in WORKLOADS}, rounds=15)
 
 
-def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each round for both checkouts.
+@dataclass
+class ChangeBench(Bench):
+    """The benchmark's data."""
+
+    def __post_init__(self) -> None:
+        write_data(self.folder)
+
+
+def compare(bench: ChangeBench, name: str) -> None:
+    """Compare the seconds of a workload in both checkouts.
 
     Each value is the median of several turns after a warm-up. Workloads in `IN_NEW_PROCESSES` take only one turn.
     """
-    checkouts = {"before": os.path.abspath(before), "after": str(CHECKOUT)}
-    local = os.path.join(folder, "near")
-    commands = {which: [sys.executable, __file__, path, "--child", name, folder] for which, path in checkouts.items()}
+    checkouts = {BEFORE: os.path.abspath(bench.options.before), AFTER: str(CHECKOUT)}
+    local = str(bench.folder / "near")
+    words = ("--child", name, str(bench.folder))
+    commands = {which: [sys.executable, __file__, path, *words] for which, path in checkouts.items()}
     environments = {which: {"PYTHONPATH": path, "COLABKIT_LOCAL": local} for which, path in checkouts.items()}
-    figures: dict[str, list[float]] = {"before": [], "after": []}
-    for number in range(rounds):
-        order = ("before", "after")[:: -1 if number % 2 else 1]
+    figures: dict[str, list[float]] = {BEFORE: [], AFTER: []}
+    for number in range(bench.rounds):
+        order = (BEFORE, AFTER)[:: -1 if number % 2 else 1]
         turns = 0 if name in IN_NEW_PROCESSES else TURNS
         found = take_turns({which: commands[which] for which in order}, turns, environments=environments)
         for which, seconds in found.items():
-            figures[which].append(statistics.median(seconds))
-    return figures["before"], figures["after"]
+            figures[which].append(1e3 * statistics.median(seconds))
+    bench.show(f"{name}, each round with new processes that take turns", "ms", figures, [AFTER])
+    bench.need(f"{name}: speed relative to before", compared(figures[BEFORE], figures[AFTER])[0], NEEDED, "{:.3f}")
 
 
 def write_data(folder: Path) -> None:
     """Write small images, photos, and an array of 50,000 images, identical in each run."""
-    chance = np.random.default_rng(0)
-    for name, count, side, classes in (("small", 3000, 32, 10), ("photos", 300, 480, 3)):
-        for number in range(count):
-            coarse = chance.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
-            target = folder / name / f"class{number % classes}" / f"{number:05}.jpg"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(target, quality=90)
-    np.save(folder / "X.npy", chance.integers(0, 256, (50_000, 32, 32, 3), dtype=np.uint8))
+    write_images(folder / "small", 3000, (32, 32), 10)
+    write_images(folder / "photos", 300, (480, 480), 3)
+    rows = np.random.default_rng(0).integers(0, 256, (50_000, 32, 32, 3), dtype=np.uint8)
+    np.save(folder / "X.npy", rows)
 
 
 def serve(name: str, folder: str) -> None:

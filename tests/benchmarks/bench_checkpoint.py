@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rounds import Bench, interleaved, report, spread, table, timed
+from rounds import Bench, interleaved, table, timed
+from tables import spread
 
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="number of torch's threads for the steps"
     )
-    Bench.main(parser, {"call": the_call, "steps": the_steps}, rounds=7)
+    Bench.main(parser, {"call": the_call, "steps": the_steps}, rounds=7, quick={"megabytes": 20})
 
 
 def folder_of(bench: Bench) -> Path:
@@ -88,10 +89,8 @@ def the_call(bench: Bench) -> None:
         figures = interleaved(systems, bench.rounds)
     shutil.rmtree(folder)
     size = sum(tensor.nbytes for tensor in tensors)
-    title = f"Milliseconds that a checkpoint of {size / 1e6:.0f} MB in {len(tensors)} tensors blocks the caller"
-    report(title, "ms", figures, "copy, reused memory", None)
-    bench.figures["call"] = figures
-    middle = {name: statistics.median(values) for name, values in figures.items()}
+    title = f"Time for which a checkpoint of {size / 1e6:.0f} MB in {len(tensors)} tensors blocks the caller"
+    middle = bench.show(title, "ms", figures, ["copy, reused memory"])
     for system, most in (("copy, reused memory", 1.15), ("copy, fresh", 1.0)):
         bench.need(f"save() to {system}", middle["save()"] / middle[system], most, "{:.2f} times", at_most=True)
 

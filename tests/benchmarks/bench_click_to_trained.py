@@ -1,13 +1,13 @@
 """Measure the time from click to trained: from starting Python to a network trained on the images of a slow drive.
 
-    python tests/benchmarks/bench_click_to_trained.py --data cifar10-images.zip --plot docs/images
+    python tests/benchmarks/bench_click_to_trained.py --data cifar10-images.zip
 
 The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency for each open and listing, a limited
 bandwidth and a maximum number of concurrent requests. It is mounted again for every run, and nothing of it is cached.
 Every run is a new process, and its time includes the start of Python and the import of torch. All systems train the
 same network for the same number of epochs, on the CPU, in interleaved rounds. A second visit is a new session: the
-local folder is empty, and the drive holds the pack that the first visit saved. `--plot` draws the medians, for light
-and dark pages; `--from` draws them from an earlier JSON file. It needs root or `fusermount3`, and `mfusepy`.
+local folder is empty, and the drive holds the pack that the first visit saved. It needs
+root or `fusermount3`, and `mfusepy`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import sys
 import time
 import zipfile
@@ -23,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
-from rounds import Bench, Found, child, spread, table
+from rounds import Bench, Found, child
 
 IMAGE_FOLDER = "ImageFolder and DataLoader"
 SYSTEMS = {
@@ -42,26 +41,20 @@ DEADLINE_S = 1800
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", help="zip archive of images in class folders")
+    parser.add_argument("--data", help="zip archive of images in train/CLASS/; by default generated")
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--latency-ms", type=float, default=40)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--bandwidth", type=float, default=20e6, help="bytes per second")
-    parser.add_argument("--plot", type=Path, help="folder for the pictures")
-    parser.add_argument("--from", dest="earlier", type=Path, help="draw the figures of this JSON file; measure nothing")
     parser.add_argument("--run", nargs=4, metavar=("SYSTEM", "DRIVE", "LOCAL", "STARTED"), help=argparse.SUPPRESS)
     known, _ = parser.parse_known_args()
     if known.run:
         system, drive, local, started = known.run
         run(system, Path(drive), Path(local), known.epochs)
         print(json.dumps({"seconds": time.time() - float(started)}))
-    elif known.earlier:
-        plot(json.loads(known.earlier.read_text())["figures"], known.plot)
-    elif not known.data:
-        parser.error("--data is missing")
     else:
-        Bench.main(parser, {"click": click}, rounds=3)
+        Bench.main(parser, {"click": click}, rounds=3, quick={"files": 60})
 
 
 def click(bench: Bench) -> None:
@@ -70,7 +63,7 @@ def click(bench: Bench) -> None:
 
     options = bench.options
     root, local = bench.folder / "root", bench.folder / "local"
-    fill(root, Path(options.data), options.files)
+    fill(root, bench.archive, options.files)
     seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     latency_s = options.latency_ms / 1e3
     for number in range(bench.rounds + 1):
@@ -94,10 +87,12 @@ def click(bench: Bench) -> None:
         f"{options.files:,} images, {options.epochs} epochs; drive: {options.latency_ms:g} ms to open a file, "
         f"{options.at_once} requests at once, {options.bandwidth / 1e6:g} MB/s"
     )
-    bench.figures |= {"seconds": seconds, "conditions": conditions}
-    table(conditions, ("", "s, median", "min", "max"), [(SYSTEMS[n], *spread(s, "{:.1f}")) for n, s in seconds.items()])
-    if options.plot:
-        plot(bench.figures, options.plot)
+    bench.show(
+        f"From click to trained: {conditions}",
+        "s",
+        {SYSTEMS[name]: values for name, values in seconds.items()},
+        [SYSTEMS["unzipped"]],
+    )
 
 
 def fill(root: Path, archive: Path, count: int) -> None:
@@ -164,34 +159,6 @@ def train_with_image_folder(files: Path, epochs: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-
-
-def plot(figures: Found, folder: Path) -> None:
-    """Draw the medians as bars, with a line from the minimum to the maximum, for light and for dark pages."""
-    from matplotlib import rc_context
-
-    from colabkit.foundation import plotting
-
-    for theme, color in {"light": "#1f2328", "dark": "#e6edf3"}.items():
-        colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), color)
-        with rc_context({**colors, "svg.fonttype": "none", "svg.hashsalt": "colabkit", "font.family": "sans-serif"}):
-            figure = plotting.new_figure("plot the times", 7.8, 3.1)
-            axes = figure.add_subplot()
-            for row, (name, values) in enumerate(figures["seconds"].items()):
-                middle, least, most = statistics.median(values), min(values), max(values)
-                bar = plotting.BLUE if name in OURS else plotting.GREY
-                axes.barh(row, middle, color=bar, height=0.62)
-                axes.plot([least, most], [row, row], color=color, linewidth=1.2)
-                axes.annotate(f"{middle:.0f} s", (most, row), (6, 0), textcoords="offset points", va="center")
-            plotting.style_axes(axes, "Seconds from click to trained", "")
-            axes.set_yticks(range(len(SYSTEMS)), [SYSTEMS[name] for name in figures["seconds"]], fontsize=9)
-            axes.invert_yaxis()
-            axes.grid(visible=False, axis="y")
-            axes.margins(x=0.08)
-            axes.tick_params(axis="y", length=0)
-            data = plotting.encode_figure(figure, "svg", transparent=True, metadata={"Date": None})
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"click-to-trained-{theme}.svg").write_bytes(data)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 from doctor_runs import RUNS
 from doctor_traces import TRACES
-from rounds import HERE, child, machine, needs_table, table, verdict
+from rounds import HERE, Bench, child, table, verdict
 
 DEADLINE_S = 300
 CLOSE = 0.15
@@ -29,15 +27,21 @@ CLOSE = 0.15
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="traces,runs")
-    parser.add_argument("--run", help="only runs whose name contains this text")
-    parser.add_argument("--json", help="JSON file for all figures")
-    options = parser.parse_args()
-    print(machine(), flush=True)
-    traces = [trace_row(trace) for trace in TRACES] if "traces" in options.only else []
-    runs = [run_of(run.name) for run in RUNS if "runs" in options.only and (options.run or "") in run.name]
-    if traces:
-        table("Traces", ("", "right", "found", "advice", ""), [row[:5] for row in traces])
+    parser.add_argument("--run", default="", help="only runs whose name contains this text")
+    quick = {"run": "decoding, a light step"}
+    Bench.main(parser, {"traces": judge_traces, "runs": judge_runs}, rounds=1, quick=quick)
+
+
+def judge_traces(bench: Bench) -> None:
+    traces = [trace_row(trace) for trace in TRACES]
+    table("Traces", ("", "right", "found", "advice", ""), [row[:5] for row in traces])
+    bench.figures["traces"] = traces
+
+
+def judge_runs(bench: Bench) -> None:
+    """Judge real runs; if traces were judged before, check the requirements for both."""
+    runs = [run_of(run.name) for run in RUNS if bench.options.run in run.name]
+    bench.figures["runs"] = runs
     shown = [found for found in runs if "missing" not in found]
     if shown:
         headings = (
@@ -54,12 +58,10 @@ def main() -> None:
             "with headspace",
         )
         table("Real runs", headings, [run_row(found) for found in shown])
-    for found in runs:
-        if "missing" in found:
-            print(f"{found['name']}: not run, {found['missing']}")
-    if traces and shown:
-        needs_table(needed(traces, shown))
+    bench.failed += [f"{found['name']}: {found['missing']}" for found in runs if "missing" in found]
     measured = [found["rounds"]["mended"] for found in shown if off_by(found) is not None]
+    if bench.figures.get("traces") and measured:
+        bench.verdicts += needed(bench.figures["traces"], shown)
     if measured:
         share = statistics.mean(map(agreement, measured))
         plain = [abs(off) for found in shown if off_by(found) and (off := off_by(found, "predicted"))]
@@ -69,8 +71,6 @@ def main() -> None:
         print(
             f"\n(Medians of two rounds of a fixed run agree with its other rounds within 15% in {share:.0%} of cases.)"
         )
-    if options.json:
-        Path(options.json).write_text(json.dumps({"machine": machine(), "traces": traces, "runs": runs}, indent=1))
 
 
 def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:

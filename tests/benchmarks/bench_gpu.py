@@ -19,18 +19,18 @@ import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from PIL import Image
-from rounds import Bench, Found, report, spread, table
+from rounds import Bench, Found, table
+from tables import spread
 from torch import Tensor, nn
 
 import colabkit
@@ -347,8 +347,7 @@ def cards(bench: GpuBench) -> None:
     for _ in range(bench.rounds):
         for name, number in zip(rates, (1, count), strict=True):
             rates[name].append(rate_of_processes(bench, number))
-    report("Training, ResNet-18, one process per GPU", "images/s", rates, "one GPU", None)
-    bench.figures["Several GPUs"] = rates
+    bench.show("Training, ResNet-18, one process per GPU", "images/s", rates, ["one GPU"])
     alone, together = map(median, rates.values())
     bench.need("training on several GPUs, share of one GPU per GPU", together / alone / count, 0.9, "{:.2f}")
 
@@ -402,23 +401,13 @@ PARTS = {
 }
 
 
-def run_part(name: str, bench: GpuBench) -> None:
-    """Run a part; its error fails the benchmark after all other parts."""
-    try:
-        PARTS[name](bench)
-    except Exception as error:
-        traceback.print_exc()
-        bench.failed.append(f"{name}: {type(error).__name__}: {error}")
-        bench.figures["failed"] = bench.failed
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to check the script")
-    parser.add_argument("--quick", action="store_true", help="run only a few steps, to check the script")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    options, _ = parser.parse_known_args()
+    options, more = parser.parse_known_args()
+    options.quick = "--quick" in more
     if options.quick:
         torch.set_num_threads(1)
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
@@ -427,7 +416,7 @@ def main() -> None:
         run_rank(options)
     else:
         print(*gpus(torch.device(options.device)), sep="\n")
-        GpuBench.main(parser, {name: partial(run_part, name) for name in PARTS}, rounds=2)
+        GpuBench.main(parser, PARTS, rounds=2)
 
 
 if __name__ == "__main__":

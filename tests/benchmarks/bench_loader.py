@@ -28,7 +28,8 @@ from itertools import islice
 from pathlib import Path
 
 from loader_systems import ORDER_SAMPLES, PACE
-from rounds import HERE, Bench, Found, child, extract, extract_photos, spread, table, take_turns, warm
+from rounds import HERE, Bench, Found, child, extract, extract_photos, table, take_turns, warm
+from tables import spread
 
 import colabkit
 
@@ -53,8 +54,8 @@ JPEG_PEERS = ("FFCV jpg", "DALI")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="zip archive of small JPEGs, with train/CLASS/")
-    parser.add_argument("--photos", required=True, help="zip archive of photos")
+    parser.add_argument("--data", help="zip archive of small JPEGs, with train/CLASS/; by default generated")
+    parser.add_argument("--photos", help="zip archive of photos; by default generated")
     parser.add_argument("--peers", action="store_true", help="also run the other loaders, in this Python")
     parser.add_argument("--peers-python", help="also run the other loaders, with this interpreter")
     LoaderBench.main(parser, RUNS, rounds=3)
@@ -75,13 +76,17 @@ class LoaderBench(Bench):
 
     broken: dict[Path, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.options.quick:
+            os.environ["BENCH_LEAST_S"] = "0.2"
+
     @property
     def peers_python(self) -> str | None:
         return self.options.peers_python or (sys.executable if self.options.peers else None)
 
     def files(self) -> Path:
         """Return the folder of the small images, which has one folder for each class."""
-        return extract(self.options.data, self.folder / "files") / "train"
+        return extract(self.archive, self.folder / "files") / "train"
 
     def few_files(self) -> Path:
         """Return a folder with the first small images of each class."""
@@ -94,7 +99,7 @@ class LoaderBench(Bench):
 
     def photo_files(self, times: int) -> Path:
         """Return a folder that contains each photo this many times."""
-        plain, target = extract_photos(self.options.photos, self.folder / "photos"), self.folder / f"photos-{times}"
+        plain, target = extract_photos(self.photo_archive, self.folder / "photos"), self.folder / f"photos-{times}"
         if not target.is_dir():
             for folder in sorted(plain.iterdir()):
                 link(sorted(folder.iterdir()), target / folder.name, times)
@@ -143,7 +148,8 @@ class LoaderBench(Bench):
     def run_often(self, action: str, row: Row, batch_size: int) -> list[Found]:
         """Run a system in several processes, one after another; stop if one fails."""
         found: list[Found] = []
-        while len(found) < FIRST_RUNS and not (found and "missing" in found[-1]):
+        most = 1 if self.options.quick else FIRST_RUNS
+        while len(found) < most and not (found and "missing" in found[-1]):
             found.append(self.run(action, row, batch_size))
         return found
 
@@ -216,11 +222,8 @@ def bare(bench: LoaderBench) -> None:
     for _ in range(bench.rounds):
         for name, seconds in take_turns(commands, TURNS, f"{TURN_EPOCHS}").items():
             rates[name] += [TURN_EPOCHS * count / each for each in seconds]
-    middle = {name: statistics.median(values) for name, values in rates.items()}
-    lines = [(name, *spread(values)) for name, values in rates.items()]
-    about = f"{bench.rounds} starts of both, each with {TURNS} turns of {TURN_EPOCHS} epochs"
-    table(f"{count:,} images 32x32x3, batch 512, shuffled; {about}", ("", "images/s, median", "min", "max"), lines)
-    bench.figures["bare"] = rates
+    about = f"{TURNS} turns of {TURN_EPOCHS} epochs for each start of both"
+    middle = bench.show(f"{count:,} images 32x32x3, batch 512, shuffled; {about}", "images/s", rates, [BARE])
     bench.need_ratio("bare", middle, OURS, BARE, 0.85)
 
 
@@ -302,18 +305,11 @@ def first(bench: LoaderBench) -> None:
         OURS: Row("colabkit", packed, count),
         "FFCV": Row("FFCV", bench.written("FFCV rows", packed), count),
     }
-    middle, lines = {}, []
-    for name, row in rows.items():
-        found = bench.run_often("first", row, 512)
-        if "missing" in found[-1]:
-            lines.append((name, found[-1]["missing"]))
-            continue
-        values = [one["seconds"] * 1e3 for one in found]
-        bench.figures[f"first, {name}"] = values
-        middle[name] = statistics.median(values)
-        lines.append((name, *spread(values, "{:,.1f}")))
-    head = ("", f"ms, median of {FIRST_RUNS} processes", "min", "max")
-    table(f"Time from making the loader to its first batch, {count:,} images 32x32x3", head, lines)
+    found = {name: bench.run_often("first", row, 512) for name, row in rows.items()}
+    values = {name: [1e3 * one["seconds"] for one in some if "seconds" in one] for name, some in found.items()}
+    missing = {name: some[-1]["missing"] for name, some in found.items() if "missing" in some[-1]}
+    title = f"Time from making the loader to its first batch, {count:,} images 32x32x3"
+    middle = bench.show(title, "ms", values, [OURS], missing)
     bench.need("first: ms to the first batch", middle.get(OURS), 50, "{:,.1f}", at_most=True)
     sooner = middle["FFCV"] / middle[OURS] if len(middle) == 2 else None
     bench.need("first: speed relative to FFCV", sooner, 20, "{:,.1f}")

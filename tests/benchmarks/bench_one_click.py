@@ -40,7 +40,7 @@ from jupyter_lab import Lab, Server, chromium, lab_server, opened_browser
 from kernels import link_packages, make_environment
 from launcher_page import LAUNCHER
 from pictures import fitted_by_pillow, photo, saved
-from rounds import Bench, spread, table
+from rounds import Bench
 from slow_drive import detach
 
 import colabkit
@@ -75,7 +75,7 @@ def main() -> None:
     if known.bare:
         serve_bare(*map(Path, known.bare))
     else:
-        Bench.main(parser, {"one click": run}, rounds=2)
+        Bench.main(parser, {"one click": run}, rounds=2, quick={"photos": 80, "epochs": 1})
 
 
 def run(bench: Bench) -> None:
@@ -112,12 +112,11 @@ def run(bench: Bench) -> None:
                     figures["plain copy and loop"].append(copy_s + loop_s)
                     figures["copy alone"].append(copy_s)
     files = len([*(bench.folder / "lab").glob("*.ipynb")])
-    rows = [(name, *spread(values, "{:.1f}")) for name, values in figures.items()]
-    title = f"{options.photos:,} photos, {options.epochs} epochs, {bench.rounds} rounds"
-    table(f"{title}; the plain copy with {threads:.0f} threads", ("", "median s", "min", "max"), rows)
+    title = f"{options.photos:,} photos, {options.epochs} epochs; the plain copy with {threads:.0f} threads"
+    bench.show(title, "s", figures, ["plain copy and loop"])
     ratios = [one / two for one, two in zip(figures["colabkit"], figures["plain copy and loop"], strict=True)]
     print(f"ratio of each round: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
-    bench.figures = {**figures, "clicks": clicks, "fields": fields, "first": first_s}
+    bench.figures = {"clicks": clicks, "fields": fields, "first": first_s}
     bench.need("files", files, 1, "{:.0f}", at_most=True)
     bench.need("fields", len(fields), 1, "{:.0f}", at_most=True)
     bench.need("clicks", len(clicks), 3, "{:.0f}", at_most=True)

@@ -33,7 +33,8 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from rounds import HERE, Bench, Found, child, extract, extract_photos, last_line, spread, table, warm
+from rounds import HERE, Bench, Found, child, extract, extract_photos, last_line, table, warm
+from tables import spread
 
 import colabkit
 
@@ -54,8 +55,10 @@ MISSED = ("SILENT", "UNTYPED", "CRASH")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="zip archive of small JPEGs, with train/CLASS/ and test/CLASS/")
-    parser.add_argument("--photos", required=True, help="zip archive of photos")
+    parser.add_argument(
+        "--data", help="zip archive of small JPEGs, with train/CLASS/ and test/CLASS/; by default generated"
+    )
+    parser.add_argument("--photos", help="zip archive of photos; by default generated")
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter with the other packages")
     PackingBench.main(parser, RUNS, rounds=5)
 
@@ -64,16 +67,12 @@ class PackingBench(Bench):
     """The benchmark's small files and photos, extracted once, and its packs, each removed after its run."""
 
     @property
-    def archive(self) -> Path:
-        return Path(self.options.data).absolute()
-
-    @property
     def files(self) -> Path:
         return extract(self.archive, self.folder / "files")
 
     @property
     def photos(self) -> Path:
-        return extract_photos(self.options.photos, self.folder / "photos")
+        return extract_photos(self.photo_archive, self.folder / "photos")
 
     def command(self, system: str, source: Path) -> list[str]:
         """Return the command that packs into a new folder; `clear` removes it."""

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from rounds import Bench, interleaved, report, table
+from rounds import Bench, interleaved, table
 from torch import Tensor, nn
 
 import colabkit
@@ -26,7 +26,7 @@ MOST_US = 15.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    Bench.main(parser, {"steps": steps}, rounds=200)
+    Bench.main(parser, {"steps": steps}, rounds=200, quick={"rounds": 5})
 
 
 def steps(bench: Bench) -> None:
@@ -35,8 +35,7 @@ def steps(bench: Bench) -> None:
     custom, supervised = "train(step)", "train(supervised_step(...))"
     systems = {hand: by_hand(False), counting: by_hand(True), custom: by_train(False), supervised: by_train(True)}
     figures = interleaved(systems, bench.rounds)
-    report(f"Microseconds per step: two linear layers, batch {BATCH}, CPU", "us", figures, hand, None)
-    bench.figures["steps"] = figures
+    bench.show(f"A step: two linear layers, batch {BATCH}, CPU", "us", figures, [hand])
     pairs = ((custom, hand), (supervised, hand), (supervised, counting))
     found = [(one, other, *difference(figures[one], figures[other])) for one, other in pairs]
     rows = [(f"{one}, above {other}", *(f"{value:.1f}" for value in values)) for one, other, *values in found]

@@ -30,7 +30,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 from far_mounts import FuseMount, wait_for
-from rounds import Bench, spread, table, timed
+from rounds import Bench, table, timed
+from tables import spread
 
 import colabkit
 from colabkit.storage.sources.engine import BLOCK_BYTES
@@ -38,6 +39,7 @@ from colabkit.storage.sources.items import STAGE_SEAL
 
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)
 BANDWIDTH = 100e6
+OURS = "colabkit.stage()"
 
 
 def main() -> None:
@@ -47,7 +49,8 @@ def main() -> None:
     parser.add_argument("--big-mb", type=int, default=500)
     parser.add_argument("--settings", default="10/16,40/16,100/64", help="latency in ms / requests at once, ...")
     parser.add_argument("--kills", type=int, default=20)
-    StagingBench.main(parser, RUNS, rounds=3)
+    quick = {"files": 100, "big_mb": 20, "settings": "10/16", "kills": 2}
+    StagingBench.main(parser, RUNS, rounds=3, quick=quick)
 
 
 @dataclass
@@ -109,15 +112,12 @@ class StagingBench(Bench):
         """Return a new path for a copy in tmpfs, where `stage()` by default copies data that fits."""
         return self.target(self.tmpfs)
 
-    def show(self, title: str, seconds: Mapping[str, list[float]], needed: Mapping[str, float]) -> None:
-        """Print medians, spreads and the relative speed of `stage()`, and check the requirements."""
-        middle = {name: statistics.median(values) for name, values in seconds.items()}
-        speeds = {name: middle[name] / middle["stage()"] for name in seconds}
-        rows = [(name, *spread(values, "{:.3f}"), f"{speeds[name]:.3f}") for name, values in seconds.items()]
-        table(title, ("", "median s", "min", "max", "speed of stage()"), rows)
-        self.figures[title] = dict(seconds)
+    def race(self, title: str, seconds: Mapping[str, list[float]], needed: Mapping[str, float]) -> None:
+        """Show the seconds of all systems relative to those of `stage()`, and check the requirements."""
+        middle = self.show(title, "s", seconds, [OURS])
         for name, least in needed.items():
-            self.need(f"{title}: speed of stage() relative to {name}", speeds.get(name), least, "{:.2f}")
+            speed = middle[name] / middle[OURS] if name in middle else None
+            self.need(f"{title}: speed of stage() relative to {name}", speed, least, "{:.2f}")
 
 
 def command(*words: object) -> None:
@@ -173,7 +173,7 @@ def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
     print(f"\nplain threads at {latency_ms:g} ms, {at_once:g} at once, seconds: {shown}")
     best = {f"plain, {count} threads": threads(count) for count in sorted(sweep, key=lambda count: sweep[count])[:3]}
     systems: dict[str, tuple[int, Callable[[], object]]] = {
-        "stage()": (rounds, lambda: colabkit.stage(folder, progress=False)),
+        OURS: (rounds, lambda: colabkit.stage(folder, progress=False)),
         **{name: (rounds, run) for name, run in best.items()},
         "rclone copy --transfers 32": (
             rounds,
@@ -185,15 +185,15 @@ def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
     seconds: dict[str, list[float]] = {}
     for number in range(rounds):
         for name, (own_rounds, run) in systems.items():
-            if number < own_rounds and (name.startswith(("stage", "plain")) or shutil.which(name.split()[0])):
+            if number < own_rounds and (name.startswith((OURS, "plain")) or shutil.which(name.split()[0])):
                 seconds.setdefault(name, []).append(on_drive(run))
-            if name == "stage()":
+            if name == OURS:
                 colabkit.unstage(folder)
     swift = min(best, key=lambda name: statistics.median(seconds[name]))
     shown_seconds = {name: values for name, values in seconds.items() if name not in best or name == swift}
     notes = {swift: 0.9, "rclone copy --transfers 32": 1.0, "rsync -a": 1.0, "cp -r": 8.0}
     title = f"{len(bench.paths):,} small files, {latency_ms:g} ms, {at_once:g} requests at once"
-    bench.show(title, shown_seconds, notes)
+    bench.race(title, shown_seconds, notes)
     bench.figures[f"{title}, sweep"] = sweep
 
 
@@ -206,7 +206,7 @@ def big(bench: StagingBench) -> None:
     file = bench.point / "big.bin"
     for latency_ms, at_once in bench.settings:
         systems: dict[str, Callable[[], object]] = {
-            "stage()": lambda: colabkit.stage(file, bench.target(), progress=False),
+            OURS: lambda: colabkit.stage(file, bench.target(), progress=False),
             **{f"plain, {count} threads": partial(bare_ranges, file, count) for count in (1, 4, 16)},
         }
         seconds: dict[str, list[float]] = {name: [] for name in systems}
@@ -217,24 +217,24 @@ def big(bench: StagingBench) -> None:
                 shutil.rmtree(bench.folder / "targets" / str(bench.targets), ignore_errors=True)
         swift = min((name for name in seconds if "plain" in name), key=lambda name: statistics.median(seconds[name]))
         title = f"a file of {bench.options.big_mb} MB, {latency_ms:g} ms, {at_once:g} requests at once, 100 MB/s"
-        shown = {name: values for name, values in seconds.items() if name in ("stage()", swift)}
-        bench.show(title, shown, {swift: 0.95})
+        shown = {name: values for name, values in seconds.items() if name in (OURS, swift)}
+        bench.race(title, shown, {swift: 0.95})
         bench.figures[f"{title}, all"] = seconds
 
 
 def local(bench: StagingBench) -> None:
     """Compare `stage()` with cp for a big file that is copied from a local disk to the same disk."""
     file = bench.root / "big.bin"
-    seconds: dict[str, list[float]] = {"stage()": [], "cp": []}
+    seconds: dict[str, list[float]] = {OURS: [], "cp": []}
     for _ in range(5 * bench.rounds):
         # Write back the data of earlier runs first, so that this run does not wait for it.
         os.sync()
-        seconds["stage()"].append(timed(lambda: colabkit.stage(file, bench.target(), progress=False)))
+        seconds[OURS].append(timed(lambda: colabkit.stage(file, bench.target(), progress=False)))
         shutil.rmtree(bench.folder / "targets" / str(bench.targets))
         os.sync()
         seconds["cp"].append(timed(lambda: command("cp", file, made(bench.target()))))
         (bench.folder / "targets" / str(bench.targets)).unlink()
-    bench.show(f"a file of {bench.options.big_mb} MB, local to local", seconds, {"cp": 1.0})
+    bench.race(f"a file of {bench.options.big_mb} MB, local to local", seconds, {"cp": 1.0})
 
 
 def memory(bench: StagingBench) -> None:

@@ -18,8 +18,8 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 import torch
 from far_mounts import FuseMount
+from rounds import Bench
 
 import colabkit
 from colabkit.notebook.command_line import main as run_command
@@ -66,27 +67,30 @@ def train(folder: Path, seconds: float) -> float:
     return seconds / report.steps
 
 
-def measure(name: str, parent: Path, seconds: float, rounds: int) -> None:
-    times: dict[bool, list[float]] = {True: [], False: []}
-    shares, ages = [], []
-    for number in range(rounds):
-        for is_written in (True, False):
-            folder = parent / f"{number}-{is_written}"
-            if not is_written:
-                with mock.patch.object(status_writer.StatusWriter, "begin"):
-                    times[False].append(train(folder, seconds))
-                continue
-            reader = subprocess.Popen(
-                [sys.executable, "-c", READER, str(folder / "status.json")], stdout=subprocess.PIPE, text=True
-            )
-            times[True].append(train(folder, seconds))
-            reader.kill()
-            ages.append(float(reader.communicate()[0].split()[-2]))
-            shares.append(json.loads((folder / "status.json").read_bytes())["cost_share"])
-    steps = ", ".join(f"{1e3 * min(times[kind]):.3f} ms" for kind in (True, False))
-    print(
-        f"{name}: step with and without {steps}; CPU of the thread {min(shares):.3%}; oldest status {min(ages):.1f} s"
-    )
+def cost(bench: Bench) -> None:
+    """Compare steps with and without a status file, in alternating runs."""
+    for name, parent in folders(bench):
+        times: dict[bool, list[float]] = {True: [], False: []}
+        shares, ages = [], []
+        for number in range(bench.rounds):
+            for is_written in (True, False):
+                folder = parent / f"{number}-{is_written}"
+                if not is_written:
+                    with mock.patch.object(status_writer.StatusWriter, "begin"):
+                        times[False].append(1e3 * train(folder, bench.options.seconds))
+                    continue
+                reader = subprocess.Popen(
+                    [sys.executable, "-c", READER, str(folder / "status.json")], stdout=subprocess.PIPE, text=True
+                )
+                times[True].append(1e3 * train(folder, bench.options.seconds))
+                reader.kill()
+                ages.append(float(reader.communicate()[0].split()[-2]))
+                shares.append(json.loads((folder / "status.json").read_bytes())["cost_share"])
+        bench.show(
+            f"A step, {name}", "ms", {"colabkit": times[True], "without status": times[False]}, ["without status"]
+        )
+        bench.figures[name] = {"cost_share": shares, "age_s": ages}
+        print(f"{name}: CPU of the thread {min(shares):.3%}; oldest status {min(ages):.1f} s")
 
 
 def train_until_killed(folder: Path) -> None:
@@ -97,31 +101,43 @@ def train_until_killed(folder: Path) -> None:
     colabkit.train(burn, loader, epochs=10_000, to=folder, state={}, save_every=50)
 
 
-def kill(name: str, parent: Path, kills: int) -> None:
-    """Kill processes that train, and print whether their status was always complete and shows the end."""
-    reads = torn = reported = 0
+def kills(bench: Bench) -> None:
+    """Kill processes that train, and count torn reads of their status, and ends that it does not report."""
     draws = random.Random(0)
-    for number in range(kills):
-        folder = parent / f"killed-{number}"
-        with subprocess.Popen([sys.executable, __file__, "--killed", str(folder)]) as child:
-            kill_at = None
-            while kill_at is None or time.monotonic() < kill_at:
-                # Reading all the time would keep a slow mount from saving checkpoints.
-                time.sleep(0.05)
-                try:
-                    text = (folder / "status.json").read_bytes()
-                except OSError:
-                    continue
-                reads, torn = reads + 1, torn + is_torn(text)
-                # The first checkpoint has the state before the first step.
-                if kill_at is None and not is_torn(text) and is_later(json.loads(text)["checkpoint"]):
-                    kill_at = time.monotonic() + draws.uniform(0.1, 1)
-            child.kill()
-        reads, torn = reads + 1, torn + is_torn((folder / "status.json").read_bytes())
-        with redirect_stdout(io.StringIO()) as shown:
-            run_command(["status", str(folder)])
-        reported += "dead: process" in shown.getvalue() and "to resume from step" in shown.getvalue()
-    print(f"{name}: {kills} kills, {torn} of {reads:,} reads torn; reported as dead and how to resume: {reported}")
+    for name, parent in folders(bench):
+        reads = torn = reported = 0
+        for number in range(bench.options.kills):
+            folder = parent / f"killed-{number}"
+            with subprocess.Popen([sys.executable, __file__, "--killed", str(folder)]) as child:
+                kill_at = None
+                while kill_at is None or time.monotonic() < kill_at:
+                    # Reading all the time would keep a slow mount from saving checkpoints.
+                    time.sleep(0.05)
+                    try:
+                        text = (folder / "status.json").read_bytes()
+                    except OSError:
+                        continue
+                    reads, torn = reads + 1, torn + is_torn(text)
+                    # The first checkpoint has the state before the first step.
+                    if kill_at is None and not is_torn(text) and is_later(json.loads(text)["checkpoint"]):
+                        kill_at = time.monotonic() + draws.uniform(0.1, 1)
+                child.kill()
+            reads, torn = reads + 1, torn + is_torn((folder / "status.json").read_bytes())
+            with redirect_stdout(io.StringIO()) as shown:
+                run_command(["status", str(folder)])
+            reported += "dead: process" in shown.getvalue() and "to resume from step" in shown.getvalue()
+        bench.figures[f"kills, {name}"] = {"reads": reads, "torn": torn, "reported": reported}
+        bench.need(f"torn reads of {reads:,}, {name}", torn, 0, "{:.0f}", at_most=True)
+        bench.need(f"kills reported as dead and how to resume, {name}", reported, bench.options.kills, "{:.0f}")
+
+
+def folders(bench: Bench) -> Iterator[tuple[str, Path]]:
+    """Return the names of a local disk and of a mounted slow drive, each with a folder for runs."""
+    local, remote = (bench.folder / bench.part / name for name in ("local", "remote"))
+    remote.mkdir(parents=True)
+    yield "local disk", local
+    with FuseMount(bench.folder / bench.part / "drive", remote, latency_s=0.025) as drive:
+        yield "slow drive", drive.point
 
 
 def is_later(checkpoint: str | None) -> bool:
@@ -136,18 +152,17 @@ def is_torn(text: bytes) -> bool:
     return False
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--rounds", type=int, default=3)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=40.0, help="duration of each run")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--killed", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.killed:
-        train_until_killed(options.killed)
-    with tempfile.TemporaryDirectory() as root:
-        (Path(root) / "shown").mkdir()
-        with FuseMount(Path(root) / "drive", Path(root) / "shown", latency_s=0.025) as drive:
-            for name, parent in (("local disk", Path(root) / "local"), ("slow drive", drive.point)):
-                measure(name, parent, options.seconds, options.rounds)
-                kill(name, parent, options.kills)
+    known, _ = parser.parse_known_args()
+    if known.killed:
+        train_until_killed(known.killed)
+    else:
+        Bench.main(parser, {"cost": cost, "kills": kills}, rounds=3, quick={"seconds": 3.0, "kills": 1})
+
+
+if __name__ == "__main__":
+    main()

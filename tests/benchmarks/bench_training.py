@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from rounds import Bench, compared, interleaved, paired, report
+from rounds import Bench, interleaved, paired
+from tables import compared
 from torch import nn
 
 import colabkit
@@ -49,7 +50,9 @@ ENVELOPE_BYTES = 650
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=6.0, help="approximate time of an epoch with the panel")
-    Bench.main(parser, {"steps": steps, "layout": layout, "first": first, "panel": panel}, rounds=80)
+    Bench.main(
+        parser, {"steps": steps, "layout": layout, "first": first, "panel": panel}, rounds=80, quick={"seconds": 1.0}
+    )
 
 
 def steps(bench: Bench) -> None:
@@ -62,8 +65,7 @@ def steps(bench: Bench) -> None:
         },
         bench.rounds,
     )
-    report(f"Microseconds per step: small CNN, batch {BATCH}, CPU", "us", figures, "by hand", None)
-    bench.figures["steps"] = figures
+    bench.show(f"A step: small CNN, batch {BATCH}, CPU", "us", figures, ["by hand"])
     bench.need(
         "a step of train() relative to a hand-written one", paired(figures, "train()", "by hand"), 1.02, "{:.3f}", True
     )
@@ -73,11 +75,9 @@ def layout(bench: Bench) -> None:
     last = "channels_last=True"
     for side in SIDES:
         figures = interleaved({"contiguous": by_layout(side, None), last: by_layout(side, True)}, bench.rounds)
-        title = f"Microseconds per step: small_network, {side}x{side} images, batch {BATCH}, CPU"
-        report(title, "us", figures, last, None)
+        bench.show(f"A step: small_network, {side}x{side} images, batch {BATCH}, CPU", "us", figures, [last])
         ratio, low, high = compared(figures["contiguous"], figures[last])
         print(f"\nTime of contiguous relative to {last}: {ratio:.3f} (95% interval {low:.3f} to {high:.3f})")
-        bench.figures[f"layout {side}"] = figures
         bench.need(f"an epoch over contiguous {side}x{side} images relative to {last}", ratio, 1.05, "{:.3f}", True)
 
 
@@ -103,11 +103,10 @@ def first(bench: Bench) -> None:
         colabkit.pack({"X": images, "Y": np.arange(len(images)) % 10}, path, progress=False)
         systems = {"with checks": by_pack(path, side, False), "without": by_pack(path, side, True)}
         figures = interleaved(systems, bench.rounds)
-        title = f"Microseconds per step of a first epoch: small_network, {side}x{side} images, batch {BATCH}, CPU"
-        report(title, "us", figures, "without", None)
+        title = f"A step of a first epoch: small_network, {side}x{side} images, batch {BATCH}, CPU"
+        bench.show(title, "us", figures, ["without"])
         ratio, low, high = compared(figures["with checks"], figures["without"])
         print(f"\nTime with checks relative to without: {ratio:.3f} (95% interval {low:.3f} to {high:.3f})")
-        bench.figures[f"first {side}"] = figures
         bench.need(
             f"a first epoch over {side}x{side} images relative to one without checks", ratio, 1.05, "{:.3f}", True
         )
@@ -140,9 +139,8 @@ def panel(bench: Bench) -> None:
         "panel on": by_train(samples, beside=lambda: shown(shown_s)),
     }
     figures = interleaved(systems, max(1, bench.rounds // PANEL_ROUNDS_SHARE))
-    title = f"Microseconds per step: small CNN, batch {BATCH}, CPU, {count} steps per round"
-    report(title, "us", figures, "panel off", None)
-    bench.figures["panel"] = figures
+    title = f"A step: small CNN, batch {BATCH}, CPU, {count} steps per round"
+    bench.show(title, "us", figures, ["panel off"])
     frames, sent_bytes = CountingPublisher.frames, CountingPublisher.sent_bytes
     print(f"\n{frames / sum(shown_s):.1f} frames/s, {sent_bytes / frames:,.0f} bytes each")
     bench.need(

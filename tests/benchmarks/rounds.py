@@ -1,4 +1,4 @@
-"""Helpers for the benchmarks: data, processes, interleaved rounds, tables and requirements."""
+"""Helpers for the benchmarks: options, processes, interleaved rounds, results and requirements."""
 
 from __future__ import annotations
 
@@ -7,20 +7,40 @@ import importlib.metadata
 import json
 import os
 import platform
-import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+import numpy as np
+from PIL import Image
+from tables import cells_of, lines_of
+
 PACKAGES = ("torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg")
+PEER_PACKAGES = (
+    "ffcv",
+    "litdata",
+    "mosaicml-streaming",
+    "webdataset",
+    "spdl",
+    "nvidia-dali-cuda120",
+    "datasets",
+    "torch",
+)
+VERSIONS = """
+import importlib.metadata, json
+print(json.dumps({found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}))
+"""
 HERE = Path(__file__).parent
 
 Found: TypeAlias = dict[str, Any]
@@ -31,11 +51,14 @@ Found: TypeAlias = dict[str, Any]
 class Bench:
     """A benchmark in several parts: its folder, measurements, requirements and failures.
 
-    `main()` takes the parts by name, as functions of the benchmark.
+    `main()` takes the parts by name, as functions of the benchmark. `show()` records comparisons, which `tables.py`
+    shows in the documentation; `figures` has all other measurements.
     """
 
     folder: Path
     options: argparse.Namespace
+    part: str = ""
+    comparisons: list[Found] = field(default_factory=list)
     figures: Found = field(default_factory=dict)
     verdicts: list[tuple[str, str, str, str]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -44,27 +67,88 @@ class Bench:
     def rounds(self) -> int:
         return self.options.rounds
 
+    @cached_property
+    def archive(self) -> Path:
+        """The zip archive of small images in train/CLASS/ and test/CLASS/."""
+        if self.options.data:
+            return Path(self.options.data).absolute()
+        train, test = (400, 100) if self.options.quick else (50_000, 10_000)
+        made = write_images(self.folder / "made" / "train", train, (32, 32), 10)
+        write_images(self.folder / "made" / "test", test, (32, 32), 10)
+        return Path(shutil.make_archive(str(self.folder / "images"), "zip", made.parent))
+
+    @cached_property
+    def photo_archive(self) -> Path:
+        """The zip archive of photos."""
+        if self.options.photos:
+            return Path(self.options.photos).absolute()
+        made = write_images(self.folder / "made-photos", 40 if self.options.quick else 400, (500, 375), 4)
+        return Path(shutil.make_archive(str(self.folder / "made-photos"), "zip", made))
+
     @classmethod
-    def main(cls, parser: argparse.ArgumentParser, runs: Mapping[str, Callable[[Self], object]], rounds: int) -> None:
-        """Run the parts named on the command line, print the requirements, and optionally write all figures as JSON."""
+    def main(
+        cls,
+        parser: argparse.ArgumentParser,
+        runs: Mapping[str, Callable[[Self], object]],
+        rounds: int,
+        quick: Mapping[str, Any] = {},
+    ) -> None:
+        """Run the parts named on the command line, print the requirements, and optionally write everything as JSON.
+
+        A part that fails does not stop the others; the benchmark then ends with status 1.
+
+        Args:
+            parser: parser with the benchmark's own options.
+            runs: the parts by name.
+            rounds: default number of rounds.
+            quick: with `--quick`, defaults of the benchmark's options; the number of rounds is then 1.
+        """
         parser.add_argument("--rounds", type=int, default=rounds)
+        parser.add_argument("--quick", action="store_true", help="run one round with little data, to check the script")
         parser.add_argument("--only", default=",".join(runs), help=f"parts to run, of {', '.join(runs)}")
-        parser.add_argument("--json", help="JSON file for all figures")
+        parser.add_argument("--json", type=Path, help="JSON file for all figures")
+        if parser.parse_known_args()[0].quick:
+            parser.set_defaults(**{"rounds": 1, **quick})
         options = parser.parse_args()
         chosen = options.only.split(",")
         if unknown := set(chosen) - set(runs):
             parser.error(f"--only: {', '.join(sorted(unknown))}: unknown parts; expected some of {', '.join(runs)}")
         print(machine(), flush=True)
+        load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             bench = cls(Path(name), options)
             for part in chosen:
-                print(f"\n({part}: {timed(lambda part=part: runs[part](bench)):.0f} s)", flush=True)  # type: ignore[misc]
+                bench.part = part
+                print(f"\n({part}: {timed(partial(bench.run_part, runs[part])):.0f} s)", flush=True)
         needs_table(bench.verdicts)
         if options.json:
-            content = {"machine": machine(), "figures": bench.figures, "needed": bench.verdicts}
-            Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+            bench.write(options.json, load)
         if bench.failed:
             sys.exit("\n".join(["These systems must not fail:", *bench.failed]))
+
+    def run_part(self, run: Callable[[Self], object]) -> None:
+        try:
+            run(self)
+        except Exception as error:
+            traceback.print_exc()
+            self.failed.append(f"{self.part}: {type(error).__name__}: {error}")
+
+    def write(self, path: Path, load: float) -> None:
+        """Write all figures, the machine, its load before the start, and the versions of other packages, as JSON."""
+        peers = getattr(self.options, "peers_python", None)
+        content = {
+            "machine": machine(),
+            "load": load,
+            "revision": revision(),
+            "peers": versions_of(peers) if peers else {},
+            "options": {name: value for name, value in vars(self.options).items() if name != "json"},
+            "comparisons": self.comparisons,
+            "figures": self.figures,
+            "needed": self.verdicts,
+            "failed": self.failed,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rounded(content), indent=1, default=str) + "\n")
 
     def need(self, what: str, found: float | None, needed: float, form: str, at_most: bool = False) -> None:
         """Record a requirement, and whether it is met; a figure of None was not measured."""
@@ -73,6 +157,29 @@ class Bench:
     def need_ratio(self, title: str, medians: Mapping[str, float], name: str, other: str, needed: float) -> None:
         ratio = medians[name] / medians[other] if name in medians and other in medians else None
         self.need(f"{title}: {name} relative to {other}", ratio, needed, "{:.2f}")
+
+    def show(
+        self,
+        title: str,
+        unit: str,
+        values: Mapping[str, Sequence[float]],
+        base: Sequence[str] = (),
+        missing: Mapping[str, str] = {},
+    ) -> dict[str, float]:
+        """Record the values of several systems, one for each round, print them as a table and return the medians.
+
+        Args:
+            title: title of the table.
+            unit: unit of the values.
+            values: values by name of the system.
+            base: names of the systems that the others are compared with.
+            missing: the reasons why systems have no values, by name.
+        """
+        comparison = {"part": self.part, "title": title, "unit": unit, "values": dict(values), "base": base}
+        comparison["missing"] = dict(missing)
+        self.comparisons.append(comparison)
+        table(f"{title}; {self.rounds} rounds", *cells_of(comparison))
+        return {name: statistics.median(some) for name, some in values.items() if some and name not in missing}
 
     def compare(
         self,
@@ -84,7 +191,7 @@ class Bench:
         often: Sequence[str] = (),
         note: str = "",
     ) -> dict[str, float]:
-        """Run systems in interleaved rounds, print a table of their samples per second and return the medians.
+        """Run systems in interleaved rounds, show their samples per second and return the medians.
 
         Args:
             title: title of the table.
@@ -106,22 +213,15 @@ class Bench:
                 elif number:
                     runs[name].append(found)
         rates = {name: [one["samples"] / one["seconds"] for one in some] for name, some in runs.items()}
-        medians = {name: statistics.median(some) for name, some in rates.items() if some and name not in missing}
-        has_cpu = any("cpu_seconds" in one for some in runs.values() for one in some)
-        rows = []
-        for name, values in rates.items():
-            if name in missing:
-                rows.append((name, missing[name]))
-                continue
-            cpu = statistics.median(one["cpu_seconds"] / one["samples"] * 1e6 for one in runs[name]) if has_cpu else 0
-            ratios = [f"{medians[name] / medians[other]:.3g}" if other in medians else "" for other in base]
-            rows.append((name, *spread(values), *([f"{cpu:,.0f}"] if has_cpu else []), *ratios))
-        cpu_head = ["CPU µs per image"] if has_cpu else []
-        head = ("", "images/s, median", "min", "max", *cpu_head, *(f"times {other}" for other in base))
-        table(f"{title}; {self.rounds} rounds", head, rows)
+        medians = self.show(title, "images/s", rates, base, missing)
+        cpu = {
+            name: [one["cpu_seconds"] / one["samples"] * 1e6 for one in some if "cpu_seconds" in one]
+            for name, some in runs.items()
+        }
+        if any(cpu.values()):
+            self.show(f"{title}, CPU time", "us per image", cpu, base)
         if note:
             print(f"({note})", flush=True)
-        self.figures[title] = {"rates": rates, "missing": missing}
         return medians
 
 
@@ -136,32 +236,9 @@ def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict
     return figures
 
 
-def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: str, json_path: str | None) -> None:
-    """Print each system's median, spread and ratio to the baseline; write all figures as JSON if requested."""
-    base = statistics.median(figures[baseline])
-    rows = [(name, *spread(values), f"{statistics.median(values) / base:.2f}") for name, values in figures.items()]
-    rounds = len(next(iter(figures.values())))
-    table(f"{title}; {rounds} rounds after a warm-up", ("", f"{unit}, median", "min", "max", f"times {baseline}"), rows)
-    if json_path:
-        content = {"title": title, "unit": unit, "machine": machine(), "figures": dict(figures)}
-        Path(json_path).write_text(json.dumps(content, indent=1) + "\n")
-
-
 def paired(figures: Mapping[str, list[float]], name: str, other: str) -> float:
     """Return the median of the ratios in each round, which hardly depend on temporary slowdowns of the machine."""
     return statistics.median(one / two for one, two in zip(figures[name], figures[other], strict=True))
-
-
-def compared(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    """Return the ratio of medians and its 95% interval from 2,000 resamples of the rounds."""
-    chance = random.Random(0)
-    pairs = list(zip(before, after, strict=True))
-
-    def ratio(rounds: list[tuple[float, float]]) -> float:
-        return statistics.median(first for first, _ in rounds) / statistics.median(second for _, second in rounds)
-
-    drawn = sorted(ratio(chance.choices(pairs, k=len(pairs))) for _ in range(2000))
-    return ratio(pairs), drawn[50], drawn[-50]
 
 
 def verdict(what: str, found: float | None, needed: float, form: str, at_most: bool) -> tuple[str, str, str, str]:
@@ -177,18 +254,9 @@ def needs_table(verdicts: Iterable[tuple[str, str, str, str]]) -> None:
     table("Requirements", ("", "found", "required", "met"), verdicts)
 
 
-def spread(values: Sequence[float], form: str = "{:,.0f}") -> tuple[str, str, str]:
-    """Return the median, minimum and maximum of some values as text."""
-    return form.format(statistics.median(values)), form.format(min(values)), form.format(max(values))
-
-
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a Markdown table; rows may have fewer cells than the header."""
-    lines = [[*row, *[""] * (len(head) - len(row))] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    rule = "|-" + "-|-".join("-" * width for width in widths) + "-|"
-    print(f"\n{title}\n", shown[0], rule, *shown[1:], sep="\n", flush=True)
+    print(f"\n{title}\n", *lines_of(head, rows), sep="\n", flush=True)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -274,13 +342,53 @@ def warm(folder: Path) -> int:
     return len(paths)
 
 
+def write_images(folder: Path, count: int, size: tuple[int, int], classes: int) -> Path:
+    """Write JPEG files of smooth random patterns in class folders, identical in each run."""
+    chance = np.random.default_rng(0)
+    for number in range(count):
+        coarse = chance.integers(0, 256, (size[1] // 8, size[0] // 8, 3), dtype=np.uint8)
+        target = folder / f"class{number % classes}" / f"{number:05}.jpg"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(target, quality=90)
+    return folder
+
+
+def rounded(content: Any) -> Any:
+    """Return data with its numbers rounded to six digits, which keeps the files small."""
+    if isinstance(content, Mapping):
+        return {str(name): rounded(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [rounded(value) for value in content]
+    return float(f"{content:.6g}") if isinstance(content, float) else content
+
+
+def revision() -> str:
+    """Return the revision of this checkout, with `-dirty` if files have changed; empty without git."""
+    words = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def versions_of(python: str) -> dict[str, str]:
+    """Return the versions of the other packages that an interpreter has installed."""
+    found = child([python, "-c", VERSIONS], 60)
+    return {name: found[name] for name in PEER_PACKAGES if name in found}
+
+
 def machine() -> str:
-    """Return the CPU architecture, the number of usable cores, and the versions of Python and packages as one line."""
+    """Return the processor, cores, memory, and the versions of Python and packages as one line."""
     cores = len(os.sched_getaffinity(0))
+    facts = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    names = {name.strip(): value.strip() for name, value in facts.items()}
+    processor = names.get("model name", platform.machine())
+    memory_gib = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = []
     for package in PACKAGES:
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return f"{platform.machine()}, {cores} cores, Python {platform.python_version()}, {', '.join(versions)}"
+    about = f"{processor}, {cores} cores, {memory_gib:.0f} GiB"
+    return f"{about}, Python {platform.python_version()}, {', '.join(versions)}"

@@ -69,7 +69,7 @@ def test_a_part_that_fails_does_not_stop_the_others(
         script.main()
     written = json.loads(path.read_text())
     assert written["needed"] == [["two", "1", "at least 1", "holds"]]
-    assert written["figures"]["failed"] == ["one: ValueError: planned"]
+    assert written["failed"] == ["one: ValueError: planned"]
 
 
 def test_without_a_gpu_the_benchmark_ends_with_one_sentence(

@@ -1,0 +1,424 @@
+"""Run one way to read data, of a complaint, in a separate process: `python complaint_systems.py COMPLAINT WAY FOLDER`.
+
+The script prints one line of JSON: the samples and seconds of epochs, and in `ready_s` the seconds of everything that
+has to happen once before, such as copying. Only the ways whose names begin with `colabkit` use colabkit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import shutil
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+
+import h5py
+import numpy as np
+import torch
+from models import resnet18, small_vit
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+Found: TypeAlias = dict[str, float]
+Batches: TypeAlias = Iterable[Any]
+
+LEAST_S, MOST_S = (0.2, 1.0) if os.environ.get("BENCH_QUICK") else (3.0, 30.0)
+"""Epochs are repeated for at least `LEAST_S`; a slow way stops after `MOST_S`, in the middle of its epoch."""
+
+ROAD = (192, 640)
+"""Height and width to which the drive's images are resized."""
+
+BATCH, ROAD_BATCH, BLOCK, PHOTO_BATCH = 64, 16, 512, 64
+STEP_S = 0.04
+"""Seconds of a step on the simulated device."""
+
+
+def main() -> None:
+    complaint, way, folder, *more = sys.argv[1:]
+    print("\n" + json.dumps(WAYS[complaint][way](Path(folder), *more)), flush=True)
+    # Some ways stop in the middle of an epoch, whose workers need not end in an orderly way.
+    os._exit(0)
+
+
+def rate(batches: Batches, ready_s: float = 0.0, is_repeated: bool = True) -> Found:
+    """Read epochs and count samples; without `is_repeated`, one epoch at most and without a warm-up."""
+    if is_repeated:
+        for _ in batches:
+            pass
+    samples, began = 0, time.perf_counter()
+    while True:
+        for batch in batches:
+            samples += len(batch[-1])
+            if time.perf_counter() - began > MOST_S:
+                break
+        seconds = time.perf_counter() - began
+        if not is_repeated or seconds > LEAST_S:
+            return {"samples": samples, "seconds": seconds, "ready_s": ready_s}
+
+
+class First:
+    """The first batches of each epoch, so that warm-ups and epochs of slow ways stay short."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        until = time.perf_counter() + MOST_S
+        for batch in self.batches:
+            yield batch
+            if time.perf_counter() > until:
+                return
+
+
+# 1. Images on Drive, read again in each epoch.
+
+
+def road_files(folder: Path) -> DataLoader[Any]:
+    height, width = ROAD
+    steps = transforms.Compose([transforms.Resize((height, width)), transforms.PILToTensor()])
+    return DataLoader(ImageFolder(folder, steps), ROAD_BATCH, shuffle=True, num_workers=2)
+
+
+def from_drive(folder: Path) -> Found:
+    return rate(road_files(folder / "drive" / "images"), is_repeated=False)
+
+
+def copied(folder: Path, target: Path | None = None) -> Found:
+    began = time.perf_counter()
+    local = shutil.copytree(folder / "drive" / "images", (target or folder / "local") / "images")
+    ready_s = time.perf_counter() - began
+    return rate(First(road_files(local)), ready_s)
+
+
+def to_tmpfs(folder: Path) -> Found:
+    target = Path("/dev/shm") / folder.name
+    try:
+        return copied(folder, target)
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+class HDF5Samples(Dataset[Any]):
+    """One sample of an HDF5 file at a time; each worker opens the file itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: h5py.File | None = None
+        with h5py.File(path) as file:
+            self.count = len(file["X"])
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
+        if self.file is None:
+            self.file = h5py.File(self.path)
+        return torch.from_numpy(self.file["X"][row]), int(self.file["Y"][row])
+
+
+def road_hdf5(folder: Path) -> Found:
+    began = time.perf_counter()
+    data = ImageFolder(folder / "drive" / "images")
+    path = folder / "local" / "road.h5"
+    with h5py.File(path, "w") as file:
+        rows = file.create_dataset("X", (len(data), *ROAD, 3), np.uint8, chunks=(1, *ROAD, 3))
+        file["Y"] = data.targets
+        for row, (image, _) in enumerate(data):
+            rows[row] = image.resize(ROAD[::-1])
+    ready_s = time.perf_counter() - began
+    return rate(First(DataLoader(HDF5Samples(path), ROAD_BATCH, shuffle=True, num_workers=2)), ready_s)
+
+
+def road_colabkit(folder: Path) -> Found:
+    import colabkit
+
+    os.environ["COLABKIT_LOCAL"] = str(folder / "local")
+    began = time.perf_counter()
+    data = colabkit.prepare(folder / "drive" / "images", size=ROAD, encoding="raw", to=None, progress=False)["train"]
+    loader = colabkit.Loader(data, ROAD_BATCH, shuffle=True)
+    return rate(loader, time.perf_counter() - began)
+
+
+# 2. An HDF5 file whose chunks hold 512 images, read one image at a time.
+
+
+def one_by_one(folder: Path, workers: int = 0) -> Found:
+    return rate(
+        DataLoader(HDF5Samples(folder / "blocks.h5"), BATCH, shuffle=True, num_workers=workers), is_repeated=False
+    )
+
+
+def blocks(folder: Path) -> Found:
+    """Read blocks in random order, and shuffle only within a block."""
+
+    def epoch() -> Iterator[Any]:
+        with h5py.File(folder / "blocks.h5") as file:
+            starts = range(0, len(file["X"]), BLOCK)
+            for number in torch.randperm(len(starts)).tolist():
+                start = starts[number]
+                images, labels = (torch.from_numpy(file[name][start : start + BLOCK]) for name in ("X", "Y"))
+                order = torch.randperm(len(labels))
+                for some in order.split(BATCH):
+                    yield images[some], labels[some]
+
+    return rate(First(Again(epoch)))
+
+
+class Again:
+    """An iterable that calls a function for each epoch."""
+
+    def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epoch()
+
+
+def block_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    with h5py.File(folder / "blocks.h5") as file:
+        return torch.from_numpy(file["X"][:]), torch.from_numpy(file["Y"][:])
+
+
+def blocks_in_memory(folder: Path) -> Found:
+    began = time.perf_counter()
+    data = TensorDataset(*block_tensors(folder))
+    ready_s = time.perf_counter() - began
+    return rate(First(DataLoader(data, BATCH, shuffle=True)), ready_s)
+
+
+def blocks_colabkit(folder: Path) -> Found:
+    """Pack the same bytes, and read them in a full shuffle."""
+    import colabkit
+
+    began = time.perf_counter()
+    images, labels = block_tensors(folder)
+    colabkit.pack({"X_train": images.numpy(), "Y_train": labels.numpy()}, folder / "blocks-pack.h5", progress=False)
+    ready_s = time.perf_counter() - began
+    del images
+    data = colabkit.open_pack(folder / "blocks-pack.h5")["train"]
+    # The other ways also keep the stored order of the bytes.
+    return rate(colabkit.Loader(data, BATCH, shuffle=True, channels_last=True), ready_s)
+
+
+# 3. Digits of 28x28 for a vision transformer, from files or from memory, at several batch sizes.
+
+
+def digit_files(folder: Path, size: int) -> Batches:
+    steps = transforms.Compose([transforms.Grayscale(), transforms.PILToTensor()])
+    return DataLoader(ImageFolder(folder / "digits", steps), size, shuffle=True, num_workers=2)
+
+
+def digit_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.load(folder / "digits.pt")
+
+
+def digit_dataset(folder: Path, size: int) -> Batches:
+    return DataLoader(TensorDataset(*digit_tensors(folder)), size, shuffle=True)
+
+
+def digit_loader(folder: Path, size: int) -> Batches:
+    import colabkit
+
+    return colabkit.Loader(digit_tensors(folder), size, shuffle=True)
+
+
+def digits(make: Callable[[Path, int], Batches]) -> Callable[..., Found]:
+    def run(folder: Path, size: str) -> Found:
+        batches = First(make(folder, int(size)))
+        return rate(batches) | {"data_share": data_share(batches)}
+
+    return run
+
+
+def data_share(batches: Batches) -> float:
+    """Train a vision transformer for `MOST_S`; return the share of the time that it waits for data."""
+    model = small_vit()
+    optimizer = torch.optim.AdamW(model.parameters())
+    waited = 0.0
+    began = given = time.perf_counter()
+    for images, labels in batches:
+        waited += time.perf_counter() - given
+        loss = torch.nn.functional.cross_entropy(model(images.float() / 255), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        given = time.perf_counter()
+    return waited / (given - began)
+
+
+# 4. A device that has nothing to do between batches.
+
+
+def photo_files(folder: Path, workers: int) -> Batches:
+    steps = transforms.Compose([transforms.RandomResizedCrop(224), transforms.PILToTensor()])
+    data = ImageFolder(folder / "photos", steps)
+    return DataLoader(data, PHOTO_BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+
+
+def prefetched(batches: Batches) -> Batches:
+    """Take the next batch ahead in a thread; on a GPU, copy it on a stream of its own."""
+    is_cuda = torch.cuda.is_available()
+    stream = torch.cuda.Stream() if is_cuda else None
+
+    def copied(batch: Any) -> Any:
+        with torch.cuda.stream(stream):
+            return [part.pin_memory().cuda(non_blocking=True) for part in batch]
+
+    def epoch() -> Iterator[Any]:
+        ahead: queue.Queue[Any] = queue.Queue(1)
+
+        def take() -> None:
+            for batch in batches:
+                ahead.put(copied(batch) if is_cuda else batch)
+            ahead.put(None)
+
+        threading.Thread(target=take, daemon=True).start()
+        while (batch := ahead.get()) is not None:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+            yield batch
+
+    return Again(epoch)
+
+
+def photo_colabkit(folder: Path) -> Batches:
+    import colabkit
+
+    crop = colabkit.augment.RandomResizedCrop(224)
+    data = colabkit.FileDataset(folder / "photos")
+    return colabkit.Loader(data, PHOTO_BATCH, shuffle=True, size=256, transform=crop)
+
+
+def busy(make: Callable[[Path], Batches]) -> Callable[..., Found]:
+    """Return a function that measures the share of an epoch in which the device works, from the second epoch on."""
+
+    def run(folder: Path) -> Found:
+        batches = make(folder)
+        step = device_step()
+        first = next(iter(batches))
+        step(first)
+        began = time.perf_counter()
+        step(first)
+        step_s = time.perf_counter() - began
+        for _ in batches:
+            pass
+        steps, began = 0, time.perf_counter()
+        while time.perf_counter() - began < LEAST_S:
+            for batch in batches:
+                step(batch)
+                steps += 1
+        return {"busy_share": min(1.0, steps * step_s / (time.perf_counter() - began))}
+
+    return run
+
+
+def device_step() -> Callable[[Any], None]:
+    """Return a step of ResNet-18 on the GPU; without one, a step that sleeps, as if a device worked."""
+    if not torch.cuda.is_available():
+        return lambda batch: time.sleep(STEP_S)
+    model = resnet18(10).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(batch: Any) -> None:
+        images, labels = (part.cuda(non_blocking=True) for part in batch)
+        loss = torch.nn.functional.cross_entropy(model(images.float() / 255), labels % 10)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+
+    return step
+
+
+# 5. More data than memory, read by an asynchronous generator over a shuffled DataFrame.
+
+
+def generated(folder: Path, at_once: int) -> Found:
+    import pandas as pd
+
+    paths = sorted((folder / "drive" / "images").rglob("*.jpg"))
+    table = pd.DataFrame({"path": map(str, paths), "label": [int(path.parent.name[-1]) for path in paths]})
+
+    def load(path: str) -> np.ndarray:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB").resize(ROAD[::-1]))
+
+    async def batches() -> AsyncIterator[Any]:
+        shuffled = table.sample(frac=1)
+        for start in range(0, len(shuffled), ROAD_BATCH):
+            rows = shuffled.iloc[start : start + ROAD_BATCH]
+            images: list[np.ndarray] = []
+            for first in range(0, len(rows), at_once):
+                some = rows["path"].iloc[first : first + at_once]
+                images += await asyncio.gather(*(asyncio.to_thread(load, path) for path in some))
+            yield np.stack(images), rows["label"].to_numpy()
+
+    def epoch() -> Iterator[Any]:
+        loop = asyncio.new_event_loop()
+        coming = batches()
+        while True:
+            try:
+                yield loop.run_until_complete(anext(coming))
+            except StopAsyncIteration:
+                return
+
+    return rate(Again(epoch), is_repeated=False)
+
+
+def streamed_colabkit(folder: Path) -> Found:
+    """Read shards in blocks, which were packed beforehand, in their first epoch."""
+    import colabkit
+
+    data = colabkit.open_pack(folder / "drive" / "shards.h5")["train"]
+    loader = colabkit.Loader(data, ROAD_BATCH, shuffle="block", keep="disk", channels_last=True)
+    return rate(loader, is_repeated=False)
+
+
+COLABKIT = "colabkit.Loader"
+WAYS: dict[str, dict[str, Callable[..., Found]]] = {
+    "drive": {
+        "DataLoader over files on the drive": from_drive,
+        "copied to the local disk": copied,
+        "copied to tmpfs": to_tmpfs,
+        "HDF5 by sample, DataLoader": road_hdf5,
+        COLABKIT: road_colabkit,
+    },
+    "blocks": {
+        "one by one": one_by_one,
+        "one by one, 2 workers": lambda folder: one_by_one(folder, 2),
+        "blocks of 512, shuffled within": blocks,
+        "in memory, TensorDataset": blocks_in_memory,
+        COLABKIT: blocks_colabkit,
+    },
+    "memory": {
+        "files, DataLoader": digits(digit_files),
+        "in memory, TensorDataset": digits(digit_dataset),
+        COLABKIT: digits(digit_loader),
+    },
+    "idle": {
+        "DataLoader": busy(lambda folder: photo_files(folder, 0)),
+        "DataLoader, 2 workers": busy(lambda folder: photo_files(folder, 2)),
+        "DataLoader, next batch prefetched": busy(lambda folder: prefetched(photo_files(folder, 0))),
+        "DataLoader, 2 workers, prefetched": busy(lambda folder: prefetched(photo_files(folder, 2))),
+        COLABKIT: busy(photo_colabkit),
+    },
+    "stream": {
+        "asynchronous generator, one file at a time": lambda folder: generated(folder, 1),
+        "asynchronous generator, a batch at once": lambda folder: generated(folder, ROAD_BATCH),
+        "DataLoader, 2 workers": from_drive,
+        COLABKIT: streamed_colabkit,
+    },
+}
+
+if __name__ == "__main__":
+    main()
