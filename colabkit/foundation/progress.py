@@ -252,7 +252,7 @@ class ProgressBar:
 
 
 def _chosen_show() -> Show | None:
-    """Return the function of an open panel, or a bar; None to show nothing."""
+    """Return what shows progress: the function of an open panel, else a new bar; None to show nothing."""
     show = next(filter(None, (offer() for offer in reversed(_offers))), None)
     if show is None and (screen := choose_screen("auto", sys.stderr)) is not None:
         show = _Bar(screen)

@@ -1,4 +1,4 @@
-"""Planted work that holds a training loop up on the host, for doctor_runs.py."""
+"""Artificial work on the host that slows down a training loop, for doctor_runs.py."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def hold_lock(stop: threading.Event) -> None:
 
 
 def compute_freely(stop: threading.Event) -> None:
-    """Compute a quarter of the time, without the GIL."""
+    """Compute during a quarter of the time, with the GIL released."""
     values = np.random.default_rng(0).random(1 << 18)
     while not stop.is_set():
         started = time.perf_counter()

@@ -156,7 +156,7 @@ def packing(folder: Path, stack: ExitStack) -> tuple[Work, Work]:
 def staging(folder: Path, stack: ExitStack) -> tuple[Work, Work]:
     root = write_images(folder / "root", REMOTE_FILES, (32, 32), 4)
     paths = [str(path.relative_to(root)) for path in root.rglob("*.jpg")]
-    # Nothing of this mount is cached, so every round reads all files from it.
+    # Nothing on this mount is cached, so every round reads all files from it.
     drive = stack.enter_context(FuseMount(folder / "drive", root, latency_s=0.0, open_s=LATENCY_S, at_once=AT_ONCE))
     pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
     target = folder / "target"

@@ -97,7 +97,7 @@ def run(name: str, results: Path, options: argparse.Namespace) -> tuple[str, str
 
 
 def run_words(words: list[str]) -> str:
-    """Run a program in its own process group; return the last line of its errors if it fails, else an empty text."""
+    """Run a program in its own process group; return the last line of its stderr if it fails, else an empty string."""
     last = ""
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None

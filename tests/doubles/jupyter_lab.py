@@ -221,7 +221,7 @@ class Lab:
     def reload(self) -> None:
         """Reload the page, as the browser's button does, and wait until it shows the notebook again.
 
-        A kernel that runs a cell does not answer in the meantime.
+        This does not wait for the kernel, which cannot respond while it is running a cell.
         """
         self.page.reload()
         self._wait_for_app()

@@ -62,11 +62,11 @@ def write_photos(folder: Path, count: int) -> None:
 
 
 class Camera:
-    """Takes pictures of a page of JupyterLab, of one state in all themes and widths.
+    """Takes screenshots of a JupyterLab page that show the same state in every theme and width.
 
     Args:
         lab: the page.
-        folder: folder for the pictures.
+        folder: folder for the screenshots.
     """
 
     def __init__(self, lab: Lab, folder: Path) -> None:

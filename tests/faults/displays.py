@@ -65,7 +65,7 @@ def _fail(error: type[Exception], *arguments: Any, **options: Any) -> None:
 
 
 def _disturbances() -> dict[str, tuple[AbstractContextManager[Any], Any]]:
-    """Return patches that make counters and screens fail, by name, each with the screen of the panel."""
+    """Return, by name, patches that make counters or screens fail, each with the `screen` of the panel."""
     found: dict[str, tuple[AbstractContextManager[Any], Any]] = {}
     errors = (OSError, RuntimeError, ValueError, psutil.AccessDenied, psutil.NoSuchProcess)
     process = ("cpu_times", "io_counters", "memory_info", "children", "num_threads", "oneshot", "create_time")

@@ -331,7 +331,7 @@ def test_batches_made_on_the_gpu_are_handed_over_without_a_copy_and_without_a_ra
 
 
 class Graph:
-    """A custom batch that moves itself."""
+    """A custom batch with its own method `to`."""
 
     def __init__(self, nodes: torch.Tensor) -> None:
         self.nodes = nodes

@@ -1,4 +1,4 @@
-"""Images that are decoded on a GPU reach the caller without a copy and without a race, on a simulated GPU."""
+"""Images decoded on the device reach the caller without copies or races, with a simulated GPU."""
 
 from __future__ import annotations
 

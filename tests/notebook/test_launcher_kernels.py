@@ -85,7 +85,7 @@ class Kernel:
         return message
 
     def state(self) -> tuple[str, list[str], list[bool], list[str]]:
-        """Return the launcher's message, the staged sources, whether each ran in the main thread, and result names."""
+        """Return the message, the staged sources, whether the main thread staged each, and the results' names."""
         return tuple(json.loads(self.run(STATE)))
 
     def clicks(self, button: str, times: int = 1) -> list[str]:

@@ -32,7 +32,8 @@ _NEEDED = ("NVMLError", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvm
 _IS_LOST = 15
 # Invalid argument, not supported, no permission, function not found, version mismatch, deprecated.
 _NEVER = frozenset({2, 3, 4, 13, 25, 26})
-# Bits nvmlClocksEventReasonSwPowerCap, ...HwPowerBrakeSlowdown; ...SwThermalSlowdown, ...HwThermalSlowdown.
+# Bits of NVML's clock event reasons: SwPowerCap and HwPowerBrakeSlowdown for power, SwThermalSlowdown and
+# HwThermalSlowdown for heat.
 _SLOWED = {
     "power": 0x04 | 0x80,
     "heat": 0x20 | 0x40,

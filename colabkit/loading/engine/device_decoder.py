@@ -280,7 +280,7 @@ def _synchronize(stream: torch.cuda.Stream) -> None:
 
 @dataclass(frozen=True)
 class _DeviceImages:
-    """Images of a batch that are on the device; this object is not a tensor, so it is not copied there."""
+    """Images of a batch that are already on the device, in an object that `send` does not copy, unlike a tensor."""
 
     images: Tensor
 

@@ -68,7 +68,7 @@ def doctor(
     seconds: float | str = 5.0,
     headspace: HeadspaceReport | None = None,
 ) -> Diagnosis:
-    """Find the bottleneck of a training run, split up the step time, and give up to three pieces of advice.
+    """Find the bottleneck of a training run, break down the step time, and suggest up to three fixes.
 
     Args:
         of: a `TrainReport` or the path of a saved one; a `Loader`, or another loader wrapped by `watch()`, that a
@@ -78,7 +78,7 @@ def doctor(
         seconds: how long to iterate a loader that has not been used, in seconds or as text such as `"1min"`.
         headspace: the result of `headspace()` for the same step, which must do everything that the watched loop does
             with a batch. The speeds after each fix are then predicted from the step's time without a loader. Otherwise,
-            that time is estimated from the run itself, which is less accurate if loader and step share a CPU.
+            that time is estimated from the run itself, which is less accurate if the loader and the step share a CPU.
 
     Returns:
         The diagnosis: the verdict, the shares of the step time, and the advice.

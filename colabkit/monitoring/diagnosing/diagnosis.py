@@ -148,7 +148,7 @@ class Diagnosis(Report):
 
 
 def gain_text(advice: Advice, now: float) -> str:
-    """Return how many times as fast a run becomes, such as `"1.8-2.4"` with an en dash; empty without a prediction."""
+    """Return the predicted speedup as text, such as `"1.8–2.4"`; an empty string without a prediction."""
     if advice.samples_per_s is None or not now:
         return ""
     low = (advice.low_samples_per_s or advice.samples_per_s) / now

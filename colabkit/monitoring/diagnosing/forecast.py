@@ -24,7 +24,7 @@ from colabkit.monitoring.diagnosing.run_profile import RunProfile, settled_steps
 _LEAST_SHARE = 0.2
 # Relative error of measured costs of the loader.
 _COST_ERROR = 0.25
-# Relative error of a step on the CPU that `headspace()` measured.
+# Relative error of `headspace()` measurements of a step on the CPU.
 _STEP_ERROR = 0.1
 _STRETCHES, _LEAST_SPREAD, _MOST_SPREAD = 16, 0.1, 0.5
 _PROBE_BYTES, _PROBE_ROWS, _PROBES = 16 << 20, 1 << 16, 5

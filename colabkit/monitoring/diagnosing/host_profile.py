@@ -34,9 +34,9 @@ class Pauses:
     """Steps of a run that took much longer than a typical one although their data was ready.
 
     Attributes:
-        share: share of all time by which these steps exceeded typical ones, in [0, 1].
+        share: total excess of these steps over typical ones, as a share of the total time, in [0, 1].
         seconds: mean excess of such a step.
-        steps: number of steps from one to the next, on average.
+        steps: mean number of steps from one of these steps to the next.
     """
 
     share: float = 0.0

@@ -68,7 +68,7 @@ def local_copy(run: RunProfile) -> str:
 
 
 def staging_s(run: RunProfile) -> float | None:
-    """Return the seconds for copying the samples: at most those of an epoch that waits for them; None if unknown."""
+    """Return an upper limit of the seconds for copying the samples: those of a present epoch; None if unknown."""
     samples = run.facts.samples
     return samples / run.samples_per_s if samples and run.samples_per_s else None
 

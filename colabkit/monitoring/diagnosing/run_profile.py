@@ -116,7 +116,7 @@ class RunProfile:
         measured_alone_s: seconds per sample of the step without a loader; None if not measured.
         epochs: for each complete epoch, its number, from 1, and its values by label.
         values: the newest values of a step, by name; empty if unknown.
-        host: what holds the steps up on the host.
+        host: causes of delays on the host.
     """
 
     step: StepTimes
@@ -432,8 +432,8 @@ def typical_step(steps: Sequence[StepTimes]) -> StepTimes:
 def quick_compute_s(steps: Sequence[StepTimes]) -> float:
     """Return the first percentile of the compute seconds, scaled to a batch of typical size.
 
-    On a CPU shared by loader and step, a few steps run undisturbed. Measured next to decoding, which made typical steps
-    two to six times as long, the fastest steps were within 10% of the time without a loader.
+    On a CPU shared by the loader and the step, a few steps run undisturbed. In measurements with concurrent decoding,
+    typical steps took two to six times as long, but the fastest were within 10% of their time without a loader.
     """
     sized = sorted(step.compute_s / step.samples for step in steps if step.samples)
     return sized[int(_QUICK * len(sized))] * typical_step(steps).samples if sized else 0.0

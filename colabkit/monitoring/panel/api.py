@@ -73,8 +73,8 @@ def dashboard(
     """Return a context manager that shows a live panel while its block runs, or show the panel of another process.
 
     The panel shows the bottleneck and advice during `train()`, a loop over a `Loader`, or a loop over another loader
-    wrapped by `watch()`, and the progress of `stage()`, `pack()` and other long operations before it. Throughout, it
-    shows the utilization of GPUs and CPUs, and the rates of disks and network. It appears when the loop or operation
+    wrapped by `watch()`, and the progress of `stage()`, `pack()` and other long operations that precede it. Throughout,
+    it shows the utilization of GPUs and CPUs, and disk and network throughput. It appears when the loop or operation
     begins. In a loop, epochs are numbered by the loader and include those before the panel was opened. The panel shows
     its own share of the run time, and reduces its frame rate if painting takes more than 0.5%.
 
@@ -83,15 +83,16 @@ def dashboard(
     it.
 
     Args:
-        attach: folder of the checkpoints of a run, or the folder to which `train_on()` saves; may be on Drive. If there
-            are several runs, the only one that is alive is shown. None to show the loops of this process.
+        attach: folder of the checkpoints of a run, or the folder to which `train_on()` saves; the folder may be on
+            Drive. If it contains several runs, the panel shows the only one that is still running. None to show the
+            loops of this process.
         refresh_s: seconds between frames, at least 0.5.
         screen: where the panel is shown. `"notebook"` is an output of the cell, whose last frame stays in the saved
             notebook. `"text"` is redrawn in the terminal. `"lines"` prints one line every 10 s, less often after a
             minute, and at most 2 kB. `"final"` shows only the last frame. `"none"` shows nothing and also suppresses
-            the panel of `%load_ext colabkit`. `"auto"` is the environment variable `COLABKIT_SCREEN` if it is set,
-            otherwise `"notebook"` in a notebook, `"text"` in a terminal, and `"lines"` where nothing can be redrawn,
-            such as in a pipe or with Colab's command line.
+            the panel of `%load_ext colabkit`. `"auto"` uses the value of the environment variable `COLABKIT_SCREEN` if
+            it is set, otherwise `"notebook"` in a notebook, `"text"` in a terminal, and `"lines"` where output cannot
+            be redrawn, such as in a pipe or with Colab's command line.
 
     Returns:
         The panel, as a context manager; with `attach`, the last status of the run.

@@ -129,7 +129,7 @@ def folded(frame: str) -> str:
 
 
 def report(found: Report, *, is_open: bool) -> str:
-    """Return a report; a table is shown as its summary line, with the rest collapsible, and expanded if `is_open`."""
+    """Return the HTML of a report; a table is folded to its summary line unless `is_open` is set."""
     shown = found._repr_html_()
     line, end, table = shown.partition("</div><table")
     if not end:

@@ -26,7 +26,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 POPULATE_READ = 22
 """MADV_POPULATE_READ, since Linux 5.14; Python's mmap module does not define it."""
 
-# Samples of fewer bytes are gathered many at a time, and their pages are not read in advance.
+# Samples with fewer bytes than this are gathered in groups, and their pages are not read in advance.
 _LARGE_ROW = 16 << 10
 # Bytes gathered at once, which fit in a processor's L2 cache.
 _GATHERED_BYTES = 512 << 10

@@ -288,12 +288,12 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
 
 
 def _largest_pair(file: h5py.File) -> tuple[str, str]:
-    """Return the names of the dataset that probably holds the samples, and of that with one label for each of them."""
+    """Return the names of the two datasets that probably hold the samples and their labels."""
     sizes = {name: file[name].shape for name in dataset_names(file)}
     known = {name: shape for name, shape in sizes.items() if shape}
     x = max(known, key=lambda name: math.prod(known[name]), default="images")
     beside = [name for name, shape in known.items() if name != x and shape[0] == known[x][0]]
-    # Of datasets of equal length, the labels are usually those beside the samples.
+    # If several datasets have a row for each sample, the labels are usually in the same group as the samples.
     beside.sort(key=lambda name: (name.rpartition("/")[0] != x.rpartition("/")[0], math.prod(known[name])))
     return x, beside[0] if beside else "labels"
 

@@ -242,7 +242,7 @@ class FileCollection:
 
 
 def _column_table(act: str, field: str, column: str, values: list[Any]) -> FieldTable:
-    """Convert a column of numbers, of lists of numbers of one length, or of text to a field."""
+    """Convert a column of numbers, of equally long lists of numbers, or of text to a field."""
     missing = sum(value is None for value in values)
     if missing:
         empty = f"{missing} of {format_things(len(values), 'cell')} in the column {column!r} are empty"
@@ -257,8 +257,8 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
     if array.dtype.kind not in "biuf" or len(array) != len(values):
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
         found = f"the column {column!r} contains values of type {kinds}"
-        expected = "numbers, lists of numbers of one length, or text"
-        raise BadSource(cannot(act, found, expected, "Convert the column, or remove the field"))
+        expected = "numbers, equally long lists of numbers, or text"
+        raise BadSource(cannot(act, found, expected, "Convert the column, or remove the field that uses it"))
     return FieldTable(Field(field, "array"), array)
 
 

@@ -172,7 +172,7 @@ class Preparation:
         # The notes are newer than the metadata, for example after a saved pack was staged on another machine.
         noted = self.notes.get("changes")
         changes = (noted.get(info.seal) if isinstance(noted, Mapping) else None) or found.get("changes")
-        # Inodes and change times are comparable only until the next reboot; the identifier of the boot comes first.
+        # Inodes and change times are comparable only until the next reboot, so `changes` begins with the boot ID.
         is_comparable = str(changes).partition(" ")[0] == self.state.changes.partition(" ")[0]
         if is_comparable and changes != self.state.changes:
             return "files of the source were changed or replaced, and their sizes and times restored"
@@ -249,7 +249,7 @@ class Preparation:
         return way, info
 
     def stage_saved(self, saved: Path) -> bool:
-        """Stage the saved pack if it exists, is undamaged and is the right one; return whether that succeeded."""
+        """Stage the saved pack if it exists, is undamaged and matches the request; return whether it was staged."""
         act = f"use {str(saved)!r}"
         copy = self.path.with_suffix(".staged")
         try:

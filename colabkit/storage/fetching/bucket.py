@@ -71,8 +71,8 @@ class _BucketDownload:
         except SourceChanged:
             raise self._start_over() from None
         except FileFailed as error:
-            # The cause holds the file system's message without secrets. Drop the error's message, which names another
-            # action than this job's.
+            # The cause holds the file system's message without secrets. Drop the error's own message,
+            # since it names a different action from this job's.
             cause = error.__cause__
             reason = str(cause.strerror if isinstance(cause, OSError) else error)
             raise TryFailed(reason, "Try again") from None

@@ -277,7 +277,7 @@ def changed_item(source: str, item: Item, found: int) -> SourceChanged:
 def unsteady_listing(act: str) -> SourceChanged:
     """Return the error for a folder whose listings never agree."""
     found = f"no two of {MOST_LISTINGS} listings contained the same names"
-    return SourceChanged(cannot(act, found, "", "Try again when no program adds or removes files"))
+    return SourceChanged(cannot(act, found, "", "Try again when no program is adding or removing files"))
 
 
 def broken_archive(source: str, reason: str) -> BadArchive:

@@ -108,7 +108,7 @@ class CheckpointFolder:
         self._job: SaveJob | None = None
         self._publisher: threading.Thread | None = None
         self._publishing: SealedCheckpoint | None = None
-        # Digests of the checkpoints whose publication was tried since the last save.
+        # Digests of the checkpoints whose publication has been attempted since the last save.
         self._tried: set[str] = set()
         self._local_sealed: list[SealedCheckpoint] = []
         self._remote_sealed: list[SealedCheckpoint] = []
