@@ -142,7 +142,7 @@ def test_a_damaged_pack_is_exit_status_1(image_tree: Path, tmp_path: Path, capsy
     path.write_bytes(data)
     capsys.readouterr()
     assert main(["verify", str(path), "--no-progress"]) == 1
-    assert "is damaged: 1 of 24 samples, first train[0]" in capsys.readouterr().out
+    assert "is damaged: 1 of 24 samples, starting with train[0]" in capsys.readouterr().out
 
 
 @pytest.mark.full
