@@ -313,6 +313,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "one long step": {"steps": PAUSED[:20] + steps_of(count=300)},
             "short pauses": {"steps": [step._replace(other_s=step.other_s / 20) for step in PAUSED]},
             "pauses of the scheduler": {"steps": [shortened(step, 200) for step in PAUSED]},
+            "pauses of 150 ms in total": {"steps": [shortened(step, 40) for step in PAUSED[:70]]},
             "checkpoints of train()": {"save_s": 40.0},
             "late data": {"steps": LATE},
         },

@@ -14,6 +14,8 @@ from colabkit.foundation import BusyProcess, HostSnapshot, LoopSpot, MetersSnaps
 _PAUSE, _LEAST_PAUSES = 3.0, 2
 # Shorter pauses are those of the scheduler, whose time slices take several milliseconds, or of the garbage collector.
 _LEAST_PAUSE_S = 0.02
+# Shorter pauses than these seconds in total, for example at the ends of a few short epochs, are not worth a change.
+_LEAST_PAUSED_S = 0.2
 # The speed is compared with stretches of at least this many seconds and steps.
 _STRETCH_S, _STRETCH_STEPS = 2.0, 8
 # A run counts as fast again until its speed falls below this share of that of its fastest stretch.
@@ -221,7 +223,7 @@ def _pauses(steps: Sequence[StepTimes], typical: StepTimes) -> Pauses:
     usual_s = typical.compute_s + typical.other_s
     excess = [step.compute_s + step.other_s - usual_s for step in steps]
     long = [one for one in excess if one > max((_PAUSE - 1) * typical.seconds, _LEAST_PAUSE_S)]
-    if len(long) < _LEAST_PAUSES or not usual_s:
+    if len(long) < _LEAST_PAUSES or sum(long) < _LEAST_PAUSED_S or not usual_s:
         return Pauses()
     total_s = sum(step.seconds for step in steps)
     return Pauses(sum(long) / total_s, sum(long) / len(long), len(steps) / len(long))
