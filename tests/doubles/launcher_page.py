@@ -52,10 +52,6 @@ class LauncherPage:
         """Whether JupyterLab shows the kernel as busy."""
         return bool(self.lab.page.evaluate(f"{_STATUS} === 'busy'"))
 
-    def waits_for(self, text: str, seconds: float) -> None:
-        """Wait until the launcher shows the given text."""
-        self.lab.wait_for_text(LAUNCHER, text, seconds)
-
     def waits_for_message(self, words: str, seconds: float) -> None:
         """Wait until the message of the last action contains these words."""
         said = self.lab.page.locator(f"{LAUNCHER} [role=status], {LAUNCHER} [role=alert]").filter(has_text=words)

@@ -32,12 +32,10 @@ _SLOWED = 0.2
 _SLOWED_BY = {"power": "its power limit"}
 # Least GPU memory of other processes that is reported; CUDA itself takes a few hundred MiB per process.
 _OTHERS_BYTES = 2 << 30
-# Share of the work between steps that remains if it is done in every hundredth step.
+# The advice is to do the work between steps only once in this number of steps.
 _LOGGED = 100
 # On a hosted machine, other processes belong to this notebook or to the host.
 _STOP_OWN = "Stop programs that this notebook started"
-# Share of the usable CPUs that other processes may use before the doctor reports them.
-_FOREIGN_CPUS = 0.25
 _RAM = 0.85
 _SHM = 0.1
 _DISK_BYTES = 2 << 30
@@ -230,7 +228,7 @@ def others_on_the_gpu(run: RunProfile) -> Advice | None:
 def others_on_the_cpu(run: RunProfile) -> Advice | None:
     """Report that other processes use many of the CPUs while all CPUs are busy."""
     foreign, cpus = run.machine.foreign_cpus, run.machine.cpus
-    if foreign is None or foreign < _FOREIGN_CPUS * cpus or not run.is_cpu_full or run.is_on_gpu:
+    if foreign is None or not run.has_foreign_load or not run.is_cpu_full or run.is_on_gpu:
         return None
     busiest = run.host.other_process
     name = "" if busiest is None else f", most of all {busiest.name}"
