@@ -127,6 +127,7 @@ def test_the_guard_forgives_noise(load: Callable[[str], ModuleType], monkeypatch
     check(load("guard"), monkeypatch, slow, noisy)
 
 
+@pytest.mark.full
 def test_the_guard_finds_a_loader_that_has_become_slow(
     load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,9 +90,6 @@ FIXTURES = {
 }
 """Fixtures that provide the services needed by examples."""
 
-SLOW = {f"colabkit.{name}" for name in ("demo", "notebook_launch", "stage", "unstage", "probe", "train")}
-"""Examples that take seconds, so only `pytest --full` runs them."""
-
 
 def test_every_public_function_and_class_ends_with_one_short_example() -> None:
     wrong = {}
@@ -107,9 +104,9 @@ def test_every_public_function_and_class_ends_with_one_short_example() -> None:
     assert set(FIXTURES) <= set(PUBLIC)
 
 
-@pytest.mark.every_case
+@pytest.mark.full
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in PUBLIC])
+@pytest.mark.parametrize("name", PUBLIC)
 def test_example_runs_as_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -8,6 +8,7 @@ listed here; a test compares everything else.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -92,6 +93,7 @@ def in_line(parser: argparse.ArgumentParser) -> dict[str, tuple[str, object]]:
     }
 
 
+@functools.cache
 def lines() -> dict[str, dict[str, tuple[str, object]]]:
     """Return the arguments of all magics and commands, by call, such as `%stage` and `colabkit stage`."""
     return {

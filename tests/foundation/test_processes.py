@@ -36,6 +36,7 @@ def test_a_program_runs_in_the_root_folder_without_input_and_with_the_given_envi
     assert run(python(code, isolated=False), "test", 30, environ={**os.environ, "MARK": "1"}).output == "/  1\n"
 
 
+@pytest.mark.full
 def test_a_timeout_kills_the_program_and_its_children_and_names_the_action():
     pids: list[str] = []
     code = """

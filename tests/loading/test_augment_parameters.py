@@ -33,6 +33,7 @@ def boxes(transform: Geometry, size: tuple[int, int], count: int = COUNT, seed: 
     return np.stack([found.top, found.left, found.height, found.width], 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [(256, 256), (100, 300), (37, 20), (4, 400), (400, 4)])
 @pytest.mark.parametrize(
     "options", sampled([{}, {"scale": (0.5, 0.9), "ratio": (1.5, 2.0)}, {"scale": (1, 1), "ratio": (1, 1)}], 1)

@@ -201,6 +201,7 @@ def resources() -> tuple[int, int, int, int]:
     return threading.active_count(), len(process.children(recursive=True)), process.num_fds(), process.memory_info().rss
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not count a process's resources")
 @pytest.mark.parametrize("way", sampled(WAYS, 2))
 def test_two_hundred_epochs_leak_nothing(makes, way):
@@ -223,6 +224,7 @@ def run(loader: Loader, number: int) -> None:
             break
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ends", sampled(["break", "end", "error"], 2))
 def test_epochs_with_worker_processes_leave_neither_processes_nor_descriptors(ends, children):
     loader = Loader(Waits(12, at=7 if ends == "error" else None), 2, num_workers=2)

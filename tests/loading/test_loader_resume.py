@@ -243,6 +243,7 @@ def test_no_block_of_a_block_shuffle_is_lost_or_repeated(data):
         assert got + take(make(data, 1, OTHER_BATCH, loader.state_dict(), shuffle="block")) == expected
 
 
+@pytest.mark.full
 def test_loaders_that_run_at_the_same_time_share_no_state(data):
     """Threads share more state than processes do, so this test uses threads."""
     expected = take(make(data))

@@ -152,6 +152,7 @@ def test_without_replacement_every_sample_above_0_comes_once():
         assert sorted(order.indices(epoch, 0, 5).tolist()) == [0, 2, 3, 5, 6]
 
 
+@pytest.mark.full
 def test_without_replacement_pairs_are_as_likely_as_drawing_from_the_remaining_samples():
     weights = np.array([1.0, 2, 3, 6])
     counts = np.zeros((4, 4))

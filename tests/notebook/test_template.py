@@ -104,11 +104,13 @@ def test_the_record_has_size_and_digest_of_each_file(wheel: zipfile.ZipFile) -> 
     assert {*rows, f"{INFO}/RECORD"} == {*wheel.namelist()}
 
 
+@pytest.mark.full
 def test_the_same_package_gives_the_same_bytes(written: colabkit.TemplateReport, tmp_path: Path) -> None:
     again = colabkit.write_template(tmp_path / "again.ipynb")
     assert again.path.read_bytes() == written.path.read_bytes()
 
 
+@pytest.mark.full
 def test_pip_installs_the_wheel_without_a_network(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path)]
     done = subprocess.run([*command, str(wheel.filename)], capture_output=True, text=True, check=False, timeout=100)
@@ -117,6 +119,7 @@ def test_pip_installs_the_wheel_without_a_network(wheel: zipfile.ZipFile, tmp_pa
     assert (tmp_path / "bin" / "colabkit").exists()
 
 
+@pytest.mark.full
 def test_an_existing_file_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     path = tmp_path / "mine.ipynb"
     path.write_text("mine")

@@ -146,6 +146,7 @@ def test_multi_label_samples_are_stratified_by_their_combinations(tmp_path):
     assert [len(view) for view in alone.split((0.5, 0.5))] == [20, 20]
 
 
+@pytest.mark.full
 def test_scikit_learn_splitters_accept_it_and_their_indices_select_views(data):
     selection = pytest.importorskip("sklearn.model_selection")
     folds = list(selection.KFold(4, shuffle=True, random_state=0).split(data))

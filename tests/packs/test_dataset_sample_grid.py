@@ -76,6 +76,7 @@ def test_each_tile_shows_its_sample(pack):
         assert picture.image.getpixel(at) == (40 + 4 * number,) * 3
 
 
+@pytest.mark.full
 def test_the_seed_determines_the_samples(pack):
     assert pack.show(n=4, seed=1).indices == pack.show(n=4, seed=1).indices != pack.show(n=4, seed=2).indices
     assert len(pack.show().indices) == 16

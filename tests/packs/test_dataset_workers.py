@@ -60,6 +60,7 @@ def test_a_spawned_worker_loads_every_kind_of_dataset(datasets):
         assert_batches(kind, data, batches)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
 def test_a_data_loader_loads_every_kind_of_dataset(datasets, workers, context):
     for kind, data in datasets.items():

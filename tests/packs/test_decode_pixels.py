@@ -50,6 +50,7 @@ def grained(height: int, width: int) -> np.ndarray:
     return total.clip(0, 255).astype(np.uint8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize(
     ("shape", "size"), sampled([((401, 603), (100, 100)), ((803, 1001), (96, 64)), ((1603, 805), (64, 50))], 2)

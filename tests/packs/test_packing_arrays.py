@@ -194,6 +194,7 @@ def test_the_same_arrays_reuse_the_pack_and_others_do_not_overwrite_it(tmp_path)
     assert not pack(changed[0], out, progress=False, overwrite=True).reused
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["memmap", "h5py", "chunked h5py"])
 @pytest.mark.parametrize("splits", [None, {"train": 0.75, "test": 0.25}])
 def test_arrays_in_files_are_never_loaded_as_a_whole(tmp_path, kind, splits):

@@ -141,6 +141,7 @@ def test_tasks_do_not_fork_processes(tmp_path, image_tree, monkeypatch):
         assert packed(image_tree, tmp_path / "p.h5", executor).shards > 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["fork", "spawn"])
 def test_a_dead_worker_is_a_one_line_error_and_complete_shards_are_reused(tmp_path, image_tree, kind):
     fields = {"Z": partial(die_once, tmp_path / "died")}

@@ -25,6 +25,7 @@ def tree(tmp_path: Path, options: dict[str, Any]) -> Path:
     return photos_for(options, tmp_path / "tree")
 
 
+@pytest.mark.full
 @every
 @pytest.mark.parametrize(("lasting", "threads"), [(False, 1), (True, 3)])
 def test_a_disk_that_fills_up_at_any_operation_leaves_no_files(tmp_path, tree, file_hook, options, lasting, threads):
@@ -37,6 +38,7 @@ def test_a_disk_that_fills_up_at_any_operation_leaves_no_files(tmp_path, tree, f
     assert verify(out, progress=False).is_good
 
 
+@pytest.mark.full
 @every
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_disk_that_fills_up_while_overwriting_keeps_the_old_pack(tmp_path, tree, file_hook, options, lasting):
@@ -49,6 +51,7 @@ def test_a_disk_that_fills_up_while_overwriting_keeps_the_old_pack(tmp_path, tre
     assert out.read_bytes() != old
 
 
+@pytest.mark.full
 @every
 def test_ctrl_c_at_any_operation_leaves_no_files(tmp_path, tree, file_hook, options):
     work = partial(pack, tree, tmp_path / "p.h5", threads=2, progress=False, **options)

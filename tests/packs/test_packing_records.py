@@ -91,6 +91,7 @@ def test_an_lmdb_gives_labels_and_shares(tmp_path):
     assert unlabelled["train"][0].shape == (3, 7, 5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"shard_bytes": 900}, {"encoding": "source"}, {"encoding": "jpeg", "size": 4}])
 def test_remote_records_are_staged_as_files_and_give_the_same_pack_as_local_ones(tmp_path, kind, options):

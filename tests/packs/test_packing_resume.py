@@ -135,6 +135,7 @@ def test_packing_resumes_after_a_disk_filled_up_at_any_operation(tmp_path, small
         shutil.rmtree(out.parent)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("kind", ["text", "pack", "shard of another index"])
 def test_other_files_at_the_path_of_a_shard_are_never_replaced(tmp_path, small_tree, fillings, overwrite, kind):

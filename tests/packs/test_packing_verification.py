@@ -62,6 +62,7 @@ def owner(info: PackInfo, at: int) -> tuple[str, int] | None:
     return None
 
 
+@pytest.mark.full
 @every
 def test_every_changed_bit_is_found_and_only_its_sample_is_reported(made):
     info = read_pack(made)

@@ -98,6 +98,7 @@ def test_a_complete_unpublished_download_is_checked_with_the_server(tmp_path):
         assert server.ranges()[-1] == f"bytes={len(CONTENT)}-"
 
 
+@pytest.mark.full
 def test_a_kill_leaves_old_or_new_data_and_the_next_call_finishes(tmp_path, killed_at):
     final = tmp_path / "to" / "file.bin"
     final.parent.mkdir()

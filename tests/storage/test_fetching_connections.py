@@ -59,6 +59,7 @@ def test_a_proxy_from_the_environment_is_used(tmp_path, monkeypatch):
     assert "hunter22" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_slow_name_lookup_times_out(tmp_path, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(connections.socket, "getaddrinfo", lambda *_, **__: released.wait(30) and [])

@@ -106,6 +106,7 @@ SPLICES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("second", SPLICES.values(), ids=SPLICES)
 def test_a_response_that_does_not_continue_the_part_is_never_appended(drive, tmp_path, second):
     drive.add("birds.zip", CONTENT, "small", cut_after(1_500_000), servers.serve, second, servers.serve)
@@ -115,6 +116,7 @@ def test_a_response_that_does_not_continue_the_part_is_never_appended(drive, tmp
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.full
 def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(drive, tmp_path):
     file = drive.add("birds.zip", CONTENT)
     other = random.Random(2).randbytes(len(CONTENT))

@@ -50,6 +50,7 @@ def test_a_folder_is_fetched_with_its_own_name(drive, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.full
 def test_a_folder_gets_the_requested_name_and_replaces_the_old_one(drive, tmp_path):
     plant(drive)
     assert get(tmp_path / "mine").path == tmp_path / "mine"
@@ -69,6 +70,7 @@ def test_a_broken_connection_is_resumed(drive, tmp_path):
     assert len(set(drive.ranges())) == 2
 
 
+@pytest.mark.full
 def test_the_next_call_resumes_an_interrupted_folder(drive, tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "TRIES", 1)
     plant(drive)
@@ -82,6 +84,7 @@ def test_the_next_call_resumes_an_interrupted_folder(drive, tmp_path, monkeypatc
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.full
 def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(drive, tmp_path):
     plant(drive)
     file = drive.files[drive_id("one")]
@@ -95,6 +98,7 @@ def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(dr
     assert files_of(get(tmp_path).path) == {**TREE, "one.bin": other}
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_fetched_is_refused_with_the_cause(drive, tmp_path):
     def refused(cause: str) -> None:
         with pytest.raises(FetchFailed, match=cause):
@@ -114,6 +118,7 @@ def test_a_folder_that_cannot_be_fetched_is_refused_with_the_cause(drive, tmp_pa
     assert not (tmp_path / "Birds").exists()
 
 
+@pytest.mark.full
 @only_old
 def test_the_file_limit_of_gdown_5_is_reported_with_its_remedy(drive, tmp_path):
     inside = []

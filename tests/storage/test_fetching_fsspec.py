@@ -211,6 +211,7 @@ def test_a_file_must_have_the_size_that_its_file_system_reports(tmp_path, remote
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.full
 def test_a_hanging_file_system_times_out(tmp_path, remote, monkeypatch):
     remote.pipe("/x", CONTENT)
     released = threading.Event()

@@ -20,6 +20,7 @@ SLACK_S = 2.0
 Mounted = Callable[..., FuseMount]
 
 
+@pytest.mark.full
 def test_a_local_tree_of_tiny_files_is_fast_enough_and_stays_unchanged(tmp_path: Path) -> None:
     root = fill(tmp_path / "root", 1500, folders=10, size=100)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}

@@ -313,6 +313,7 @@ def test_a_missing_login_is_reported(scripted):
         scripted(refuse)[0].list()
 
 
+@pytest.mark.full
 def test_a_bucket_that_never_answers_is_given_up(scripted, monkeypatch):
     answer = threading.Event()
     monkeypatch.setattr(bucket, "_LISTING_S", 0.05)

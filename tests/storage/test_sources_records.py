@@ -124,6 +124,7 @@ def test_pickled_items_are_read_by_a_reopened_source_without_indexing(tmp_path, 
         fresh.open(items[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_payload_stays_in_memory(tmp_path, kind):
     samples = {f"a/{number:08d}": image(0) + os.urandom(1 << 20) for number in range(40)}

@@ -223,6 +223,7 @@ def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path, rounds):
     assert refused
 
 
+@pytest.mark.full
 def test_pages_that_refer_to_each_other_do_not_loop_forever(tmp_path):
     path = lmdb_of(tmp_path / "db", {b"%05d" % number: bytes(90) for number in range(3000)}, subdir=False)
     data = bytearray(path.read_bytes())

@@ -138,6 +138,7 @@ def test_a_feature_named_split_has_priority(tmp_path):
     assert source.list().columns == {"split": ("holdout",)}
 
 
+@pytest.mark.full
 def test_every_flipped_bit_is_an_error(tmp_path):
     path = tmp_path / "a.tfrecord"
     whole = framed(*(example(image=[image(number)], label=[number]) for number in range(3)))
@@ -150,6 +151,7 @@ def test_every_flipped_bit_is_an_error(tmp_path):
             TfRecordSource("records", [path]).list()
 
 
+@pytest.mark.full
 def test_a_truncated_file_is_an_error_unless_it_ends_with_a_record(tmp_path):
     path = tmp_path / "a.tfrecord"
     records = [example(image=[image(number)]) for number in (0, 2, 4)]

@@ -93,6 +93,7 @@ def test_an_archive_truncated_anywhere_is_refused(tree, tmp_path):
             contents(archive)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", sampled(METHODS, 2))
 def test_a_flipped_byte_anywhere_gives_correct_bytes_or_a_typed_error(tree, tmp_path, method):
     archive = zipped(tree, tmp_path / "a.zip", METHODS[method])

@@ -52,6 +52,7 @@ def test_a_folder_or_an_archive_is_staged_with_identical_bytes(image_tree, tmp_p
     assert leftovers(near_storage) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", sampled(["auto", 1, 5], 1))
 def test_large_files_are_copied_block_by_block_with_identical_bytes(tmp_path, threads):
     sizes = (BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 5, 0)
@@ -355,6 +356,7 @@ def test_a_source_of_1500_nested_folders_is_staged_and_removed(tmp_path, near_st
     file_changes.remove(source)
 
 
+@pytest.mark.full
 def test_a_failure_leaves_no_descriptor_open(archive, tmp_path, file_hook):
     needs("/proc/self/fd", os.path.isdir("/proc/self/fd"))
 

@@ -67,6 +67,7 @@ def test_a_kill_while_the_only_checkpoint_is_replaced_keeps_the_old_or_the_new_o
     assert seen == {0, 1}
 
 
+@pytest.mark.full
 def test_a_kill_at_any_operation_of_publishing_keeps_valid_local_and_remote_checkpoints(
     tmp_path, near_storage, monkeypatch, killed_at
 ):
@@ -149,6 +150,7 @@ def test_a_disk_that_fills_up_during_a_save_keeps_the_older_checkpoints(tmp_path
     assert failures >= 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_disk_that_fills_up_during_publishing_does_not_stop_training(
     tmp_path, near_storage, monkeypatch, file_hook, lasting

@@ -169,6 +169,7 @@ def test_a_dry_run_with_ocamlfuse_reports_bytes_and_unsent_files(ocamlfuse):
     assert (ocamlfuse.cache / "remote_id_1").exists()
 
 
+@pytest.mark.full
 def test_ocamlfuse_waits_for_uploads_before_clearing(ocamlfuse, monkeypatch):
     ocamlfuse.queue("ToUpload")
     calls: list[int] = []
@@ -213,6 +214,7 @@ def test_uploads_found_only_after_unmounting_are_kept_and_counted(tmp_path):
         assert "its queue still holds 2 files" in colabkit.unmount(mounted.point).sent
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_damaged_or_missing_queue_counts_as_unknown(ocamlfuse, is_there):
     database = ocamlfuse.cache / "cache.db"
@@ -223,6 +225,7 @@ def test_a_damaged_or_missing_queue_counts_as_unknown(ocamlfuse, is_there):
     assert len(ocamlfuse.calls()) == 1
 
 
+@pytest.mark.full
 def test_secrets_in_a_programs_arguments_are_not_shown(tmp_path, monkeypatch):
     with Ocamlfuse(tmp_path / "gd", options=("-id", "me", "-secret", "TOPSECRET")) as mounted:
         monkeypatch.setattr(
@@ -239,6 +242,7 @@ def test_secrets_in_a_programs_arguments_are_not_shown(tmp_path, monkeypatch):
         assert "TOPSECRET" not in repr(daemon)
 
 
+@pytest.mark.full
 def test_ocamlfuse_without_stored_consent_is_cleared_too(ocamlfuse):
     (ocamlfuse.config.parent / "state").unlink()
     assert colabkit.clear_cache(ocamlfuse.point).freed_bytes >= 100_000
@@ -253,6 +257,7 @@ def test_a_mount_in_use_is_not_cleared(ocamlfuse):
     assert (ocamlfuse.cache / "remote_id_1").exists()
 
 
+@pytest.mark.full
 def test_flush_and_unmount_wait_for_uploads_of_ocamlfuse(ocamlfuse):
     assert "in memory are unknown" in repr(colabkit.flush(ocamlfuse.point))
     ocamlfuse.queue("ToUpload")

@@ -42,6 +42,7 @@ def test_a_temporary_input_output_error_is_retried(colab, report_row):
     report_row("occasional Errno 5", "reads again at the offset reached, counts retries", staged)
 
 
+@pytest.mark.full
 def test_a_permanent_input_output_error_names_the_cause(colab, report_row, monkeypatch):
     make_tree(colab.root / "MyDrive" / "birds", 1)
     colabkit.mount()
@@ -52,6 +53,7 @@ def test_a_permanent_input_output_error_names_the_cause(colab, report_row, monke
     report_row("permanent Errno 5 (huge folder)", "one error with cause and remedy", caught.value)
 
 
+@pytest.mark.full
 def test_an_exceeded_quota_is_named_when_reading_fails(colab, report_row):
     make_tree(colab.root / "MyDrive" / "birds", 1)
     colabkit.mount()
@@ -82,6 +84,7 @@ def test_a_dead_mount_is_repaired_at_the_same_path(colab, report_row):
     report_row("Errno 107, the mount died", "mount() removes it and mounts again", repaired)
 
 
+@pytest.mark.full
 def test_a_probe_of_a_hanging_mount_ends_in_time(colab, report_row):
     for number in range(40):
         (colab.root / "MyDrive" / f"{number}.png").write_bytes(b"x")

@@ -258,6 +258,7 @@ def test_a_hanging_mount_of_another_program_is_left_unchanged(tmp_path, force):
         assert mounted_at(tmp_path / "point") == ["fuse.rclone"]
 
 
+@pytest.mark.full
 def test_unmount_sends_the_writes_and_keeps_the_mount_if_that_fails(colab, monkeypatch):
     colabkit.mount()
     for plan, reason in (({"hosted": False}, "NotImplementedError"), ({}, "ModuleNotFoundError")):

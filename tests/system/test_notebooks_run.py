@@ -119,6 +119,7 @@ def rows(ran: Ran, cell: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
+@pytest.mark.full
 def test_the_template_trains_and_tests_a_network_and_saves_it(template: Twice) -> None:
     first, _ = template
     assert first.text("install") == ""

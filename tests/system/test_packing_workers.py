@@ -183,6 +183,7 @@ def test_packing_succeeds_if_every_worker_dies_once(tmp_path, tree, monkeypatch)
     assert len(list(tmp_path.glob("killed-*"))) == 12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("act", [hang, stop_me], ids=["hangs", "is stopped"])
 def test_a_worker_that_hangs_is_replaced_once_and_then_an_error_is_raised(tmp_path, tree, monkeypatch, act):
     whole = packed(tree, tmp_path / "whole.h5", threads=1).read_bytes()

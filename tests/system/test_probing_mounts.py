@@ -48,6 +48,7 @@ def processes_with(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_the_measured_rates_match_the_latency_of_the_mount_and_no_file_is_read_twice(
     tmp_path: Path, mounted: Mounted
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_drive_without_locks_works_and_uploads_later(local, drive, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("operation", sampled(["create", "write", "sync", "rename"], 2))
 def test_a_hanging_drive_raises_in_time_and_the_unfinished_copy_is_removed_when_it_responds(
     local, drive, tmp_path, file_hook, monkeypatch, operation
@@ -134,6 +135,7 @@ def test_a_hanging_drive_raises_in_time_and_the_unfinished_copy_is_removed_when_
     assert content(tmp_path / "root" / "birds.h5") == NEW
 
 
+@pytest.mark.full
 def test_the_next_call_removes_what_is_left_on_a_drive_that_hung_and_was_unmounted(
     local, drive, file_hook, monkeypatch
 ):

@@ -254,6 +254,7 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
     assert max(int(path.stem.partition("-")[2]) for path in tmp_path.glob("*.pt")) >= 3
 
 
+@pytest.mark.full
 def test_processes_can_use_cuda_after_torch_was_asked_for_a_gpu() -> None:
     def work() -> tuple[bool, float]:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -152,6 +152,7 @@ def test_short_reads_are_continued_and_a_removed_file_is_one_error(root, drive):
         copy(mount.point / "data", refresh=True, verify="full")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["cats/003.png", "big.bin"])
 @pytest.mark.parametrize("grain_s", sampled([0.0, 2.0], 1))
 def test_a_file_modified_while_it_is_read_is_detected(root, drive, near_storage, name, grain_s):

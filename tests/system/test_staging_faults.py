@@ -68,6 +68,7 @@ def inside_kept(folder: Path) -> list[str]:
     return [str(path) for saved in kept_partials(folder) for path in (saved, *saved.rglob("*"))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", sampled([1, 3], 1))
 @pytest.mark.parametrize("kind", sampled(KINDS, 2))
 def test_a_disk_that_fills_up_at_any_operation_leaves_nothing_and_the_next_run_succeeds(
@@ -124,6 +125,7 @@ def test_after_a_kill_at_any_operation_the_copy_is_absent_or_complete_and_the_ne
     assert left_something
 
 
+@pytest.mark.full
 def test_after_a_kill_at_any_operation_of_a_refresh_the_copy_is_absent_old_or_new(source, tmp_path, killed_at):
     remote, local = source("folder"), tmp_path / "near"
     copy(remote, local, "folder")

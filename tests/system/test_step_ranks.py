@@ -77,6 +77,7 @@ def train_with_checkpoints(rank: int, data: PackedDataset, folder: str) -> None:
         distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_several_processes_save_checkpoints_in_the_middle_of_an_epoch(tmp_path, data):
     works = [(train_with_checkpoints, rank, data, str(tmp_path)) for rank in range(2)]
     assert statuses_of(works) == [0, 0]

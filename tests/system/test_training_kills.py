@@ -45,7 +45,7 @@ def train_until_killed(data: PackedDataset, folder: Path, at_step: int) -> None:
     SmallTraining(data).train(4, to=folder, on_step=kill)
 
 
-@pytest.mark.parametrize("at_step", sampled([1, 6, 7, 15, 23], 2))
+@pytest.mark.parametrize("at_step", sampled([7, 1, 6, 15, 23], 1))
 def test_a_run_that_is_killed_in_any_step_and_resumed_equals_an_uninterrupted_one(tmp_path, data, at_step):
     whole = SmallTraining(data)
     expected = whole.train(4)

@@ -48,6 +48,7 @@ def legend_of(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+@pytest.mark.full
 def test_a_figure_is_written_atomically_to_the_requested_path(tmp_path):
     path = tmp_path / "run.png"
     path.write_text("the one before")
@@ -148,6 +149,7 @@ def test_several_gpus_are_drawn_as_mean_and_range():
     assert len(axes.collections) == 1
 
 
+@pytest.mark.full
 def test_unknown_values_of_a_machine_are_omitted():
     hosts = machine(11, 0, cpu_rate=None)
     assert legend_of(axes_of(run(hosts=hosts))["Machine utilization"]) == ["CPU of this process", "RAM"]
@@ -182,6 +184,7 @@ def test_a_loss_that_is_finite_again_is_drawn_again():
     assert smoothed[-1] == pytest.approx(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
 def test_values_that_are_not_finite_are_omitted(tmp_path, data, value):
     report = train(lambda batch: value, Loader(data, 4), on_nonfinite="continue")

@@ -180,6 +180,7 @@ def test_a_compiled_model_trains_the_same_and_keeps_its_names(eager):
     assert "compile=True" in repr(step)
 
 
+@pytest.mark.full
 def test_a_compiled_or_wrapped_model_is_saved_with_its_own_names():
     model = small_cnn(width=8)
     for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):

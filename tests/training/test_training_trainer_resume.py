@@ -49,7 +49,7 @@ def uninterrupted(tmp_path_factory, packs):
             (153, {}),
             (199, {"num_workers": 2}),
         ],
-        3,
+        2,
     ),
 )
 def test_stopped_after_any_step_and_resumed_with_other_threads_equals_uninterrupted(
