@@ -107,7 +107,7 @@ def assert_loads(dataset: Any, num_workers: int, collate: Any = None, **options:
             assert same(batch, (collate or default_collate)(samples))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", sampled([0, 2], 1))
 class TestLoaderStream(StreamContract):
     @pytest.fixture(autouse=True)
     def _with(self, num_workers):

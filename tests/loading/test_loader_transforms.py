@@ -160,6 +160,7 @@ def test_batches_are_bit_identical_to_applying_the_transform_to_the_plain_batch(
         assert same(epochs(2, dataset, transform=transform, num_workers=num_workers), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["pack", "shards", "channels last", "floats"])
 def test_channels_last_changes_only_the_memory_format_of_batches(kinds, kind):
     for transform in (None, *OURS.values()):

@@ -131,6 +131,7 @@ def test_an_existing_file_is_replaced_only_with_overwrite(tmp_path: Path) -> Non
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.full
 def test_a_folder_gets_a_notebook_and_other_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidOption, match=r"expected the path of a notebook or an existing folder"):
         colabkit.write_template(tmp_path / "template.py")

@@ -246,6 +246,7 @@ def unevenness(folds: np.ndarray, strata: np.ndarray) -> float:
     return float((counts / counts.sum(1, keepdims=True)).std(1).mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_strata", [False, True])
 def test_folds_of_groups_are_as_balanced_as_those_of_scikit_learn(has_strata):
     needs("scikit-learn", importlib.util.find_spec("sklearn") is not None)

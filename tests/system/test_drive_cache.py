@@ -319,6 +319,7 @@ def test_rclone_without_a_remote_control_gets_a_signal_that_no_other_rclone_gets
             other.wait()
 
 
+@pytest.mark.full
 def test_flush_waits_until_rclone_has_uploaded_all_files(tmp_path, remote):
     with remote(rc=True, options=["--vfs-write-back", "2s"]):
         (tmp_path / "point" / "written.txt").write_text("written")

@@ -130,6 +130,7 @@ def test_the_template_trains_and_tests_a_network_and_saves_it(template: Twice) -
     assert Path(re.findall(r"Model: '(.+model\.pt)'", first.text("train"))[0]).is_file()
 
 
+@pytest.mark.full
 def test_the_template_shows_predictions_and_a_confusion_matrix(template: Twice) -> None:
     for ran in template:
         report = ran.data("train", "text/html")[-1]
@@ -137,17 +138,20 @@ def test_the_template_shows_predictions_and_a_confusion_matrix(template: Twice) 
         assert "Confusion matrix" in report
 
 
+@pytest.mark.full
 def test_the_template_opens_the_launcher(template: Twice) -> None:
     for ran in template:
         assert ran.data("launcher", "application/vnd.jupyter.widget-view+json")
 
 
+@pytest.mark.full
 def test_running_the_template_again_has_nothing_left_to_train(template: Twice) -> None:
     _, second = template
     assert "complete since an earlier call, so nothing was trained" in second.text("train")
     assert second.panels("train") == []
 
 
+@pytest.mark.full
 def test_the_code_that_the_template_suggests_trains_another_model_on_the_same_pack(template: Twice) -> None:
     first, second = template
     assert number(r"accuracy ([\d.]+)$", first.text("own")) >= 0.8

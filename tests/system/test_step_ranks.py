@@ -103,6 +103,7 @@ def fail_in_one(rank: int, data: PackedDataset, folder: str) -> None:
         Path(folder, str(rank)).write_text(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.full
 def test_a_step_that_fails_in_one_process_does_not_wait_for_the_other(tmp_path, data):
     assert statuses_of([(fail_in_one, rank, data, str(tmp_path)) for rank in range(2)]) == [0, 0]
     assert (tmp_path / "1").read_text() == "ValueError: planned"

@@ -116,6 +116,7 @@ def test_long_epochs_use_longer_units(seconds, unit):
     assert axes_of(replace(run(1), epochs=epochs))["Time per epoch"].get_ylabel() == unit
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 3, 12, 30, 41, 200])
 def test_any_number_of_epochs_is_drawn_with_the_details_that_fit(count):
     axes = axes_of(run(count, hosts=machine(20, 1)))
