@@ -119,10 +119,10 @@ class PrefetchDepth:
     """The number of batches that are built ahead, and of threads that build them.
 
     Attributes:
-        plan_batches: largest number of batches that are planned together.
-        group_batches: largest number of batches that threads build together, as one group.
-        groups: largest number of groups in progress or waiting.
-        threads: number of threads that build groups; with 0, the caller's thread builds them.
+        plan_batches: maximum number of batches that are planned together.
+        group_batches: maximum number of batches that threads build together, as one group.
+        groups: maximum number of groups in progress or waiting.
+        threads: number of threads that build groups; if 0, the caller's thread builds them.
         begins_inline: whether the first batches are built in the caller's thread even if there are threads.
     """
 
@@ -172,12 +172,12 @@ class BatchBuilder:
         samples = min(depth.group_batches * self.options.batch_size, max(1, columns.count))
         keep = depth.groups + 2
         self._buffers = FieldBuffers([samples * size for size in self._field_bytes], keep, self.options.device)
-        # Memory for the results of transforms.
+        # Reusable memory for the results of transforms.
         self._results = PageableSlots(0, keep)
         self.pinned = self._buffers.pinned
 
     def _made_shape(self) -> tuple[int, int, int] | None:
-        """Return the shape `[h, w, C]` of samples that are decoded or cropped; None if they are only gathered."""
+        """Return the shape `[h, w, C]` of decoded or cropped samples; None if samples are only gathered."""
         images, rows, geometry = self.images, self.columns.rows, self.stages.geometry
         shape: tuple[int, ...]
         if images is not None:
@@ -214,7 +214,7 @@ class BatchBuilder:
             elif place == 0 and self._made is not None:
                 group.values.append(memory.view(count, *self._made).permute(0, 3, 1, 2))
             elif isinstance(column, RowGather):
-                # The pieces of the first field become contiguous after their transforms.
+                # The first field is made contiguous piece by piece, after its transforms.
                 is_stored = not self._is_contiguous or (place == 0 and self._has_pieces)
                 gather = column.gather if is_stored else column.gather_contiguous
                 group.values.append(gather(indices, memory))
@@ -331,7 +331,7 @@ def _leave_out(batch: Batch, bad: list[int]) -> None:
 
 
 class InlineGather:
-    """A builder that gathers batches of rows, a few at a time, in the caller's thread.
+    """Gathers batches of rows in the caller's thread, a few batches at a time.
 
     Gathering some megabytes takes less than a millisecond, so the overhead per batch matters. Two small, alternating
     buffers stay in the processor's cache: the user holds one while the other is filled.
@@ -340,7 +340,7 @@ class InlineGather:
         columns: columns of the dataset, without image files.
         batch_size: samples per batch.
         counts: meters of the loader, for `gather` and `read`.
-        is_contiguous: whether images become contiguous.
+        is_contiguous: whether images are returned contiguous instead of channels-last.
     """
 
     def __init__(self, columns: DatasetColumns, batch_size: int, counts: LoaderMeters, is_contiguous: bool) -> None:
@@ -352,7 +352,7 @@ class InlineGather:
         }
         self._row_bytes = sum(row_bytes.values())
         self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, *row_bytes.values(), 1)))
-        # A slot grows if a group of batches has more samples than this.
+        # Initial number of samples per slot; a slot grows for a larger group of batches.
         samples = min(self._batches_at_once * batch_size, max(1, columns.count))
         self._slots = {
             place: GatherSlots(column, samples, is_contiguous)

@@ -212,7 +212,7 @@ class EpochRange:
 
 
 class _ChunkedOrder:
-    """An order computed in chunks up to `stop`, because a call costs as much as several thousand positions."""
+    """An order computed in chunks up to `stop`, because each call has the fixed cost of several thousand positions."""
 
     def __init__(self, order: Order, stop: int) -> None:
         self._order = order
@@ -264,7 +264,8 @@ def next_count(batches: int, most_batches: int) -> int:
     """Return the number of batches in the plan that follows a plan of `batches` batches.
 
     Plans grow step by step, so that the first batches are ready soon. If a plan may hold more batches than are built
-    together, its size does not delay the first batch, so the limit applies at once: every plan has a fixed cost.
+    together, its size does not delay the first batch. The plan then has the maximum size at once, because every plan
+    has a fixed cost.
     """
     if most_batches > BATCHES_TOGETHER:
         return most_batches
@@ -307,7 +308,7 @@ def fetch_ahead(items: Iterable[T], is_enough: Callable[[deque[T]], bool]) -> Ge
 
     Args:
         items: items to fetch.
-        is_enough: function that returns whether the fetched items are enough; must return False for an empty queue.
+        is_enough: function that returns whether enough items have been fetched; must return False for an empty queue.
     """
     source = DeferredErrors(items)
     coming, waiting, is_over = iter(source), deque[T](), False

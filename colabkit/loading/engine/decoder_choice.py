@@ -51,7 +51,7 @@ def choose_decoder(
 
     Args:
         options: options of the loader.
-        images: options for decoding on the CPU; None if samples need no decoding.
+        images: options for decoding on the CPU; None if the samples are not image files.
         geometry: crop to apply to each image.
         tier: tier of the samples if they are decoded on the CPU.
 
@@ -76,7 +76,7 @@ def choose_decoder(
     if found or images is None:
         return DecoderChoice("cpu", found)
     try:
-        # In worker threads, too, torch computes with one thread.
+        # Limit torch to one thread, as in the loader's worker threads.
         with ThreadPoolExecutor(1, initializer=limit_torch_to_one_thread) as executor:
             cpu, gpu = executor.submit(_rates, options, images, geometry).result()
     except (ColabkitError, RuntimeError) as error:
@@ -131,7 +131,7 @@ def _rates(options: LoaderOptions, images: ImageOptions, geometry: Geometry | No
 
 
 class _IgnoredSamples(BadSamples):
-    """The bad samples of a measurement, which are ignored."""
+    """A `BadSamples` that ignores bad samples, for measurements."""
 
     def add(self, name: str, error: BadImage) -> None:
         """Ignore the sample."""

@@ -159,10 +159,10 @@ class DeviceTransfer:
         self._layouts = layouts
 
     def close(self) -> None:
-        """Drop the batches that were never taken, after making the streams that own their memory wait for the copies.
+        """Drop the batches that were not taken, after making the streams that own their memory wait for the copies.
 
-        The memory is freed in the order of those streams, so it is not used again before the copies end. The thread
-        that closes an abandoned iteration may have another current stream.
+        The memory is freed in the order of those streams, so it is not used again before the copies end. The current
+        stream may be a different one, because any thread may close an abandoned iteration.
         """
         for _, _, group in self._in_flight:
             group.made_on.wait_event(group.copied)
@@ -241,7 +241,7 @@ def _joined(tensors: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, list[int]
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    """Return whether a tensor is copied ahead; a tensor on a GPU may still be computed there, in another stream."""
+    """Return whether a tensor is copied ahead; a GPU tensor is not: its stream may still be computing it."""
     return tensor.device.type == "cpu" and _is_dense(tensor)
 
 
@@ -250,7 +250,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _use_in_current_stream(batch: Any, device: torch.device, made_on: torch.cuda.Stream) -> None:
-    """Tell the allocator if a stream other than the allocating one uses the memory of a batch."""
+    """Report to the allocator that the current stream uses a batch, if another stream allocated its memory."""
     current = torch.cuda.current_stream(device)
     if current != made_on:
         for tensor in tensors_in(batch):

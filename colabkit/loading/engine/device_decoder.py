@@ -37,7 +37,7 @@ from colabkit.packs import OtherSize, decode_image, describe_sizes, image_size, 
 
 logger = logging.getLogger("colabkit")
 
-# One thread decodes on the GPU while another one resizes.
+# With two streams, one thread decodes on the GPU while another one resizes.
 _STREAMS = 2
 # Maximum size in bytes of the decoded images that are in GPU memory at the same time, for each stream.
 _DECODED_BYTES = 256 << 20
@@ -133,7 +133,7 @@ class DeviceDecoder(ImageDecoder):
         return self.options.row_shape[:2]
 
     def _boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> tuple[npt.NDArray[Any], ...]:
-        """Return the arrays for `Boxes`; boxes that are only resized have the aspect ratio of the result."""
+        """Return the arrays for `Boxes`; without a crop, boxes have the aspect ratio of the result."""
         if self.geometry is not None:
             boxes = self.geometry.boxes(sizes, draws)
             return boxes.top, boxes.left, boxes.height, boxes.width, boxes.mirrored, boxes.upside_down
@@ -176,7 +176,7 @@ class DeviceDecoder(ImageDecoder):
             return np.zeros((*size, self.options.files.channels), np.uint8)
 
     def _decode_jpegs(self, files: list[bytes]) -> list[Tensor | None]:
-        """Return the decoded images, not upright, or None for those that nvJPEG cannot decode."""
+        """Return the decoded images before rotation to upright, or None for those that nvJPEG cannot decode."""
         if not files:
             return []
         try:
@@ -285,7 +285,7 @@ class _DeviceImages:
     images: Tensor
 
     def in_current_stream(self) -> Tensor:
-        """Return the images, for work in the current stream."""
+        """Return the images for use in the current stream."""
         self.images.record_stream(torch.cuda.current_stream(self.images.device))
         return self.images
 

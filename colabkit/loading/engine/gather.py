@@ -72,7 +72,7 @@ class PageableSlots:
 
     Args:
         slot_bytes: initial size of a new buffer in bytes; it grows with the requested sizes.
-        keep: largest number of idle buffers to keep.
+        keep: maximum number of idle buffers to keep.
     """
 
     def __init__(self, slot_bytes: int, keep: int) -> None:
@@ -89,7 +89,7 @@ class PageableSlots:
             try:
                 buffer = self._idle.pop()
             except IndexError:
-                # Another thread that lends fewer bytes may set the size between these lines.
+                # Between these lines, another thread may change the size for a smaller request.
                 buffer = empty_bytes(max(size, self._slot_bytes))
         view = buffer[:size]
         # `weakref.finalize` is ten times as slow.
@@ -108,7 +108,7 @@ class PinnedSlots:
     if they then take less memory.
 
     Args:
-        slot_bytes: size of a buffer in bytes; a larger buffer is allocated when requested, but not kept.
+        slot_bytes: size of a buffer in bytes; larger buffers are allocated on request, but not kept.
         device: the GPU, whose driver locks the pages.
         count: expected number of buffers; more are allocated when requested.
     """
@@ -119,7 +119,7 @@ class PinnedSlots:
         self._device = device
         self._idle: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._unused: list[Tensor] = []
-        # Two threads may iterate over one loader.
+        # Two threads may iterate over the same loader.
         self._lock = threading.Lock()
         self._can_pin = True
 
@@ -152,7 +152,7 @@ class PinnedSlots:
         # Groups whose fields are all on the GPU need an empty buffer.
         step = aligned(max(1, self._slot_bytes))
         most = min(self._expected, _MOST_PINNED_TOGETHER) if self._can_pin else 1
-        # The first of several equal minima is the smallest number.
+        # If several numbers waste equally little memory, `min` returns the first and smallest.
         count = min(range(1, max(1, most) + 1), key=lambda count: (1 << (count * step - 1).bit_length()) / count)
         self._expected -= count
         block = self._allocated(count * step)
@@ -178,7 +178,7 @@ class FieldBuffers:
 
     Args:
         field_bytes: usual size of each field in bytes.
-        keep: largest number of idle pageable buffers to keep per field, and expected number of pinned buffers.
+        keep: maximum number of idle pageable buffers to keep per field, and expected number of pinned buffers.
         device: device of the batches.
 
     Attributes:
@@ -212,7 +212,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_pixels(images: Tensor, out: Tensor) -> None:
-    """Copy images `[B, C, H, W]` into memory that may have another format.
+    """Copy images `[B, C, H, W]` into memory that may have another memory format.
 
     Between two formats, NumPy is twice as fast as torch with one thread, and as fast as torch with two threads.
     """
@@ -255,7 +255,7 @@ class RowGather:
         if self.row_bytes == self._wide.itemsize:
             self._wide_maps = [rows.view(-1) for rows in self._wide_maps]
         self._stops = torch.tensor([len(rows) for rows in maps], device="cpu").cumsum(0)
-        # Memory for rows that are then copied to another memory format.
+        # Temporary memory for rows that are then copied to another memory format.
         self._stored = PageableSlots(0, 1)
 
     @property
@@ -392,7 +392,7 @@ class GatherSlots:
 
     def gather(self, indices: Tensor, sizes: tuple[int, ...]) -> Sequence[Tensor]:
         """Gather the rows of some samples and split them into batches."""
-        # Two threads may iterate over one loader.
+        # Two threads may iterate over the same loader.
         with self._lock:
             for slot in self._slots:
                 if slot.is_free:

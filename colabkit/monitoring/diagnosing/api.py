@@ -55,7 +55,7 @@ _RECENT_S = 60.0
 _WARM_UP = 3
 # Number of batches after which the steps that the GPU has finished are counted.
 _SETTLED_EVERY = 16
-# Passes that take less are over before two snapshots of the machine.
+# Shorter passes end before two snapshots of the machine have been taken.
 _SAMPLED_S = 1.0
 # Rules about training steps, which do not apply when a loader is timed without training.
 _OF_A_STEP = ("wrong_device",)
@@ -231,7 +231,7 @@ class WatchedLoader(Generic[T_co]):
     The panel is not updated while `loader` produces a batch, since `loader` blocks the thread that paints.
 
     Args:
-        loader: yields the batches.
+        loader: an iterable of batches.
 
     Attributes:
         watched: the wrapped loader.

@@ -53,7 +53,7 @@ def remote_files_to_pack(run: RunProfile) -> Advice | None:
     if not (run.is_starved and run.facts.is_remote) or encoding in (None, "raw") or is_hdf5(run) or files == 1:
         return None
     if encoding == "python" and run.facts.source is None:
-        # The dataset reads the files with its own code.
+        # A third-party dataset reads the files with its own code.
         return None
     return Advice(
         f"each epoch opens {format_count(files) if files else 'many'} remote files",

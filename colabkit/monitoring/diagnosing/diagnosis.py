@@ -39,9 +39,8 @@ class Advice:
     Attributes:
         found: the observation, with its numbers.
         action: the recommended action, one imperative sentence.
-        call: Python code for the action, one statement per line; empty if there is none. A name in it, such as
-            `dataset`, `loader` or `model`, stands for your object. A line such as `num_workers=8` is a new value of an
-            option.
+        call: Python code for the action, one statement per line; empty if there is none. Names such as `dataset`,
+            `loader` and `model` stand for your objects. A line such as `num_workers=8` is a new value of an option.
         samples_per_s: expected speed after the fix; None if no speed is predicted.
         low_samples_per_s: lower limit of that speed.
         high_samples_per_s: upper limit of that speed.

@@ -6,7 +6,7 @@ machine when they are first needed: gathering rows, and opening a cached file.
 
 On the CPU, a step competes with its loader. A multithreaded step stalls while a worker occupies one of its cores,
 threads that need the GIL run one at a time, and worker processes get the cores that the step leaves idle. The model
-therefore assumes that step and loader take turns on the CPU.
+therefore assumes that the step and the loader take turns on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TypeAlias
 from colabkit.monitoring.diagnosing.run_profile import RunProfile, settled_steps
 
 _LEAST_SHARE = 0.2
-# Relative error of measured costs of the loader.
+# Relative error of the loader's measured costs.
 _COST_ERROR = 0.25
 # Relative error of `headspace()` measurements of a step on the CPU.
 _STEP_ERROR = 0.1
@@ -40,15 +40,15 @@ class Forecast:
     Attributes:
         samples: samples per step.
         step_s: seconds of the step and its other host work, without a loader.
-        held_s: seconds of `step_s` in which the step needs the CPU.
+        held_s: seconds of `step_s` during which the step needs the CPU.
         cpu_s: CPU seconds that the loader's workers take per sample.
         wall_s: seconds that a worker takes per sample, without a step.
         workers: number of workers.
         cpus: number of CPUs that this process may use.
         are_threads: whether the workers are threads of the process that runs the step.
         local_read_s: CPU seconds to read a sample's file once it is local; 0 if `cpu_s` includes reading.
-        turns: share of the CPU work of step and loader that cannot overlap, in [0, 1].
-        scale: factor of the costs of the loader.
+        turns: share of the CPU work of the step and the loader that cannot overlap, in [0, 1].
+        scale: factor by which the loader's costs are multiplied.
     """
 
     samples: int
@@ -78,7 +78,7 @@ class Forecast:
             cpu_s: new CPU seconds per sample; None for the current value.
             wall_s: new seconds that a worker takes per sample; None for the current value.
             workers: new number of workers; None for the current value.
-            here_s: seconds per batch that the loader takes in the step's thread.
+            here_s: seconds per batch that the loader works in the step's thread.
             saved_s: seconds by which each step becomes shorter.
         """
         cpu_s = (self.cpu_s if cpu_s is None else cpu_s) * self.scale
@@ -122,7 +122,7 @@ def predict(run: RunProfile, speed_of: Callable[[Forecast], float]) -> Predictio
 
     Args:
         run: profile of the run.
-        speed_of: returns the speed after the fix for given costs.
+        speed_of: function that returns the speed after the fix for given costs.
     """
     usual, noise = forecast_run(run), spread(run)
     least_s, most_s = _limits_of_step(run)
@@ -150,7 +150,7 @@ def _limits_of_step(run: RunProfile) -> tuple[float, float]:
 
 
 def spread(run: RunProfile) -> float:
-    """Return how much the speed of similar steps varies, as a share of it, also if other processes stop or start."""
+    """Return the relative variation of the speed of similar steps, including the effect of other processes."""
     others = min(_MOST_SPREAD, (run.machine.foreign_cpus or 0.0) / run.machine.cpus)
     steps = settled_steps(run.spent.recent)
     size = max(1, len(steps) // _STRETCHES)
@@ -163,7 +163,7 @@ def spread(run: RunProfile) -> float:
 
 
 def forecast_run(run: RunProfile) -> Forecast:
-    """Estimate the separate costs of step and loader from a run in which both were active."""
+    """Estimate the separate costs of the step and the loader from a run in which both were active."""
     step, cpus = run.step, max(run.machine.cpus, 1e-3)
     loader_cpu_s = run.cpu_s or 0.0
     own_s = run.alone_s + step.other_s + run.at_last_s * step.samples
@@ -228,7 +228,7 @@ def file_read_s() -> float:
             try:
                 Path(__file__).read_bytes()
             except OSError:
-                # The package is not installed in a folder but, for example, imported from a zip file.
+                # The package is not in a folder; it may have been imported from a zip file.
                 return 0.0
         took_s.append((time.thread_time() - began_s) / _PROBE_FILES)
     return min(took_s)

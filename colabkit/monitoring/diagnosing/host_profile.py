@@ -1,4 +1,4 @@
-"""What holds training up on the host: other processes and threads, calls that block, pauses, and becoming slower."""
+"""Causes of delays on the host: other processes and threads, calls that block, pauses, and gradual slowdown."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from colabkit.foundation import BusyProcess, HostSnapshot, LoopSpot, MetersSnaps
 
 # A step with a pause takes at least this many typical steps; one such step may be an exception.
 _PAUSE, _LEAST_PAUSES = 3.0, 2
-# Shorter pauses are those of the scheduler, whose time slices take several milliseconds, or of the garbage collector.
+# Shorter pauses are caused by the scheduler, whose time slices take several milliseconds, or the garbage collector.
 _LEAST_PAUSE_S = 0.02
-# Shorter pauses than these seconds in total, for example at the ends of a few short epochs, are not worth a change.
+# Pauses with a shorter total than these seconds, for example between a few short epochs, are not worth a fix.
 _LEAST_PAUSED_S = 0.2
-# The speed is compared with stretches of at least this many seconds and steps.
+# The speed is compared with that of earlier stretches of at least this many seconds and steps.
 _STRETCH_S, _STRETCH_STEPS = 2.0, 8
-# A run counts as fast again until its speed falls below this share of that of its fastest stretch.
+# A run counts as fast as long as its speed is at least this share of the speed of its fastest stretch.
 _STILL_FAST = 0.67
 _LEAST_SAMPLES = 10
-# Shares of the CPUs used by other processes, and of the time lost to other machines or a quota, that hold a step up.
+# Share of the CPUs that other processes use, and share of the time lost to other machines or a quota, that delay a
+# step.
 FOREIGN, _LOST = 0.25, 0.1
-# A thread that uses this share of a CPU, or of the time in which threads have one, may hold the training thread up.
+# A thread that uses this share of a CPU, or of the time in which threads have one, may delay the training thread.
 _BUSY_THREAD = 0.4
-# While another thread runs Python code, taking the GIL takes about 5 ms.
+# While another thread runs Python code, acquiring the GIL takes about 5 ms.
 _GIL_WAIT_S = 1e-3
 _OWN = "colabkit-"
 _RATES = ("training_cpu_rate", "training_held_rate", "held_rate", "compute_cpus", "gil_wait_s")
@@ -63,13 +64,13 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class HostProfile:
-    """What the thread that trains does, besides waiting for data. Shares of the step time are in [0, 1].
+    """The training thread's activity besides waiting for data. Shares of the step time are in [0, 1].
 
     Attributes:
         computing: share in which it was on a CPU; None if unknown.
-        held: share in which it, or torch's threads that compute for it, had no CPU although they could run.
+        held: share in which it, or torch's compute threads, were ready to run but had no CPU.
         waiting: share in which it slept, although it had its data and no thread computed for it.
-        aside: share in which its stack was in code that does not use torch, such as logging.
+        aside: share in which it ran code that does not use torch, such as logging, according to stack samples.
         pauses: long pauses between or inside of steps.
         slowdown: how much slower the run has become.
         threads: means of the threads' rates; None if unknown.
@@ -109,7 +110,7 @@ class HostProfile:
 
     @property
     def samples(self) -> int:
-        """Number of samples of the stack, without those in which the thread waited for data."""
+        """Number of stack samples, excluding those in which the thread waited for data."""
         return sum(spot.samples for spot in self.spots)
 
     @property
@@ -119,7 +120,7 @@ class HostProfile:
 
     @property
     def aside_spot(self) -> LoopSpot | None:
-        """The line from which code that does not use torch was found most often; None if unknown."""
+        """The line that called code without torch in the most samples; None if unknown."""
         found = [spot for spot in self.spots if spot.kind in ("aside", "python")]
         return max(found, key=lambda spot: spot.samples, default=None)
 
@@ -131,7 +132,7 @@ def profile_host(
     hosts: Sequence[HostSnapshot],
     is_on_gpu: bool = False,
 ) -> HostProfile:
-    """Summarize what holds the steps up on the host.
+    """Summarize the delays of the steps on the host.
 
     Args:
         steps: the newest steps without those of a warm-up.
@@ -146,7 +147,7 @@ def profile_host(
     if is_on_gpu:
         computing = None if threads is None else threads.training_cpu_rate
         loads = [max((gpu.utilization_rate or 0.0 for gpu in host.gpus), default=1.0) for host in hosts]
-        # While the GPU computes, the thread may wait for it.
+        # Exclude the time in which the GPU computes, since the thread may then wait for it.
         off = 0.0 if computing is None or not loads else max(0.0, 1.0 - computing - wait - fmean(loads))
     else:
         computing, off = _on_and_off(steps, typical)
@@ -154,7 +155,7 @@ def profile_host(
     helped = 0.0 if threads is None else threads.compute_cpus or 0.0
     waiting = max(0.0, off - own_held - helped)
     if threads is not None and _is_of_loader(threads) and (threads.gil_wait_s or 0.0) >= _GIL_WAIT_S:
-        # The threads of the loader hold the GIL, which is a matter of the data.
+        # If the loader's threads hold the GIL, that is a data bottleneck.
         waiting = 0.0
     return HostProfile(
         computing=computing,
@@ -170,7 +171,7 @@ def profile_host(
 
 
 def _on_and_off(steps: Sequence[StepTimes], typical: StepTimes) -> tuple[float | None, float]:
-    """Return the shares of the time in which the thread was on a CPU, or not, without waits and long pauses."""
+    """Return the shares of the time in which the thread was on a CPU and off it, excluding data waits and pauses."""
     usual = [step for step in steps if step.cpu_s is not None and step.seconds <= _PAUSE * typical.seconds]
     total_s = sum(step.seconds for step in usual)
     if not total_s:
@@ -187,7 +188,7 @@ def _held(
     work: float,
     is_on_gpu: bool,
 ) -> float:
-    """Return the share of the step in which something outside of this process had the CPUs that it needs."""
+    """Return the share of the step in which programs outside this process used the CPUs that it needs."""
     cpus = fmean(host.cpus for host in hosts) if hosts else 1.0
     cpu_rate, own_rate = (_mean([getattr(host, name) for host in hosts]) for name in ("cpu_rate", "own_cpu_rate"))
     foreign = 0.0 if cpu_rate is None or own_rate is None else max(0.0, cpu_rate - own_rate)
@@ -197,10 +198,10 @@ def _held(
     if not is_caused or is_on_gpu:
         return lost if lost >= _LOST and not is_on_gpu else 0.0
     if threads is None or threads.held_rate is None:
-        # Without the kernel's counters: a full CPU is shared evenly.
+        # Without the kernel's counters, assume that the processes share a busy CPU evenly.
         is_full = cpu_rate is not None and cpu_rate >= 0.85
         return max(lost, foreign * work if is_full else 0.0)
-    # With several threads that compute together, each waits for the one that has no CPU.
+    # If several threads compute together, all wait for the one that has no CPU.
     return max(lost, own_held, threads.held_rate * work)
 
 

@@ -1,4 +1,4 @@
-"""Rules about the host: threads and calls that hold the step up, a CPU that is taken away, pauses, becoming slower."""
+"""Rules about the host: threads and calls that delay the step, a CPU lost to others, pauses, and gradual slowdown."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def busy_thread(run: RunProfile) -> Advice | None:
 
 
 def blocked_step(run: RunProfile) -> Advice | None:
-    """Report that the step sleeps, for example in a lock or a network call, although it has its data."""
+    """Report that the step sleeps, for example in a lock or a network call, although its data is ready."""
     host = run.host
     if host.waiting < HIGH or (host.is_gil_held and host.busy_thread is not None):
         return None
@@ -91,7 +91,7 @@ def lost_cpu(run: RunProfile) -> Advice | None:
 def long_pauses(run: RunProfile) -> Advice | None:
     """Report that a few steps take much longer than the others although their data is ready."""
     pauses = run.host.pauses
-    # Checkpoints of `train()` have a rule of their own.
+    # Checkpoints of `train()` have a separate rule.
     if pauses.share < _PAUSES or run.save_share >= pauses.share / 2:
         return None
     every = format_count(max(2, round(pauses.steps)))
@@ -108,7 +108,7 @@ def long_pauses(run: RunProfile) -> Advice | None:
 
 
 def slow_checkpoints(run: RunProfile) -> Advice | None:
-    """Advise fewer checkpoints if they hold `train()` up."""
+    """Advise fewer checkpoints if they delay `train()`."""
     if run.save_share < _PAUSES:
         return None
     return Advice(
@@ -158,7 +158,7 @@ def _line(spot: LoopSpot) -> str:
 
 
 def _without(run: RunProfile, share: float) -> _Speeds:
-    """Return the speed without something that takes this share of the time."""
+    """Return the speed after removing work that takes this share of the time."""
     return _limits(run, run.samples_per_s / (1 - share)) if share < 1 else _UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""Rules about what the model learns: a loss that is not finite or rises, overfitting, and one that no longer falls."""
+"""Rules about learning: a loss that is not finite, rises or no longer falls, and overfitting."""
 
 from __future__ import annotations
 

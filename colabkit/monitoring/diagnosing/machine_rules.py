@@ -30,7 +30,7 @@ _TENSOR_CORES = frozenset(
 )
 _SLOWED = 0.2
 _SLOWED_BY = {"power": "its power limit"}
-# Least GPU memory of other processes that is reported; CUDA itself takes a few hundred MiB per process.
+# Minimum GPU memory of other processes that is reported; CUDA itself takes a few hundred MiB per process.
 _OTHERS_BYTES = 2 << 30
 # The advice is to do the work between steps only once in this number of steps.
 _LOGGED = 100

@@ -1,4 +1,4 @@
-"""The calls that advice contains, with the paths, sizes and options of the run, and the time that they take once."""
+"""The calls that advice suggests, with the run's paths, sizes and options, and the one-time cost of each call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def options(**values: object) -> Phrase:
 
 
 def headspace_hint(run: RunProfile) -> str:
-    """Return how to make a prediction more accurate, or how to check it if the step was measured alone."""
+    """Return a hint for making a prediction more accurate, or for checking it if the step was measured alone."""
     if run.measured_alone_s is not None:
         return "compare the new speed with this prediction"
     more = call("doctor", Code("loader"), headspace=Code("colabkit.headspace(step, loader)"))
@@ -68,7 +68,7 @@ def local_copy(run: RunProfile) -> str:
 
 
 def staging_s(run: RunProfile) -> float | None:
-    """Return an upper limit of the seconds for copying the samples: those of a present epoch; None if unknown."""
+    """Return an upper limit of the seconds for copying the samples, the duration of an epoch; None if unknown."""
     samples = run.facts.samples
     return samples / run.samples_per_s if samples and run.samples_per_s else None
 
@@ -106,7 +106,7 @@ def preparing(run: RunProfile) -> str:
 
 
 def loading(run: RunProfile, dataset: Code) -> Text:
-    """Return the statement that replaces the loader by one of another dataset."""
+    """Return the statement that creates a loader of another dataset in place of the present one."""
     facts = run.facts
     more: dict[str, object] = {} if facts.shuffle is False else {"shuffle": facts.shuffle or True}
     if run.is_on_gpu:
@@ -128,7 +128,7 @@ def packing_s(run: RunProfile) -> float | None:
     samples, forecast = run.facts.samples, forecast_run(run)
     if not samples or not run.samples_per_s:
         return None
-    # A third-party loader does not count its work, and remote files are not read faster by more CPUs.
+    # The work of a third-party loader is not measured, and more CPUs do not speed up reading remote files.
     a_sample_s = max(run.worker_s / max(1, run.facts.workers or 1), forecast.cpu_s / forecast.cpus)
     if run.facts.kind == "foreign" or run.facts.is_remote or not a_sample_s:
         a_sample_s = max(a_sample_s, 1 / run.samples_per_s)

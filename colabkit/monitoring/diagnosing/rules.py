@@ -22,7 +22,7 @@ class Rule:
     """A doctor rule, identified by the name of its function.
 
     Attributes:
-        look: returns advice about a run, or None.
+        look: function that returns advice about a run, or None.
         is_urgent: whether its advice is listed before all advice about speed.
         headline: sentence that precedes the verdict if the rule gives advice. Such a rule also applies before there are
             enough steps for a verdict about speed.

@@ -25,7 +25,7 @@ _FEW_STEPS, _LONG_S = 8, 5.0
 # The first steps fill caches, run cuDNN's benchmarks and compile; SPDL also drops 20.
 _WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2
 _BLOCKS = 24
-# Largest number of batches that a loader delivers as one group.
+# Maximum number of batches that a loader delivers as one group.
 _BURST = 32
 _LATE = 3.0
 _QUICK = 0.01
@@ -138,7 +138,7 @@ class RunProfile:
 
     @property
     def shares(self) -> Shares:
-        """How the time of the typical step is split."""
+        """The shares of the typical step's time."""
         total = self.step.seconds
         return Shares(*(seconds / total for seconds in self.step[:4])) if total else Shares()
 
@@ -171,7 +171,7 @@ class RunProfile:
 
     @property
     def save_share(self) -> float:
-        """Share of the time of training and its checkpoints for which checkpoints hold `train()` up."""
+        """Share of the total time of `train()` spent waiting for checkpoints."""
         return min(1.0, self.spent.save_s / self.spent.seconds) if self.spent.seconds else 0.0
 
     @property
@@ -181,7 +181,7 @@ class RunProfile:
 
     @property
     def host_share(self) -> float:
-        """Share of the time for which the host holds training up: others on the CPU, calls that block, and pauses."""
+        """Share of the time lost on the host: to other users of the CPU, calls that block, and pauses."""
         validate_s, train_s = self.spent.validate_s, self.spent.seconds
         validated = validate_s / (validate_s + train_s) if validate_s and validate_s >= train_s else 0.0
         host = self.host
@@ -235,7 +235,7 @@ class RunProfile:
 
     @property
     def at_last_s(self) -> float:
-        """Seconds per sample that the final transform takes, which runs on batches that worker processes have made."""
+        """Seconds per sample of the final transform, which runs on the batches that worker processes have made."""
         if self.facts.kind != "processes" or not self._handled:
             return 0.0
         return self.part("augment").busy_s / self._handled
@@ -315,7 +315,7 @@ def profile_run(
         # The first pass differs from the others, since it fills caches.
         spent = spent - first
         hosts = [host for host in hosts if host.at_s >= hosts[-1].at_s - spent.seconds - SNAPSHOT_S]
-    # Whether the steps include the first ones of the run.
+    # If the steps include the first ones of the run, drop the warm-up.
     is_whole = spent.passes == passes and spent.steps <= len(spent.recent)
     steps = settled_steps(spent.recent) if is_whole else settled_steps(spent.recent, 0)
     third = len(steps) // 3

@@ -1,4 +1,4 @@
-"""Rules about the workers of the loader: their number, their start, and how far ahead they work."""
+"""Rules about the loader's workers: their number, their startup, and their prefetching."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SLOW_START = 0.1
 _BURSTY = 0.1
 # Minimum share of the time that is assumed to remain after a fix.
 _LEAST_LEFT = 0.1
-# Workers wait if they use a smaller share of a CPU.
+# Workers count as waiting for storage if each uses less than this share of a CPU.
 _WAITING = 0.6
-# Workers that wait should load this many times as fast as the step, and no more of them are advised.
+# The advised workers should load this many times as fast as the step consumes, but there are at most 16 of them.
 _RESERVE, _MOST_WORKERS = 1.25, 16
 _PREFETCH = {"foreign": ("prefetch_factor", 8)}
 
 
 def more_workers(run: RunProfile) -> Advice | None:
-    """Advise more workers if CPUs are idle and there are fewer than CPUs, or more than CPUs if workers wait."""
+    """Advise more workers if CPUs are idle: up to the number of CPUs, or beyond it if workers wait for storage."""
     facts, rate = run.facts, run.machine.cpu_rate
     if not run.is_starved or facts.workers is None or facts.is_remote:
         return None
@@ -137,7 +137,7 @@ def bursts(run: RunProfile) -> Advice | None:
         return None
     call = options(**{name: most})
     if facts.kind == "foreign" and not facts.workers:
-        # Only workers prefetch.
+        # Without workers, nothing is prefetched.
         call = options(num_workers=max(1, round(run.machine.cpus)))
     return Advice(
         f"a few long waits take {format_share(run.late)} of the time, although data is usually ready",
@@ -150,6 +150,6 @@ def bursts(run: RunProfile) -> Advice | None:
 
 
 def _without(run: RunProfile, share: float) -> Prediction:
-    """Return the speed without some or all of a share of the time."""
+    """Return the speed after removing some or all of a share of the time."""
     most = run.samples_per_s / max(_LEAST_LEFT, 1 - share)
     return most, run.samples_per_s, most

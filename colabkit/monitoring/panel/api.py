@@ -166,10 +166,10 @@ class Dashboard:
     Args:
         screen: where the panel is shown; None to show nothing.
         refresh_s: seconds between frames.
-        machine: opens the sampler of the machine's state.
-        doctor: creates the doctor of a run.
-        clock: returns the current time in seconds.
-        cpu_clock: returns the CPU seconds of the calling thread.
+        machine: function that opens the sampler of the machine's state.
+        doctor: function that creates the doctor of a run.
+        clock: function that returns the current time in seconds.
+        cpu_clock: function that returns the CPU seconds of the calling thread.
         work_after_s: seconds that an operation must take before the panel shows it.
 
     Attributes:
@@ -344,7 +344,7 @@ class FramePace:
 
     Args:
         refresh_s: shortest interval between frames, in seconds.
-        clock: returns the current time in seconds.
+        clock: function that returns the current time in seconds.
     """
 
     def __init__(self, refresh_s: float, clock: Callable[[], float]) -> None:

@@ -26,7 +26,7 @@ def show_run(watch: RunWatch, screen: Screen | None, refresh_s: float) -> RunSta
     """Show the panel of a run until the run ends, or Ctrl-C ends the display; return the last status.
 
     Args:
-        watch: watches the run.
+        watch: watcher of the run's status file.
         screen: where the panel is shown; None to show nothing.
         refresh_s: seconds between frames.
     """
@@ -62,10 +62,10 @@ def panel_state(saved: SavedStatus, found: RunStatus, doctor: Doctor) -> PanelSt
     Args:
         saved: the saved status.
         found: the state of the run.
-        doctor: diagnoses the run; the same one for all frames, so that the verdict does not flicker.
+        doctor: doctor that diagnoses the run; the same one for all frames, so that the verdict does not flicker.
     """
     measured = saved.measured
-    # Times in the status are relative to its write.
+    # Times in the status are relative to when it was written.
     clock = _StatusClock(-saved.elapsed_s)
     recorder = RunRecorder(doctor, clock)
     counts = _SavedMeters(measured.spent)
@@ -115,7 +115,7 @@ def _events(saved: SavedStatus) -> list[meters.Event]:
 
 
 class _StatusClock:
-    """A clock that shows the time of the status, in seconds relative to its write."""
+    """A clock that returns the time of the status, in seconds relative to when it was written."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s

@@ -25,7 +25,7 @@ _LEAST_SHARE = 0.005
 
 
 class Line(NamedTuple):
-    """A line of a chart: its name, its newest value as text, its points, and their places, which increase from 0."""
+    """A line of a chart: its name, its newest value as text, its points, and their ascending places from 0."""
 
     name: str
     text: str
@@ -39,7 +39,7 @@ class Chart(NamedTuple):
     Attributes:
         name: name of the quantity.
         lines: the lines.
-        unit: formats the limits of the axis.
+        unit: function that formats the limits of the axis.
         low: lower limit of the axis; None for the lowest point.
         high: upper limit of the axis; None for the highest point.
         note: additional text.
@@ -146,7 +146,7 @@ def over_epochs(epochs: Sequence[tuple[int, Mapping[str, float]]], training: Ite
 
 
 def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool], ...]:
-    """Return texts for the details row, and whether each is urgent: storage that is almost full.
+    """Return texts for the details row, and whether each is urgent, as for storage that is almost full.
 
     The texts are about memory, storage, the newest values that the charts do not show, the time that the small
     charts cover, cost and time.
@@ -203,7 +203,7 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
 def _shares(
     name: str, rate: float | None, points: Sequence[float], note: str = "", is_kept: bool = False
 ) -> list[Chart]:
-    """Return a chart of shares in [0, 1]; without a newest share, return no chart, or with `is_kept` only its note."""
+    """Return a chart of shares in [0, 1]; if the newest is unknown, return None, or with `is_kept` only the note."""
     if rate is None:
         return [Chart(name, (), _percent, note=note)] if is_kept and note else []
     return [Chart(name, (Line("", _percent(rate), points),), _percent, 0.0, 1.0, note)]

@@ -32,7 +32,7 @@ _ACTIVITIES = {
     "pack": "Packing samples into one file",
     "verify": "Verifying checksums",
 }
-# A user who clicked a stop button has not pressed Ctrl-C, and need not know the name of the error.
+# A stop button and Ctrl-C both raise KeyboardInterrupt, so name neither the key nor the error.
 _INTERRUPTS = ("KeyboardInterrupt", "Ctrl-C")
 # Longest code line that is shown, in characters.
 _MOST_OF_A_CALL = 240
@@ -245,7 +245,7 @@ def _whole_seconds(seconds: float) -> str:
 
 
 def _coarsely(seconds: float) -> str:
-    """Return a duration without false precision: in steps of five seconds or one minute."""
+    """Return a duration rounded to five seconds or one minute, to avoid false precision."""
     if seconds < 57.5:
         return f"{max(5, 5 * round(seconds / 5))} s"
     return f"{round(seconds / 60)} min" if seconds < 3570 else format_seconds(60 * round(seconds / 60))

@@ -49,7 +49,7 @@ _LIVE_POINTS, _FINAL_POINTS = 24, 60
 _LOW, _HIGH = 28, 72
 # A frame shows that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
 _STALE_S = 60
-# Text that follows on an old frame that is wide enough.
+# Text that is appended on an old frame if the frame is wide enough.
 _LIVE_HINT, _HINT_PX = "; in another notebook, %status FOLDER shows a run that saves checkpoints", 560
 _THIN = 'vector-effect="non-scaling-stroke"'
 # Longest call that is shown, in characters.
@@ -89,7 +89,7 @@ def _staleness(state: PanelState) -> str:
     """Return a picture in the upper margin that appears if no other frame follows, as after a reload of the page."""
     if state.is_over or state.headline:
         return ""
-    # Pictures with equal addresses share a clock, so each frame needs its own address.
+    # Pictures with equal URLs share an animation clock, so each frame needs a unique URL.
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg"><text id="t{state.at_s or 0:.1f}" x="100%" y="10" text-anchor="end" '
         f'fill="{plotting.VERMILLION}" opacity="0" style="font:600 11px system-ui,sans-serif">'
@@ -107,7 +107,7 @@ def _staleness(state: PanelState) -> str:
 def _progress(state: PanelState) -> str:
     done = content.done_share(state)
     *parts, last = content.position(state)
-    # Lines are broken between parts, if possible.
+    # Break lines between parts, if possible.
     spans = " ".join(f"<span style='{_PART}'>{escape(part)}</span>" for part in [*(f"{one} ·" for one in parts), last])
     position = f"<div style='{_FAINT}'>{spans}</div>"
     if done is None:
@@ -147,7 +147,7 @@ def _chart(chart: Chart) -> str:
     """Return a chart with the limits of both axes, and its best point."""
     low, high = map(chart.unit, chart.limits)
     lines = "".join(_named(line, style) for line, (_, style) in zip(chart.lines, _LINES, strict=False))
-    # Where there is no room between the limits, the note is below them.
+    # The note is placed below the limits if it does not fit between them.
     note = f"<span style='{_PART}'>│ {escape(chart.note)}</span>" if chart.note else ""
     ends = f"<span style='float:left'>{escape(chart.first)}</span><span style='float:right'>{escape(chart.last)}</span>"
     return (
@@ -241,13 +241,13 @@ def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height:
 
     Args:
         alt: alternative text for the picture.
-        lines: the lines. All those with places share a scale, and the others each fill the width.
+        lines: the lines. Those with places share a horizontal scale; each of the others fills the width.
         low: value at the bottom.
         high: value at the top.
         height: height of the picture in pixels; the picture fills the available width.
-        marked: place of a vertical line.
+        marked: place of a vertical marker line; None for none.
     """
-    # More steps than pixels would only make the picture larger in bytes.
+    # More steps than pixels would only increase the size of the picture in bytes.
     room, scale = (high - low) or 1.0, min(_STEPS, height)
     width = max(max(line.places, default=len(line.points) - 1) for line in lines)
     drawn = "" if marked is None else f'<path d="M{marked},-3V99" stroke="{plotting.GREY}" {_THIN}/>'

@@ -33,7 +33,7 @@ class RunRecorder:
     Recording a step takes about half a microsecond and reads nothing from the device.
 
     Args:
-        doctor: diagnoses the run.
+        doctor: the doctor that diagnoses the run.
         clock: returns the current time in seconds, on the scale of `HostSnapshot.at_s`.
     """
 
@@ -239,7 +239,7 @@ class RunRecorder:
         return samples / seconds if spent.recent and seconds else None
 
     def _work_per_s(self, now_s: float) -> float | None:
-        """Return the units of the operation per second in the last seconds; once it has ended, in total."""
+        """Return the operation's units per second over the last seconds; over its whole duration once it has ended."""
         work = self._work
         if work is None or work.unit == " s":
             return None
@@ -289,14 +289,14 @@ class SteadyEstimate:
         self._since_s = 0.0
 
     def of(self, now_s: float, remaining_s: float | None) -> float | None:
-        """Return an estimate made at `now_s` in seconds, or None if earlier ones differ from it or are missing."""
+        """Return an estimate in seconds made at `now_s`, or None if earlier estimates are missing or differ from it."""
         if remaining_s is None:
             self._ends.clear()
             return None
         if not self._ends:
             self._since_s = now_s
         self._ends.append((now_s, now_s + remaining_s))
-        # A speed that is averaged since the start changes ever more slowly, so later estimates must agree for longer.
+        # An average speed since the start changes ever more slowly, so later estimates must agree for longer.
         compared_s = min(max(_STEADY_S, (now_s - self._since_s) / 4), _MINUTE_S)
         while len(self._ends) > 2 and now_s - self._ends[1][0] >= compared_s:
             self._ends.popleft()

@@ -18,19 +18,19 @@ Entry = tuple[str, str]
 
 
 def is_drive_missing() -> bool:
-    """Return whether `drive:` stands for no folder, because Drive is not mounted."""
+    """Return whether `drive:` cannot be resolved because Drive is not mounted."""
     return not os.environ.get("COLABKIT_DRIVE") and not drive_mounts(mounts())
 
 
 def is_place(path: str) -> bool:
-    """Return whether a path of an entry is a place to list, rather than a source."""
+    """Return whether an entry's path is a place that can be listed, rather than a source."""
     return not path or path[-1] in "/:"
 
 
 def list_place(place: str) -> list[Entry]:
-    """Return the entries of a place; those of `""` are the places to begin with.
+    """Return the entries of a place; `""` stands for the list of starting places.
 
-    Folders that cannot be listed within two seconds have only the entry that leads up.
+    A folder that cannot be listed within two seconds has only the entry for its parent folder.
     """
     if not place:
         drive = "Google Drive (connect)" if is_drive_missing() else "Google Drive"
@@ -38,7 +38,7 @@ def list_place(place: str) -> list[Entry]:
         return [_SAMPLE, (drive, DRIVE), *kaggle, ("this folder", _HERE), ("all files of this machine", _ROOT)]
     found = [path.removeprefix(_HERE) for path in list_paths(place, _SOURCES)]
     base = place.removeprefix(_HERE)
-    # Folders first.
+    # List folders before files.
     entries = [(path.removeprefix(base), path) for path in sorted(found, key=lambda path: (path[-1] != "/", path))]
     source = place.rstrip("/")
     use = [] if place in (DRIVE, _HERE, _ROOT, _KAGGLE) else [(f"✓ use {source}", source)]

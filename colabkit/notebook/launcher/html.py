@@ -27,7 +27,7 @@ _ARROW = f'url("data:image/svg+xml,{quote(_ARROW_SVG)}")'
 # Below this width, labels are placed above their fields.
 _NARROW_PX = 460
 LABEL_PX = 112
-# Inline handlers are the only scripts in the text of a widget. Without them, a click selects the code.
+# In the HTML of a widget, only inline event handlers can run scripts. If they are blocked, a click selects the code.
 _COPY = (
     "getSelection().selectAllChildren(this.nextElementSibling);"
     "this.textContent=document.execCommand('copy')?'Copied':'Press Ctrl+C'"
@@ -35,7 +35,7 @@ _COPY = (
 
 
 def sheet(kept: str) -> str:
-    """Return the style sheet, which applies only to launchers, and also hides elements of the class named by `kept`."""
+    """Return the style sheet, which applies only to launchers, and also hides elements of the CSS class `kept`."""
     rules = {
         "&": f"container-type:inline-size;box-sizing:border-box;border-radius:8px;color:{_TEXT};accent-color:{_ACCENT}",
         "& .widget-html,& .widget-html-content": "overflow:visible;height:auto;margin:0;line-height:20px;min-width:0",
@@ -103,7 +103,7 @@ def hint(text: str, *, warning: str = "", is_error: bool = False) -> str:
 
 
 def _alert(text: str) -> str:
-    # The text keeps its color, since the mark's would be hard to read at this size.
+    # The text keeps its color, since the color of the mark would be hard to read at this size.
     return f"<div role='alert'><b style='color:{_ALARM}'>⚠</b> {escape(text[:1].upper() + text[1:])}</div>"
 
 
@@ -144,7 +144,7 @@ def report(found: Report, *, is_open: bool) -> str:
 def keep(html: str, kept: str) -> str:
     """Wrap HTML for the saved notebook in an element of the class `kept`; the open launcher hides this class.
 
-    Without the launcher, the front end shows an error in the output before this one, which is hidden.
+    If the widgets are missing, the front end shows an error in the preceding output, which this HTML hides.
     """
     outputs = (".jp-OutputArea-child", ".output_area")
     before = ",".join(f"{one}:not(:has(.{ROOT})):has(+{one} .{kept})" for one in outputs)

@@ -123,7 +123,7 @@ class Launcher:
         self._shown_in: int | None = None
         self._kept_at = 0.0
         self._summary: SourceSummary | None = None
-        # Number of epochs of the complete run of these settings; 0 if there is none.
+        # Number of epochs of the completed run with these settings; 0 if there is none.
         self._epochs = 0
         found = colabkit.runtime()
         self._device = "cuda" if found.gpus else "cpu"
@@ -137,7 +137,7 @@ class Launcher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the panel ignores clicks: while it works, and afterwards those that were made during the work."""
+        """Whether the panel ignores clicks: during the work, and briefly after it, to discard queued clicks."""
         return self._worker.is_busy
 
     def show(self) -> None:
@@ -176,7 +176,7 @@ class Launcher:
 
         display(bundle, raw=True, display_id=display_id, update=update)
 
-    # What the saved notebook shows.
+    # The output in the saved notebook.
 
     def _kept(self) -> dict[str, Any]:
         """Return the results of the last run for the saved notebook; they are hidden while the panel is alive."""
@@ -201,11 +201,11 @@ class Launcher:
         if self._worker.doing and time.monotonic() - self._kept_at > _KEPT_EVERY_S:
             self._keep()
 
-    # Changes of the form.
+    # Reactions to changes in the form.
 
     def _changed(self, name: str) -> None:
         if self._worker.is_busy:
-            # A late message: the form is disabled while the panel works.
+            # The message was sent before the form was disabled for the running work.
             return
         self._epochs = 0
         self.view.offer("Train", False)
@@ -293,12 +293,12 @@ class Launcher:
 
     def _clicked(self, action: Action) -> None:
         if action == "train" and self._epochs:
-            # The run of these settings is complete.
+            # The run with these settings is complete, so train for longer.
             self.view.fields["epochs"].value = str(2 * self._epochs)
         self._run(_DOING[action], lambda: self._make(action), is_training=action in ("train", "restart"))
 
     def _run(self, doing: str, work: Callable[[], None], *, is_training: bool = False) -> None:
-        """Do work in the main thread, and then offer to train, to resume, to train longer or again."""
+        """Do work in the main thread, and then offer to train, resume, train longer, or train again."""
 
         def begun() -> None:
             self._keep()
@@ -309,7 +309,7 @@ class Launcher:
             self.view.offer_places(_places(colabkit.runtime()))
             self._show_code()
             if self._summary is None and outcome == "done":
-                # Drive was not connected before.
+                # The source could not be described before, probably because Drive was not mounted.
                 self._describe()
             self._keep()
 

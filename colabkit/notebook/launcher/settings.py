@@ -50,7 +50,7 @@ _SHARED_TMPFS = "/dev/shm"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The texts of the form's fields, by the parameters of `train_on()`.
+    """The texts of the form's fields, named like the parameters of `train_on()`.
 
     Attributes:
         source: path or address of the data.
@@ -76,7 +76,7 @@ class Settings:
 
     @property
     def path(self) -> str:
-        """The source, checked.
+        """The validated source.
 
         Raises:
             InvalidOption: if it is empty, or not one line.

@@ -52,7 +52,7 @@ def stoppable(kernel: Any, button: str, stop: Callable[[], None]) -> Iterator[No
 
 @contextlib.contextmanager
 def _by_its_channel_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) -> Iterator[None]:
-    """Make ipykernel 7's thread that receives all messages pass on only those that are not taken."""
+    """Intercept messages in ipykernel 7's receiving thread, which passes on only those that are not handled here."""
     loop, stream, pass_on = kernel.shell_channel_thread.io_loop, kernel.shell_stream, kernel.shell_channel_thread_main
 
     def receive(frames: Sequence[Any]) -> Any:
@@ -67,7 +67,7 @@ def _by_its_channel_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) 
 
 @contextlib.contextmanager
 def _by_a_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) -> Iterator[None]:
-    """Receive messages in a thread while the main thread, which receives them in ipykernel 6, is in the block."""
+    """Receive ipykernel 6's messages in another thread while the main thread, which normally does, runs the block."""
     over = threading.Event()
     waiting: list[Sequence[Any]] = []
     socket = kernel.shell_stream.socket
@@ -88,7 +88,7 @@ def _by_a_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) -> Iterato
         thread.join()
         for frames in waiting:
             kernel.schedule_dispatch(kernel.dispatch_shell, frames)
-        # The event loop was not notified of messages that arrived in the meantime.
+        # The event loop was not notified of messages that arrived in the meantime, so make it look for them.
         kernel.shell_stream.flush()
 
 
@@ -133,7 +133,7 @@ def interrupted_later() -> Iterator[None]:
 
 
 def publish_state(kernel: Any, state: str, parent: Any) -> None:
-    """Make the front end show the kernel as `"busy"` or `"idle"`, as an answer to the message `parent`."""
+    """Make the front end show the kernel as `"busy"` or `"idle"`, in response to the message `parent`."""
     if can_receive(kernel):
         content = {"execution_state": state}
         kernel.session.send(kernel.iopub_socket, "status", content, parent=parent, ident=b"kernel.status")

@@ -154,7 +154,7 @@ class View:
 
     def enable(self, enabled: bool) -> None:
         """Enable or disable the form and every button."""
-        # The kernel also handles the clicks that fold sections.
+        # Disable the section switches too, because the busy kernel would handle their clicks only after the work.
         switches = (self.browse_switch, self.more_switch, self.only_switch)
         for widget in (*self.fields.values(), *self.buttons.values(), self.near, self.browser, *switches):
             widget.disabled = not enabled

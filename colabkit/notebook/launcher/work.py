@@ -33,7 +33,7 @@ from colabkit.notebook.launcher.view import View
 
 Outcome: TypeAlias = Literal["done", "stopped", "failed"]
 
-# Clicks that waited for the end of the work arrive before this time, and are ignored. The form is disabled until then.
+# Clicks queued during the work arrive within this time after it, and are ignored. The form is disabled until then.
 _QUIET_S = 0.3
 
 
@@ -75,7 +75,7 @@ class ClickWorker:
         """Do work in the main thread, unless other work is being done, and call `ended` with its outcome."""
         if not self._busy.acquire(blocking=False):
             return
-        # The front end would show the kernel as idle if another thread handles this click or others.
+        # If another thread handles clicks, the front end would show the kernel as idle during the work.
         parent = self._kernel.get_parent() if can_receive(self._kernel) else {}
 
         def tell_again() -> None:
@@ -132,7 +132,7 @@ class ClickWorker:
         self._view.report(report)
 
     def enter(self, doing: str) -> None:
-        """Show what the work begins to do."""
+        """Show what the work starts doing."""
         self.doing, self._found = doing, ""
         self._tell()
 

@@ -1,4 +1,4 @@
-"""Columns of a file of samples: arrays, and bytes stored back to back. Each converts its samples for the user."""
+"""Columns of a sample file: arrays, and byte strings stored back to back. Each converts samples for the user."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class RaggedColumn:
 
 
 def stored_rows(column: Column, rows: Indices) -> Iterator[Stored]:
-    """Yield copies of the stored bytes of samples; small rows are gathered many at a time, which is faster.
+    """Yield copies of the stored bytes of samples; small rows are gathered in groups for speed.
 
     Raises:
         UnreadablePages: if a large sample is mapped and its part of the file cannot be read.
@@ -180,9 +180,9 @@ def stored_rows(column: Column, rows: Indices) -> Iterator[Stored]:
 
 
 def _read_pages(array: npt.NDArray[Any]) -> None:
-    """Read the pages of a large mapped array, if the kernel can, because an error in a later access ends the process.
+    """Read the pages of a large mapped array in advance, because an I/O error in a later access would kill the process.
 
-    For small arrays, this would take longer than reading them.
+    Small arrays are skipped, because this would take longer than reading them.
 
     Raises:
         UnreadablePages: if the file is too short, or its disk or mount returns an error.
@@ -190,7 +190,7 @@ def _read_pages(array: npt.NDArray[Any]) -> None:
     if array.nbytes >= _LARGE_ROW and (madvise := find_madvise()) is not None:
         address = array.__array_interface__["data"][0]
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
-        # Old kernels reject the advice with another error number.
+        # Kernels that do not know this advice fail with a different error number.
         if madvise(start, address + array.nbytes - start, POPULATE_READ) and ctypes.get_errno() == errno.EFAULT:
             raise UnreadablePages
 

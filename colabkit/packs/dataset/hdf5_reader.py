@@ -108,7 +108,7 @@ def describe_datasets(file: h5py.File) -> str:
 
 
 def dataset_names(file: h5py.File) -> list[str]:
-    """Return the paths of the datasets nearest to the root, one more than a message lists."""
+    """Return the paths of the datasets nearest to the root, at most one more than an error message lists."""
     return list(itertools.islice(_datasets_in(file), _NAMES_SHOWN + 1))
 
 

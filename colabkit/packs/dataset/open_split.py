@@ -70,7 +70,7 @@ class OpenSplit:
                 raise self.samples.damage_error(unchecked.item(matches.argmin()))
 
     def check_files(self) -> None:
-        """Make `check` check all samples again if a file was modified in place since it was opened or last examined.
+        """Make `check` recheck all samples if a file was modified in place since it was opened or last examined.
 
         Raises:
             Corrupt: if a file became shorter.

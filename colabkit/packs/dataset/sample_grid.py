@@ -139,8 +139,9 @@ def _draw_sample(axes: Axes, value: npt.NDArray[Any] | str) -> None:
 def _grid(sizes: list[tuple[int, int]]) -> tuple[int, int, int]:
     """Return the number of columns, and the width and height of a tile in CSS pixels.
 
-    The number of columns is the one, up to 8 and about 1 to 2 times the square root of the number of samples, that
-    leaves the fewest cells empty. Tiles have the samples' median ratio of height to width, within 0.6 to 1.4.
+    The number of columns is at most 8 and about 1 to 2 times the square root of the number of samples; among these, the
+    one that leaves the fewest cells empty is chosen. Tiles have the samples' median height-to-width ratio, limited to
+    the range from 0.6 to 1.4.
     """
     count = len(sizes)
     least, most = math.ceil(math.sqrt(count)), math.ceil(2 * math.sqrt(count))

@@ -122,7 +122,8 @@ class SingleFileSamples:
     def has_changed(self) -> bool:
         """Return whether the file was modified in place since it was opened, or since the last call.
 
-        A file that was removed or replaced counts as unmodified, because the map still shows the former file.
+        A file that was removed or replaced counts as unmodified, because the memory map still refers to the original
+        file.
 
         Raises:
             Corrupt: if the file became shorter. Reading the lost part of the map would end the process.

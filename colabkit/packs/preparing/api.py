@@ -89,11 +89,12 @@ def prepare(
 
     The state of a source is the names, sizes and modification times (in a bucket, versions) of all its files, including
     those that a table lists. A local pack of a source on this machine is also replaced if a file was changed and its
-    earlier times were restored. For a remote source of more than 4,000 files, the names of all files and the sizes and
-    times of at most 4,000 files count. If checking a remote source fails or takes more than ten seconds, or if the
-    source no longer exists, an existing local pack is used. The contents of a URL are not checked. The report lists the
-    facts that were checked; pass `refresh=True` after other changes. Saved packs of earlier states are never removed.
-    If another process on this machine is preparing the same source with the same options, this call waits for its pack.
+    earlier times were restored. For a remote source of more than 4,000 files, the state consists of the names of all
+    files, and the sizes and times of at most 4,000 files. If checking a remote source fails or takes more than ten
+    seconds, or if the source no longer exists, an existing local pack is used. The contents of a URL are not checked.
+    The report lists the facts that were checked; pass `refresh=True` after other changes. Saved packs of earlier states
+    are never removed. If another process on this machine is preparing the same source with the same options, this call
+    waits for its pack.
 
     Args:
         source: any source of `pack()` except arrays and datasets, including a URL.
@@ -131,7 +132,7 @@ def prepare(
         True
     """
     if not isinstance(source, Source) and (is_arrays(source) or is_dataset(source)):
-        # Arrays have no paths that identify them, so the pack of other arrays might be returned.
+        # Arrays have no paths that identify them, so a pack of different arrays might be returned.
         expected = "a path, an address or a table of paths"
         next_step = (
             "Pack arrays and datasets with ",

@@ -53,12 +53,12 @@ class Preparation:
         request: digests of the source's identity and of the options; a pack holds them, and a digest of the source's
             state, as metadata.
         save_folder: folder in which packs are saved; None if nothing is saved, for the reason in `unsaved`.
-        pack_to: packs the source to a path, and stores its state.
-        look: returns the state of the source.
+        pack_to: function that packs the source to a path, and stores its state.
+        look: function that returns the state of the source.
         is_local: whether the source and all its files are known to be on this machine.
         state: state of the source; None if it is unknown or the source does not exist.
         checked: the facts about the source that were compared, for the report.
-        seen: by path, whether the file there was found to be the saved pack.
+        seen: for each path checked so far, whether the file there is the saved pack.
     """
 
     name: str
@@ -236,7 +236,7 @@ class Preparation:
         if way == "packed":
             self.note(saved="")
             if _opened(self.path) is None:
-                # A file that does not start like a pack would not be replaced.
+                # Packing refuses to replace a file that does not start like a pack.
                 file_changes.remove(self.path)
             started = time.monotonic()
             self.pack_to(self.path, self.state)

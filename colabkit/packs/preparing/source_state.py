@@ -44,8 +44,8 @@ class SourceState:
     Attributes:
         digest: digest of the names, sizes and modification times of the source's files; an unchanged source has the
             same digest in later sessions.
-        changes: identifier of the current boot, a space, and a digest of the files' inodes and change times, which no
-            program can restore; empty for a remote source, since mounts may renumber files.
+        changes: identifier of the current boot, a space, and a digest of the files' inodes and change times, which
+            programs cannot set; empty for a remote source, since mounts may change inode numbers.
         checked: the facts that were compared, and those that were not; empty if the source cannot change.
     """
 
@@ -116,7 +116,7 @@ def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable
     if isinstance(source, str | os.PathLike) and "://" not in str(source):
         path = os.path.abspath(user_path(source, f"read {os.fspath(source)!r}"))
         is_remote = can_hang(path, mounts())
-        # Only a table, which names other files, is opened: other files may be on a slow mount.
+        # Open only tables, because they list other files. Any other file may be on a slow mount.
         if not path.lower().endswith(TABLE_SUFFIXES) and answer_of(lambda: os.path.isfile(path), is_remote):
             return _Contents((), (path,), is_remote)
     opened = source if isinstance(source, Source) else None

@@ -1,4 +1,4 @@
-"""`describe_source()` looks at a source without copying it: number of images, classes, splits and image sizes."""
+"""`describe_source()` inspects a source without copying it: number of images, classes, splits and image sizes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NAMES = 12
 
 @dataclass(frozen=True, repr=False)
 class SourceSummary(Report):
-    """What `describe_source()` found.
+    """The result of `describe_source()`.
 
     Attributes:
         source: name of the source, without secrets.
@@ -84,7 +84,7 @@ class SourceSummary(Report):
 
     @property
     def has_one_shape(self) -> bool:
-        """Whether nine in ten of these images have nearly the same ratio of height to width."""
+        """Whether at least 90% of these images have nearly the same height-to-width ratio."""
         if self.median_size is None:
             return False
         ratios = [height / width for height, width in self.sizes]
@@ -164,7 +164,7 @@ def describe_source(
             return SourceSummary(found, None)
         opened = found
     with closing(opened):
-        # On a mount, the sizes take a request for each file.
+        # On a mount, reading a file's size takes a request.
         listing = opened.list(has_sizes=not opened.can_hang) if isinstance(opened, FolderSource) else opened.list()
         labelled = label_samples(listing, opened.name, labels=labels, splits=splits)
         sizes, unreadable = _looked_at(opened, labelled)
@@ -184,7 +184,7 @@ def describe_source(
 
 
 def _opened_in_place(source: AnySource, as_table: Mapping[str, Any]) -> Source | str:
-    """Open a source that can be looked at without copying it; return the name of any other source."""
+    """Open a source that can be inspected without copying it; return the name of any other source."""
     if not isinstance(source, Source):
         name, _, address = identity_of(source, extract=False)
         if address is not None and address.kind != FSSPEC:
@@ -198,7 +198,7 @@ def _opened_in_place(source: AnySource, as_table: Mapping[str, Any]) -> Source |
 
 
 def _looked_at(source: Source, labelled: Labelling) -> tuple[list[tuple[int, int]], tuple[tuple[str, str], ...]]:
-    """Return height and width of evenly spaced images, and the names of files that are not images, with the reason."""
+    """Return the heights and widths of sampled images, and the sampled files that are not images, with reasons."""
     some = [
         item for item in labelled.items[:: max(1, len(labelled.items) // _LOOKED)] if not item.path.endswith(".npy")
     ]
@@ -242,7 +242,7 @@ def _size_in(item: Item, data: bytes) -> tuple[str, tuple[int, int] | None, str]
 
 
 def _with_size(source: Source, item: Item) -> Item:
-    """Return an item of a folder with its size and time, which the listing of a mount leaves out."""
+    """Return an item of a folder with its size and time, which the listing of a mount omits."""
     if not isinstance(source, FolderSource) or not source.can_hang:
         return item
     found = os.stat(source.path / item.path)

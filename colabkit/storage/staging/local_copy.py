@@ -35,7 +35,7 @@ Origin: TypeAlias = tuple[int, int, int]
 
 
 def origin_of(path: Path, *, can_hang: bool = False) -> Origin:
-    """Return the origin of a file; its change time is 0 on a mount, which may give it a new one when mounted again."""
+    """Return the origin of a file; on a mount, its change time is 0, because the next mount may change it."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns, 0 if can_hang else found.st_ctime_ns
 
@@ -47,8 +47,8 @@ class Seal:
     Attributes:
         key: digest that identifies the source and the options it was staged with.
         source: name of the source.
-        target: `"tmpfs"`, `"disk"` or `"path"`.
-        why: the reason for the target.
+        target: `"tmpfs"`, `"disk"`, or `"path"` for a path chosen by the user.
+        why: the reason for choosing the target.
         file: name of the file if the source is a plain file or an archive that is not extracted, otherwise empty.
         files: number of files.
         staged_bytes: total size of the files.

@@ -37,7 +37,7 @@ KnownFiles: TypeAlias = dict[tuple[str, int, int], KnownFile]
 
 
 class PartialCopy:
-    """A folder that is being filled with a source's items, and a context manager that closes its files.
+    """A folder that is being filled with a source's items, as a context manager that closes its files.
 
     A block counts as written once the journal records it. The next process checks the recorded blocks by their CRC32
     and writes only missing and invalid blocks. `source` is the source's name in messages.
@@ -109,7 +109,7 @@ class PartialCopy:
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                # Hard links may be impossible here, so let the file be read again.
+                # If hard links are impossible here, the file is read again.
                 continue
             self._note(item, block_crcs(item, sealed))
             linked.append(item)
@@ -164,7 +164,7 @@ class PartialCopy:
             written = os.pread(file.fileno(), block.size, block.offset)
         is_equal = crc32(written) == block.crc
         if not is_equal and block.item.path not in earlier:
-            # The next run reads the item again, since it is unknown which of the bytes are right.
+            # It is unknown which of the two reads is right, so remove the item; the next run reads it again.
             self.drop([block.item])
             act = f"verify {block.item.path!r} of {self._source!r}"
             found = f"the bytes at offset {block.offset} were different in the second read"
@@ -261,7 +261,7 @@ class PriorCopy:
     archive_bytes: int = 0
 
     def lacks(self, item: Item) -> bool:
-        """Return whether no data of a file exists locally."""
+        """Return whether no data of this file exists locally."""
         return (item.path, item.size, item.mtime_ns) not in self.known
 
     def changed(self, items: Iterable[Item], *, is_mount: bool) -> set[str]:

@@ -302,7 +302,7 @@ def _spare_ram() -> int:
 
 
 def cache_bytes(path: str, read_bytes: int) -> int:
-    """Return how many of `read_bytes` the mount of a path caches on the local disk: all for DriveFS, otherwise 0."""
+    """Return the bytes that the mount caches on the local disk when reading `read_bytes`: all for DriveFS, else 0."""
     table = mounts()
     holding = mount_holding(resolved(path, table), table) if os.path.isabs(path) else None
     return read_bytes if holding is not None and holding.fstype == DRIVEFS else 0

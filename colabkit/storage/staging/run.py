@@ -160,7 +160,7 @@ class StagingRun:
         return target
 
     def _list(self, source: Source, ahead: Reading | None, prior: PriorCopy) -> tuple[Listing, set[str]]:
-        """Return the listing, and the paths of items whose reading began while others were still being listed."""
+        """Return the listing, and the paths of items whose reading began before the listing was complete."""
         reading: set[str] = set()
 
         def on_found(items: list[Item]) -> None:
@@ -269,7 +269,7 @@ class StagingRun:
                 if (old := LocalCopy.at(path)) and (old.seal.key == self.key or path == target.path):
                     old.carry_over(self.act, kept.data)
             seal.write(kept.data, manifest)
-            # Check again, since copying takes time.
+            # Check again, since something may have appeared there during the copy.
             self._check_target(source, target)
             if found := self.find():
                 kept.start_over()
@@ -285,7 +285,7 @@ class StagingRun:
                 kept.start_over()
             raise
         for place in self.places:
-            # Keep only one local copy.
+            # Keep only one local copy of this source, so remove copies at the other places.
             if place.path != target.path:
                 place.clear(self.act)
         self.is_reused = False
@@ -347,7 +347,7 @@ class StagingRun:
         # A mount may give the archive a new change time when it is mounted again.
         origin = (item.size, item.mtime_ns, 0) if source.can_hang else self.origin
         if kept.record and kept.record.get("origin") != (origin and list(origin)):
-            # The kept files are from another version of the archive.
+            # The archive has changed, so discard the files kept from its earlier version.
             kept.start_over()
         kept.note(path=os.fspath(target.path), identity=target.identity, origin=origin)
         path = source.path
@@ -406,7 +406,7 @@ class StagingRun:
         self._sign()
 
     def _sign(self) -> None:
-        """Show other processes, at most once a second, that this process is alive."""
+        """Signal to other processes, at most once a second, that this process is alive."""
         if self._kept is not None and time.monotonic() - self._signed > _SIGN_S:
             self._signed = time.monotonic()
             self._kept.show_life()
