@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, to save time, and memory after forks."""
+    """Exclude imported modules from garbage collection, which saves time, and memory after forks."""
     gc.collect()
     gc.freeze()
 
@@ -135,7 +135,7 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True)
 def new_files_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait before reading files that were changed in the current clock tick, as most files in tests are."""
+    """Do not wait for a clock tick before reading files that were just changed, as most files in tests were."""
     monkeypatch.setattr("colabkit.storage.sources.reads._TICK_NS", 0)
 
 

@@ -68,7 +68,7 @@ def test_random_sequences_of_calls_and_faults_keep_all_promises() -> None:
 
 @pytest.mark.full
 def test_a_planted_fault_breaks_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Simulate a copy that is never updated.
+    # Simulate a tool that never updates an existing copy.
     monkeypatch.setattr(StagingRun, "_find_unchanged", lambda run, source, prior, listing: prior.sealed)
     with pytest.raises(AssertionError, match="the copy is not as expected"):
         machine.run(20, shrinks=False)

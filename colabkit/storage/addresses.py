@@ -89,7 +89,7 @@ def address_of(source: str) -> Address:
         return Address(FSSPEC, text, _shown(text))
     if not scheme and _DRIVE_ID.fullmatch(text) and not os.path.lexists(text):
         return Address(DRIVE_FILE, text, f"{DRIVE_FILE} {text}")
-    # The text may be an address without its scheme, so it can hold secrets too.
+    # The text may be an address without its scheme, so it may also contain secrets.
     bare = re.split(r"[?#]", text, maxsplit=1)[0].rpartition("@")[2]
     act = f"fetch {_shown(text) if scheme else _limited(printable(bare))!r}"
     raise InvalidOption(

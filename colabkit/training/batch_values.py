@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colabkit.foundation import InvalidOption, cannot, kind_of
 
 USE_BATCH = "use a batch"
-# The maximum number of batches whose accuracies are computed together, and of scores in such a batch.
+# Maximum number of batches whose accuracies are computed together, and maximum number of scores in such a batch.
 _GROUPED, _SMALL = 32, 1 << 14
 _ELEMENTWISE = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),

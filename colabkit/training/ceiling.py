@@ -113,7 +113,7 @@ def headspace(
     """
     act = "measure the headspace"
     check_step(act, "headspace", step, loader, is_any_loader=True)
-    # Use the loader inside a `watch()` wrapper, so that these batches do not count as training.
+    # Unwrap a loader wrapped by `watch()`, so that these batches do not count as training.
     loader = getattr(loader, "watched", loader)
     if isinstance(loader, Iterator):
         found = f"loader is {kind_of(loader)}, which can be iterated only once"
@@ -179,7 +179,7 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
-    """Return the GPUs that the step may use; they are synchronized before the time is read."""
+    """Return the GPUs that the step may use; the caller synchronizes them before it reads the time."""
     if isinstance(loader, Loader) and loader.device.type == "cuda":
         return [loader.device]
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):

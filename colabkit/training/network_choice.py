@@ -43,11 +43,11 @@ _FILE, _SHA256 = "resnet18-f37072fd.pth", "f37072fd"
 
 _ADDRESS = f"https://download.pytorch.org/models/{_FILE}"
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Seconds within which the server must answer, and within which the 45 MiB must arrive.
+# Seconds within which the server must answer, and within which the 45 MiB of weights must arrive.
 _ANSWER_S, _DOWNLOAD_S = 5.0, 60.0
 _BLOCK_BYTES = 1 << 20
 _LEAST_SIDE = 64
-# On a CPU, an epoch of more images takes too long; layers before the last ones are not trained.
+# Maximum number of images for ResNet-18 on a CPU, where an epoch of more images takes too long.
 _MOST_ON_CPU = 5_000
 _FROZEN_ON_CPU = ("conv1", "bn1", "layer1", "layer2", "layer3")
 _WARMUP_SHARE, _WARMUP_STEPS = 0.1, 500

@@ -56,7 +56,7 @@ def plot_run(
     validations: Sequence[Validation],
     hosts: Sequence[HostSnapshot],
 ) -> Figure:
-    """Plot a run below a headline; the other arguments are fields of `TrainReport`."""
+    """Plot a run below a headline; all arguments except the headline are fields of `TrainReport`."""
     if not curve and not epochs:
         raise InvalidOption(cannot("plot the training", "the report has no steps", "", "Train at least one step first"))
     rows: list[list[Callable[[Axes], None]]] = []
@@ -82,7 +82,7 @@ def _draw_time(axes: Axes, *, epochs: Sequence[EpochRecord]) -> None:
     unit, unit_s = _unit(durations.max())
     layers = [(np.array([getattr(record, part[0]) for record in epochs], float), *part[1:]) for part in _PARTS]
     untimed = np.maximum(0.0, durations - sum(layer[0] for layer in layers))
-    # Some epochs have no times of their parts, such as those in checkpoints of earlier versions.
+    # Some epochs lack the times of the parts, for example epochs from checkpoints of earlier versions.
     if untimed.sum() >= _VISIBLE * durations.sum():
         layers.append((untimed, *_UNTIMED))
     layers = [layer for layer in layers if layer[0].any()] or layers

@@ -256,7 +256,8 @@ class ValueRecorder:
         means: means of the epoch so far.
         must_be_finite: whether a NaN or infinity is an error. Numbers on the CPU are checked at once; numbers on other
             devices are checked when they are read, since each check would wait for the device.
-        complete: function that adds pending values to the mappings of earlier steps; called before values are stacked.
+        complete: function that is called before values are stacked, and adds pending values to the mappings of earlier
+            steps.
     """
 
     def __init__(

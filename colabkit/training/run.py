@@ -91,7 +91,7 @@ class TrainingRun:
             # If the Loader is in the middle of an epoch from an earlier iteration, start a new epoch.
             self.loader.set_epoch(self.loader.next_epoch)
             self._trained = self.loader.received
-            # If checkpoints cannot be written, fail now instead of after hours of training.
+            # Write a first checkpoint, to fail now instead of after hours of training if checkpoints cannot be written.
             self._save(wait=True)
             return
         self._trained = self.loader.received
@@ -151,7 +151,8 @@ class TrainingRun:
                 with suppress(Exception):
                     self.saving.checkpoints.finish()
                     if not self._steps:
-                        # The first checkpoint holds no training, and would prevent a new call with another model.
+                        # Nothing has been trained, so remove the first checkpoint, which would prevent a new call with
+                        # another model.
                         self.saving.checkpoints.discard_untrained()
                 if isinstance(raised, TrainingDiverged):
                     self.saving.add_newest_to(raised)
@@ -217,7 +218,7 @@ class TrainingRun:
         except WaitInterrupt:
             return False
         self._end(self._begun)
-        # Ranks may check at different times, so several ranks agree after the next step.
+        # Ranks may notice a request at different times, so several ranks agree on it after the next step.
         return not self._is_stopped and (not self.stops.look() or self.processes.count > 1)
 
     def _batches(self, begun: EpochProgress) -> bool:
@@ -226,7 +227,7 @@ class TrainingRun:
         started, apart_s = perf_counter(), 0.0
 
         def count(waits: bool = True) -> None:
-            # A GPU may still have to run queued steps, whose time belongs to this epoch.
+            # Wait for steps that are queued on a GPU, whose time belongs to this epoch.
             if waits and counts.clock is not None:
                 counts.clock.finish()
             begun.seconds = before.seconds + perf_counter() - started - apart_s
@@ -279,7 +280,7 @@ class TrainingRun:
                 is_open = self._always_decides or stops.strength or self._steps >= self.schedule.next_step
                 if is_open and is_whole and not self._goes_on(begun, count):
                     return False
-        # Bad samples after the last batch also move the loader's position.
+        # Use the loader's final position, because bad samples after the last batch also move it.
         self._trained = self.loader.received
         return True
 
@@ -444,6 +445,6 @@ class TrainingRun:
         position = {**self.loader.state_dict(), "epoch": self._trained[0], "samples": self._trained[1]}
         began = perf_counter()
         self.saving.save(self._steps, position, run, score=self.judge.score, random=random, wait=wait)
-        # The first checkpoint and those after an error do not hold steps up.
+        # Do not count the first checkpoint and those after an error, since they do not delay steps.
         if not wait:
             self.loader.meters.save_s += perf_counter() - began

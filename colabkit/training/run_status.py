@@ -21,7 +21,7 @@ FORMAT = 1
 ANSWER_S = 20.0
 """Seconds within which the file system must answer; otherwise a read or write of the status is given up."""
 
-# Where runs are, in relation to the folder that is searched; the last two are those of `train_on()`.
+# Locations of runs relative to the searched folder; the last two are used by `train_on()`.
 _PLACES = ("*/", "run-*/checkpoints/", "*/run-*/checkpoints/")
 
 RunState: TypeAlias = Literal["training", "validating", "finished", "stopped", "failed"]
@@ -36,7 +36,7 @@ class SavedStatus:
         owner: identifier of the process, as `partials.owner()` returns it.
         host: name of the machine.
         pid: ID of the process.
-        beat: number of the write, which grows while the process is alive.
+        beat: number of this write; it increases as long as the process is alive.
         every_s: longest time in seconds until the next write.
         written_s: time of the write in seconds since 1970, by the clock of that machine.
         state: what the run is doing, or how it ended.

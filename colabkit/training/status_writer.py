@@ -43,7 +43,7 @@ _SECRETS = re.compile(
     r"|\b[\w-]{32,}"
 )
 
-# A path of the file, and the mount that it is on, if any.
+# Paths of the file, each with the mount that it is on, if any.
 _Target: TypeAlias = tuple[Path, RemoteFolder | None]
 
 
@@ -97,7 +97,7 @@ class StatusWriter:
         self._reason: str | None = None
 
     def is_outdated(self) -> bool:
-        """Return whether the status file does not show a finished run, for example after a kill at its end."""
+        """Return whether the status file does not show the end of a run, for example because the process was killed."""
         try:
             return bool(self._targets) and json.loads(self._targets[0][0].read_bytes())["state"] != "finished"
         except (OSError, ValueError, KeyError, TypeError):
@@ -282,7 +282,8 @@ class StatusWriter:
                 return False
             moved()
             with Partial(path) as new:
-                # Do not sync: the file must survive the end of this process, but not a crash of the machine.
+                # Do not flush to the device: the file need not survive a crash of the machine, only the end of this
+                # process.
                 file_changes.write_file(new.path, text)
                 moved()
                 new.publish(replace=True)

@@ -53,7 +53,7 @@ def main() -> None:
 
 @dataclass
 class ChangeBench(Bench):
-    """The benchmark's data."""
+    """The benchmark's data, created when the benchmark starts."""
 
     def __post_init__(self) -> None:
         write_data(self.folder)
@@ -195,7 +195,7 @@ def first_batch(folder: Path) -> Callable[[], float]:
 
 
 def importing(folder: Path) -> Callable[[], float]:
-    # Import torch first, because the time of that import is not colabkit's.
+    # Import torch first, so that its import time does not count as colabkit's.
     import torch
 
     assert torch

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_checkpoint.py --folder /content
 
-1. The time for which `CheckpointFolder.save()` blocks its caller, compared with a plain copy of the same tensors into
+1. The time that `CheckpointFolder.save()` blocks its caller, compared with a plain copy of the same tensors into
    new memory and into reused memory, and with `torch.save` in the caller's thread, as in a hand-written loop.
 2. The rate of small steps while the checkpoint is written, compared with the rate just before and after, and with
    `torch.save` in a plain thread.

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_click_to_trained.py --data cifar10-images.zip
 
 The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency for each open and listing, a limited
-bandwidth and a maximum number of concurrent requests. It is mounted again for every run, and nothing of it is cached.
+bandwidth and a maximum number of concurrent requests. It is mounted again for every run, so nothing on it is cached.
 Every run is a new process, and its time includes the start of Python and the import of torch. All systems train the
 same network for the same number of epochs, on the CPU, in interleaved rounds. A second visit is a new session: the
 local folder is empty, and the drive holds the pack that the first visit saved. It needs
@@ -68,7 +68,7 @@ def click(bench: Bench) -> None:
     latency_s = options.latency_ms / 1e3
     for number in range(bench.rounds + 1):
         shutil.rmtree(root / "colabkit", ignore_errors=True)
-        # The warm-up loads all packages into the page cache, for which one system of each kind is enough.
+        # The warm-up loads all packages into the page cache; running one system of each kind is enough.
         for name in SYSTEMS if number else ("unzipped", "zipped"):
             shutil.rmtree(local, ignore_errors=True)
             local.mkdir()

@@ -39,7 +39,7 @@ def judge_traces(bench: Bench) -> None:
 
 
 def judge_runs(bench: Bench) -> None:
-    """Judge real runs; if traces were judged before, check the requirements for both."""
+    """Diagnose real runs; if traces were diagnosed before, check the requirements for both."""
     runs = [run_of(run.name) for run in RUNS if bench.options.run in run.name]
     bench.figures["runs"] = runs
     shown = [found for found in runs if "missing" not in found]
@@ -108,7 +108,7 @@ def is_right(found: dict[str, Any]) -> bool:
 
 
 def is_missed(found: dict[str, Any]) -> bool:
-    """Return whether a run that its fix makes twice as fast is diagnosed as limited by the step, without advice."""
+    """Return whether the doctor blames the step and gives no advice, although the fix makes the run twice as fast."""
     is_slow = bool(found["mended"]) and found["mended"] >= 2 * found["speed"]
     return is_slow and found["verdict"] == "compute" and not found["advice"]
 

@@ -108,7 +108,7 @@ class GpuBench(Bench):
         return random.integers(0, 256, (count, 3, 32, 32), np.uint8), random.integers(0, CLASSES, count)
 
     def loader(self, dataset: Any, keep: str, **options: Any) -> colabkit.Loader:
-        """Return a loader whose epoch, in random order, outlasts a measurement."""
+        """Return a shuffling loader whose epoch takes longer than a measurement."""
         scale = self.scale
         drawn = scale.batch * (scale.warm_up + scale.steps[1] + 1) * options.get("world_size", 1)
         count = len(dataset[0] if isinstance(dataset, tuple) else dataset)
@@ -117,7 +117,7 @@ class GpuBench(Bench):
         return colabkit.Loader(dataset, scale.batch, sampler=order, device=self.device, keep=keep, **options)
 
     def cached(self, dataset: Any) -> Iterator[Batch]:
-        """Repeat a few batches that are on the device."""
+        """Yield a few batches that are already on the device, again and again."""
         return itertools.cycle(list(itertools.islice(self.loader(dataset, "auto"), CACHED)))
 
     def network(self) -> nn.Module:
@@ -246,7 +246,7 @@ def training(bench: GpuBench) -> None:
 
 
 def small_training(bench: GpuBench) -> None:
-    """Compare feeds of a small network, whose steps take as long as launching their kernels."""
+    """Compare ways to feed a small network, whose steps take as long as launching their kernels."""
     compare_feeds(bench, "Training, small network, 32x32", bench.small, small_cnn(CLASSES))
 
 

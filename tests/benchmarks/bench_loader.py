@@ -140,7 +140,7 @@ class LoaderBench(Bench):
         found = child(words, DEADLINE_S)
         if "missing" in found and not is_peer:
             self.failed.append(f"{action}, {row.system}: {found['missing']}")
-        # Some systems repeat or leave out a few samples.
+        # Some systems repeat or omit a few samples.
         if "epochs" in found:
             assert abs(found["samples"] / found["epochs"] / row.samples - 1) < 0.02, (row, found)
         return found
@@ -209,7 +209,7 @@ def cifar(bench: LoaderBench) -> None:
 
 
 def bare(bench: LoaderBench) -> None:
-    """Compare small raw rows with a plain loop, in two processes that take turns of about 50 ms.
+    """Compare `Loader` with a plain loop on small raw rows, in two processes that take turns of about 50 ms.
 
     Short turns are needed because the speed of a shared machine can change by half within minutes, which would hide the
     small difference between the two.
@@ -228,7 +228,7 @@ def bare(bench: LoaderBench) -> None:
 
 
 def rows_224(bench: LoaderBench) -> None:
-    """Compare rows of 150,528 bytes with plain copies into one buffer, and into two alternating buffers."""
+    """Compare loading rows of 150,528 bytes with plain copies into one buffer, and into two alternating buffers."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     count = len(colabkit.open_pack(packed)["train"])
     rows = {
@@ -273,7 +273,7 @@ def jpeg(bench: LoaderBench) -> None:
 
 
 def decoded(bench: LoaderBench) -> None:
-    """Compare loaders with RandomResizedCrop and flip on JPEG files, of which `Loader` has cached the decoded rows."""
+    """Compare loaders with RandomResizedCrop and flip on JPEG files, with `Loader` reading cached decoded images."""
     rows = jpeg_rows(bench, DECODED, "colabkit decoded")
     title = f"{rows[DECODED].samples:,} photos, RandomResizedCrop 224 + flip, from the second epoch on"
     middle = bench.compare_rows(title, rows, 128, JPEG_PEERS)
@@ -291,7 +291,8 @@ def jpeg_rows(bench: LoaderBench, ours: str, system: str) -> dict[str, Row]:
 
 
 def best(middle: Mapping[str, float]) -> str:
-    """Return the faster of the two other packages that read JPEG; unless both ran, a string with both names."""
+    """Return the name of the faster of the two other packages that read JPEG; if one did not run, both names as one
+    string."""
     has_both = all(name in middle for name in JPEG_PEERS)
     return max(JPEG_PEERS, key=middle.__getitem__) if has_both else "the better of FFCV jpg and DALI"
 

@@ -7,10 +7,10 @@ like Colab's. Drive is the fake of `google.colab`: a FUSE mount (tests/doubles/s
 open and each listing, 16 at once, at 100 MB/s. The page itself counts the clicks and the changed fields; a click into a
 field counts as part of its change. The first training has the default settings, and Drive is mounted during it.
 
-In interleaved rounds, the time from the click on Train until the launcher has finished is compared with the least that
-the same work takes: a copy of the same photos by as many plain threads as help, and a plain PyTorch loop over decoded
+In interleaved rounds, the time from the click on Train until the launcher has finished is compared with the minimum
+time of the same work: a copy of the same photos by as many plain threads as help, and a plain PyTorch loop over decoded
 images in memory, with the same network, image size, batches, epochs and validation, but without augmentation,
-checkpoints, panel and report. Each round takes another folder with the same photos. It needs root or `fusermount3`,
+checkpoints, panel and report. Each round uses a different folder with the same photos. It needs root or `fusermount3`,
 mfusepy and Chromium.
 """
 
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def run(bench: Bench) -> None:
-    """Train with the default settings, then in rounds beside the plain copy and loop."""
+    """Train with the default settings, then in rounds that alternate with the plain copy and loop."""
     options = bench.options
     colab = Colab(bench.folder / "colab")
     folders = [colab.root / "MyDrive" / f"photos {number}" for number in range(bench.rounds + 2)]
@@ -124,7 +124,7 @@ def run(bench: Bench) -> None:
 
 
 def write_photos(folder: Path, count: int) -> None:
-    """Write JPEG files with the size and grain of photos, in four class folders; a class has a tint."""
+    """Write JPEG files with the size and grain of photos, in four class folders; the classes differ in tint."""
     grain = np.random.default_rng(0).normal(0, 12, (8, HEIGHT, WIDTH, 3))
     for number in range(count):
         name, tint = [*TINTS.items()][number % len(TINTS)]
@@ -244,7 +244,7 @@ def copy(folder: Path, paths: list[str], threads: int) -> float:
 
 
 class PlainLoop:
-    """A plain PyTorch training on decoded photos in memory, with the choices of `train_on()`."""
+    """A plain PyTorch training loop on decoded photos in memory, with the settings that `train_on()` chooses."""
 
     def __init__(self, photos: Path) -> None:
         import torch

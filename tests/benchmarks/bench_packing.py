@@ -242,7 +242,7 @@ def damages(path: Path, kind: str, count: int) -> list[tuple[int, str, str]]:
         found += [tuple(json.loads(line)) for line in done.stdout.splitlines()]
         if done.returncode > 0:
             raise RuntimeError(f"{kind} of {path.name}: {done.stderr}")
-        # The child was killed by a signal.
+        # A negative return code means that a signal killed the child.
         if done.returncode < 0:
             found.append((len(found), "a child", f"CRASH with signal {-done.returncode}"))
     return found

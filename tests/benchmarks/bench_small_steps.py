@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_small_steps.py
 
 All systems train the same small network on batches of 32 rows on the CPU, in interleaved epochs of 100 steps, and are
-timed by the loader's own clock. A round's figure is the lower quartile of its steps, which other processes of the
-machine hardly change. The table below the figures lists differences between the systems in the same round.
+timed by the loader's own clock. A round's figure is the lower quartile of its steps, which other processes on the
+machine hardly affect. The table below the figures lists differences between the systems in the same round.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class StagingBench(Bench):
 
     @property
     def settings(self) -> list[tuple[float, ...]]:
-        """Latencies in ms, each with a maximum number of concurrent requests."""
+        """The tested latencies in ms, each with a maximum number of concurrent requests."""
         return [tuple(map(float, text.split("/"))) for text in self.options.settings.split(",")]
 
     def fill(self, files: int, big_bytes: int) -> None:
@@ -285,7 +285,8 @@ def prepare(bench: StagingBench) -> None:
 
 
 def kill(bench: StagingBench) -> None:
-    """Kill `stage()` at random times, start it again, compare all bytes, and count files and blocks copied twice."""
+    """Kill `stage()` at random times, restart it, compare all bytes, and count files and blocks that were copied
+    twice."""
     code = "import sys, colabkit; colabkit.stage(sys.argv[1], sys.argv[2], progress=False)"
     twice = []
     for number in range(bench.options.kills):

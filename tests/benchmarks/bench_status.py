@@ -1,11 +1,13 @@
-"""Measure cost and age of the status file, and what it shows after a kill: `python tests/benchmarks/bench_status.py`.
+"""Measure the cost and the age of the status file, and its content after a kill: `python
+tests/benchmarks/bench_status.py`.
 
 Two training runs alternate, with and without `status.json`. Their steps only use CPU time. The cost is the difference
 between the shortest times per step, and the CPU time of the thread that writes. A second process reads the status
 every 50 ms.
 
 Then processes that write their status continuously are killed with SIGKILL. Every read of the status, before and after
-the kill, must find a complete file, and `colabkit status` must report the run as dead, and the step to resume from.
+the kill, must find a complete file, and `colabkit status` must report that the run is dead, and the step to resume
+from.
 
 All runs save to a local disk, and to a simulated Drive mount that takes 25 ms for each operation.
 """
@@ -102,7 +104,7 @@ def train_until_killed(folder: Path) -> None:
 
 
 def kills(bench: Bench) -> None:
-    """Kill processes that train, and count torn reads of their status, and ends that it does not report."""
+    """Kill training processes, and count incomplete reads of their status, and runs that are not reported as dead."""
     draws = random.Random(0)
     for name, parent in folders(bench):
         reads = torn = reported = 0
@@ -111,7 +113,7 @@ def kills(bench: Bench) -> None:
             with subprocess.Popen([sys.executable, __file__, "--killed", str(folder)]) as child:
                 kill_at = None
                 while kill_at is None or time.monotonic() < kill_at:
-                    # Reading all the time would keep a slow mount from saving checkpoints.
+                    # Continuous reads would keep a slow mount too busy to save checkpoints.
                     time.sleep(0.05)
                     try:
                         text = (folder / "status.json").read_bytes()

@@ -1,4 +1,5 @@
-"""Run one way to read data, of a complaint, in a separate process: `python complaint_systems.py COMPLAINT WAY FOLDER`.
+"""Run one way to read the data of a complaint in a separate process: `python complaint_systems.py COMPLAINT WAY
+FOLDER`.
 
 The script prints one line of JSON: the samples and seconds of epochs, and in `ready_s` the seconds of everything that
 has to happen once before, such as copying. Only the ways whose names begin with `colabkit` use colabkit.
@@ -46,12 +47,12 @@ STEP_S = 0.04
 def main() -> None:
     complaint, way, folder, *more = sys.argv[1:]
     print("\n" + json.dumps(WAYS[complaint][way](Path(folder), *more)), flush=True)
-    # Some ways stop in the middle of an epoch, whose workers need not end in an orderly way.
+    # Some ways stop in the middle of an epoch, so do not wait for their workers to end.
     os._exit(0)
 
 
 def rate(batches: Batches, ready_s: float = 0.0, is_repeated: bool = True) -> Found:
-    """Read epochs and count samples; without `is_repeated`, one epoch at most and without a warm-up."""
+    """Read epochs and count samples; without `is_repeated`, read at most one epoch, without a warm-up."""
     if is_repeated:
         for _ in batches:
             pass
@@ -109,7 +110,7 @@ def to_tmpfs(folder: Path) -> Found:
 
 
 class HDF5Samples(Dataset[Any]):
-    """One sample of an HDF5 file at a time; each worker opens the file itself."""
+    """Reads one sample of an HDF5 file at a time; each worker opens the file itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -206,7 +207,7 @@ def blocks_colabkit(folder: Path) -> Found:
     ready_s = time.perf_counter() - began
     del images
     data = colabkit.open_pack(folder / "blocks-pack.h5")["train"]
-    # The other ways also keep the stored order of the bytes.
+    # Keep the stored order of the bytes, as the other ways do.
     return rate(colabkit.Loader(data, BATCH, shuffle=True, channels_last=True), ready_s)
 
 
@@ -256,7 +257,7 @@ def data_share(batches: Batches) -> float:
     return waited / (given - began)
 
 
-# 4. A device that has nothing to do between batches.
+# 4. A device that is idle between batches.
 
 
 def photo_files(folder: Path, workers: int) -> Batches:
@@ -266,7 +267,7 @@ def photo_files(folder: Path, workers: int) -> Batches:
 
 
 def prefetched(batches: Batches) -> Batches:
-    """Take the next batch ahead in a thread; on a GPU, copy it on a stream of its own."""
+    """Fetch the next batch ahead in a thread; on a GPU, copy it on a separate stream."""
     is_cuda = torch.cuda.is_available()
     stream = torch.cuda.Stream() if is_cuda else None
 
@@ -323,7 +324,7 @@ def busy(make: Callable[[Path], Batches]) -> Callable[..., Found]:
 
 
 def device_step() -> Callable[[Any], None]:
-    """Return a step of ResNet-18 on the GPU; without one, a step that sleeps, as if a device worked."""
+    """Return a step of ResNet-18 on the GPU; without a GPU, a step that sleeps, as if a device were computing."""
     if not torch.cuda.is_available():
         return lambda batch: time.sleep(STEP_S)
     model = resnet18(10).cuda()
@@ -376,7 +377,7 @@ def generated(folder: Path, at_once: int) -> Found:
 
 
 def streamed_colabkit(folder: Path) -> Found:
-    """Read shards in blocks, which were packed beforehand, in their first epoch."""
+    """Read the first epoch of shards that were packed beforehand, in blocks."""
     import colabkit
 
     data = colabkit.open_pack(folder / "drive" / "shards.h5")["train"]

@@ -26,7 +26,7 @@ def in_python(work: int) -> int:
 
 
 def block(passed_s: float) -> None:
-    """Block outside the CPU, as a network call or a read of a value does."""
+    """Sleep, like a network call or a read of a value from the device."""
     time.sleep(0.02)
 
 
@@ -44,7 +44,7 @@ def log_in_loop(passed_s: float) -> None:
 
 
 def become_slow(passed_s: float) -> None:
-    """Compute for longer in every step, from the middle of the run on."""
+    """Compute for longer in every step of the second half of the run."""
     if passed_s > SLOW_AFTER_S:
         until = time.perf_counter() + 0.05
         while time.perf_counter() < until:

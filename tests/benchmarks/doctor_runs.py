@@ -1,4 +1,4 @@
-"""Real runs with a planted bottleneck, and the same runs fixed, for bench_doctor.py; one run per process.
+"""Real runs with a planted bottleneck, and the same runs with a fix, for bench_doctor.py; one run per process.
 
     python tests/benchmarks/doctor_runs.py "decoding, a light step"
 
@@ -70,7 +70,7 @@ class Run:
         elsewhere_s: seconds that each step sleeps instead of using the CPU, like a step on a GPU; 0 trains a model on
             the CPU.
         seconds: duration of the slow run.
-        beside: returns a context manager that does other work during the slow run.
+        beside: function that returns a context manager that does other work during the slow run.
         on_step: called after each step of the slow run.
         in_step: called within each step of the slow run, with the number of seconds since the run began.
         is_mended_by_ending: whether the fix is to end the work of `beside`.
@@ -103,7 +103,7 @@ def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
     def step(batch: Any) -> float:
         images, labels = batch
         images = images.float().div_(255) if images.dtype == torch.uint8 else images
-        # Convert the memory format, so that the step takes the same time with any loader.
+        # Convert the memory format, so that the step takes equally long with every loader.
         images = images.contiguous(memory_format=torch.channels_last)
         loss = loss_of(model(images), labels)
         loss.backward()

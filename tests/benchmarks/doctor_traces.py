@@ -51,7 +51,7 @@ class Trace:
         rule: the rule that must give advice; empty if none is expected.
         times: mean seconds that a step spends on waiting, copying, computing and other work.
         facts: facts about the loader.
-        parts: name of each part of the loader, with its busy, waiting and CPU seconds and its bytes per sample.
+        parts: for each part of the loader, its name, its busy, waiting and CPU seconds, and its bytes per sample.
         host: state of the machine.
         noise: standard deviation of each step's times, relative to their means.
         batches_at_once: number of batches that a loader yields together, so that only the first one is waited for.
@@ -60,7 +60,7 @@ class Trace:
         precision: precision of the step.
         passes: number of passes over the data.
         first_s: seconds to the first batch of each pass.
-        cpu: share of the step and of other work in which the thread that trains is on a CPU; None if not measured.
+        cpu: share of the step and of other work in which the training thread is on a CPU; None if not measured.
         more: other meters.
         epochs: values of the complete epochs.
         values: newest values of a step.
@@ -133,7 +133,7 @@ def long_every(steps: int, seconds: float) -> Callable[[int, StepTimes], StepTim
     return lambda number, step: step._replace(compute_s=seconds) if number % steps == steps // 2 else step
 
 
-# On a CPU with a loop of the user, all work on a batch counts as the step.
+# In a user's own loop on a CPU, all work on a batch counts as the step.
 LOOP = (0.0005, 0, 0.1, 0)
 SHARED = replace(FULL, own_cpu_rate=0.4)
 FALLING = [0.8**epoch for epoch in range(8)]
@@ -184,7 +184,7 @@ TRACES = (
           host=replace(HOST, ram_used_bytes=11 * GIB, tmpfs_bytes=6 * GIB)),
     Trace("other processes on the CPU", "host", "others_on_the_cpu", (0.001, 0, 0.1, 0.001),
           host=replace(FULL, own_cpu_rate=0.5)),
-    # Data.
+    # Data bottlenecks.
     Trace("Drive, few large files", "data", "remote_files", (0.5, 0, 0.1, 0), replace(DRIVE, files=4),
           (("read", 0.02, 0, 0, 900_000), ("decode", 0.001, 0.02, 0.001, 150_000))),
     Trace("Drive, barely too slow", "data", "remote_files_to_pack", (0.04, 0, 0.1, 0), DRIVE,
@@ -237,7 +237,7 @@ TRACES = (
           host=replace(HOST, disk_free_bytes=GIB)),
     Trace("/dev/shm is nearly full", "compute", "full_shm", (0.001, 0, 0.1, 0.001), FOREIGN,
           host=replace(HOST, shm_free_bytes=GIB // 10)),
-    # The host.
+    # Host bottlenecks.
     Trace("clean, torch computes in several threads", "compute", "", LOOP, host=with_threads(THREADS, FULL), cpu=0.97),
     Trace("clean, the thread that trains waits for torch's other threads", "compute", "", LOOP,
           host=with_threads(THREADS, FULL, training_cpu_rate=0.6, compute_cpus=1.3), cpu=0.6),
@@ -304,7 +304,7 @@ TRACES = (
           (("read", 0.05, 0, 0, 20_000), ("decode", 0.001, 0.02, 0.001, 150_000)),
           shape=lambda number, step: step._replace(wait_s=step.wait_s * (1 + number / 50)),
           more={"stretches": stretches_of(0.5, 1.5)}),
-    # The curves.
+    # Training curves.
     Trace("clean, the losses fall", "compute", "", LOOP, epochs=epochs_of(loss=FALLING, val_loss=FALLING)),
     Trace("clean, a noisy loss", "compute", "", LOOP, epochs=epochs_of(loss=[1.0, 0.6, 0.7, 0.5, 0.55, 0.45, 0.4])),
     Trace("a loss of NaN", "compute", "not_finite", LOOP, values={"loss": float("nan")}),

@@ -2,8 +2,8 @@
 
 Each workload is compared with plain code for the same work, which does not use colabkit, in the same process and in
 paired rounds. The figure is the speed relative to the plain code, which depends little on the machine; `floors.json`
-has the smallest permitted figure of each workload, far below those of a busy machine. Noise does not fail the check: a
-workload fails if the entire 95% confidence interval of its figure is below the floor, twice in a row.
+holds the minimum permitted figure of each workload, far below the figures on a busy machine. Noise does not fail the
+check: a workload fails if the entire 95% confidence interval of its figure is below the floor, twice in a row.
 
 - `loader`: shuffled epochs of a pack of 32x32 images, beside `index_select` into one buffer
 - `decode`: random 224x224 crops of photos, beside decoding the photos in a thread pool
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def check(names: list[str], floors: dict[str, float], rounds: int) -> list[str]:
-    """Print the figures of workloads, and return the names of those whose whole interval is below the floor."""
+    """Print the figures of workloads, and return the names of those whose entire interval is below the floor."""
     failed = []
     for name in names:
         if name == "staging" and not has_fuse():

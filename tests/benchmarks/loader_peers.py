@@ -59,7 +59,7 @@ def arrays(source: str) -> tuple[Any, Any]:
 
 
 class OneByOne:
-    """The dataset of the common recipe: each worker opens the HDF5 file and reads one sample at a time."""
+    """The dataset of a common recipe: each worker opens the HDF5 file and reads one sample at a time."""
 
     def __init__(self, path: str) -> None:
         self._path, self._file = path, None
@@ -247,7 +247,7 @@ def spdl_crops(source: str) -> Make:
     from torchvision.transforms.functional import resized_crop
 
     files = ImageFolder(source).samples
-    # Otherwise, each of the two threads would start two more threads for every photo.
+    # Otherwise, each of the two threads would use two more threads for every photo.
     torch.set_num_threads(1)
 
     def load(file: tuple[str, int]) -> tuple[Any, int]:

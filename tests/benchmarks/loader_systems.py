@@ -68,7 +68,7 @@ def turns(system: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def timed(loader: Iterable[Any]) -> dict[str, float]:
-    """Take complete epochs for at least `LEAST_S` seconds, and return their samples, seconds and number."""
+    """Iterate over complete epochs for at least `LEAST_S` seconds; return the number of samples, seconds and epochs."""
     samples = rounds = 0
     started = time.perf_counter()
     while (seconds := time.perf_counter() - started) < LEAST_S:
@@ -93,7 +93,7 @@ def first(system: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def checks(_: str, source: str, batch_size: str) -> dict[str, float]:
-    """Measure first epochs over a newly opened pack, half of them after all samples have been checked, in turns."""
+    """Measure first epochs over a newly opened pack, alternately with and without samples that are already checked."""
     import numpy as np
 
     import colabkit
@@ -201,7 +201,7 @@ def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
         "add": cost_s(lambda: mine.add("gather", 1, 1, 0.0)),
         "publish": cost_s(lambda: publish(watched.BatchTaken(mine))),
     }
-    # Calls inside `busy` are part of its cost.
+    # Do not count calls inside `busy` separately, because they are part of its cost.
     calls["add"] = calls.get("add", 0) - calls.get("busy", 0)
     total_s = sum(calls.get(name, 0) * cost for name, cost in costs.items())
     mine.clock = watched.HostClock(mine.spent)

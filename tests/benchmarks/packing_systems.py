@@ -101,7 +101,7 @@ def samples_of(report: Any) -> int:
 
 
 def ffcv() -> Run:
-    """Write as in FFCV's documentation: from an `ImageFolder`, to a field for the image and one for the label."""
+    """Write an `ImageFolder` as in FFCV's documentation, with one field for the image and one for the label."""
     return ffcv_of("raw", image_folder)
 
 
@@ -134,7 +134,7 @@ def image_folder(source: str) -> Any:
 
 
 class Rows:
-    """The rows of a raw pack as the dataset that FFCV's writer expects."""
+    """The rows of a raw pack, as a dataset of the form that FFCV's writer expects."""
 
     def __init__(self, path: str) -> None:
         self._images, self._labels = arrays(path)
@@ -255,7 +255,7 @@ def webdataset_of(shard_samples: int, order: Callable[[Files], Files]) -> Run:
 
 
 def bare() -> Run:
-    """Decode in two forked processes into one shared memory map, without a file, a digest or checks."""
+    """Decode in two forked processes into a shared memory map; write no file, and compute no digests or checks."""
     import numpy as np
     from simplejpeg import decode_jpeg
 

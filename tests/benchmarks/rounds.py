@@ -52,7 +52,7 @@ class Bench:
     """A benchmark in several parts: its folder, measurements, requirements and failures.
 
     `main()` takes the parts by name, as functions of the benchmark. `show()` records comparisons, which `tables.py`
-    shows in the documentation; `figures` has all other measurements.
+    shows in the documentation; `figures` holds all other measurements.
     """
 
     folder: Path
@@ -237,7 +237,7 @@ def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict
 
 
 def paired(figures: Mapping[str, list[float]], name: str, other: str) -> float:
-    """Return the median of the ratios in each round, which hardly depend on temporary slowdowns of the machine."""
+    """Return the median of the rounds' ratios, which temporary slowdowns of the machine hardly affect."""
     return statistics.median(one / two for one, two in zip(figures[name], figures[other], strict=True))
 
 

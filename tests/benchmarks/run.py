@@ -3,13 +3,13 @@
     python tests/benchmarks/run.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
     python tests/benchmarks/tables.py --write
 
-Each benchmark runs in its own process, and writes its single measurements, the machine and the versions as JSON to
-`tests/benchmarks/results/`, from which `tables.py` makes the tables and pictures of the documentation. Without
-archives, images are generated. A benchmark that fails is reported with its error, and the others go on; the script then
+Each benchmark runs in a separate process, and writes its individual measurements, the machine and the versions as JSON
+to `tests/benchmarks/results/`, from which `tables.py` makes the tables and pictures of the documentation. Without
+archives, images are generated. If a benchmark fails, its error is reported and the others continue; the script then
 ends with status 1. The docstring of `bench_loader.py` explains how to install the other packages; those that are
 missing are reported in the tables. `--quick` takes one round with little data, only to check the scripts, and writes to
-`tests/benchmarks/results/quick/`, which git ignores. All benchmarks together take many hours, on a machine that does
-nothing else.
+`tests/benchmarks/results/quick/`, which git ignores. All benchmarks together take many hours on an otherwise idle
+machine.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ replaces the tables of the pages in `docs/` that stand between comments, and dra
     <!-- end -->
     <!-- plot: click_to_trained/click docs/images/click-to-trained -->
 
-`loader/cifar` is the part `cifar` of `bench_loader.py`; `loader/cifar/2` is the second comparison of this part. Pages
-keep what they have for benchmarks without results. Pictures get the endings `-light.svg` and `-dark.svg`.
+`loader/cifar` is the part `cifar` of `bench_loader.py`; `loader/cifar/2` is the second comparison of this part. If a
+benchmark has no results, its tables and pictures stay unchanged. The names of pictures end with `-light.svg` and
+`-dark.svg`.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     from colabkit.foundation import plotting
 
     values = {name: some for name, some in comparison["values"].items() if some and name not in comparison["missing"]}
-    # The page describes the conditions, for which a picture has no room.
+    # Omit the conditions, for which a picture has no room; the page describes them.
     title = re.split("[:,;] ", comparison["title"])[0]
     for theme, color in {"light": "#1f2328", "dark": "#e6edf3"}.items():
         colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), color)

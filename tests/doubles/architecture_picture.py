@@ -9,12 +9,12 @@ from pathlib import Path
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 WIDTH, HEIGHT = 980, 330
-# Text, lines, box, accent, and the text on the accent.
+# Colors of text, lines, boxes, the accent, and text on the accent.
 THEMES = {
     "light": ("#1f2328", "#767676", "#f3f6f9", "#0072B2", "#ffffff"),
     "dark": ("#e6edf3", "#9aa4ae", "#1c232b", "#3a9ad9", "#0d1117"),
 }
-# Title, further lines, left edge and width.
+# For each box: title, further lines, left edge and width.
 BOXES = (
     ("Remote source", ("Drive, archive, table,", "bucket, address"), 10, 168),
     ("Local files", ("disk or tmpfs",), 258, 122),
@@ -61,13 +61,13 @@ def picture(theme: str) -> str:
         write(center, TOP - 14, room, f'font-size="12" fill="{line}" font-style="italic"')
         for number, words in enumerate(notes):
             write(center, TOP + BOX + 20 + 15 * number, words, f'font-size="11.5" fill="{line}"')
-    # The pack goes back to the remote source.
+    # Arrow for the pack, which is saved to the remote source.
     arrow(f"M540 {TOP - 4}V38H94V{TOP - 5}", 'stroke-dasharray="5 4"')
     write(317, 54, "saved remotely by prepare: the next session copies one file")
-    # Checkpoints go to the remote source, too.
+    # Arrow for checkpoints, which are also saved to the remote source.
     arrow(f"M924 {TOP - 4}V14H54V{TOP - 5}", 'stroke-dasharray="5 4"')
     write(740, 29, "checkpoints, written in the background")
-    # Meters of all stages.
+    # Arrows for the meters of all stages.
     low = 252
     for center in (218, 420, 660, 924):
         arrow(f"M{center} {TOP + BOX + (46 if center != 924 else 6)}V{low - 4}", 'stroke-opacity="0.7"')

@@ -1,8 +1,8 @@
 """The table of all public calls: in Python, as a magic and as a command, with their arguments and defaults.
 
 `python tests/doubles/call_table.py` writes the table to `docs/reference/calls.md`. Python's arguments are read from the
-signatures, those of magics and commands from their parsers. The differences between them, each with its reason, are
-listed here; a test compares everything else.
+signatures, those of magics and commands from their parsers. Intended differences between them are listed here with
+reasons; a test checks that there are no others.
 """
 
 from __future__ import annotations

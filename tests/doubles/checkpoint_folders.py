@@ -104,7 +104,7 @@ def assert_nothing_runs(folder: Path) -> None:
 
 
 class HeldDisk:
-    """A disk that stops responding: from the first file change of one kind on, all changes wait for `release()`.
+    """A disk that stops responding: starting with the first file change of one kind, all changes wait for `release()`.
 
     Args:
         set_hook: the fixture `file_hook`.

@@ -1,7 +1,8 @@
 """A kernel that colabkit recognizes as hosted Colab's, in which it sees remote mounts only where Drive is mounted.
 
-Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake and this folder on PYTHONPATH. colabkit may
-also be there; otherwise, the notebook installs it. The variable COLAB_POINT replaces /content/drive as the mount point.
+Run `python tests/doubles/colab_kernel.py -f CONNECTION_FILE` with the fake and this folder on PYTHONPATH. If PYTHONPATH
+does not contain colabkit, the notebook installs it. The variable COLAB_POINT replaces /content/drive as the mount
+point.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Kernel(IPythonKernel):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Cells may install colabkit.
+        # Import colabkit late, because cells may install it.
         self.shell.events.register("pre_run_cell", lambda _: be_hosted() if "colabkit" in sys.modules else None)
 
 

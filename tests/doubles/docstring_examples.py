@@ -1,4 +1,4 @@
-"""An extension of mkdocstrings: it shows the section `Example:` of a docstring as code."""
+"""An extension of mkdocstrings that shows the section `Example:` of a docstring as code."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ THREADS = ThreadsSnapshot(
     busiest_thread_rate=0.005,
     gil_wait_s=1e-5,
 )
-# The thread that trains sleeps for most of the time, and nothing computes meanwhile.
+# The training thread sleeps most of the time, and no other thread computes meanwhile.
 ASLEEP = replace(THREADS, training_cpu_rate=0.2, compute_cpus=0.05, spots=(SLEEPS, COMPUTES))
 HELD_BY_THREAD = replace(ASLEEP, busiest_thread="refresher", busiest_thread_rate=0.9, gil_wait_s=0.005)
 
@@ -192,7 +192,7 @@ def check_advice(advice: Advice) -> None:
     for text in (advice.found, advice.action):
         assert not re.search(r"None|nan|inf\b|\.\.\.|  |\b1 (workers|CPUs|files|samples|reads)\b| by $", text), text
         assert not text.endswith("."), text
-        # A message joins `found` and `action` by a colon, so neither may contain another.
+        # A message joins `found` and `action` with a colon, so neither may contain one.
         assert ": " not in text, text
     assert advice.action[0].isupper(), advice
     assert "..." not in advice.call, advice

@@ -1,4 +1,4 @@
-"""A fake Google Drive for gdown: a proxy that answers for the hosts of Google Drive, with a test certificate.
+"""A fake Google Drive for gdown: a proxy that impersonates the hosts of Google Drive, with a test certificate.
 
 The pages contain the parts that gdown parses: the confirmation form, an error's caption, and a folder's listing for
 gdown 5 (`_DRIVE_ivd`) and gdown 6 (`embeddedfolderview`).
@@ -187,7 +187,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture(scope="session", params=[pytest.param("gdown==5.2.2", marks=pytest.mark.full), "gdown>=6"])
 def gdown(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> str:
-    """Return a folder with gdown from PyPI, cached by pytest; a test can choose the version with a mark."""
+    """Return a folder that contains gdown from PyPI, cached by pytest; a mark of the test selects the version."""
     return installed(request.param, pytestconfig)
 
 

@@ -31,7 +31,7 @@ class FakeNvjpeg:
             self.calls.append(len(files))
         for file in files:
             data = bytes(file.numpy())
-            # The last condition finds CMYK images, whose scans have four components.
+            # The last condition detects CMYK images, whose scans have four components.
             if data in self.rejected or data[:2] != b"\xff\xd8" or b"\xff\xda\x00\x0e\x04" in data:
                 raise RuntimeError("Error while decoding JPEG images: 5")
         return [self._decode(file, mode=mode) for file in files]

@@ -171,7 +171,7 @@ class FuseMount(_Mount):
         """Stop responding: to all operations, or only to those of one kind, after `after` more of this kind."""
         if operation is None:
             os.kill(self.pid, signal.SIGSTOP)
-            # The signal stops one thread after the other; the last ones may still answer requests.
+            # The signal stops the threads one after another, so the last ones may still answer requests for a moment.
             wait_for(self._is_stopped, "the stop of all threads")
         else:
             kind = slow_drive.KINDS.index(operation)
@@ -189,7 +189,7 @@ class FuseMount(_Mount):
         os.kill(self.pid, signal.SIGCONT)
 
     def fail(self, number: int, one_in: int = 1) -> None:
-        """From now on, fail one in `one_in` reads and listings with this errno; 0 stops the failures."""
+        """Fail one in `one_in` reads and listings with this errno from now on; `one_in=0` stops the failures."""
         self._numbers[slow_drive.ONE_IN] = one_in
         self._numbers[slow_drive.FAIL] = number
 

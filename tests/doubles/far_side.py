@@ -67,7 +67,7 @@ def forget_double(patch: pytest.MonkeyPatch) -> None:
 
 
 def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Hide the remote mounts outside of a folder, such as those of other tests on this machine."""
+    """Hide remote mounts outside a folder, such as those of other tests on this machine."""
     # Import these packages before patching, because they import functions of `mount_table` by name and need the
     # original functions.
     for room in ("fetching", "probing", "staging"):

@@ -1,4 +1,4 @@
-"""HDF5 files as other programs write them, with several storage options, and odd or hostile entries for HDF5 files."""
+"""HDF5 files as other programs write them, with several storage options, and with unusual or malicious entries."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def filled(hint: Any, name: str) -> Any:
     if origin in (dict, collections.abc.Mapping):
         return {filled(arguments[0], name): filled(arguments[1], name)}
     if dataclasses.is_dataclass(hint):
-        # These refer to classes that the modules of reports do not import.
+        # The type hints of these fields name classes that the modules of the reports import only for type checking.
         hints = typing.get_type_hints(hint, localns={**vars(messages), "TrainReport": colabkit.TrainReport})
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
         # A field of the class's own type would recurse forever.

@@ -15,7 +15,8 @@ Server = TypeVar("Server", bound="WebServer")
 
 
 class WebServer(ThreadingHTTPServer):
-    """A server that sends `content` for every path; `requests` has the headers of all requests, `paths` their paths."""
+    """A server that sends `content` for every path; `requests` holds the headers of all requests, and `paths` their
+    paths."""
 
     daemon_threads = True
     block_on_close = False
@@ -44,7 +45,7 @@ class WebServer(ThreadingHTTPServer):
         return [request.get("Range") for request in self.requests]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing, because clients may disconnect at any time."""
+        """Suppress error output, because clients may disconnect at any time."""
 
 
 class Handler(BaseHTTPRequestHandler):

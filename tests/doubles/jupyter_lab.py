@@ -1,6 +1,6 @@
 """A real JupyterLab in Chromium: its server, its page, and what the page shows.
 
-Nothing here knows what the tests click. The page waits for what it expects, and never for a fixed time.
+This module does not depend on what the tests click. It waits for conditions, never for a fixed time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def chromium() -> str:
 
 @contextmanager
 def opened_browser(path: str) -> Iterator[Browser]:
-    """Run the browser at this path. In the meantime, the thread cannot run other event loops."""
+    """Run the browser at this path. Meanwhile, this thread cannot run other event loops."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -183,7 +183,7 @@ class Lab:
 
     @classmethod
     def new(cls, browser: Browser, server: Server, pictures: Path | None = None, scale: float = 1.0) -> Lab:
-        """Open a page; in pictures, a pixel of the page has this many pixels per side."""
+        """Open a page; `scale` is the number of picture pixels per CSS pixel."""
         size = {"width": WIDTH, "height": HEIGHT}
         return cls(browser.new_page(viewport=size, device_scale_factor=scale), server, pictures)
 
@@ -288,7 +288,7 @@ class Lab:
         self.page.wait_for_function(condition, arg=given, timeout=1000 * seconds, polling=_LOOK_MS)
 
     def frames(self, selector: str, count: int, seconds: float = 30.0) -> list[str]:
-        """Wait until an element has shown this many different texts, each within some seconds, and return them."""
+        """Wait until an element has shown this many different texts, with a time limit for each, and return them."""
         other = "([selector, before]) => [...document.querySelectorAll(selector)].at(-1)?.innerText.replace(before, '')"
         texts = [""]
         while len(texts) <= count:
@@ -333,7 +333,8 @@ class Lab:
         )
 
     def picture(self, name: str, selector: str = "") -> None:
-        """Save a picture of the page, or of the visible part of the last such element, if pictures are asked for."""
+        """Save a picture of the page, or of the visible part of the last matching element, if a folder for pictures is
+        set."""
         if self._pictures is not None:
             self.page.evaluate(_PAINTED)
             # The panel replaces its elements, so an element may be gone before a picture of it is taken.

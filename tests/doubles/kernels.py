@@ -75,7 +75,7 @@ def link_packages(purelib: str, folder: Path) -> Path:
 
 
 def make_environment(folder: Path, *packages: Path) -> Path:
-    """Create an environment that finds these packages, the first ones first; return its interpreter."""
+    """Create an environment that finds packages in these folders, in this order; return its interpreter."""
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/*/site-packages")
     (site / "beside.pth").write_text("".join(f"{path}\n" for path in packages))

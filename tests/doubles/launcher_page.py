@@ -53,6 +53,6 @@ class LauncherPage:
         return bool(self.lab.page.evaluate(f"{_STATUS} === 'busy'"))
 
     def waits_for_message(self, words: str, seconds: float) -> None:
-        """Wait until the message of the last action contains these words."""
+        """Wait until the message of the last action contains this text."""
         said = self.lab.page.locator(f"{LAUNCHER} [role=status], {LAUNCHER} [role=alert]").filter(has_text=words)
         said.first.wait_for(timeout=1000 * seconds)

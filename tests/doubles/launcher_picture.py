@@ -17,7 +17,7 @@ from launcher_page import LAUNCHER, LauncherPage
 from panel_picture import TARGET, write_photos
 from PIL import Image
 
-# A palette of this size makes the file smaller.
+# A palette of this many colors makes the file smaller.
 COLORS = 256
 
 

@@ -93,7 +93,7 @@ def variables() -> dict[str, Any]:
 
 @contextmanager
 def without_privileges() -> Iterator[None]:
-    """Make file permissions count for this thread, and for threads that it starts, even if root runs the tests."""
+    """Enforce file permissions in this thread, and in threads that it starts, even if root runs the tests."""
     if os.geteuid():
         yield
         return

@@ -1,4 +1,4 @@
-"""Make the mistakes of the table, and write the messages that users see to `docs/reference/mistakes.md`.
+"""Make each mistake of the table, and write the messages that users see to `docs/reference/mistakes.md`.
 
 `python tests/doubles/mistake_page.py` writes the page.
 """

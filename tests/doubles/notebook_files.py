@@ -1,4 +1,4 @@
-"""Read the notebooks of the repository, and write them in one format.
+"""Read the notebooks of the repository, and write them in a uniform format.
 
 `python tests/doubles/notebook_files.py` rewrites all notebooks in the stored format, with cell IDs and sorted keys, and
 copies the template into the package, from which `write_template()` reads it. With names, as in
@@ -112,13 +112,13 @@ def stored(notebook: NotebookNode, *, has_outputs: bool = True) -> str:
 
 def run(path: Path) -> NotebookNode:
     """Run a notebook in a new kernel, and return it with its outputs and, if it has one, its table of results."""
-    # Imported only here: tests of the stored files need no kernel.
+    # Imported here, because tests of the stored files need no kernel.
     from notebook_runs import kernel
 
     with tempfile.TemporaryDirectory() as folder, kernel(Path(folder), sys.executable, TMPDIR=folder) as started:
         ran = started.run(read(path)).notebook
     text = nbformat.writes(ran)
-    # The working folder is inside the other, so it comes first.
+    # The working folder is inside the other folder, so replace it first.
     for inner in (f"{folder}/work", folder, str(FOLDER.parent)):
         text = text.replace(inner, HOME)
     shown = nbformat.reads(text, as_version=4)

@@ -67,13 +67,13 @@ class Kernel:
         self._client = client
 
     def name_cells(self) -> None:
-        """Name a cell in each request, as Colab's page does, unlike Colab's command line."""
+        """Name a cell in each request, as Colab's page does; Colab's command line does not."""
         self._client.kc.session.metadata["colab"] = {"cell_id": "cell"}
 
     def run(self, notebook: NotebookNode) -> Ran:
         """Run all cells from top to bottom; raise an error if a cell fails."""
         self._client.nb = notebook
-        # Display updates from an earlier run do not belong to this one.
+        # Discard display updates of an earlier run.
         self._client.reset_execution_trackers()
         began = time.monotonic()
         for number, cell in enumerate(notebook.cells):

@@ -103,7 +103,7 @@ def kept_shards(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Return two numbers of which at least one changes when a file is rewritten."""
+    """Return two numbers, at least one of which changes when a file is rewritten."""
     return path.stat().st_ino, path.stat().st_mtime_ns
 
 
@@ -146,7 +146,7 @@ def assert_same(path: Path, other: Path) -> None:
 
 
 def flip_byte(path: Path, at: int, bits: int = 1) -> None:
-    """Flip these bits of one byte in a file."""
+    """Flip the given bits of one byte in a file."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -168,7 +168,7 @@ def labels_of(path: Path, split: str = "train") -> list[Any]:
 
 
 def fork(monkeypatch: pytest.MonkeyPatch, chunk_samples: int = 2, cpus: int = 2) -> None:
-    """Make `pack()` use forked processes, however few and fast the samples are, with this many samples per task."""
+    """Make `pack()` use forked processes even for few or fast samples, with this many samples per task."""
     monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
     monkeypatch.setattr(sample_writer, "_TINY_S", float("inf"))
     monkeypatch.setattr(sample_writer, "_FORKING_S", -1.0)

@@ -247,7 +247,7 @@ def machine() -> Iterator[Machine]:
 
 
 class ScriptedClock:
-    """A clock that reports steps that never happened."""
+    """A clock that reports simulated steps."""
 
     def __init__(self, steps: Sequence[StepTimes]) -> None:
         self.steps = list(steps)
@@ -259,7 +259,7 @@ class ScriptedClock:
 
 
 def took(counts: LoaderMeters, steps: int, wait_s: float, compute_s: float, samples: int = 4) -> None:
-    """Count steps that each waited and computed for this many seconds."""
+    """Record steps that each waited and computed for this many seconds."""
     counts.batches += steps
     counts.samples += steps * samples
     counts.settle(ScriptedClock([StepTimes(wait_s, 0.0, compute_s, 0.0, samples)] * steps))

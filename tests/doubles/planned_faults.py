@@ -21,7 +21,7 @@ DEEDS = ("error", "short", "end", "vanish", "hide", "change", "rewrite", "hang",
 
 _ALL_BYTES = bytes(range(256))
 _TICK_S = 0.01
-# A change makes a file this much newer, which exceeds the resolution of any file system's clock.
+# A change makes a file this much newer, which exceeds the timestamp resolution of every file system.
 _CHANGE_S = 60
 
 

@@ -1,4 +1,4 @@
-"""The reader threads that are running."""
+"""List the reader threads that are running."""
 
 from __future__ import annotations
 

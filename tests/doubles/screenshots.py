@@ -1,4 +1,4 @@
-"""Take pictures of every state of the launcher and the panel, in real notebooks that a mouse uses.
+"""Take pictures of every state of the launcher and the panel in real notebooks, operated with simulated clicks.
 
 pip install ".[test,browser]" && python tests/doubles/screenshots.py FOLDER
 
@@ -47,7 +47,8 @@ TRAINING = f"{DIGITS}\n%train step train --epochs 100000 --validate val --to run
 
 
 def write_photos(folder: Path, count: int) -> None:
-    """Write JPEG files in four classes: crops of the halves of two photos, which overlap, so that some are confused."""
+    """Write JPEG files in four classes: crops of the halves of two photos. The halves overlap, so that a model confuses
+    some of the classes."""
     random = np.random.default_rng(0)
     photos = load_sample_images().images
     for number, name in enumerate(CLASSES):
@@ -85,7 +86,7 @@ class Camera:
             self.lab.use_theme("Light")
 
     def page(self, name: str) -> None:
-        """Take a picture of the page as most people see it."""
+        """Take a picture of the page at full width in the light theme."""
         self.lab.use_width(1280, 900)
         self.lab.page.screenshot(path=self._folder / f"{name}-page.png")
         self.lab.use_width(WIDTHS["full"], TALL)
@@ -112,7 +113,7 @@ class Camera:
 
 
 class Mouse(LauncherPage):
-    """Uses a launcher in a tall window, and waits for a state as long as a busy machine takes."""
+    """Operates a launcher in a tall window, with time limits that suffice on a busy machine."""
 
     def open(self, name: str = "launcher.ipynb", first_cell: str = PID) -> None:
         """Open a notebook with the launcher."""
@@ -239,7 +240,7 @@ def reload(mouse: Mouse, camera: Camera) -> None:
 
 
 def attached(mouse: Mouse, camera: Camera) -> None:
-    """Take pictures of a live and a killed run, from a second notebook and from its own."""
+    """Take pictures of a live and of a killed run, from a second notebook and from the run's own."""
     lab = mouse.lab
     lab.write("training.ipynb", [PID.replace("kernel", "training"), "%load_ext colabkit", TRAINING])
     lab.use_width(WIDTHS["full"], TALL)

@@ -30,7 +30,7 @@ class WholeModel:
 
 
 def train_shards(folder: Path) -> tuple[list[list[str]], list[Any]]:
-    """Train for one epoch, or resume; return each process's refusals, the resumed checkpoint and rank 0's weights."""
+    """Train for one epoch, or resume; return each process's errors, the resumed checkpoint and rank 0's weights."""
     model = nn.Linear(4, 2)
     fully_shard(model)
     whole = WholeModel(model)

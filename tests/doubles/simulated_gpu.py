@@ -31,7 +31,7 @@ from colabkit.loading.engine import device, device_decoder
 
 DEVICE = torch.device("cuda", 0)
 _Clock = dict[int, int]
-# Before it copies more pageable memory than this, the host waits for the stream.
+# For copies of more pageable memory than this, in bytes, the host waits for the stream.
 _PAGEABLE_BYTES = 64 << 10
 # In-place functions that start work on the GPU, each with the index of the argument that is written.
 _IN_PLACE = {torch.Tensor.copy_: 0, torch.Tensor.__setitem__: 0, torch.Tensor.fill_: 0}
@@ -49,7 +49,7 @@ class Host:
         self.known: _Clock = {}
 
     def wait_for(self, other: Host) -> None:
-        """Order this thread after everything that another one has done so far."""
+        """Order this thread after all operations that another thread has done so far."""
         self.now = max(self.now, other.now)
         _merge(self.known, other.known)
 

@@ -36,7 +36,7 @@ SHARED_BYTES = 8 * 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _TICK_S = 0.01
-# Idle times of the connection below this limit do not lose bandwidth, because readers wake up a little late.
+# Idle times of the connection below this limit cost no bandwidth, because readers wake up slightly late.
 _CATCH_UP_S = 0.01
 _THREADS = 128
 # Maximum size of one request in bytes: the kernel's limit of 256 pages.
@@ -92,7 +92,7 @@ class Drive:
         self._numbers = numbers_at(shared)
         self._plan_path = plan
         self._log = log
-        # Guards the shared numbers, `_line_free` and the log.
+        # This lock guards the shared numbers, `_line_free` and the log.
         self._lock = threading.Lock()
         # Time at which all bytes requested so far will have arrived.
         self._line_free = 0.0

@@ -69,7 +69,7 @@ def failures(
             work()
         except error as raised:
             assert hook.was_reached
-            # Keep the error with all its frames, as a notebook does.
+            # Keep the error with all its frames alive, as a notebook does.
             hook.error = raised
         else:
             break

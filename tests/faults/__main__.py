@@ -83,7 +83,7 @@ def main() -> int:
     if arguments.table:
         arguments.table.write_text(PAGE.format(table=table, summary=summary))
     if not arguments.rows or arguments.sequences:
-        # The processes of the rows import this module, but not hypothesis.
+        # Import here, because the processes of the rows import this module but do not need hypothesis.
         from tests.faults import machine
 
         machine.run(arguments.sequences or (SHORT_SEQUENCES if arguments.short else SEQUENCES))

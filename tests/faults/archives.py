@@ -75,7 +75,7 @@ def _extractions(
     numbers = itertools.count()
 
     def work(data: bytes, suffix: str) -> Outcome:
-        # The parent of the target contains nothing else, so that everything written outside is found.
+        # The parent of the target contains nothing else, so that any file written outside the target is found.
         place = folder / f"case{next(numbers)}"
         (place / "up" / "in").mkdir(parents=True)
         archive, target = place / f"a{suffix}", place / "up" / "in" / "target"
@@ -160,7 +160,7 @@ _WITHOUT_FIRST = {"link:.zip", "pipe:.zip", "device:.zip", "socket:.zip"}
 
 
 def _bombs() -> dict[str, bytes]:
-    """Return small archives that are larger than 16 MiB when extracted, or that no reader can finish."""
+    """Return small archives that exceed 16 MiB when extracted, or that a reader can never finish."""
     large = bytes(1 << 20)
     members = b"".join(entry(str(number), large) for number in range(24)) + END
     tars = {

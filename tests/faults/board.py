@@ -37,7 +37,7 @@ COLABKIT = "colabkit"
 _TICK_S = 0.01
 _GRACE_S = 10.0
 _MOST_OUTPUT = 4000
-# Cases create many small files, which is quicker in memory than on a disk.
+# Cases create many small files, which is faster in memory than on a disk.
 _SHARED_MEMORY = "/dev/shm"
 _NOT_RUN = "not run here"
 _HANGS = "hangs"
@@ -68,7 +68,7 @@ class Result:
         case: description of the case, such as `"EIO at read 3"`.
         outcome: how it ended.
         detail: the error; for a wrong outcome also the traceback.
-        is_silent: whether the outcome was wrong and nobody would have noticed: no error, no crash, no hang.
+        is_silent: whether the outcome was wrong without any sign: no error, no crash, no hang.
     """
 
     case: str
@@ -105,7 +105,8 @@ def fault(number: int, title: str, tools: Mapping[str, Any] | None = None) -> Ca
     Args:
         number: number of the fault.
         title: the fault in a few words.
-        tools: value for each tool's name; the first one is `COLABKIT`. By default only colabkit is tested, with None.
+        tools: values passed to the function, by tool name; the first one is `COLABKIT`. By default, only colabkit is
+            tested, with None.
     """
 
     def register(run: Faulty) -> Faulty:
@@ -120,7 +121,7 @@ def spread(cases: Sequence[Case], limit: int) -> list[Case]:
     if len(cases) <= limit:
         return list(cases)
     last = len(cases) - 1
-    # Cases at equal distances would, for example, all have the same error number.
+    # Choose cases at irregular distances; evenly spaced ones might, for example, all have the same error number.
     inner = random.Random(limit).sample(range(1, last), max(0, limit - 2))
     return [cases[number] for number in sorted({0, *inner, last})[:limit]]
 
@@ -138,7 +139,8 @@ def attempt(
 
     Args:
         case: description of the case, such as `"EIO at read 3"`.
-        work: raises `AssertionError` if its result is wrong, and returns the outcome; None means SURVIVED.
+        work: function that returns the outcome, or None for SURVIVED, and raises `AssertionError` if its result is
+            wrong.
         after: called after success and after a refusal; raises `AssertionError` if earlier results have changed or
             unfinished files are left.
         refusals: errors that count as REFUSED; all others are WRONG.
@@ -168,7 +170,7 @@ def attempts(
     done = 0
     while done < len(cases):
         reader, writer = os.pipe()
-        # Output that is buffered now would otherwise be written by both processes.
+        # Flush output first; otherwise, both processes would write the output that is buffered now.
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -219,9 +221,9 @@ def _score_and_exit(
     after: Callable[[], object] | None,
     refusals: type[BaseException] | tuple[type[BaseException], ...],
 ) -> NoReturn:
-    # Keeps the garbage collections of `_leaks` short.
+    # Freezing the existing objects keeps the garbage collections of `_leaks` short.
     gc.freeze()
-    # Without `finally`, an error would return to the code of the parent process.
+    # Exit in `finally`, since an error would otherwise continue in the parent's code.
     try:
         for work in works:
             data = json.dumps(_score(work, after, refusals)).encode() + b"\n"
@@ -319,7 +321,7 @@ def run_row(module: str, number: int, tool: str, limit: int) -> Score:
     row = ROWS[number]
     # This process inherits the start method of its parent, but cases must use the default one.
     multiprocessing.set_start_method(None, force=True)
-    # Forked processes need not copy objects that are never collected.
+    # Freeze existing objects, so that garbage collection in forked processes does not copy their memory.
     gc.collect()
     gc.freeze()
     # Leftovers are recognized by ".partial" in their paths, so the folder's path must not contain this text.

@@ -130,7 +130,7 @@ def killed_saves(saver: Saver, folder: Path, limit: int) -> Iterator[Result]:
         *((f"change {number}", _killed_at_change, number) for number in range(1, 19)),
         *((f"byte {number}", _killed_at_byte, number) for number in range(0, 2600, 80)),
     ]
-    # A first save, a further one, and one that replaces the newest checkpoint.
+    # Test a first save, a second one, and one that replaces the newest checkpoint.
     runs = [(0, 10), (3, 40), (2, 20)]
     cases: _Cases = [
         (f"{earlier} checkpoints, step {step}, {name}", partial(work, kill, number, earlier, step))

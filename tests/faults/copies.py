@@ -1,4 +1,4 @@
-"""The same files in every form that `stage()` reads, and the checks of a copy that was made while faults occurred."""
+"""The same files in every form that `stage()` reads, and checks of copies that were made while faults occurred."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _Cases = list[tuple[str, Callable[[], Outcome | None]]]
 
 
 class BrokenScreen:
-    """A screen whose front end is gone: the methods named in `broken` raise an error."""
+    """A screen whose front end has disappeared: the methods named in `broken` raise an error."""
 
     def __init__(self, broken: tuple[str, ...] = (), error: type[Exception] = OSError, after: int = 0) -> None:
         self._broken, self._error, self._left = broken, error, after
@@ -60,7 +60,7 @@ class BrokenScreen:
 
 
 def _fail(error: type[Exception], *arguments: Any, **options: Any) -> None:
-    # A new error each time, because an error holds the frames that it passed.
+    # Create a new error each time, because an error keeps references to the frames that it passed through.
     raise error(1)
 
 
@@ -146,7 +146,7 @@ def failing_displays(train: Callable[[SmallTraining, Any], Any], folder: Path, l
 
 
 def _words(canary: Path) -> list[str]:
-    """Return words that create the canary, or list other files, if a shell or an expansion sees them."""
+    """Return words that would create the canary file, or list other files, if a shell interpreted them."""
     touch = f"touch {canary}"
     return [
         *(f"$({touch})", f"`{touch}`", f"; {touch}", f"&& {touch}", f"| {touch}", f"> {canary}", f"x & {touch} &"),
@@ -267,7 +267,7 @@ def _addresses(url: str) -> dict[str, str]:
 
 
 def _outputs(work: Callable[[], Any]) -> str:
-    """Call `work` and return everything that a person or a log would see of it."""
+    """Call `work` and return all of its output that would reach a user or a log."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:
@@ -298,7 +298,7 @@ def markup_and_secrets(is_colabkit: bool, folder: Path, limit: int) -> Iterator[
     def in_report(kind: Any, name: str) -> None:
         report = filled(kind, name)
         check_alike(report._repr_html_(), filled(kind, "plain")._repr_html_())
-        # Plots keep their fonts open.
+        # Matplotlib keeps font files open.
         font_manager._get_font.cache_clear()
         assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
         rows = report.text_table().split("\n")[len(repr(report).split("\n")) :]

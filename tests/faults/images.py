@@ -35,7 +35,7 @@ class Decoder:
     """A tool that decodes a folder of images.
 
     Args:
-        ways: functions of the folder and a policy that return the pictures, `uint8 [H, W, C]`, in the order of their
+        ways: functions of the folder and a policy; each returns the pictures, `uint8 [H, W, C]`, in the order of their
             names, and the names of the bad files.
         policies: how bad files can be handled.
         refusals: the exceptions by which the tool refuses work.
@@ -99,7 +99,7 @@ def _kinds() -> list[str]:
 
 
 def _corrupt_images() -> dict[str, tuple[bytes, bytes | None]]:
-    """Return corrupt files by name, each with the intact file, or None if no picture can be right."""
+    """Return corrupt files by name, each with the intact file, or None if no decoded picture can be correct."""
     found: dict[str, tuple[bytes, bytes | None]] = {
         "empty": (b"", None),
         "web page": (_HTML, None),
@@ -142,7 +142,7 @@ def corrupt_images(decoder: Decoder, folder: Path, limit: int) -> Iterator[Resul
                 if policy == "skip":
                     del expected[2]
                 else:
-                    # The size of the black picture that replaces the bad image differs between tools.
+                    # The tools differ in the size of the black picture that replaces a bad image.
                     expected[2] = np.zeros_like(pictures[2])
             else:
                 assert whole is not None, "the file is not an image, but was decoded"
@@ -209,7 +209,7 @@ def _odd_images() -> dict[str, tuple[bytes, np.ndarray | None]]:
         "more pixels than the limit": (bytes(header), None),
         "floating-point numbers": (saved(Image.fromarray(np.zeros((24, 32), np.float32)), "TIFF"), None),
     }
-    # Inverses of the turns that the orientations request.
+    # The inverse of the rotation or flip that each orientation requests.
     turns: dict[int, Callable[[np.ndarray], np.ndarray]] = {
         2: np.fliplr,
         3: partial(np.rot90, k=2),

@@ -31,7 +31,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class Changes:
-    """Counts the file changes of this process, and acts at one of them.
+    """Counts the file changes of this process, and kills or interrupts it at one of them.
 
     colabkit calls a hook before each change. In plain Python code, audit events show when files are created or renamed.
     """
@@ -61,7 +61,7 @@ def _kill() -> None:
 
 
 def _is_killed(work: Callable[[], object], number: int, is_own: bool) -> bool:
-    """Do the work in a process that is killed at this file change; return whether it got that far."""
+    """Do the work in a process that is killed at the given file change; return whether that change was reached."""
     pid = os.fork()
     if pid == 0:
         try:

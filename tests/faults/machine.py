@@ -92,7 +92,7 @@ class Storage(RuleBasedStateMachine):
     def pack_source(self) -> Path:
         return self.source if self.copied is None else self.copy
 
-    # Changes of the source.
+    # Changes to the source.
 
     @precondition(lambda self: self.is_mounted)
     @rule(name=st.sampled_from(_CLASSES), color=st.integers(0, 255))
@@ -317,7 +317,7 @@ def _repeated(work: Callable[[], object]) -> None:
 
 
 def run(examples: int, shrinks: bool = True) -> None:
-    """Run this many sequences, always the same ones; with `shrinks`, look for the shortest one that fails.
+    """Run this many sequences, always the same ones; with `shrinks`, look for the shortest sequence that fails.
 
     Raises:
         Exception: the error of a sequence that breaks a promise, after its steps are printed.

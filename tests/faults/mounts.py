@@ -79,7 +79,7 @@ def _of_files(
     with faulty_mount(copier, folder) as faulty:
         for kind, case, one in spread(cases, limit):
             for path in faulty.originals.root.rglob("*") if "mtime_grain_s" in plan else ():
-                # A coarse clock hides a change only within the tick of the previous change.
+                # With coarse timestamps, a change is hidden only if it falls into the same tick as the previous one.
                 os.utime(path)
             own = {"path": PATHS[kind]} if one["path"] == "*" and one["on"] == "read" else {}
             yield from faulty.copy(case, kind, {"faults": [{**one, **own}], **plan}, is_correct=is_correct)
@@ -157,7 +157,7 @@ def _rewritten_before_an_update(copier: Copier, folder: Path, limit: int) -> Ite
             at = data.index(originals.files[name][:64])
             new = data[:at] + originals.files[name].translate(_LARGER) + data[at + len(originals.files[name]) :]
             if kind == "zip":
-                # The checksum of the member changes too.
+                # The change also affects the checksum of the member.
                 checks = [
                     zlib.crc32(one).to_bytes(4, "little")
                     for one in (originals.files[name], new[at:][: len(originals.files[name])])

@@ -22,7 +22,7 @@ _SIZES = {f"{number % 2}/{number}.bin": 500 + 900 * number for number in range(6
 
 
 def in_processes(count: int, work: Callable[[int], object]) -> list[int]:
-    """Do the work in this many processes at once, and return their exit codes, which are negative after a signal."""
+    """Do the work in this many concurrent processes, and return their exit codes, which are negative after a signal."""
     reader, writer = os.pipe()
     pids = []
     for number in range(count):
@@ -50,7 +50,8 @@ def _staged_at_once(
     cases: list[tuple[str, int, str]],
     begin: Callable[[str, int], None] = lambda how, number: None,
 ) -> Iterator[Result]:
-    """Copy one source in several processes; all that succeed must find a complete copy, and one must succeed."""
+    """Copy one source in several processes; at least one must succeed, and all that succeed must find a complete
+    copy."""
     make_quick()
     locks._BUSY_S = 0.01
     originals = Originals(folder / "originals", _SIZES)
@@ -122,7 +123,7 @@ def locks_that_lie(copier: Copier, folder: Path, limit: int) -> Iterator[Result]
 
 
 def _left_by_a_reused_process_id(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
-    """Kill a process whose ID is reused by the next process, or by another one that is running."""
+    """Kill a process, and let the next process or another running one reuse its ID."""
     originals = Originals(folder / "originals", _SIZES)
     ways = ("locks fail, and it is killed at file change", "killed at file change")
     cases = [*itertools.product(("folder", "zip"), ways, range(1, 40), ("the next process", "another process"))]

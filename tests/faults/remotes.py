@@ -198,12 +198,12 @@ class _Archive(WebServer):
 
 
 def _sends(change: Callable[[bytes], bytes], **headers: object) -> Plan:
-    """Answer with other bytes, as if they were the complete file."""
+    """Answer with different bytes, as if they were the complete file."""
     return lambda handler: handler.answer(200, {**handler.facts, **headers}, change(handler.content))
 
 
 def _chunks_cut(place: int) -> Plan:
-    """Send the first `place` bytes as one chunk, without the chunk that marks the end."""
+    """Send the first `place` bytes as one chunk, without the final chunk that marks the end."""
 
     def plan(handler: Handler) -> None:
         handler.answer(200, {**handler.facts, "Content-Length": None, "Transfer-Encoding": "chunked"})
@@ -217,7 +217,8 @@ def _range(add: int) -> Callable[[int, int], dict[str, object]]:
 
 
 def _changes(new: bytes, version: str, place: int) -> list[Plan]:
-    """Send the first bytes of the file, then another version; the header `version`, if given, tells them apart."""
+    """Send the first bytes of the file, then those of another version; the header `version`, if given, distinguishes
+    them."""
 
     def of_version(number: int) -> dict[str, str]:
         dates = ("Sat, 01 Mar 2025 10:00:00 GMT", "Sat, 01 Mar 2025 10:00:01 GMT")

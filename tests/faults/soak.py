@@ -140,7 +140,7 @@ def _read(home: Path, epochs: Any) -> None:
     loader = colabkit.Loader(colabkit.open_pack(home / "data.h5")["train"], 8, shuffle=True)
     while True:
         for _ in loader:
-            # The reader must not take the CPU from the other processes.
+            # Pause, so that the reader leaves the CPU to the other processes.
             time.sleep(0.005)
         epochs.value += 1
 
@@ -163,7 +163,7 @@ class Soak:
         self.draws = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.violations: list[str] = []
-        # This process has no threads, and forks start quickly.
+        # Fork, because this process has no threads and forks start quickly.
         self._context = multiprocessing.get_context("fork")
         self._started = 0
         (home / "results").mkdir()

@@ -41,7 +41,7 @@ def _run(*words: object) -> None:
 
 @contextlib.contextmanager
 def small_disk(point: Path, size: int, kind: str = "tmpfs") -> Iterator[Callable[[], None]]:
-    """Mount an empty disk of this size, tmpfs or ext4, and yield a function that enlarges it or makes room."""
+    """Mount an empty disk of this size, tmpfs or ext4, and yield a function that enlarges it or frees space."""
     if os.geteuid() != 0:
         raise NotRunHereError("only root can mount file systems")
     point.mkdir(exist_ok=True)
@@ -247,7 +247,7 @@ def _memory_group(limit: int) -> Iterator[Callable[[bool], None]]:
 @fault(13, "a cgroup allows less memory than is free", COPIERS)
 def a_memory_limit(copier: Copier, folder: Path, limit: int) -> Iterator[Result]:
     is_own = copier.refusals is COPIERS[COLABKIT].refusals
-    # Files on a tmpfs take memory, files on another disk do not.
+    # Files on a tmpfs take memory; files on a disk do not.
     disk = Path(tempfile.mkdtemp(prefix="fault13-", dir="/var/tmp"))
     os.environ["COLABKIT_LOCAL"] = str(disk)
     targets = ["path", "auto", "tmpfs", "disk"] if is_own else ["path"]
@@ -296,7 +296,8 @@ def a_target_that_is_refused(copier: Copier, folder: Path, limit: int) -> Iterat
     if os.geteuid() != 0:
         raise NotRunHereError("only root can mount file systems")
     originals = Originals(folder / "originals")
-    # The other user must reach the folder, and may be unable to read Python's library.
+    # The other user needs access to the folder. Import modules first, because that user may be unable to read Python's
+    # library.
     folder.parent.chmod(0o755)
     codecs.lookup("utf-8-sig")
     cases = [*itertools.product(copier.kinds, _OBSTACLES, (False, True))]

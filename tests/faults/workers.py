@@ -80,7 +80,7 @@ def _pixels(path: Path) -> bytes:
 
 
 def _row(data: Any, number: int) -> bytes:
-    """Return the pixels of a sample, by rows, then columns, then channels."""
+    """Return the pixels of a sample in the order of rows, columns and channels."""
     sample = data[number]
     return (np.moveaxis(np.asarray(sample[0]), 0, -1) if isinstance(sample, tuple) else sample).tobytes()
 

@@ -115,7 +115,7 @@ SANDBOX = {
 UNLIMITED = (
     ({"/proc/meminfo": MEMINFO}, 64, 32),
     (SANDBOX, 13, 12),
-    # Without an estimate of the available memory, the free memory counts.
+    # Without an estimate of the available memory, the free memory is used.
     ({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}, 8, 3),
 )
 

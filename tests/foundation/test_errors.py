@@ -46,7 +46,7 @@ BUILTINS = {
     "TrainingDiverged": FloatingPointError,
 }
 OTHERWISE_WORDED = {
-    # These modules do not know the name of the file: their callers add it to the error's text.
+    # These modules do not know the file's name, so their callers add it to the error's text.
     *((path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()),
     ("dataset_samples.py", "BadImage"),
     ("image_decoders.py", "BadImage"),
@@ -232,7 +232,7 @@ def changes(source: str) -> Iterator[str]:
         name = named(node.func)
         if owner == "file_changes":
             continue
-        # `str.replace` takes two arguments; `Path.replace` takes one.
+        # Distinguish `str.replace`, which takes two arguments, from `Path.replace`, which takes one.
         alone = len(node.args) == 1 and not node.keywords
         if (
             (owner == "os" and name in OS_CHANGES)
@@ -255,7 +255,7 @@ def modes(call: ast.Call) -> list[str]:
 def opens_for_writing(call: ast.Call, owner: str, name: str) -> bool:
     """Return whether a call opens a file for writing; `h5py.File` without the mode "r" does."""
     if owner == "os" and name == "open":
-        # Flags that create files are found separately, and writing requires `os.write`.
+        # Ignore the flags here: those that create files are found separately, and writing requires `os.write`.
         return False
     if name == "File" and not any(mode == "r" for mode in modes(call)):
         return True

@@ -210,7 +210,7 @@ def test_copies_are_counted_while_they_end_and_each_once_even_if_the_garbage_col
     counts = LoaderMeters()
 
     class Copied:
-        """A mark that is reached at its second query, which also takes a snapshot, as a garbage collection may."""
+        """A mark that is reached at its second query; the query also takes a snapshot, as a garbage collection may."""
 
         queries = 0
 
@@ -227,7 +227,7 @@ def test_copies_are_counted_while_they_end_and_each_once_even_if_the_garbage_col
     for _ in range(5):
         mark = Copied()
         counts.copied(4, 40, mark, mark)
-    # Nobody takes snapshots during a pass in `aside()`, but its uncounted copies must not accumulate.
+    # During a pass in `aside()`, no snapshots are taken, but its uncounted copies must not accumulate.
     assert counts._parts["transfer"].samples >= 4 * 3
     counts.snapshot()
     counts.snapshot()

@@ -19,7 +19,7 @@ from colabkit.foundation.meters.steps import DeviceClock, HostClock, StepTimes
 
 @dataclass
 class Stream:
-    """A stream of a GPU: work starts when the host has queued it and all earlier work has ended."""
+    """A GPU stream: work starts once the host has queued it and all earlier work has ended."""
 
     host_s: float = 0.0
     ends_s: float = 0.0
@@ -96,7 +96,7 @@ def test_on_the_cpu_the_parts_are_exact():
     clock.stepped(9.5, 9.5, 13.5, 4)
     found = counts.snapshot()
     assert found.recent == (
-        # For this step, `worked()` was not called.
+        # The test did not call `worked()` for this step.
         StepTimes(1.0, 0.0, 4.0, 0.0, 8, is_first=True),
         StepTimes(0.5, 0.0, 2.0, 2.0, 8),
         StepTimes(0.0, 0.0, 2.0, 1.0, 4),

@@ -126,7 +126,7 @@ def test_where_every_process_gets_the_lock_only_one_uses_the_kept_partial_while_
             with KeptPartial(tmp_path, "ab") as other:
                 assert other.is_busy()
                 assert other.folder != kept.folder
-            # The first process seems to stall as soon as another one waits for it.
+            # The first process counts as stalled as soon as another one waits for it.
             monkeypatch.setattr(locks, "is_changing", lambda folder: not waited)
             with KeptPartial(tmp_path, "ab", lambda: waited.append(1)) as other:
                 assert waited

@@ -1,4 +1,4 @@
-"""The progress of operations in terminals, logs and notebooks, and what is left of it."""
+"""The progress of operations in terminals, logs and notebooks, during the operation and afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the clock of bars and screens, as a list of one number."""
+    """Replace the clock of bars and screens; return a list with one number, the current time."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now

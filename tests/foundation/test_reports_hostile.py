@@ -22,7 +22,7 @@ OWN = (
 )
 
 
-# The tests have numbers, since pytest cannot select a test by a name with such characters.
+# The cases have numbers as IDs, since pytest cannot select a test by a name with such characters.
 @pytest.mark.parametrize("name", [*HOSTILE, *UNREADABLE], ids=count())
 def test_no_name_in_a_report_becomes_html_or_breaks_lines_and_all_reports_become_json(name: str) -> None:
     for kind in kinds():

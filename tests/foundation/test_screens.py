@@ -1,4 +1,4 @@
-"""Screens: an output of a notebook, marimo, a terminal, lines where nothing can be redrawn; and their choice."""
+"""Screens for notebooks, marimo, terminals, and places that cannot be redrawn; and the choice between them."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_the_screen_fits_the_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(choose_screen(), MarimoScreen)
         patch.setitem(sys.modules, "marimo", Marimo(is_notebook=False))
         assert isinstance(choose_screen(stream=Terminal()), TerminalScreen), "a script that marimo wrote"
-        # marimo while it is being imported
+        # marimo is still being imported.
         patch.setitem(sys.modules, "marimo", ModuleType("marimo"))
         assert isinstance(choose_screen(stream=Terminal()), TerminalScreen)
 

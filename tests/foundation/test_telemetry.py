@@ -30,7 +30,7 @@ def test_a_snapshot_of_this_machine_has_plausible_values():
     assert 0 < found.cpus <= os.cpu_count()
     assert 0 < found.ram_used_bytes < found.ram_total_bytes <= psutil.virtual_memory().total
     assert 0 < found.own_ram_bytes < found.ram_total_bytes
-    # Compare with the CPU time of this loop alone, regardless of other processes.
+    # Compare with the CPU time of this loop alone, which does not depend on other processes.
     assert found.own_cpu_rate > 0.3 * used_rate / found.cpus
 
 
@@ -53,7 +53,7 @@ def test_a_snapshot_takes_a_few_milliseconds_and_no_descriptor_stays_open():
         began = time.thread_time()
         telemetry.snapshot()
         taken_s.append(time.thread_time() - began)
-    # The limit allows for a busy machine.
+    # The limit is generous, because the machine may be busy.
     assert statistics.median(taken_s) < 0.02
     telemetry.close()
     assert psutil.Process().num_fds() <= before
@@ -75,7 +75,7 @@ def test_the_cpu_time_of_a_child_process_counts_as_own(tmp_path):
     with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as child:
         try:
             child.stdout.readline()
-            # This snapshot finds the child.
+            # Take a snapshot first, so that the next one can measure the child since this moment.
             host.snapshot()
             began, used_s = time.monotonic(), child_cpu_s(child.pid)
             deadline = began + 30

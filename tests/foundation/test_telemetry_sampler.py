@@ -220,7 +220,7 @@ def test_a_user_ended_by_the_garbage_collector_while_another_begins_is_harmless(
     lock = module._shared.lock
 
     class Collecting:
-        """A lock that frees the abandoned `sampled()` while a thread holds it, as a garbage collection may."""
+        """A lock that frees an abandoned `sampled()` while a thread holds the lock, as a garbage collection may."""
 
         def __enter__(self) -> None:
             lock.acquire()

@@ -1,4 +1,4 @@
-"""The threads of this process: who has the CPU, who waits for it, who holds the GIL, and where the loop is."""
+"""The threads of this process: which one has the CPU, waits for it, or holds the GIL, and which line the loop is at."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASKS = "/proc/self/task"
 
 
 class Process:
-    """A process with a training thread 1, a Python thread 2, and a thread 3 of torch."""
+    """A process with three threads: 1 trains, 2 runs Python code, and 3 belongs to torch."""
 
     def __init__(self, has_schedstat: bool = True) -> None:
         self.now = 0.0
@@ -114,7 +114,7 @@ def running(work: Callable[[threading.Event], Any]) -> Iterator[threading.Thread
 
 
 def spots_of(thread: threading.Thread, is_enough: Callable[[LoopSpot], bool]) -> tuple[LoopSpot, ...]:
-    """Sample a thread until a place is found as often as needed."""
+    """Sample a thread until a line has been found a given number of times."""
     sampler, found = StackSampler(read_file), []
 
     def sampled() -> bool:
@@ -171,7 +171,7 @@ def test_a_sample_tells_torch_from_other_libraries_and_python(work, kind):
 
 
 class Decoded(torch.utils.data.Dataset):
-    """A dataset whose samples are made by Python code of the user."""
+    """A dataset whose samples are made by the user's Python code."""
 
     def __len__(self) -> int:
         return 1 << 20

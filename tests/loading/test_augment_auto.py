@@ -62,7 +62,7 @@ def test_floating_point_images_are_those_of_torchvision():
         got = transform.apply(batch, None, draws(COUNT))[0]
         assert got.dtype == dtype
         difference = (got.double() - by_torchvision(transform, batch.double(), draws(COUNT))).abs()
-        # A sampling point halfway between two pixels may be rounded to either.
+        # A sampling point halfway between two pixels may be rounded to either pixel.
         assert (difference > tolerance).float().mean() < 1e-3
 
 

@@ -54,7 +54,7 @@ def test_mixing_weights_follow_the_beta_distribution(alpha):
     torch.manual_seed(3)
     exact = torch.tensor(alpha, dtype=torch.float64)
     other = torch.distributions.Beta(exact, exact).sample((20_000,)).numpy()
-    # Round, because torch never draws exactly 0 or 1.
+    # Round the weights, because torch never draws exactly 0 or 1.
     got, other = shares(alpha, 20_000).round(12), other.round(12)
     assert_same_distribution(got, other)
     assert abs(got.mean() - 0.5) < 5 * got.std() / math.sqrt(20_000)
@@ -258,7 +258,7 @@ def test_floating_point_images_are_not_divided_by_255_as_in_torchvision(dtype, t
     expected = v2.Normalize(MEAN, STD)(batch.double())
     for _ in range(2):
         assert torch.allclose(normalize(batch).double(), expected, atol=tolerance, rtol=tolerance)
-        # One transform must handle both dtypes alternately.
+        # A single transform must handle both dtypes alternately.
         bytes_too = normalize(every_byte())
         assert torch.allclose(bytes_too.double(), expected, atol=tolerance, rtol=tolerance)
 

@@ -142,7 +142,7 @@ def test_copies_are_hidden_whatever_limits_the_speed(gpu, monkeypatch, limit):
         if waits:
             gpu.current.record_event().synchronize()
         ends.append(gpu.default.ends)
-    # The first copies cannot be hidden.
+    # The first copies cannot overlap with compute.
     first = 5
     assert (ends[-1] - ends[first]) / (len(ends) - 1 - first) < 1.01 * slowest_s
 
@@ -157,7 +157,7 @@ def new_memory(size: int = BATCH_SIZE * ROW_BYTES) -> torch.Tensor:
 
 @pytest.fixture
 def prompt_worker(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make batches ready as soon as there is room, so that copies are always under way."""
+    """Build batches as soon as there is room, so that copies are always in progress."""
     monkeypatch.setattr(thread_engine, "ThreadPool", partial(VirtualPool, gpu, 0.0))
 
 
@@ -195,7 +195,7 @@ def test_memory_is_not_used_again_before_the_copies_of_an_abandoned_pass_end(gpu
 
 @pytest.mark.usefixtures("prompt_worker")
 def test_memory_is_not_used_again_before_the_copy_of_an_interrupted_request_ends(gpu, monkeypatch):
-    # No later copy, for which the streams would wait.
+    # There is no later copy for which the streams would wait.
     batches = iter(Loader(tuple(rows[:BATCH_SIZE] for rows in arrays()), BATCH_SIZE, device="cuda", keep="ram"))
     wait_event = Stream.wait_event
 
@@ -394,7 +394,7 @@ def test_memory_is_not_used_again_before_the_copies_of_a_batch_end_that_cannot_b
     loader = Loader(range(8), 4, device="cuda", collate_fn=collate, num_workers=0)
     with pytest.raises(ValueError, match="planned"):
         next(iter(loader))
-    # The traceback holds the memory.
+    # The traceback keeps the memory alive.
     gc.collect()
     assert gpu.allocated == 0
     new_memory()

@@ -41,7 +41,7 @@ def test_decoded_images_are_not_copied_and_their_memory_is_not_used_too_early(gp
     for number, batch in enumerate(send_decoded(transfer, decoded_groups(), lambda ahead: ahead > 2)):
         images, labels = batch.values
         assert int(images[0]) == int(images[-1]) == int(labels[0]) == number
-        # The GPU reads the images long after the host has continued.
+        # Delay the GPU, so that it reads the images long after the host has continued.
         gpu.compute(0.01, images, labels)
         del images, labels, batch
     # Each batch is filled once, and only its label is copied.

@@ -61,7 +61,7 @@ def lends() -> None:
 
 
 def pins() -> None:
-    """Pin several batches, as torch does with those from worker processes."""
+    """Pin several batches, as torch does for batches from worker processes."""
     for _ in range(3):
         batch = [torch.arange(3), {"name": torch.ones(2)}]
         made = WorkerBatch(batch, 3, 0.0).pin_memory()

@@ -23,7 +23,7 @@ from colabkit.loading.engine.thread_pool import ThreadPool
 
 DEADLINE_S = 20.0
 BATCH_SIZE = 4
-# Not a divisor of `BATCH_SIZE`, so that some pieces span two batches.
+# This is not a divisor of `BATCH_SIZE`, so some pieces span two batches.
 PIECE_SIZE = 3
 
 

@@ -67,7 +67,7 @@ class Squares(Dataset):
 def no_process_is_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
-    # The frames of a caught error may keep a loader and its workers alive.
+    # Collect garbage, because the frames of a caught error may keep a loader and its workers alive.
     gc.collect()
     _, left = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in before], 10)
     assert left == []
@@ -513,11 +513,11 @@ def test_facts_report_whether_processes_persist() -> None:
 
     assert keeps_workers(num_workers=2) is False
     assert keeps_workers(num_workers=2, persistent_workers=True) is True
-    # With no worker processes, nothing has to be restarted for an epoch.
+    # Without worker processes, nothing has to be restarted for an epoch.
     assert keeps_workers(num_workers=0) is True
 
 
-# torch cannot end the queues that it could not start.
+# torch leaves errors of queues that it failed to start, which pytest would report.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_system_that_allows_no_threads_raises_one_typed_error(allow_threads):
     allow_threads(0)

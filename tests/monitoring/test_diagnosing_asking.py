@@ -75,8 +75,7 @@ def check(found: Diagnosis) -> None:
 def test_the_verdict_of_a_report_is_the_verdict_of_its_run(data: PackedDataset) -> None:
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
     found = doctor(report)
-    # Of the 88 steps, those of the first epoch and the first one of each epoch do not count.
-    # These steps sleep.
+    # Of the 88 steps, those of the first epoch and the first one of each epoch are ignored. The steps sleep.
     assert (found.verdict, found.steps) == ("host", 70)
     check(found)
 
@@ -125,7 +124,7 @@ def test_the_machine_is_sampled_once_for_a_used_loader_without_a_sampler(
 
     closed: list[Fake] = []
     monkeypatch.setattr(api, "Telemetry", Fake)
-    # The sampler of an earlier test may have seen this second.
+    # The sampler of an earlier test may have taken a snapshot in this second.
     monkeypatch.setattr(api, "seen", lambda since_s, until_s: ())
     loader = Loader(data, 2)
     for _ in itertools.chain.from_iterable(itertools.repeat(loader, 8)):

@@ -50,7 +50,7 @@ HDF5 = (part("read", 0.004), part("gather", 0.001, size=8))
 STARVED = {"wait": 0.2, "compute": 0.1}
 FOREIGN_HDF5 = replace(GATHERED, path="/data/x.h5", is_remote=False, tier="source")
 ON_DISK = replace(GATHERED, path="/data/pack.h5", is_remote=False, tier="disk", sample_bytes=150_000.0)
-# The bytes read from disk equal the bytes of the samples.
+# As many bytes are read from disk as the samples contain.
 READING = replace(QUIET, storage_read_bytes_per_s=32e6, io_stall_rate=0.6)
 EPOCHS = {"passes": 4, "first_s": 12.0, "wait_s": 12.0}
 LATE = [step._replace(wait_s=4.0) if number % 200 == 50 else step for number, step in enumerate(steps_of(count=400))]

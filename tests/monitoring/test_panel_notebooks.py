@@ -77,7 +77,7 @@ class Sent:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second of all frames except the first one, which opens the output, and the last one."""
+        """Return the bytes per second of all frames except the first one, which opens the output, and the last one."""
         sizes = [size for kind, size, _ in self.messages if kind == "update_display_data"]
         return sum(sizes[:-1]) / self.seconds
 

@@ -201,7 +201,7 @@ def test_training_stops_at_a_click_and_continues_at_the_next(kernel: Kernel) -> 
     kernel.run("view.fields['epochs'].value = '10000'")
     kernel.clicks("train")
     kernel.wait_for(lambda message: "Training … " in str(message["content"]))
-    # Not a particular epoch: many end between two frames.
+    # Do not expect a particular epoch, since several epochs may end between two frames.
     kernel.wait_for(lambda message: re.search(r"epoch [0-9]{2,}/10,?000", str(message["content"])) is not None)
     kernel.clicks("stop")
     kernel.wait_for(lambda message: "Stopped. Click Continue to resume." in str(message["content"]))

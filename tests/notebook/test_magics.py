@@ -22,7 +22,7 @@ MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "colabkit"]
 
 
 @pytest.fixture
-# Requesting `tmp_path` makes the folder outlive the shell.
+# Request `tmp_path`, so that the folder outlives the shell.
 def shell(tmp_path: Path) -> Iterator[InteractiveShell]:
     with loaded_shell() as shell:
         yield shell

@@ -47,7 +47,7 @@ def offered(shell: InteractiveShell, line: str) -> list[str]:
 
 
 def check(shell: InteractiveShell, line: str, expected: Iterable[str]) -> None:
-    """Check the completions of a line, to which jedi must add nothing."""
+    """Check the completions of a line; jedi must not add any."""
     assert sorted(offered(shell, line)) == sorted(expected)
 
 

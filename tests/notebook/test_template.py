@@ -26,7 +26,7 @@ INFO = f"colabkit-{colabkit.__version__}.dist-info"
 
 
 class CannotInstall(Exception):
-    """Stands for the error that the cell after the wheel's cell defines."""
+    """A stand-in for the error class that the cell after the wheel's cell defines."""
 
 
 def run_wheel_cell(notebook: Path, *replaced: str) -> dict[str, Any]:

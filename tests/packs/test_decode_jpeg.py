@@ -250,7 +250,7 @@ def test_threads_and_forked_processes_decode_the_same_pixels():
     with ThreadPoolExecutor(8) as threads:
         for found, picture in zip(threads.map(fit, files * 10), expected * 10, strict=True):
             assert (found == picture).all()
-        # Fork while the threads exist.
+        # Fork while the decoder's threads are running.
         with get_context("fork").Pool(2) as processes:
             for found, picture in zip(processes.map_async(fit, files).get(60), expected, strict=True):
                 assert (found == picture).all()

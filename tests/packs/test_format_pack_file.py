@@ -1,4 +1,4 @@
-"""Pack files are plain HDF5 files, are sealed last, and never return damaged samples unnoticed."""
+"""Pack files are plain HDF5 files, are sealed last, and never return damaged samples without an error."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_worker_in_another_folder_reads_every_kind_of_source(tmp_path, spawned, monkeypatch, kind):
-    # A worker that started earlier does not see this environment variable.
+    # Workers that have already started do not see this environment variable.
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     source = SOURCES[kind](tmp_path)
     options = {"encoding": "jpeg", "size": 6} if kind in ("WebDataset", "TFRecord", "LMDB", "folder", "drive") else {}

@@ -179,7 +179,7 @@ def test_a_changed_function_makes_another_pack(image_tree):
 def test_equivalent_options_use_the_same_pack(image_tree, monkeypatch):
     ready(image_tree, size=4)
     assert ready(image_tree, size=(4, 4)).report.way == "local"
-    # Without splits, the seed has no effect.
+    # Without shares in `splits`, the seed has no effect.
     assert ready(image_tree, size=4, seed=5).report.way == "local"
     monkeypatch.chdir(image_tree.parent)
     assert ready("tree", size=4).report.way == "local"

@@ -1,4 +1,4 @@
-"""`describe_source()`: what it finds in a source, and how little it reads."""
+"""`describe_source()` describes sources of all kinds, and reads only a little of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for the storage tests: a network without proxies or long back-off, and a fake Drive for gdown."""
+"""Fixtures for the storage tests: quick retries without proxies, and a fake Drive for gdown."""
 
 from __future__ import annotations
 

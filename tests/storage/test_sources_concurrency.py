@@ -1,4 +1,5 @@
-"""Concurrent calls: each result once, a bounded number at a time, and a clean end even if a call hangs."""
+"""Concurrent calls: each result is returned once, the number of calls is bounded, and a hanging call does not block the
+end."""
 
 from __future__ import annotations
 

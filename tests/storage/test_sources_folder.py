@@ -271,7 +271,7 @@ class TestFoldersThatCanHang:
                 event.wait(LONG_S)
             return scan(path)
 
-        # The patch must end before the test's folder is removed.
+        # Undo the patch before the test's folder is removed.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "scandir", wait)
             patch.setattr(concurrency, "_TICK_S", 0.005)

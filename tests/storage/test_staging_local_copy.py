@@ -110,7 +110,7 @@ def test_refresh_copies_a_file_that_was_rewritten_and_got_its_modification_time_
     found = archive.stat()
     tarred(image_tree, archive)
     os.utime(archive, ns=(found.st_atime_ns, found.st_mtime_ns))
-    # A local archive is compared even without a refresh.
+    # A local archive is compared with its copy even without `refresh`.
     assert data_of(copy(archive).path) == files_of(image_tree)
 
 

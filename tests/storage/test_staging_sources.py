@@ -95,7 +95,7 @@ def test_any_sequential_source_is_staged_block_by_block(tmp_path):
 
 
 class GzipArchive(ArchiveSource):
-    """A minimal archive type: a gzip file that holds one item."""
+    """A minimal archive type: a gzip file that contains one item."""
 
     def list(self) -> Listing:
         with gzip.open(self.path) as file:

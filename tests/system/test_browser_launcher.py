@@ -72,7 +72,7 @@ def test_train_trains_once_stops_at_a_click_and_continues_and_leaves_its_report(
     lab = launcher.lab
     write_images(lab.folder / SOURCE, 1000)
     launcher.fill("Source", SOURCE)
-    # Training takes long enough to be stopped on a fast machine, too.
+    # Train long enough that even a fast machine can be stopped during the run.
     launcher.fill("Epochs", "30")
     lab.wait_for_text(LAUNCHER, "1,000 images, 2 classes")
     launcher.button("Train").dblclick()

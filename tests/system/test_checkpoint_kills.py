@@ -35,7 +35,7 @@ def test_a_kill_at_any_operation_of_a_save_keeps_the_newest_valid_checkpoint(tmp
         if step < 30 or following == 30:
             save(folder, following)
             assert found(folder) == (following, [])
-            # That save also removes leftovers.
+            # That save also removes leftovers of the kill.
             assert len(steps_at(folder)) == 2
         restored(folder, before)
     assert seen == {20, 30}

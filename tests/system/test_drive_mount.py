@@ -50,7 +50,7 @@ def test_an_existing_mount_is_reused_without_asking_for_consent_again(colab, tmp
     assert (report.path / "notes.txt").read_text() == "hello"
     assert "drive:" in repr(report)
     assert colabkit.mount().state == "was mounted already"
-    # Listing errors are no reason to remount, which could lose writes.
+    # Do not remount after listing errors, since that could lose writes.
     colab.served.fail(errno.EIO)
     assert colabkit.mount().state == "was mounted already"
     colab.served.fail(0)

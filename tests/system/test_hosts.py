@@ -1,4 +1,4 @@
-"""What front ends show of progress, panel, report and error: each cell of the table in docs/reference/hosts.md.
+"""Progress, panels, reports and errors in each front end: every cell of the table in docs/reference/hosts.md is tested.
 
 A notebook is run by nbclient, as papermill and Kaggle do, in a kernel without ipywidgets. Colab's command line is
 simulated by its protocol: it prints each update of an output again, and does not answer `input()`.

@@ -71,7 +71,7 @@ def settings_of(notebook: NotebookNode) -> NotebookNode:
 
 
 def texts_of(output: NotebookNode) -> list[str]:
-    """Return what an output shows as text; the texts of HTML follow its tags."""
+    """Return an output as text; the text of HTML follows its tags."""
     data = output.get("data", {})
     html = re.sub(r"<[^>]*>", " ", data.get("text/html", ""))
     return [output.get("text", ""), data.get("text/plain", ""), data.get("text/markdown", ""), html]

@@ -74,7 +74,7 @@ def test_a_kill_while_overwriting_keeps_the_complete_old_pack(tmp_path, options,
 
 
 def state_of(path: Path, *contents: dict[str, list[tuple[bytes, ...]]]) -> str:
-    """Return the index of the content that a path holds completely, or "absent" if there is no file."""
+    """Return the index of the expected content that a path holds completely, or "absent" if there is no file."""
     if not path.exists():
         return "absent"
     found = content(path)

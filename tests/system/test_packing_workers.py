@@ -1,4 +1,4 @@
-"""Forked workers share the work, may die, hang or fail, and leave nothing behind when any process is killed."""
+"""Forked workers share the work. They may die, hang or fail, and leave nothing behind if any process is killed."""
 
 from __future__ import annotations
 

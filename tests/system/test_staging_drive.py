@@ -107,7 +107,7 @@ def test_names_that_a_listing_leaves_out_are_copied_and_the_listing_counts_as_re
 
 
 def test_a_folder_whose_listings_never_agree_is_refused(root, drive, near_storage):
-    # The n-th listing leaves the n-th file out.
+    # The n-th listing omits the n-th file.
     faults = [
         {"on": "list", "path": f"/data/cats/00{n}.png", "do": "hide", "first": n + 1, "count": 1} for n in range(6)
     ]

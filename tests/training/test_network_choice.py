@@ -1,4 +1,4 @@
-"""The network of `train_on()`: when it is pretrained, and what happens without the weights or the network."""
+"""The network of `train_on()`: it is pretrained if possible, and training works without the weights or the network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHOTO = (128, 128)
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return where torch's cache would have the weights, and make the network unreachable."""
+    """Return the path of the weights in torch's cache, and make the internet unreachable."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     # Nothing listens on this port.
     monkeypatch.setattr(network_choice, "_ADDRESS", "http://127.0.0.1:9/weights")

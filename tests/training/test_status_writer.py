@@ -39,7 +39,7 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def train_until(data: Any, folder: Path, condition: Callable[[], bool], **options: Any) -> None:
-    """Train small epochs until a condition holds."""
+    """Train for short epochs until a condition holds."""
 
     def check(done: meters.StepDone) -> None:
         if condition():

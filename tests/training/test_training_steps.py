@@ -430,7 +430,7 @@ def test_accuracy_is_returned_where_the_labels_define_it(scores, labels, loss, h
 
 
 class Constant(nn.Module):
-    """A model that returns given scores, whatever the images; a step changes them only slightly."""
+    """A model that returns given scores for any images; a step changes them only slightly."""
 
     def __init__(self, scores: Tensor) -> None:
         super().__init__()

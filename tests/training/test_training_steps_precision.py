@@ -78,7 +78,7 @@ def test_bf16_computes_the_loss_in_float32_and_resumes_from_a_state():
 
 @pytest.fixture
 def scaled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU train with scaled gradients, which is refused otherwise."""
+    """Allow training with scaled gradients on the CPU, which is normally refused."""
     monkeypatch.setattr(steps, "check_precision", lambda *_: None)
     monkeypatch.setattr(steps, "precision_on", lambda *_: Scaled("fp16", "planned"))
 

@@ -134,7 +134,7 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     """Mount Drive through `google.colab` and return the working mount; raise `MountFailed` with its cause."""
     check_can_mount(current_place())
     holding = mount_holding(point, mounts())
-    # google.colab would access the folder, and a remote mount can hang.
+    # google.colab would access the folder, which hangs if the folder is on a hanging remote mount.
     if holding is not None and holding.is_remote:
         failure = MountFailed(
             cannot(
@@ -200,7 +200,7 @@ def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFa
 def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tuple[str, MountFailed]:
     name = type(error).__name__
     is_timeout = isinstance(error, TimeoutError) or name == "TIMEOUT"
-    # The text of pexpect.TIMEOUT lists all messages that were waited for, and none of them has arrived.
+    # Ignore the text of pexpect.TIMEOUT, which lists all expected messages although none of them has arrived.
     text = "" if is_timeout else " ".join(str(error).split())
     if name == "MessageError":
         return "consent", MountFailed(
@@ -322,7 +322,8 @@ class DriveFs(DriveMount):
         return sent
 
     def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
-        """Mount with the former options; retry an unexplained failure, since DriveFS may fail to restart at once."""
+        """Mount with the former options; retry after an unexplained failure, since DriveFS may fail if restarted
+        immediately."""
         readonly, timeout = before
         for again in (True, False):
             try:
@@ -349,7 +350,7 @@ class DriveFs(DriveMount):
             finished = processes.run(
                 processes.python(_PUSH, str(math.ceil(timeout * 1000)), isolated=False),
                 act,
-                # DriveFS gets the deadline without the extra time, so that its more precise error comes first.
+                # Pass DriveFS the deadline without the extra time, so that its more precise error is raised first.
                 timeout + _GRACE_S,
                 next_step=(
                     "Allow more time with ",

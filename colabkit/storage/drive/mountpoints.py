@@ -314,7 +314,7 @@ def check_unused(found: Mount, act: str, force: bool) -> None:
 
 def _files_being_written() -> Iterator[str]:
     for descriptor in os.listdir("/proc/self/fd"):
-        # A descriptor may be closed by another thread meanwhile.
+        # Another thread may have closed the descriptor meanwhile.
         with contextlib.suppress(OSError):
             flags = re.search(r"^flags:\s*([0-7]+)", Path("/proc/self/fdinfo", descriptor).read_text(), re.MULTILINE)
             if flags is not None and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY:

@@ -33,7 +33,7 @@ _RC_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Rclone(DriveMount):
-    """An rclone mount with its program and its remote control; `control` is None if no remote control answers."""
+    """An rclone mount with its program and its remote control; `control` is None if no remote control responds."""
 
     mount: Mount
     daemon: Daemon

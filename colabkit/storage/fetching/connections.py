@@ -38,7 +38,7 @@ _HTML = re.compile(
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _HTML_NAMES = (".html", ".htm", ".xhtml")
 _TITLE_CHARS = 80
-# A longer number is not a plausible byte count, and Python refuses to convert thousands of digits.
+# Reject longer numbers: they are not plausible byte counts, and Python refuses to convert thousands of digits.
 _COUNT = "[0-9]{1,18}"
 
 
@@ -121,7 +121,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def http_error_302(  # type: ignore[override]
         self, req: urllib.request.Request, fp: HTTPResponse, code: int, msg: str, headers: http.client.HTTPMessage
     ) -> Any:
-        # The body of a redirect is not needed, and may be endless.
+        # Do not read the body of a redirect, which may be endless.
         fp.close()
         return super().http_error_302(req, cast(IO[bytes], fp), code, msg, headers)
 
@@ -195,7 +195,8 @@ def total_bytes(headers: Message) -> int | None:
 
 
 def content_range(headers: Message) -> tuple[int | None, int | None, int | None] | None:
-    """Return the first byte, the last byte and the total of a `Content-Range`, None if unknown, or None if invalid."""
+    """Return the first byte, the last byte and the total (None if unknown) of a `Content-Range`; None if it is
+    invalid."""
     text = headers.get("Content-Range", "").strip()
     if not (found := re.fullmatch(rf"bytes\s+(?:({_COUNT})-({_COUNT})|\*)/({_COUNT}|\*)", text, re.IGNORECASE)):
         return None
@@ -223,7 +224,7 @@ def disposition_name(value: str | None) -> str:
             codecs.lookup(found[1])
             return safe_name(unquote_to_bytes(found[2]).decode(found[1], "replace"))
         except (LookupError, ValueError):
-            # The character set is unknown, but the header may also contain a plain `filename`.
+            # The character set is unknown, so use the plain `filename` if the header also contains one.
             pass
     if found := re.search(r'(?:^|[;\s])filename\s*=\s*(?:"((?:\\.|[^"\\])*)"|([^;]+))', value, re.IGNORECASE):
         name = re.sub(r"\\(.)", r"\1", found[1]) if found[1] is not None else found[2].strip()

@@ -29,7 +29,7 @@ class RangeRefused(Exception):
 
 
 class Changed(Exception):
-    """The part file holds another version of the file in Drive, or a version that is unknown."""
+    """The part file holds a different version from that in Drive, or an unknown version."""
 
 
 class _Tail:
@@ -62,7 +62,8 @@ class _Guard:
         def guarded(own: Any, request: Any, **options: Any) -> Any:
             self.add_key(request)
             response = send(own, request, **options)
-            # requests calls `send` again for each redirect, with `allow_redirects=False`. Check the final response.
+            # requests calls `send` again for each redirect, with `allow_redirects=False`; check only the final
+            # response.
             if options.get("allow_redirects"):
                 self.check(response)
             return response
@@ -89,7 +90,7 @@ class _Guard:
             if self.file["total"] != int(got[3]):
                 raise Changed
             if self.known is None or self.known["total"] is None or not self.known["validator"]:
-                # The version of the part file is unknown, so it may differ.
+                # The version of the part file is unknown, so it may differ from that in Drive.
                 raise Changed
             if any(self.known[fact] != self.file[fact] for fact in ("total", "validator")):
                 raise Changed
@@ -156,7 +157,7 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
     status: dict[str, Any] = {"version": version}
     try:
         if plan["is_folder"]:
-            # gdown only prints the errors of a folder's files, so let it print.
+            # gdown reports errors of a folder's files only in its output, so do not suppress the output.
             done = gdown.download_folder(quiet=False, **options)
         else:
             done = gdown.download(quiet=True, **options)

@@ -110,7 +110,7 @@ class _Child:
             )
             self._look()
         except (TargetExists, AlreadyThere):
-            # The first bytes may have arrived before the name was checked.
+            # The data may be complete before the name was checked, so check it now.
             self.kept.start_over()
             raise
         if "done" not in self._last:
@@ -125,7 +125,7 @@ class _Child:
     def _bytes_there(self) -> int:
         total = 0
         for path in [*self.kept.folder.glob(f"{self.kept.data.name}*"), *self.kept.data.rglob("*")]:
-            # gdown may rename a file meanwhile.
+            # gdown may have renamed the file meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 total += path.stat().st_size if path.is_file() else 0
         return total
@@ -154,7 +154,7 @@ class _Child:
         try:
             message = json.loads(line)
         except ValueError:
-            # The line is a warning from the interpreter.
+            # The line is not JSON but a warning from the interpreter.
             return
         if not isinstance(message, dict):
             return

@@ -128,7 +128,8 @@ class _WebDownload:
             expected = self._checked_range(response, have)
             file_changes.check_space(self.job.act, expected, self._admit_rest())
         elif response.status in (200, 203):
-            # A complete file in answer to a range request: the file has changed, or the server does not support ranges.
+            # The server answered a range request with the complete file: the file has changed, or ranges are not
+            # supported.
             if have:
                 self.has_ranges = validator(response.headers) != self.kept.record["validator"]
                 self.sink.start_over()

@@ -122,7 +122,7 @@ def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
         try:
             record = json.loads(line)
         except ValueError:
-            # The line is a warning from the interpreter.
+            # The line is not JSON but a warning from the interpreter.
             return
         records[record["kind"]].append(record["values"])
         records["errors"].append(record["errors"])

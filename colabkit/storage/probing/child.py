@@ -63,10 +63,10 @@ File: TypeAlias = tuple[str, int]
 
 
 def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float] | None:
-    """Return the operations and the bytes per second from `start` on, or None if nothing finished.
+    """Return the operations per second and the bytes per second from `start` on, or None if nothing finished.
 
-    At the end, some threads are idle while others finish. So up to `threads - 1` of the last operations, and at most
-    half of all, are left out if that raises the rate.
+    At the end, some threads are idle while others finish. The last operations, up to `threads - 1` and at most half of
+    all, are therefore left out if that raises the rate.
     """
     ended = sorted(done, key=lambda op: op.end)
     total_bytes = list(accumulate(op.bytes for op in ended))
@@ -106,7 +106,7 @@ class Probe:
         self.end = self.start + seconds
         self.last_end = self.end + _OVERTIME_S
         self.patience_s = seconds / 2
-        # The operation that hangs, its path, and the seconds waited.
+        # The hanging operation, its path, and the seconds waited for it.
         self.stalled: tuple[str, str, float] | None = None
         self.is_over = False
         # Names of errors, appended by threads.
@@ -172,7 +172,7 @@ class Probe:
                     self.errors.append(errno.errorcode.get(error.errno or 0, type(error).__name__))
                     continue
                 if op is None:
-                    # The rate is measured for this number of threads, so end the other threads too.
+                    # The rate would not be that of the intended number of threads, so end the other threads too.
                     is_done.set()
                 else:
                     done.append(op)

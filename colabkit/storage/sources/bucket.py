@@ -52,7 +52,7 @@ _VERSION_NAMES = (
     *("version_id", "VersionId"),
 )
 _VERSION_FIELDS = frozenset({*_VERSION_NAMES, *_TIMES, "modified"})
-# Modules of the file systems that all others inherit from.
+# Modules of fsspec's base classes, whose generic methods need not be efficient.
 _GENERIC_MODULES = frozenset({"fsspec.spec", "fsspec.asyn"})
 _NO_NAMES = frozenset({"", ".", ".."})
 _PACKAGES = {

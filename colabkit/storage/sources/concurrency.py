@@ -121,7 +121,7 @@ class Calls(Generic[T, R]):
 
     @property
     def room(self) -> float:
-        """Amount of work to queue now, in requests, so that no thread has to wait for its next call."""
+        """Number of requests to queue now, so that no thread has to wait for its next call."""
         return 2 * self._level.now - self._unended_weight
 
     def make(self, task: T, size: int = 0) -> None:
@@ -177,7 +177,7 @@ class Calls(Generic[T, R]):
         while (call := self._tasks.get()) is not None:
             if not self._is_over and not self._goes_on_after(call):
                 return
-            # Release the result while the thread waits for its next call.
+            # Drop the reference to the result while the thread waits for its next call.
             del call
         # Pass the end marker to the next thread.
         self._tasks.put(None)
@@ -337,7 +337,8 @@ _END = object()
 
 
 def _suited_threads(wall_s: float, cpu_s: float, calls: int) -> int | None:
-    """Return the number of threads for calls that took these total times in one thread; None if they mostly waited."""
+    """Return the number of threads for calls that took these total times in one thread; None if the calls mostly
+    waited."""
     if not calls or cpu_s < wall_s / 2:
         return None
     return max(1, round(usable_cpus())) if cpu_s / calls >= _LONG_CALL_S else 1

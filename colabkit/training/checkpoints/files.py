@@ -48,7 +48,7 @@ TICK_S = 0.5
 
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
-# With this value, the writer gets about a tenth of a CPU core if training uses all cores; with 19, hardly any time.
+# With this niceness, the writer gets about a tenth of a CPU core if training uses all cores; with 19, hardly any time.
 _NICE = 10
 
 
@@ -63,7 +63,7 @@ class SaveJob:
     Attributes:
         is_awaited: whether the caller waits until the checkpoint is written.
         is_raised: whether the caller receives the error if the write fails.
-        limit_s: seconds that the file system may take for one operation.
+        limit_s: time limit in seconds for one operation of the file system.
         is_given_up: whether an operation exceeded `limit_s` and the failure is already recorded.
     """
 
@@ -202,7 +202,7 @@ class _CheckpointSink:
     def _hand_over(self, piece: memoryview) -> None:
         self._pieces.put(piece)
         if self._thread.ident is None:
-            # The system cannot start another thread.
+            # The system cannot start another thread, so write in this one.
             self._pieces.put(None)
             self._put_pieces()
         self.error = self._results.get()
@@ -219,7 +219,8 @@ class _CheckpointSink:
             except BaseException as raised:
                 error = raised
             self._results.put(error)
-            # Free the caller's memory, and the error with its traceback, before waiting for the next piece.
+            # Drop references to the caller's memory, and to the error with its traceback, before waiting for the next
+            # piece.
             del piece, error
 
     def _put(self, view: memoryview) -> None:
@@ -309,7 +310,7 @@ def load_first(
     flaws: dict[str, str] = {}
     candidates = list(candidates)
     for sealed in candidates:
-        # The other copy of a flawed checkpoint, local or remote, has the same content and the same flaw.
+        # Skip the other copy of a flawed checkpoint, local or remote, because it has the same content.
         if sealed.digest in flaws:
             continue
         try:

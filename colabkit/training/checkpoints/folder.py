@@ -234,7 +234,7 @@ class CheckpointFolder:
                 if job.is_awaited:
                     self._await_writer(act)
         except BaseException as error:
-            # After this call, the caller may change the tensors, so stop a write that has no copy of them.
+            # The caller may change the tensors after this call, so stop a write that uses them without a copy.
             if not copied.is_apart:
                 job.stop.set()
             if wait or not isinstance(error, TimedOut):
@@ -321,7 +321,7 @@ class CheckpointFolder:
                 before = len(sealed_in(self.local_folder))
                 if len(pruned(1)) == before:
                     raise
-                # Removing older checkpoints has made room; at least one checkpoint still exists.
+                # Retry, since removing older checkpoints has freed space; at least one checkpoint still exists.
                 path = sealed().path
             self._damaged.discard(path)
             return pruned(self._keep_last)
@@ -418,7 +418,7 @@ class CheckpointFolder:
                 raise self._last_error
 
     def close(self) -> None:
-        """Stop the threads, drop unsealed checkpoints, and raise `TimedOut` for a hung write not reported before."""
+        """Stop the threads, drop unsealed checkpoints, and raise `TimedOut` for a hanging write not yet reported."""
         with self._changed:
             self._is_over = True
             if (job := self._job) is not None:

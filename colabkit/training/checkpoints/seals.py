@@ -21,7 +21,7 @@ FORMAT = 2
 _SEAL = re.compile(r"checkpoint-(\d{8,})\.json")
 _FILE = re.compile(r"checkpoint-(\d{8,})(-\d+)?\.pt")
 _MADE_BY = re.compile(rb"colabkit checkpoint ([0-9a-f]{8}-\d+-\d+)")
-# Number of bytes in which to look for the marker: it is at the start of the pickle, with which a file begins.
+# Number of bytes to search for the marker, which is at the start of the pickle and so at the start of the file.
 _HEAD_BYTES = 1024
 # Partial files of all steps share one kind, so that the next save removes the files of a killed run.
 _KIND = "checkpoint"
@@ -201,7 +201,7 @@ def put(
             raise
     except OSError as error:
         if not isinstance(error, ColabkitError):
-            # Errors of writes name no file, and other errors name the hidden partial file.
+            # Name the checkpoint: errors of writes name no file, and other errors name the hidden partial file.
             error.filename = str(path)
         raise
     finally:
@@ -217,7 +217,8 @@ def prune(
     """Remove a folder's old checkpoints and return the remaining ones, newest first.
 
     The newest `keep_last`, the best one by `metric` and those of the steps in `needed` stay. Nothing is removed while
-    fewer than `keep_last` have the sealed size. Checkpoints after `step` stay but do not count: resuming skipped them.
+    fewer than `keep_last` have the sealed size. Checkpoints after `step` stay but are not counted, since resuming
+    skipped them.
     """
     found = sealed_in(folder)
     whole = [one for one in found if one.step <= step and one.path not in damaged and one.is_whole()]

@@ -44,7 +44,7 @@ class ContentCopy:
 
 
 class _StorageRange:
-    """The range of elements that tensors use in a storage, and a copy of this range."""
+    """The range of elements of a storage that tensors use, and a copy of this range."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()
@@ -209,7 +209,7 @@ class _ContentBuilder:
     def _tensor(self, tensor: Tensor) -> Tensor:
         if self._extents is None:
             return tensor.detach()
-        # Only tensors without elements have no range.
+        # Tensors without elements have no range.
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def _through_memory(self, value: Any) -> Any:

@@ -75,7 +75,7 @@ def _ask_for_consent(wanted: dict[str, Any]) -> None:
     if answer == "hangs":
         time.sleep(3600)
     if answer == "never comes":
-        # Without an answer, Colab's request returns None, and `mount()` continues.
+        # If the browser does not answer, Colab's request returns None, and `mount()` continues.
         return
     if answer == "refused":
         raise _message.MessageError("Error: credential propagation was unsuccessful")
