@@ -281,7 +281,7 @@ class _Publication:
         own = {item.path for item in self.items}
 
         def refuse(error: OSError) -> None:
-            # An unreadable folder may contain such files, so return its path.
+            # An unreadable folder may contain such files, so raise the error.
             raise error
 
         for at, inner, names in os.walk(folder, onerror=refuse):
@@ -294,8 +294,7 @@ class _Publication:
 
 
 class MoveCallback(Protocol):
-    """A callable that records progress: call it each time the mount has answered, with the number of bytes
-    transferred."""
+    """A callable to call each time the mount has answered, with the number of bytes transferred."""
 
     def __call__(self, size: int = 0) -> None:
         """Record an answer; raise `AbandonedError` if the caller no longer waits for the work."""

@@ -322,7 +322,7 @@ class DriveFs(DriveMount):
         return sent
 
     def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
-        """Mount with the former options; retry after an unexplained failure, since DriveFS may fail if restarted
+        """Mount with the former options; retry unexplained failures, since DriveFS may fail if restarted
         immediately."""
         readonly, timeout = before
         for again in (True, False):

@@ -110,7 +110,7 @@ class _Child:
             )
             self._look()
         except (TargetExists, AlreadyThere):
-            # The data may be complete before the name was checked, so check it now.
+            # Discard the first bytes, which may have arrived before the name was checked.
             self.kept.start_over()
             raise
         if "done" not in self._last:
