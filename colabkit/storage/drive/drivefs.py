@@ -322,8 +322,7 @@ class DriveFs(DriveMount):
         return sent
 
     def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
-        """Mount with the former options; retry unexplained failures, since DriveFS may fail if restarted
-        immediately."""
+        """Mount with the former options, and retry once: DriveFS may fail if it is restarted immediately."""
         readonly, timeout = before
         for again in (True, False):
             try:
