@@ -112,6 +112,40 @@ def lock_folder(folder: Path) -> int | None:
     return None
 
 
+def hold_file(path: Path) -> int | None:
+    """Lock a file against `remove_unheld`, together with any number of other processes; forked children do not hold it.
+
+    Returns:
+        A descriptor for `unlock`, or None if the file does not exist.
+    """
+    _watch_forks()
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    _locks.add(fd)
+    return fd
+
+
+def remove_unheld(path: Path) -> bool:
+    """Remove a file unless it is held or missing; return whether it was removed.
+
+    The caller must prevent that a process calls `hold_file` at the same time.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        if not try_lock(fd):
+            return False
+        file_changes.remove(path)
+        return True
+    finally:
+        os.close(fd)
+
+
 def remove_unused(folder: Path) -> None:
     """Remove a folder that contains nothing but its lock."""
     with contextlib.suppress(OSError):

@@ -192,6 +192,20 @@ class ShardedSamples:
             found = f"its shards have {self._starts[-1]} samples of {split} instead of {info.count(split)}"
             raise corrupt(info.path, found)
 
+    def counts(self, numbers: Indices | None) -> dict[int, int] | None:
+        """Return the samples that a view has in each shard, by number, in order; None if the view mixes the shards.
+
+        Args:
+            numbers: row numbers of the view's samples; None for all rows.
+        """
+        counts = np.diff(self._starts)
+        if numbers is not None:
+            owners = np.searchsorted(self._starts, numbers, side="right") - 1
+            if (np.diff(owners) < 0).any():
+                return None
+            counts = np.bincount(owners, minlength=len(counts))
+        return {number: count for number, count in enumerate(counts.tolist()) if count}
+
     def one(self, row: int) -> tuple[Any, ...]:
         """Return the fields of one sample, checked against its CRC."""
         shard, start = self._shard_of(row)
@@ -261,8 +275,11 @@ class ShardedSamples:
         return results, place
 
     def _shard_of(self, row: int) -> tuple[SingleFileSamples, int]:
-        number = bisect_right(self._starts, row) - 1
+        number = self._number_of(row)
         return self._shard(number), self._starts[number]
+
+    def _number_of(self, row: int) -> int:
+        return bisect_right(self._starts, row) - 1
 
     def _shard(self, number: int) -> SingleFileSamples:
         if number not in self._opened:
