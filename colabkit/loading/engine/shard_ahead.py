@@ -43,7 +43,7 @@ def check_cache_for(act: str, dataset: Any, order: Order | None) -> None:
     if not isinstance(dataset, PackedDataset) or (samples := dataset.remote) is None:
         return
     counts = dataset.shard_counts() or {}
-    if isinstance(order, Sequential):
+    if isinstance(order, Sequential) and counts:
         shards, why = 2, "the current and the next one"
     elif isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
         shards, why = 2 * order.window_shards, f"for two windows of {order.window_shards} that are shuffled"

@@ -269,7 +269,8 @@ class ShardShuffled(PureOrder):
     window_shards: int = 4
 
     def __post_init__(self) -> None:
-        counts = tuple(check_whole_number("make a shard-shuffled order", "counts", count, 1) for count in self.counts)
+        act = f"make {kind_of(self)} order"
+        counts = tuple(check_whole_number(act, "counts", count, 1) for count in self.counts)
         object.__setattr__(self, "counts", counts)
         set_whole_number(self, "seed", self.seed, 0)
         set_whole_number(self, "window_shards", self.window_shards, 1)

@@ -34,6 +34,7 @@ from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
 from colabkit.packs.format.layout import SAMPLES, PackInfo, find_split, name_inferred
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.splits import missing_split
+from colabkit.storage import file_address
 
 _SEAL_CHARS = 16
 _LEFT = (("bad", "bad", "sample"), ("left out", "left_out", "file"))
@@ -96,16 +97,17 @@ def open_pack(
         >>> image.shape, data.classes[label]
         (torch.Size([3, 8, 8]), '0')
     """
-    act = f"open {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "open a pack"
     if cache is not None:
         if x is not None or y is not None or task != "auto" or trusted:
             found_both = (option("cache"), " applies only to packs, and the other options only to HDF5 files")
-            raise InvalidOption(cannot(act, found_both, "", ("Omit ", option("cache"), " or the others")))
-        info, open_split = open_remote(path, cache, act)
+            raise InvalidOption(cannot("open a pack", found_both, "", ("Omit ", option("cache"), " or the others")))
+        info, open_split = open_remote(path, cache)
         return Pack(info, open_split, is_remote=True)
     if isinstance(path, str) and "://" in path:
         next_step = ("Set ", option("cache", "20GiB"), " to read it from there, or download it with ", call("fetch"))
+        act = f"open {file_address(path).shown!r}"
         raise InvalidOption(cannot(act, "it is an address", "a local path", next_step))
+    act = f"open {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "open a pack"
     found = user_path(path, act).absolute()
     if is_plain_hdf5(found):
         contents = inspect_hdf5(found, x, y, trusted, task)

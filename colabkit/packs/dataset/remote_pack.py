@@ -125,7 +125,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-def open_remote(path: str | os.PathLike[str], cache: int | str, act: str) -> tuple[PackInfo, partial[OpenSplit]]:
+def open_remote(path: str | os.PathLike[str], cache: int | str) -> tuple[PackInfo, partial[OpenSplit]]:
     """Copy the index of a remote pack into the folder of its cache.
 
     Returns:
@@ -135,8 +135,10 @@ def open_remote(path: str | os.PathLike[str], cache: int | str, act: str) -> tup
         InvalidOption: if `cache` is invalid or smaller than a shard, or the address cannot be used.
         BadSource: if the pack is one file instead of shards.
     """
+    address = file_address(path)
+    # The path itself may hold a password.
+    act = f"open {address.shown!r}"
     most_bytes = _parsed(act, cache)
-    address = file_address(path, act)
     # The name of the folder must not contain the address, which may hold a password.
     folder = local_root(os.environ).absolute() / "shards" / address.digest()[:16]
     name = address.text.rpartition("/")[2]

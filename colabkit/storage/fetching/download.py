@@ -14,23 +14,26 @@ from colabkit.storage.fetching.transfer import FetchJob
 from colabkit.storage.fetching.web import fetch_web
 
 _TIMEOUT_S = 60.0
+_LOCAL = ("file://", "local://")
 
 
-def file_address(path: str | os.PathLike[str], act: str) -> Address:
+def file_address(path: str | os.PathLike[str]) -> Address:
     """Return the address of a file in a folder: on the web, in a bucket, or at a local path, which fsspec reads too.
 
     Raises:
         InvalidOption: if names of other files in the folder cannot be derived from the address.
     """
-    text = os.fspath(path)
-    if "://" not in text or text.startswith(("file://", "local://")):
-        local = user_path(text.partition("://")[2] if "://" in text else text, act).absolute()
+    text = path if isinstance(path, str) else ""
+    if "://" not in text or text.startswith(_LOCAL):
+        found = text.partition("://")[2] if text.startswith(_LOCAL) else path
+        local = user_path(found, "open a pack").absolute()
         return Address(FSSPEC, f"file://{local}", str(local))
     address = address_of(text)
     if address.kind not in (WEB, FSSPEC) or "?" in text or "::" in text:
-        found = f"{address.shown!r} addresses a single file"
+        single = "it addresses a single file"
         expected = "an address in a folder, such as 'gs://bucket/birds.h5'"
-        raise InvalidOption(cannot(act, found, expected, "Omit the query, and use no chain of addresses"))
+        next_step = "Omit the query, and use no chain of addresses"
+        raise InvalidOption(cannot(f"open {address.shown!r}", single, expected, next_step))
     return address
 
 
