@@ -79,12 +79,12 @@ def disk_usage(folder: Path) -> int:
 
 
 @contextmanager
-def largest_usage(folder: Path) -> Iterator[list[int]]:
+def largest_usage(folder: Path, every_s: float = 0.002) -> Iterator[list[int]]:
     """Measure the disk usage of a folder over and over within the block; the list holds the largest."""
     largest, is_over = [0], threading.Event()
 
     def measure() -> None:
-        while not is_over.wait(0.002):
+        while not is_over.wait(every_s):
             largest[0] = max(largest[0], disk_usage(folder))
 
     thread = threading.Thread(target=measure)

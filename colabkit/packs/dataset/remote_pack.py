@@ -35,8 +35,8 @@ from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.storage import Address, download, file_address
 
-DOWNLOADS = 2
-"""Number of shards that are downloaded at the same time, so that the next one arrives while one is verified."""
+DOWNLOADS = 4
+"""Number of shards that are downloaded at the same time, so that others arrive while one is requested or verified."""
 
 _caches: weakref.WeakValueDictionary[tuple[Path, int], ShardCache] = weakref.WeakValueDictionary()
 _readers: weakref.WeakSet[RemoteSamples] = weakref.WeakSet()
