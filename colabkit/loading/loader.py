@@ -41,7 +41,6 @@ from colabkit.loading.engine.options import (
 )
 from colabkit.loading.engine.pipeline import column_pipeline, process_pipeline
 from colabkit.loading.engine.position import LoaderPosition
-from colabkit.loading.engine.shard_ahead import shards_of
 from colabkit.loading.engine.tiers import Tier
 from colabkit.loading.engine.user_code import (
     SamplerPlanner,
@@ -218,8 +217,7 @@ class Loader(DataLoaderSource):
         order = order_of(act, shuffle, self.seed, self._count, sampler, self._pipeline.row_bytes, whole)
         self._yields_batches = not isinstance(order, Order) and yields_batches(order)
         check_drop_last(act, drop_last, self._yields_batches)
-        known = fingerprint_of(act, whole), self.decoder.name, decode, shards_of(whole)
-        self._position = LoaderPosition(order, self.seed, *known)
+        self._position = LoaderPosition(order, self.seed, fingerprint_of(act, whole), self.decoder.name, decode, whole)
         self._check_counts(act, share)
         facts = self._pipeline.facts(self.dataset, self._count, transform and transform_name(transform))
         self.meters.facts = replace(facts, shuffle=self.shuffle)

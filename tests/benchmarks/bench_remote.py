@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_remote.py
 
 The server runs in a process of its own. All its connections share one bandwidth, and each request waits for one
-latency. `link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk usage of the cache.
-`shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ from those of
-all samples, for a pack whose classes follow each other and for one whose samples were shuffled before packing.
+latency. `link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk
+usage of the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch
+differ from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled
+before packing.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from colabkit.foundation import InvalidOption, Text, cannot, check_whole_number, format_things, kind_of, option, shown
+from colabkit.loading.engine.shard_ahead import shards_of
 from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
 
@@ -44,14 +45,14 @@ class LoaderPosition:
         fingerprint: str,
         decoder: str = "cpu",
         decode: str = "cpu",
-        shards: Mapping[int, int] | None = None,
+        dataset: Any = None,
     ) -> None:
         self._set_order(order)
         self.seed = seed
         self.decode = decode
         self._decoder = decoder
         self._fingerprint = fingerprint
-        self._shards = shards
+        self._shards = shards_of(dataset)
         self.next = (0, 0)
         self.received = (0, 0)
 
