@@ -18,7 +18,7 @@ from colabkit.packs import DOWNLOADS, PackedDataset, RemoteSamples, check_cache
 Window: TypeAlias = tuple[int, tuple[int, ...]]
 """The position at which a window of an epoch ends, and the numbers of its shards."""
 
-_TICK_S = 0.25
+_TICK_S = 0.05
 _CLOSE_S = 10.0
 
 
@@ -118,11 +118,12 @@ class ShardReadAhead:
             return
         is_start = self._first < 0
         left = [number for _, numbers in self._windows[window:] for number in numbers]
+        # Close shards first, because the threads look for room at once.
+        self._samples.close_shards(but=frozenset(left))
         with self._changed:
             self._first, self._coming = window, [*dict.fromkeys([*left, *self._later])]
             self._samples.need(self._coming)
             self._changed.notify_all()
-        self._samples.close_shards(but=frozenset(left))
         if is_start:
             for thread in self._threads:
                 start_thread(thread, "download shards")
