@@ -60,9 +60,10 @@ from .image_formats import FileFormat as FileFormat
 from .image_formats import find_format as find_format
 from .image_formats import is_image_head as is_image_head
 from .locks import hold_file as hold_file
+from .locks import is_changing as is_changing
+from .locks import is_held as is_held
 from .locks import is_locked as is_locked
 from .locks import lock_folder as lock_folder
-from .locks import remove_unheld as remove_unheld
 from .locks import try_lock as try_lock
 from .locks import unlock as unlock
 from .locks import wait_while_busy as wait_while_busy

@@ -113,7 +113,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def hold_file(path: Path) -> int | None:
-    """Lock a file against `remove_unheld`, together with any number of other processes; forked children do not hold it.
+    """Mark a file as in use until `unlock`, like any number of other processes; forked children do not hold it.
 
     Returns:
         A descriptor for `unlock`, or None if the file does not exist.
@@ -128,20 +128,11 @@ def hold_file(path: Path) -> int | None:
     return fd
 
 
-def remove_unheld(path: Path) -> bool:
-    """Remove a file unless it is held or missing; return whether it was removed.
-
-    The caller must prevent that a process calls `hold_file` at the same time.
-    """
+def is_held(path: Path) -> bool:
+    """Return whether a process holds a file; the caller must prevent that one calls `hold_file` at the same time."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        if not try_lock(fd):
-            return False
-        file_changes.remove(path)
-        return True
+        return not try_lock(fd)
     finally:
         os.close(fd)
 

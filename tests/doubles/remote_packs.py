@@ -69,13 +69,19 @@ def cache_root(folder: Path | None = None) -> Path:
 
 
 def disk_usage(folder: Path) -> int:
-    """Return the bytes on disk of all files below a folder, some of which may vanish meanwhile."""
-    total = 0
+    """Return the bytes on disk of all files below a folder."""
+    return sum(_disk_bytes(folder).values())
+
+
+def _disk_bytes(folder: Path) -> dict[int, int]:
+    found = {}
     for place, _, names in os.walk(folder):
         for name in names:
+            # Files may vanish meanwhile.
             with suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
-    return total
+                stats = os.lstat(os.path.join(place, name))
+                found[stats.st_ino] = stats.st_blocks * 512
+    return found
 
 
 @contextmanager
@@ -85,7 +91,10 @@ def largest_usage(folder: Path, every_s: float = 0.002) -> Iterator[list[int]]:
 
     def measure() -> None:
         while not is_over.wait(every_s):
-            largest[0] = max(largest[0], disk_usage(folder))
+            before, after = _disk_bytes(folder), _disk_bytes(folder)
+            # If files came or went during the first look, it may have seen some that never existed together.
+            if before.keys() == after.keys():
+                largest[0] = max(largest[0], sum(before.values()))
 
     thread = threading.Thread(target=measure)
     thread.start()

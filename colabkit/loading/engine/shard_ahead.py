@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -71,11 +72,12 @@ class ShardReadAhead:
         dataset: a split of a remote pack, or a view of one.
         order: order of the samples; None if it is unknown.
         epoch: number of the epoch.
-        under_way: largest number of plans that were yielded, but whose samples may not have been read yet.
+        under_way: largest number of plans whose samples may not have been read yet when the next one is requested.
     """
 
     def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, under_way: int) -> None:
         assert dataset.remote is not None
+        self._numbers = None if dataset.numbers is None else dataset.numbers.numpy()
         self._samples: RemoteSamples = dataset.remote
         counts, every = dataset.shard_counts() or {}, range(self._samples.count_of_shards)
         self._windows, following = (_windows(order, number, counts, every) for number in (epoch, epoch + 1))
@@ -93,13 +95,14 @@ class ShardReadAhead:
         ]
 
     def following(self, plans: Iterator[BatchPlan]) -> Iterator[BatchPlan]:
-        """Yield plans, and close the shards that neither they nor the last `under_way` plans need."""
+        """Yield plans once their shards are open; close those that neither they nor the last `under_way` plans need."""
         self._samples.cache.forget_failures()
-        self._samples.on_wait = self._check_over
-        recent: deque[int] = deque(maxlen=self._under_way)
+        recent: deque[int] = deque(maxlen=self._under_way + 1)
         for plan in plans:
             recent.append(min(bisect_right(self._stops, plan.positions[0]), len(self._stops) - 1))
             self._move_to(recent[0])
+            rows = plan.indices if self._numbers is None else self._numbers[plan.indices]
+            self._samples.open_for(rows, self._check_over)
             yield plan
 
     def close(self) -> None:
@@ -108,10 +111,11 @@ class ShardReadAhead:
             self._is_over = True
             self._changed.notify_all()
         self._samples.close_shards()
+        deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             # The garbage collector may close an abandoned iteration in one of these threads.
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(_CLOSE_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _move_to(self, window: int) -> None:
         if window == self._first:

@@ -87,7 +87,9 @@ class ThreadEngine:
             self.populator.start()
         try:
             if self.columns.packed is not None and self.columns.packed.remote is not None:
-                ahead = ShardReadAhead(self.columns.packed, order, epoch, self.depth.groups + 2)
+                # Files are decoded after the next plan was requested, but rows are read before.
+                under_way = 0 if self.images is None else self.depth.groups + 2
+                ahead = ShardReadAhead(self.columns.packed, order, epoch, under_way)
                 plans = ahead.following(split_plans(plans, self.depth.group_batches))
             elif files_ahead is not None:
                 plans = announce_plans(plans, files_ahead.announce, max(_FILES_AHEAD, 4 * self.options.batch_size))

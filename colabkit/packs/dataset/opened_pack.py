@@ -104,9 +104,7 @@ def open_pack(
         info, open_split = open_remote(path, cache)
         return Pack(info, open_split, is_remote=True)
     if isinstance(path, str) and "://" in path:
-        next_step = ("Set ", option("cache", "20GiB"), " to read it from there, or download it with ", call("fetch"))
-        act = f"open {file_address(path).shown!r}"
-        raise InvalidOption(cannot(act, "it is an address", "a local path", next_step))
+        raise _address_error(path)
     act = f"open {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "open a pack"
     found = user_path(path, act).absolute()
     if is_plain_hdf5(found):
@@ -125,6 +123,13 @@ def open_pack(
         )
         raise InvalidOption(cannot(act, message, "", (omit("x"), ", ", option("y"), " and ", option("task"))))
     return Pack(info, partial(open_sealed, found, info.seal))
+
+
+def _address_error(path: str) -> InvalidOption:
+    # The address itself may hold a password.
+    act = f"open {file_address(path).shown!r}"
+    next_step = ("Set ", option("cache", "20GiB"), " to read it from there, or download it with ", call("fetch"))
+    return InvalidOption(cannot(act, "it is an address", "a local path", next_step))
 
 
 class Pack(Mapping[str, PackedDataset]):

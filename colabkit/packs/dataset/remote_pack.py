@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from colabkit.foundation import (
     BadSource,
@@ -20,18 +21,18 @@ from colabkit.foundation import (
     file_changes,
     format_bytes,
     format_things,
+    is_held,
     local_root,
     lock_folder,
     option,
     parse_bytes,
     partials,
-    remove_unheld,
     unlock,
 )
 from colabkit.packs.dataset.open_split import OpenSplit, read_labels
 from colabkit.packs.dataset.samples import ShardedSamples, SingleFileSamples
 from colabkit.packs.dataset.shard_cache import ShardCache, nothing
-from colabkit.packs.format.layout import PackInfo
+from colabkit.packs.format.layout import Indices, PackInfo
 from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.storage import Address, download, file_address
 
@@ -50,15 +51,14 @@ class RemoteSamples(ShardedSamples):
 
     Attributes:
         cache: the cache of the pack.
-        on_wait: function that threads call often while they wait for a shard; it may raise an exception.
+        ranks: the shards that are needed next, by name, with their places in the order in which they are needed.
     """
 
     def __init__(self, info: PackInfo, split: str, cache: ShardCache) -> None:
         super().__init__(info, split)
         self.cache = cache
-        self.on_wait = nothing
-        self._opening = threading.Lock()
-        cache.on_full.add(self)
+        self.ranks: Mapping[str, int] = {}
+        cache.add(self)
         _readers.add(self)
 
     @property
@@ -68,7 +68,7 @@ class RemoteSamples(ShardedSamples):
 
     def need(self, numbers: Iterable[int]) -> None:
         """Announce the order in which the shards will be needed, on which it depends which ones are removed."""
-        self.cache.needs[self] = {self._shards[number].name: rank for rank, number in enumerate(numbers)}
+        self.ranks = {self._shards[number].name: rank for rank, number in enumerate(numbers)}
 
     def fetch(self, number: int, on_wait: Callable[[], None]) -> str:
         """Download a shard ahead of need; see `ShardCache.fetch`."""
@@ -77,6 +77,12 @@ class RemoteSamples(ShardedSamples):
     def has(self, number: int) -> bool:
         """Return whether the cache holds a shard."""
         return self.cache.has(self._shards[number])
+
+    def open_for(self, rows: Indices, on_wait: Callable[[], None]) -> None:
+        """Open the shards of some rows, after waiting for them; an exception that `on_wait` raises ends the wait."""
+        for number in np.unique(self._numbers_of(rows)).tolist():
+            if number not in self._opened:
+                self._opened[number] = self._opened_and_held(number, on_wait)
 
     def close_shards(self, but: frozenset[int] = frozenset()) -> None:
         """Close all shards except those in `but`; they are opened again when they are needed."""
@@ -98,21 +104,18 @@ class RemoteSamples(ShardedSamples):
     def forget_shards(self) -> None:
         """Forget the open shards of the parent in a forked process, which does not hold them."""
         self._opened.clear()
-        self._opening = threading.Lock()
-        self.on_wait = nothing
 
-    def _shard(self, number: int) -> SingleFileSamples:
-        if (found := self._opened.get(number)) is not None:
-            return found
-        with self._opening:
-            if (found := self._opened.get(number)) is None:
-                fd = self.cache.hold(self._shards[number], self.on_wait)
-                try:
-                    found = super()._shard(number)
-                except BaseException:
-                    unlock(fd)
-                    raise
-                weakref.finalize(found, unlock, fd)
+    def _open_shard(self, number: int) -> SingleFileSamples:
+        return self._opened_and_held(number, nothing)
+
+    def _opened_and_held(self, number: int, on_wait: Callable[[], None]) -> SingleFileSamples:
+        fd = self.cache.hold(self._shards[number], on_wait)
+        try:
+            found = super()._open_shard(number)
+        except BaseException:
+            unlock(fd)
+            raise
+        weakref.finalize(found, unlock, fd)
         return found
 
 
@@ -213,8 +216,10 @@ def _remove_others(folder: Path, home: Path) -> None:
         if other == home or other.name.startswith("."):
             continue
         with suppress(BlockingIOError):
-            if (fd := lock_folder(other)) is not None:
-                shards = [path for path in other.iterdir() if is_pack(path)]
-                if all(remove_unheld(path) for path in shards):
+            if (fd := lock_folder(other)) is None:
+                continue
+            try:
+                if not any(is_held(path) for path in other.iterdir() if is_pack(path)):
                     file_changes.remove(other)
+            finally:
                 unlock(fd)

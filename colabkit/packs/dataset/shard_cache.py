@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -38,13 +38,13 @@ from colabkit.foundation import (
     format_bytes,
     format_seconds,
     hold_file,
+    is_changing,
+    is_held,
     is_locked,
     lock_folder,
     option,
-    remove_unheld,
     translated,
     unlock,
-    wait_while_busy,
 )
 from colabkit.packs.dataset.samples import file_samples
 from colabkit.packs.format.layout import PackInfo, Shard
@@ -56,14 +56,27 @@ LOADING_BYTES = 64 << 10
 
 _LOADING = ".loading"
 _PAGE_BYTES = 4096
-_POLL_S = 0.005
-_NO_ROOM_S = 0.05
+# Interval at which threads look whether another one, of any process, has released a lock or fetched a shard.
+_POLL_S = 0.01
 # Number of samples that are verified between two calls of `on_wait`.
 _VERIFIED = 1024
 
 
 def nothing() -> None:
     """Do nothing: the default of `on_wait`."""
+
+
+class Reader(Protocol):
+    """A reader of shards.
+
+    Attributes:
+        ranks: names of the shards that it needs, with the place of each in the order in which it needs them.
+    """
+
+    ranks: Mapping[str, int]
+
+    def close_shards(self) -> None:
+        """Close the open shards, so that the cache can remove them."""
 
 
 class ShardCache:
@@ -73,17 +86,12 @@ class ShardCache:
         info: description of the pack, whose path is that of the index in the cache folder.
         address: address of the remote index.
         most_bytes: the budget.
-
-    Attributes:
-        needs: for each reader of this process, when it needs which shards: names with ranks, the lowest first.
-        on_full: functions that close shards that a reader of this process holds open; called if there is no room.
     """
 
     def __init__(self, info: PackInfo, address: Address, most_bytes: int) -> None:
         self.folder = info.path.parent
         self.most_bytes = most_bytes
-        self.needs: weakref.WeakKeyDictionary[object, Mapping[str, int]] = weakref.WeakKeyDictionary()
-        self.on_full: weakref.WeakSet[object] = weakref.WeakSet()
+        self._readers: list[weakref.ref[Reader]] = []
         self._index = info
         self._address = address
         self._lengths = {shard.name: shard.length for shard in info.shards}
@@ -93,6 +101,10 @@ class ShardCache:
         """Return the size of a cache that holds any `shards` shards while some of them are being downloaded."""
         largest = sorted(map(_disk_bytes, self._lengths.values()), reverse=True)[:shards]
         return sum(largest) + downloads * LOADING_BYTES + _disk_bytes(self._index.path.stat().st_size) + _PAGE_BYTES
+
+    def add(self, reader: Reader) -> None:
+        """Add a reader of this process, which the cache does not keep alive."""
+        self._readers.append(weakref.ref(reader, self._readers.remove))
 
     def has(self, shard: Shard) -> bool:
         """Return whether the cache holds a shard."""
@@ -105,7 +117,7 @@ class ShardCache:
             NotEnoughSpace: if other processes hold so many shards that there is no room.
             FetchFailed, TimedOut, Corrupt: if the shard cannot be downloaded.
         """
-        until = time.monotonic() + STALLED_S
+        full_until = time.monotonic() + STALLED_S
         while True:
             if (failure := self._failures.pop(shard.name, None)) is not None:
                 raise failure
@@ -114,23 +126,19 @@ class ShardCache:
             if fd is not None:
                 return fd
             outcome = self.fetch(shard, on_wait, is_needed=True)
-            if outcome == "busy":
-                loading = self._loading(shard)
-                if not wait_while_busy(loading, lambda: is_locked(loading), on_wait):  # noqa: B023
-                    act, stalled = f"fetch {shard.name!r}", "the process that fetches it makes no progress"
-                    raise TimedOut(cannot(act, stalled, f"data within {format_seconds(STALLED_S)}", "End that process"))
-            elif outcome == "full":
-                for reader in tuple(self.on_full):
-                    reader.close_shards()  # type: ignore[attr-defined]
-                if time.monotonic() > until:
-                    found = f"shards in use fill the cache of {format_bytes(self.most_bytes)}"
-                    next_step = ("Open the pack with a larger ", option("cache"), ", or use it in fewer processes")
-                    room = f"room for {format_bytes(shard.length)}"
-                    raise NotEnoughSpace(cannot(f"fetch {shard.name!r}", found, room, next_step))
-                on_wait()
-                time.sleep(_NO_ROOM_S)
+            if outcome == "full":
+                for reader in self._living_readers():
+                    reader.close_shards()
+                if time.monotonic() > full_until:
+                    raise self._full(shard)
             else:
-                until = time.monotonic() + STALLED_S
+                full_until = time.monotonic() + STALLED_S
+            if outcome == "busy" and not is_changing(self._loading(shard)):
+                act, stalled = f"fetch {shard.name!r}", "the process that fetches it makes no progress"
+                raise TimedOut(cannot(act, stalled, f"data within {format_seconds(STALLED_S)}", "End that process"))
+            if outcome != "fetched":
+                on_wait()
+                time.sleep(_POLL_S)
 
     def fetch(
         self, shard: Shard, on_wait: Callable[[], None], *, is_needed: bool = False
@@ -146,28 +154,28 @@ class ShardCache:
         Returns:
             `"busy"` if another process or thread downloads the shard, `"full"` if there is no room.
         """
-        loading = self._loading(shard)
-        with self._locked(on_wait):
-            if self.has(shard):
-                return "fetched"
-            try:
-                fd = lock_folder(loading)
-            except BlockingIOError:
-                return "busy"
-            if fd is None:
-                raise _no_locks(self.folder)
-            if not self._make_room(shard, is_needed):
-                unlock(fd)
-                self._remove_if_empty(loading)
-                return "full"
+        loading, fd = self._loading(shard), None
         try:
+            with self._locked(on_wait):
+                if self.has(shard):
+                    return "fetched"
+                try:
+                    fd = lock_folder(loading)
+                except BlockingIOError:
+                    return "busy"
+                if fd is None:
+                    raise _no_locks(self.folder)
+                if not self._make_room(shard, is_needed):
+                    self._remove_if_empty(loading)
+                    return "full"
             self._download(shard, loading, on_wait)
         except ColabkitError as error:
             if not is_needed:
                 self._failures[shard.name] = error
             raise
         finally:
-            unlock(fd)
+            if fd is not None:
+                unlock(fd)
         return "fetched"
 
     def forget_failures(self) -> None:
@@ -182,7 +190,9 @@ class ShardCache:
     def _download(self, shard: Shard, loading: Path, on_wait: Callable[[], None]) -> None:
         path, remote = loading / shard.name, sibling_of(self._address, shard.name)
         act = f"fetch {remote.shown!r}"
-        download(remote, path, shard.length, on_wait)
+        # An earlier call may have been interrupted while it verified the file.
+        if not path.exists():
+            download(remote, path, shard.length, on_wait)
         if fault := self._fault_of(shard, path, on_wait):
             file_changes.remove(path)
             found = f"the file is damaged or another one ({fault})"
@@ -229,14 +239,24 @@ class ShardCache:
         for name in sorted(present, key=ranks.__getitem__, reverse=True):
             if used <= self.most_bytes or (not is_needed and ranks[name] <= ranks[shard.name]):
                 break
-            if remove_unheld(self.folder / name):
+            if not is_held(self.folder / name):
+                file_changes.remove(self.folder / name)
                 used -= present[name]
         if used <= self.most_bytes:
             file_changes.check_space(f"fetch {shard.name!r}", shard.length, self.folder / shard.name)
         return used <= self.most_bytes
 
     def _rank(self, name: str) -> float:
-        return min((needs[name] for needs in self.needs.values() if name in needs), default=math.inf)
+        return min((reader.ranks.get(name, math.inf) for reader in self._living_readers()), default=math.inf)
+
+    def _living_readers(self) -> list[Reader]:
+        return [reader for reference in tuple(self._readers) if (reader := reference()) is not None]
+
+    def _full(self, shard: Shard) -> NotEnoughSpace:
+        found = f"shards in use fill the cache of {format_bytes(self.most_bytes)}"
+        next_step = ("Open the pack with a larger ", option("cache"), ", or use it in fewer processes")
+        room = f"room for {format_bytes(shard.length)}"
+        return NotEnoughSpace(cannot(f"fetch {shard.name!r}", found, room, next_step))
 
     def _loading(self, shard: Shard) -> Path:
         return self.folder / f"{shard.name}{_LOADING}"
