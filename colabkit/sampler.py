@@ -5,9 +5,18 @@ position.
 """
 
 from colabkit.foundation import epoch_order
-from colabkit.loading import Balanced, BlockShuffled, Order, Sequential, Shuffled, Weighted
+from colabkit.loading import Balanced, BlockShuffled, Order, Sequential, ShardShuffled, Shuffled, Weighted
 
-__all__ = ["Balanced", "BlockShuffled", "Order", "Sequential", "Shuffled", "Weighted", "epoch_order"]
+__all__ = [
+    "Balanced",
+    "BlockShuffled",
+    "Order",
+    "Sequential",
+    "ShardShuffled",
+    "Shuffled",
+    "Weighted",
+    "epoch_order",
+]
 
 
 def __dir__() -> list[str]:

@@ -112,6 +112,31 @@ def lock_folder(folder: Path) -> int | None:
     return None
 
 
+def hold_file(path: Path) -> int | None:
+    """Mark a file as in use until `unlock`, like any number of other processes; forked children do not hold it.
+
+    Returns:
+        A descriptor for `unlock`, or None if the file does not exist.
+    """
+    _watch_forks()
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    _locks.add(fd)
+    return fd
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a process holds a file; the caller must prevent that one calls `hold_file` at the same time."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return not try_lock(fd)
+    finally:
+        os.close(fd)
+
+
 def remove_unused(folder: Path) -> None:
     """Remove a folder that contains nothing but its lock."""
     with contextlib.suppress(OSError):

@@ -214,10 +214,10 @@ class Loader(DataLoaderSource):
         else:
             self._count = self._columns.count
             self._pipeline = column_pipeline(options, self._columns, share.world_size)
-        order = order_of(act, shuffle, self.seed, self._count, sampler, self._pipeline.row_bytes)
+        order = order_of(act, shuffle, self.seed, self._count, sampler, self._pipeline.row_bytes, whole)
         self._yields_batches = not isinstance(order, Order) and yields_batches(order)
         check_drop_last(act, drop_last, self._yields_batches)
-        self._position = LoaderPosition(order, self.seed, fingerprint_of(act, whole), self.decoder.name, decode)
+        self._position = LoaderPosition(order, self.seed, fingerprint_of(act, whole), self.decoder.name, decode, whole)
         self._check_counts(act, share)
         facts = self._pipeline.facts(self.dataset, self._count, transform and transform_name(transform))
         self.meters.facts = replace(facts, shuffle=self.shuffle)
@@ -366,7 +366,7 @@ class Loader(DataLoaderSource):
         stepped, now = clock.stepped, time.perf_counter
         requested, owner = now(), os.getpid()
         plans = EndDetector(planner.plans(epoch, start, engine.plan_batches))
-        batches = engine.batches(seed, epoch, iter(plans))
+        batches = self._pipeline.batches(seed, epoch, iter(plans), order)
         at_last, received = self._pipeline.stages.at_last, counts.batches
         as_structured = (lambda batch: batch) if self._columns is None else self._columns.batch
         try:

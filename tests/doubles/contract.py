@@ -111,7 +111,7 @@ def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4
     for number, count in enumerate(counts):
         shard = make_pack(path.with_name(f"{path.stem}-{number:05d}.h5"), shape, seed=number, **count)
         info = read_pack(shard)
-        shards.append({"name": shard.name, "seal": info.seal, "splits": count})
+        shards.append({"name": shard.name, "seal": info.seal, "splits": count, "length": shard.stat().st_size})
         for split in count:
             labels.setdefault(split, []).append(info.map(f"Y_{split}"))
     whole = {f"Y_{split}": np.concatenate(some) for split, some in labels.items()}

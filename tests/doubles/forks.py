@@ -13,6 +13,11 @@ from colabkit.foundation import file_changes
 
 def in_fork(work: Callable[[], object]) -> int:
     """Run `work` in a forked process and return the wait status, which is 0 if `work` succeeds."""
+    return os.waitpid(start_fork(work), 0)[1]
+
+
+def start_fork(work: Callable[[], object]) -> int:
+    """Start `work` in a forked process and return its ID; its wait status is 0 if `work` succeeds."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -21,7 +26,7 @@ def in_fork(work: Callable[[], object]) -> int:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    return os.waitpid(pid, 0)[1]
+    return pid
 
 
 def is_killed_at(number: int, work: Callable[[], object]) -> bool:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from colabkit import sampler
 from colabkit.errors import InvalidOption
 from colabkit.foundation import epoch_order
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
 from colabkit.loading.sampler.resampling import Balanced, Weighted
 
 LABELS = np.random.default_rng(5).integers(0, 9, 3000) ** 2
@@ -33,6 +33,8 @@ ORDERS = {
     "full blocks": BlockShuffled(3000, 3, block_samples=50, window_blocks=7),
     "small windows": BlockShuffled(3000, 3, block_samples=3, window_blocks=2),
     "one block": BlockShuffled(3000, 3, block_samples=10**9, window_blocks=10**9),
+    "shards": ShardShuffled((90, 40, 1, 7, 500, 61, 301, 1000, 1000), 3, window_shards=2),
+    "one window": ShardShuffled((1000, 2000), 3, window_shards=10),
     "many blocks": BlockShuffled(10**9 + 7, 3, block_samples=100, window_blocks=30),
     "weighted": Weighted(WEIGHTS, seed=3),
     "weighted more": Weighted([1, 0, 2], num_samples=50_000, seed=3),
@@ -81,7 +83,7 @@ def test_an_order_depends_only_on_its_arguments(order):
 def test_every_class_implements_the_protocol_and_is_immutable():
     for order in ORDERS.values():
         assert isinstance(order, Order)
-        assert order.policy.split(" ")[0] in {"sequential", "shuffle", "block", "weighted", "balanced"}
+        assert order.policy.split(" ")[0] in {"sequential", "shuffle", "block", "shards", "weighted", "balanced"}
         assert len(order.policy) < 40
         assert repr(order).startswith(f"{type(order).__name__}(")
         assert len(repr(order)) < 120
@@ -137,6 +139,7 @@ POLICIES = [
     (Sequential(5), "sequential"),
     (Shuffled(5, 1), "shuffle"),
     (BlockShuffled(5, 1, 64, 32), "block 64x32"),
+    (ShardShuffled((2, 3), 1, 4), "shards 2x4"),
     (Weighted([1, 0, 2]), "weighted 1991f38fa1a977a2"),
     (Balanced([0, 1, 1]), "balanced 033525359a381166"),
 ]
@@ -188,6 +191,8 @@ REFUSED = [
     (lambda: BlockShuffled(5, block_samples=0), "block_samples=0"),
     (lambda: BlockShuffled(5, window_blocks=True), "window_blocks=True"),
     (lambda: BlockShuffled(5, seed="1"), "seed='1'"),
+    (lambda: ShardShuffled((5, 0)), "counts=0"),
+    (lambda: ShardShuffled((5,), window_shards=0), "window_shards=0"),
     (lambda: Balanced([]), "shape (0,)"),
     (lambda: Balanced([[1]]), "shape (1, 1)"),
     (lambda: Balanced([1.0]), "dtype float64"),
@@ -242,7 +247,7 @@ def test_a_billion_samples_need_only_the_memory_of_the_range(name, start):
 
 
 def test_the_package_exports_only_the_orders():
-    names = {"Balanced", "BlockShuffled", "Order", "Sequential", "Shuffled", "Weighted", "epoch_order"}
+    names = {"Balanced", "BlockShuffled", "Order", "Sequential", "ShardShuffled", "Shuffled", "Weighted", "epoch_order"}
     assert set(sampler.__all__) == names
 
 
@@ -338,3 +343,19 @@ def test_an_epoch_does_not_predict_the_next():
         places, later = (np.argsort(whole(600, 1, number, block=60, window=10)) for number in (epoch, epoch + 1))
         np.add.at(counts, (later - places) % 600, 1)
     assert_even(counts)
+
+
+def test_each_window_of_shards_holds_all_samples_of_its_shards_and_no_others():
+    order = ShardShuffled((90, 40, 1, 7, 500, 61, 301), 5, window_shards=3)
+    firsts = np.cumsum((0, *order.counts))
+    for epoch in range(3):
+        start, seen = 0, []
+        for stop, shards in order.windows(epoch):
+            expected = np.concatenate([np.arange(firsts[shard], firsts[shard + 1]) for shard in shards])
+            found = order.indices(epoch, start, stop)
+            assert np.array_equal(np.sort(found), np.sort(expected))
+            assert len(found) < 9 or not np.array_equal(found, expected)
+            start, seen = stop, [*seen, *shards]
+        assert start == len(order)
+        assert sorted(seen) == list(range(7))
+    assert len({tuple(shards for _, shards in order.windows(epoch)) for epoch in range(5)}) > 1

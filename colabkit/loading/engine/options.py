@@ -28,8 +28,9 @@ from colabkit.foundation import (
 from colabkit.loading.augment.transform import PerSample, is_per_sample
 from colabkit.loading.engine.batches import EpochRange, Share
 from colabkit.loading.engine.image_decoders import BadSamples, OnBad
+from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack, shards_of
 from colabkit.loading.engine.tiers import KEEPS, Keep
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
 
 _BLOCK_BYTES = 4 << 20
 _WINDOW_BYTES = 256 << 20
@@ -202,11 +203,37 @@ def check_drop_last(act: str, drop_last: bool, yields_batches: bool) -> None:
         raise InvalidOption(cannot(act, found, "", "Omit drop_last=, because the sampler determines the batches"))
 
 
-def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None) -> Order | Iterable[Any]:
+def order_of(
+    act: str,
+    shuffle: Any,
+    seed: int,
+    n: int,
+    sampler: Any,
+    row_bytes: int | None,
+    dataset: Any,
+) -> Order | Iterable[Any]:
     """Return the sample order: `sampler` if given, else an order of `n` samples for `shuffle`.
 
-    `row_bytes` is the size of a sample in bytes, if known; it determines the blocks of `shuffle="block"`.
+    Args:
+        act: verb and object of error messages.
+        shuffle: True, False or `"block"`.
+        seed: seed of the order.
+        n: number of samples.
+        sampler: the user's sampler; None if there is none.
+        row_bytes: size of a sample in bytes, if known; it determines the blocks of `shuffle="block"`.
+        dataset: the dataset; shards of a remote pack are these blocks, and its cache must hold what the order needs.
+
+    Raises:
+        InvalidOption: if the arguments do not fit together.
     """
+    order = _order_of(act, shuffle, seed, n, sampler, row_bytes, dataset)
+    check_cache_for(act, dataset, order if isinstance(order, Order) else None)
+    return order
+
+
+def _order_of(
+    act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None, dataset: Any
+) -> Order | Iterable[Any]:
     check_one_of(act, "shuffle", shuffle, (True, False, "block"))
     if sampler is not None:
         if shuffle:
@@ -222,6 +249,8 @@ def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes:
         if not isinstance(sampler, Order) and not len(sampler):
             raise InvalidOption(cannot(act, "the sampler is empty", "at least one sample index", "Check the sampler"))
         return sampler
+    if shuffle == "block" and is_remote_pack(dataset) and (shards := shards_of(dataset)) is not None:
+        return ShardShuffled(tuple(shards.values()), seed)
     if shuffle == "block":
         block = max(1, min(_MOST_BLOCK, _BLOCK_BYTES // max(1, row_bytes or _BLOCK_BYTES // 64)))
         window = max(2, _WINDOW_BYTES // _BLOCK_BYTES)

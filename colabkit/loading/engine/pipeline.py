@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from colabkit.foundation import InvalidOption, LoaderFacts, call, cannot, local_root
+from colabkit.foundation import InvalidOption, LoaderFacts, call, cannot, format_bytes, local_root
 from colabkit.loading.augment.compose import steps_of
 from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
 from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
-from colabkit.loading.engine.batches import BATCHES_TOGETHER
+from colabkit.loading.engine.batches import BATCHES_TOGETHER, Batch, BatchPlan
 from colabkit.loading.engine.columns import Column, DatasetColumns, ImageDataset, check_channels
 from colabkit.loading.engine.decoder_choice import DecoderChoice, choose_decoder
 from colabkit.loading.engine.device import DeviceEngine
@@ -24,9 +24,11 @@ from colabkit.loading.engine.image_decoders import ImageOptions, row_shape_of
 from colabkit.loading.engine.options import LoaderOptions, check_without_processes
 from colabkit.loading.engine.process_engine import ProcessEngine
 from colabkit.loading.engine.read_ahead import PagePopulator, row_files_of
+from colabkit.loading.engine.shard_ahead import check_cache_for
 from colabkit.loading.engine.thread_engine import ThreadEngine
 from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fits_on, shortages
 from colabkit.loading.inspection import files_of, is_remote, path_of
+from colabkit.loading.sampler.orders import Order
 from colabkit.packs import FileDataset, PackedDataset
 
 # Largest size in bytes of a group of batches that are built together. Two groups fit in a processor's cache.
@@ -70,6 +72,25 @@ class BatchPipeline:
     images: ImageOptions | None = None
     processes: int = 1
     shortages: int = 0
+
+    def batches(
+        self, seed: int, epoch: int, plans: Iterator[BatchPlan], order: Order | None
+    ) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch.
+
+        Args:
+            seed: seed of the transforms.
+            epoch: number of the epoch.
+            plans: plans of the batches.
+            order: order of the samples, if it is known.
+
+        Raises:
+            InvalidOption: if the cache of a remote pack is too small for an order that was loaded.
+        """
+        if isinstance(self.engine, ThreadEngine):
+            check_cache_for(self.options.act, self.columns and self.columns.packed, order)
+            return self.engine.batches(seed, epoch, plans, order)
+        return self.engine.batches(seed, epoch, plans)
 
     def of_next_epoch(self) -> BatchPipeline:
         """Return the pipeline of the next epoch.
@@ -150,6 +171,8 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     """Return the pipeline of a map-style dataset: worker processes, if any, load its samples one by one."""
     nothing = Room(None, 0, 0)
     tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
+    # Processes read shards when they need them, so their order is not known ahead.
+    check_cache_for(options.act, dataset, None)
     if not options.workers:
         check_without_processes(options, "num_workers=0 starts none", "Omit one of the two")
     sample_transform = options.transform if is_per_sample(options.transform) else None
@@ -199,6 +222,8 @@ def column_pipeline(
         is_decoded=columns.images is not None,
         is_on_disk=columns.packed is not None,
     )
+    if columns.packed is not None and (remote := columns.packed.remote) is not None and tier.name == "source":
+        tier = Tier("source", f"shards are downloaded into a cache of {format_bytes(remote.cache.most_bytes)}")
     if why_not_gpu:
         tier = replace(tier, reason=f"{tier.reason}; {why_not_gpu}")
     if tier.name == "gpu" and columns.images is None:

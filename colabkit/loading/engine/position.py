@@ -11,13 +11,15 @@ from numbers import Integral
 from typing import Any
 
 from colabkit.foundation import InvalidOption, Text, cannot, check_whole_number, format_things, kind_of, option, shown
+from colabkit.loading.engine.shard_ahead import shards_of
 from colabkit.loading.engine.user_code import seed_of
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
 
 logger = logging.getLogger("colabkit")
 
 _VERSION = 3
 _RESTART = "Call loader.set_epoch(epoch) to start that epoch again"
+_SHARDS = re.compile("shards ([1-9][0-9]*)x([1-9][0-9]*)")
 _BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
 
 
@@ -43,12 +45,14 @@ class LoaderPosition:
         fingerprint: str,
         decoder: str = "cpu",
         decode: str = "cpu",
+        dataset: Any = None,
     ) -> None:
         self._set_order(order)
         self.seed = seed
         self.decode = decode
         self._decoder = decoder
         self._fingerprint = fingerprint
+        self._shards = shards_of(dataset)
         self.next = (0, 0)
         self.received = (0, 0)
 
@@ -69,15 +73,16 @@ class LoaderPosition:
     @property
     def shuffle(self) -> bool | str:
         """The value of `shuffle=` that gives this order; False for a custom sampler."""
-        return "block" if isinstance(self.order, BlockShuffled) else isinstance(self.order, Shuffled)
+        return "block" if isinstance(self.order, BlockShuffled | ShardShuffled) else isinstance(self.order, Shuffled)
 
     @property
     def order_text(self) -> str:
         """Description of the order for the loader's `repr`."""
         if isinstance(self.order, Sequential):
             return "in order"
-        if isinstance(self.order, Shuffled | BlockShuffled):
-            what = "shuffled" if isinstance(self.order, Shuffled) else "shuffled by blocks"
+        if isinstance(self.order, Shuffled | BlockShuffled | ShardShuffled):
+            kinds = {Shuffled: "shuffled", BlockShuffled: "shuffled by blocks", ShardShuffled: "shuffled by shards"}
+            what = kinds[type(self.order)]
             return f"{what} with seed {self.order.seed}"
         return f"by {self.policy.partition(' ')[0]}"
 
@@ -198,7 +203,7 @@ class LoaderPosition:
         """Return the order of a state: the current one, or a new one if policy, seed and dataset size determine it."""
         if policy == self.policy and seed == self._order_seed:
             return self.order
-        if isinstance(self.order, Sequential | Shuffled | BlockShuffled):
+        if isinstance(self.order, Sequential | Shuffled | BlockShuffled | ShardShuffled):
             n = len(self.order)
             if policy == "sequential":
                 return Sequential(n)
@@ -207,6 +212,8 @@ class LoaderPosition:
             if found := _BLOCKS.fullmatch(policy):
                 block, window = map(int, found.groups())
                 return BlockShuffled(n, seed, block_samples=block, window_blocks=window)
+            if self._shards and (found := _SHARDS.fullmatch(policy)) and int(found[1]) == len(self._shards):
+                return ShardShuffled(tuple(self._shards.values()), seed, window_shards=int(found[2]))
         other = f"the state has the order {shown(policy)} with seed {seed}"
         expected = f"this loader's order {shown(self.policy)} with seed {self._order_seed}"
         next_step = "Create the Loader with the same sampler and seed as when the state was saved"

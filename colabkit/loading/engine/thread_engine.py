@@ -26,8 +26,10 @@ from colabkit.loading.engine.gather import PinnedSlots
 from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
+from colabkit.loading.engine.shard_ahead import ShardReadAhead
 from colabkit.loading.engine.thread_pool import ThreadPool
 from colabkit.loading.engine.user_code import reporting_loading_errors
+from colabkit.loading.sampler.orders import Order
 from colabkit.packs import FileDataset
 
 # Interval of the events that report a waiting user.
@@ -69,14 +71,28 @@ class ThreadEngine:
         if is_inline:
             self._inline = InlineGather(self.columns, options.batch_size, self._counts, not options.channels_last)
 
-    def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
-        """Yield the batches of an epoch; closing the generator stops its background work."""
-        ahead = self._file_read_ahead()
+    def batches(
+        self, seed: int, epoch: int, plans: Iterator[BatchPlan], order: Order | None = None
+    ) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch; closing the generator stops its background work.
+
+        Args:
+            seed: seed of the transforms.
+            epoch: number of the epoch.
+            plans: plans of the batches.
+            order: order of the samples, if it is known; shards of a remote pack are downloaded in this order.
+        """
+        ahead: FileReadAhead | ShardReadAhead | None = (files_ahead := self._file_read_ahead())
         if self.populator is not None:
             self.populator.start()
         try:
-            if ahead is not None:
-                plans = announce_plans(plans, ahead.announce, max(_FILES_AHEAD, 4 * self.options.batch_size))
+            if self.columns.packed is not None and self.columns.packed.remote is not None:
+                # Files are decoded after the next plan was requested, but rows are read before.
+                under_way = 0 if self.images is None else self.depth.groups + 2
+                ahead = ShardReadAhead(self.columns.packed, order, epoch, under_way)
+                plans = ahead.following(split_plans(plans, self.depth.group_batches))
+            elif files_ahead is not None:
+                plans = announce_plans(plans, files_ahead.announce, max(_FILES_AHEAD, 4 * self.options.batch_size))
             elif self.row_files is not None and (rows := self.columns.rows) is not None:
                 numbers = None if rows.numbers is None else rows.numbers.numpy()
                 depth = 2 * self.depth.group_batches * self.options.batch_size
@@ -88,7 +104,7 @@ class ThreadEngine:
                 if self._inline is not None and (self.depth.begins_inline or not self.depth.threads):
                     rest = yield from self._gather_inline(self._inline, plans)
                 if rest is not None:
-                    yield from self._build(self._builder.of_epoch(seed, epoch, ahead), rest, ahead)
+                    yield from self._build(self._builder.of_epoch(seed, epoch, files_ahead), rest, ahead)
         finally:
             if ahead is not None:
                 ahead.close()
@@ -115,7 +131,7 @@ class ThreadEngine:
         return None
 
     def _build(
-        self, builder: BatchBuilder, plans: Iterator[BatchPlan], ahead: FileReadAhead | None
+        self, builder: BatchBuilder, plans: Iterator[BatchPlan], ahead: FileReadAhead | ShardReadAhead | None
     ) -> Generator[Batch, None, None]:
         part = "decode" if self.images else "augment" if self.stages.works_in_threads else "gather"
         pool = ThreadPool(
@@ -132,7 +148,7 @@ class ThreadEngine:
                 with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
                     yield from ready
             finally:
-                # Close the read-ahead first: a worker thread may wait for one of its files.
+                # Close the read-ahead first: a worker thread may wait for one of its files or shards.
                 if ahead is not None:
                     ahead.close()
 

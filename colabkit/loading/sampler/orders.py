@@ -239,3 +239,83 @@ class BlockShuffled(PureOrder):
         numbers[is_short] = full_blocks
         places += numbers * block
         return places
+
+
+@dataclass(frozen=True)
+class ShardShuffled(PureOrder):
+    """All samples of a pack of shards, shuffled within windows of entire shards, for packs beyond the local disk.
+
+    The shards are shuffled, and every `window_shards` shards of the result form a window, inside which all samples are
+    shuffled. Each epoch has a different order. `Loader(shuffle="block")` uses this order for packs that `open_pack`
+    opened with `cache`.
+
+    Args:
+        counts: number of samples in each shard, 1 or more, in the order of the samples.
+        seed: seed of the order, a whole number of 0 or more.
+        window_shards: number of shards whose samples are shuffled together; the cache must hold twice as many.
+
+    Raises:
+        InvalidOption: if an argument is not a whole number in its range.
+
+    Example:
+        >>> from colabkit import sampler
+        >>> order = sampler.ShardShuffled((100, 100, 50, 100), window_shards=2)
+        >>> len(order), len(order.windows(epoch=0))
+        (350, 2)
+    """
+
+    counts: tuple[int, ...]
+    seed: int = 0
+    window_shards: int = 4
+
+    def __post_init__(self) -> None:
+        act = f"make {kind_of(self)} order"
+        counts = tuple(check_whole_number(act, "counts", count, 1) for count in self.counts)
+        object.__setattr__(self, "counts", counts)
+        set_whole_number(self, "seed", self.seed, 0)
+        set_whole_number(self, "window_shards", self.window_shards, 1)
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def n(self) -> int:
+        """Number of samples in the dataset."""
+        return len(self)
+
+    @property
+    def policy(self) -> str:
+        """The text `"shards {number}x{window_shards}"`, for example `"shards 120x4"`."""
+        return f"shards {len(self.counts)}x{self.window_shards}"
+
+    def windows(self, epoch: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Return, for each window of an epoch, the position at which it ends, and the numbers of its shards."""
+        shards, ends = self._shards(epoch)
+        firsts = range(0, len(shards), self.window_shards)
+        return [
+            (int(ends[min(first + self.window_shards, len(shards)) - 1]), tuple(found.tolist()))
+            for first in firsts
+            if len(found := shards[first : first + self.window_shards])
+        ]
+
+    def _shards(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the numbers of the shards in the order of an epoch, and the positions at which they end."""
+        shards = np.arange(len(self.counts), dtype=np.int64)
+        permute(shards, len(shards), key_of(self.seed, epoch, Stream.BLOCKS))
+        return shards, np.cumsum(np.array(self.counts, np.int64)[shards])
+
+    def _samples(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        counts = np.array(self.counts, np.int64)
+        shards, ends = self._shards(epoch)
+        window_ends = np.append(ends[self.window_shards - 1 : -1 : self.window_shards], ends[-1:])
+        places = np.arange(start, stop, dtype=np.int64)
+        windows = np.searchsorted(window_ends, places, side="right")
+        starts = np.append(0, window_ends)[windows]
+        places -= starts
+        permute_each(places, window_ends[windows] - starts, hashed(key_of(self.seed, epoch, Stream.WINDOWS), windows))
+        places += starts
+        numbers = np.searchsorted(ends, places, side="right")
+        found = shards[numbers]
+        firsts = np.cumsum(counts) - counts
+        places += firsts[found] + counts[found] - ends[numbers]
+        return places

@@ -26,6 +26,8 @@ from colabkit.foundation import (
 from colabkit.packs.dataset.columns import Batch, ImageFiles, stack_samples
 from colabkit.packs.dataset.indices import index_error, missing_sample, resolve_indices
 from colabkit.packs.dataset.open_split import OpenSplit
+from colabkit.packs.dataset.remote_pack import RemoteSamples
+from colabkit.packs.dataset.samples import ShardedSamples
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 
@@ -148,6 +150,19 @@ class PackedDataset(LabelledDataset):
                 cannot("return all rows as a tensor", found, "a full split in one file, stored as rows", next_step)
             )
         return _map_tensor(maps[0])
+
+    @property
+    def remote(self) -> RemoteSamples | None:
+        """The reader of the shards, if `open_pack` opened the pack with `cache`; otherwise None."""
+        return self._opened.samples if isinstance(self._opened.samples, RemoteSamples) else None
+
+    def shard_counts(self) -> dict[int, int] | None:
+        """Return the number of samples in each shard, by the number of the shard, in the order of the samples.
+
+        Returns None if the pack has no shards, or if a view mixes the samples of several shards.
+        """
+        samples = self._opened.samples
+        return samples.counts(self._numbers) if isinstance(samples, ShardedSamples) else None
 
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
         """Return a field's rows for the full split as stored, `[N, ...]`: one tensor per file. Never write to it.

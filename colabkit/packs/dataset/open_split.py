@@ -96,7 +96,10 @@ def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:
         act, found = f"reopen {str(path)!r}", "the path now holds another pack"
         raise InvalidOption(cannot(act, found, "", "Open the pack again, and create the dataset again"))
     samples = ShardedSamples(info, split) if info.shards else file_samples(info, split)
+    return OpenSplit(info, split, samples, read_labels(info, split), partial(open_sealed, path, seal, split))
+
+
+def read_labels(info: PackInfo, split: str) -> Tensor | None:
+    """Return the labels of a split, checked against their CRC; None if there are none."""
     labels = torch.from_numpy(read_table(info, f"{LABELS}_{split}")) if LABELS in info.fields else None
-    if labels is not None and info.meta["label_kind"] == "class":
-        labels = labels.long()
-    return OpenSplit(info, split, samples, labels, partial(open_sealed, path, seal, split))
+    return labels.long() if labels is not None and info.meta["label_kind"] == "class" else labels

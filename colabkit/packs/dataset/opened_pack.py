@@ -14,6 +14,7 @@ import numpy as np
 from colabkit.foundation import (
     PYTHON,
     InvalidOption,
+    call,
     cannot,
     check_whole_number,
     checked_call,
@@ -28,10 +29,12 @@ from colabkit.foundation import (
 from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.hdf5_files import inspect_hdf5, is_plain_hdf5, open_hdf5_split
 from colabkit.packs.dataset.open_split import OpenSplit, open_sealed
+from colabkit.packs.dataset.remote_pack import open_remote
 from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
 from colabkit.packs.format.layout import SAMPLES, PackInfo, find_split, name_inferred
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.splits import missing_split
+from colabkit.storage import file_address
 
 _SEAL_CHARS = 16
 _LEFT = (("bad", "bad", "sample"), ("left out", "left_out", "file"))
@@ -45,6 +48,7 @@ def open_pack(
     y: str | Mapping[str, str] | None = None,
     task: Literal["auto", "classes", "multilabel", "regression"] = "auto",
     trusted: bool = False,
+    cache: int | str | None = None,
 ) -> Pack:
     """Open the pack at `path`; `open_pack(path)["train"]` is a dataset.
 
@@ -55,8 +59,12 @@ def open_pack(
     Other HDF5 files can be opened too. Contiguous datasets are memory-mapped, all others are read through HDF5.
     These files have no seal, so damage may result in wrong samples without an error, or crash the HDF5 library.
 
+    With `cache`, `path` can also be the address of the index of a pack of shards, for example `"gs://bucket/birds.h5"`.
+    `Loader` downloads shards ahead of need, and removes those that it needs latest. Each is checked completely when it
+    arrives. All processes of a machine share the cache, which remains for later calls.
+
     Args:
-        path: a pack made by `pack()`, or any HDF5 file.
+        path: a pack made by `pack()`, or any HDF5 file. With `cache`, also an https address or a URL that fsspec reads.
         x: for an HDF5 file, the dataset with the samples, for example `"images"` or `"group/images"`; with several
             splits, one dataset for each, as in `{"train": "X_train", "test": "X_test"}`. None searches for common names
             such as `X_train` and `Y_train`, or `images` with `labels` or `targets`.
@@ -65,6 +73,8 @@ def open_pack(
         trusted: for an HDF5 file, also allow links, external storage, virtual datasets, filter plugins, elements of
             varying length, such as text labels, and implausibly high compression. Some of these read other files or
             run third-party code.
+        cache: for a pack of shards, the largest size of a cache on the local disk in which shards are copied, in bytes
+            or as text such as `"20GiB"`. None opens a local pack in place.
 
     Returns:
         The pack, a mapping of split names to datasets.
@@ -75,7 +85,9 @@ def open_pack(
         BadSource: if the file is not an HDF5 file, or its datasets cannot be used.
         NotSealed: if the file is a pack that was never finished, lost its seal or has another format version.
         Corrupt: if the pack has changed since it was sealed.
-        InvalidOption: if `x`, `y` or `task` is invalid, or given for a pack, whose datasets and labels are fixed.
+        InvalidOption: if `x`, `y` or `task` is invalid, or given for a pack, whose datasets and labels are fixed; if
+            `cache` is invalid, smaller than a shard, or missing for an address.
+        FetchFailed, TimedOut: with `cache`, if the index cannot be downloaded.
 
     Example:
         >>> import colabkit
@@ -85,6 +97,14 @@ def open_pack(
         >>> image.shape, data.classes[label]
         (torch.Size([3, 8, 8]), '0')
     """
+    if cache is not None:
+        if x is not None or y is not None or task != "auto" or trusted:
+            found_both = (option("cache"), " applies only to packs, and the other options only to HDF5 files")
+            raise InvalidOption(cannot("open a pack", found_both, "", ("Omit ", option("cache"), " or the others")))
+        info, open_split = open_remote(path, cache)
+        return Pack(info, open_split, is_remote=True)
+    if isinstance(path, str) and "://" in path:
+        raise _address_error(path)
     act = f"open {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "open a pack"
     found = user_path(path, act).absolute()
     if is_plain_hdf5(found):
@@ -103,6 +123,13 @@ def open_pack(
         )
         raise InvalidOption(cannot(act, message, "", (omit("x"), ", ", option("y"), " and ", option("task"))))
     return Pack(info, partial(open_sealed, found, info.seal))
+
+
+def _address_error(path: str) -> InvalidOption:
+    # The address itself may hold a password.
+    act = f"open {file_address(path).shown!r}"
+    next_step = ("Set ", option("cache", "20GiB"), " to read it from there, or download it with ", call("fetch"))
+    return InvalidOption(cannot(act, "it is an address", "a local path", next_step))
 
 
 class Pack(Mapping[str, PackedDataset]):
@@ -126,8 +153,9 @@ class Pack(Mapping[str, PackedDataset]):
         1797
     """
 
-    def __init__(self, info: PackInfo, open_split: Callable[[str], OpenSplit]) -> None:
+    def __init__(self, info: PackInfo, open_split: Callable[[str], OpenSplit], is_remote: bool = False) -> None:
         self.info = info
+        self._is_remote = is_remote
         self._open_split = open_split
         self._opened: dict[str, PackedDataset] = {}
         self.path = info.path
@@ -159,7 +187,7 @@ class Pack(Mapping[str, PackedDataset]):
         return len(self.splits)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Pack, (self.info, self._open_split)
+        return Pack, (self.info, self._open_split, self._is_remote)
 
     def __fspath__(self) -> str:
         """Return the path, so an open pack can be passed wherever a path is expected."""
@@ -210,9 +238,8 @@ class Pack(Mapping[str, PackedDataset]):
         sizes, missing = self._file_bytes()
         size = format_bytes(sizes)
         if self.info.shards:
-            size += f" in {format_things(len(self.info.shards), 'shard')}" + (
-                f", {missing} of them missing" if missing else ""
-            )
+            absent = f"{missing} of them {'not in the cache' if self._is_remote else 'missing'}"
+            size += f" in {format_things(len(self.info.shards), 'shard')}" + (f", {absent}" if missing else "")
         return f"Pack {str(self.path)!r}: {splits}; {what}{classes}, {size}"
 
     def _file_bytes(self) -> tuple[int, int]:
@@ -222,7 +249,7 @@ class Pack(Mapping[str, PackedDataset]):
                 total += self.path.with_name(name).stat().st_size
             except OSError:
                 missing += 1
-        return total, missing
+        return sum(shard.length for shard in self.info.shards) if self._is_remote else total, missing
 
     def _split_rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("split", "samples", "stored as", "bytes")]

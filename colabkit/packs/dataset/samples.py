@@ -193,6 +193,20 @@ class ShardedSamples:
             found = f"its shards have {self._starts[-1]} samples of {split} instead of {info.count(split)}"
             raise corrupt(info.path, found)
 
+    def counts(self, numbers: Indices | None) -> dict[int, int] | None:
+        """Return the samples that a view has in each shard, by number, in order; None if the view mixes the shards.
+
+        Args:
+            numbers: row numbers of the view's samples; None for all rows.
+        """
+        counts = np.diff(self._starts)
+        if numbers is not None:
+            owners = self._numbers_of(numbers)
+            if (np.diff(owners) < 0).any():
+                return None
+            counts = np.bincount(owners, minlength=len(counts))
+        return {number: count for number, count in enumerate(counts.tolist()) if count}
+
     def one(self, row: int) -> tuple[Any, ...]:
         """Return the fields of one sample, checked against its CRC."""
         shard, start = self._shard_of(row)
@@ -249,7 +263,7 @@ class ShardedSamples:
         return self._shard(0).image_files() if self._shards else None
 
     def _by_shard(self, rows: Indices, read: Callable[[SingleFileSamples, Indices], Any]) -> tuple[list[Any], Indices]:
-        owner = np.searchsorted(self._starts, rows, side="right") - 1
+        owner = self._numbers_of(rows)
         order = np.argsort(owner, kind="stable")
         numbers, firsts = np.unique(owner[order], return_index=True)
         pieces = np.split(rows[order], firsts[1:])
@@ -262,14 +276,23 @@ class ShardedSamples:
         return results, place
 
     def _shard_of(self, row: int) -> tuple[SingleFileSamples, int]:
-        number = bisect_right(self._starts, row) - 1
+        number = self._number_of(row)
         return self._shard(number), self._starts[number]
 
+    def _number_of(self, row: int) -> int:
+        return bisect_right(self._starts, row) - 1
+
+    def _numbers_of(self, rows: Indices) -> npt.NDArray[np.int64]:
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
     def _shard(self, number: int) -> SingleFileSamples:
-        if number not in self._opened:
-            info = _read_shard(self._info, self._shards[number], self._split)
-            self._opened[number] = file_samples(info, self._split, self._starts[number])
-        return self._opened[number]
+        if (found := self._opened.get(number)) is None:
+            found = self._opened[number] = self._open_shard(number)
+        return found
+
+    def _open_shard(self, number: int) -> SingleFileSamples:
+        info = _read_shard(self._info, self._shards[number], self._split)
+        return file_samples(info, self._split, self._starts[number])
 
 
 def file_samples(info: PackInfo, split: str, first: int = 0) -> SingleFileSamples:

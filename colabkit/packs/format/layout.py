@@ -108,11 +108,12 @@ class DataSet:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard as listed in the index: its file name, its seal, and its number of samples in each split."""
+    """A shard as listed in the index: its file name, its seal, its number of samples in each split, and its bytes."""
 
     name: str
     seal: str
     splits: Mapping[str, int]
+    length: int = 0
 
 
 @dataclass(frozen=True)

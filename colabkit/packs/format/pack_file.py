@@ -170,6 +170,8 @@ def _check_meta(info: PackInfo) -> None:
         raise corrupt(info.path, f"its metadata has the invalid class names {classes!r:.80}")
     if odd := [shard.name for shard in info.shards if Path(shard.name).name != shard.name or shard.name in ("", "..")]:
         raise corrupt(info.path, f"the shard name {odd[0]!r} is not a plain file name")
+    if odd := [shard.name for shard in info.shards if type(shard.length) is not int]:
+        raise corrupt(info.path, f"the size of the shard {odd[0]!r} is not a number")
 
 
 def _check_fields(info: PackInfo) -> None:

@@ -349,7 +349,10 @@ def _write_index(
     counts = {
         split: total for split in plan.splits if (total := sum(shard.meta["splits"].get(split, 0) for shard in shards))
     }
-    listed = [{"name": one.path.name, "seal": one.seal, "splits": one.meta["splits"]} for one in shards]
+    listed = [
+        {"name": one.path.name, "seal": one.seal, "splits": one.meta["splits"], "length": one.path.stat().st_size}
+        for one in shards
+    ]
     meta = {**plan.meta(counts, _listed_bad(plan, written)), "shards": listed}
     tables = {}
     if LABELS in plan.fields:

@@ -49,7 +49,7 @@ class _BucketDownload:
     def bucket(self) -> BucketSource:
         """The source; opened on first use, since opening may access the network."""
         try:
-            return BucketSource(self.job.address.text, self.job.act, self.job.timeout)
+            return BucketSource(self.job.address, self.job.act, self.job.timeout)
         except FetchFailed as error:
             if isinstance(error.__cause__, OSError):
                 raise TryFailed(error.__cause__.strerror or "", "Try again") from None

@@ -83,7 +83,7 @@ class BucketSource:
     An archive in a bucket is treated as one object: `stage()` or `fetch()` it, then read the copy.
 
     Args:
-        address: an address of a file system that fsspec supports.
+        address: an address of a file system that fsspec supports, as text or parsed.
         act: verb and object for messages.
         stalled_s: seconds without an answer after which a call, such as a listing, is abandoned; None for ten minutes.
 
@@ -94,8 +94,8 @@ class BucketSource:
 
     kind: ClassVar[SourceKind] = "bucket"
 
-    def __init__(self, address: str, act: str = "", stalled_s: float | None = None) -> None:
-        self._address = address_of(address)
+    def __init__(self, address: str | Address, act: str = "", stalled_s: float | None = None) -> None:
+        self._address = address_of(address) if isinstance(address, str) else address
         self.name = self._address.shown
         self.can_hang = True
         self._act = act or f"read {self.name!r}"
@@ -119,7 +119,7 @@ class BucketSource:
         self._pieced: set[Item] = set()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._address.text,)
+        return type(self), (self._address,)
 
     @property
     def is_object(self) -> bool:

@@ -1,0 +1,158 @@
+"""Download the shards of a remote pack ahead of need, in the order in which an epoch needs them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from colabkit.foundation import ColabkitError, start_thread
+from colabkit.loading.engine.batches import BatchPlan
+from colabkit.loading.engine.read_ahead import Cancellation
+from colabkit.loading.sampler.orders import Order, Sequential, ShardShuffled
+from colabkit.packs import DOWNLOADS, PackedDataset, RemoteSamples, check_cache
+
+Window: TypeAlias = tuple[int, tuple[int, ...]]
+"""The position at which a window of an epoch ends, and the numbers of its shards."""
+
+_TICK_S = 0.05
+_CLOSE_S = 10.0
+
+
+def is_remote_pack(dataset: Any) -> bool:
+    """Return whether a dataset is a split of a remote pack, or a view of one."""
+    return isinstance(dataset, PackedDataset) and dataset.remote is not None
+
+
+def shards_of(dataset: Any) -> dict[int, int] | None:
+    """Return the number of samples in each shard of a packed dataset, by number; None for others."""
+    return dataset.shard_counts() if isinstance(dataset, PackedDataset) else None
+
+
+def check_cache_for(act: str, dataset: Any, order: Order | None) -> None:
+    """Raise `InvalidOption` unless the cache holds the shards that an order needs at a time, and those it needs next.
+
+    Args:
+        act: verb and object of the message.
+        dataset: the dataset; only a split of a remote pack, or a view of one, has a cache.
+        order: order of the samples; None if it is unknown, so that every sample may be needed next.
+    """
+    if not isinstance(dataset, PackedDataset) or (samples := dataset.remote) is None:
+        return
+    counts = dataset.shard_counts() or {}
+    if isinstance(order, Sequential) and counts:
+        shards, why = 2, "the current and the next one"
+    elif isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
+        shards, why = 2 * order.window_shards, f"for two windows of {order.window_shards} that are shuffled"
+    else:
+        shards, why = samples.count_of_shards, "since this order needs all of them at a time, unlike shuffle='block'"
+    check_cache(act, samples, min(shards, samples.count_of_shards), why)
+
+
+def _windows(order: Order | None, epoch: int, counts: dict[int, int], shards: Sequence[int]) -> list[Window]:
+    numbers = list(counts)
+    if isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
+        return [(stop, tuple(numbers[place] for place in places)) for stop, places in order.windows(epoch)]
+    if isinstance(order, Sequential) and counts:
+        return [(stop, (one,)) for stop, one in zip(itertools.accumulate(counts.values()), numbers, strict=True)]
+    return [(0, tuple(shards))]
+
+
+class ShardReadAhead:
+    """Background threads that download shards, and the record of the shards that batches under way still need.
+
+    An epoch consists of windows of shards. The threads download the shards of the current window and of all later
+    ones, and then those of the next epoch, as far as the cache has room. A shard whose window is over is closed.
+
+    Args:
+        dataset: a split of a remote pack, or a view of one.
+        order: order of the samples; None if it is unknown.
+        epoch: number of the epoch.
+        under_way: largest number of plans whose samples may not have been read yet when the next one is requested.
+    """
+
+    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, under_way: int) -> None:
+        assert dataset.remote is not None
+        self._numbers = None if dataset.numbers is None else dataset.numbers.numpy()
+        self._samples: RemoteSamples = dataset.remote
+        counts, every = dataset.shard_counts() or {}, range(self._samples.count_of_shards)
+        self._windows, following = (_windows(order, number, counts, every) for number in (epoch, epoch + 1))
+        self._stops = [stop for stop, _ in self._windows]
+        self._later = [number for _, numbers in following for number in numbers]
+        self._under_way = under_way
+        # This condition protects the attributes below.
+        self._changed = threading.Condition()
+        self._first = -1
+        self._coming: list[int] = []
+        self._is_over = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"colabkit-loader-shards-{number}", daemon=True)
+            for number in range(DOWNLOADS)
+        ]
+
+    def following(self, plans: Iterator[BatchPlan]) -> Iterator[BatchPlan]:
+        """Yield plans once their shards are open; close those that neither they nor the last `under_way` plans need."""
+        self._samples.cache.forget_failures()
+        recent: deque[int] = deque(maxlen=self._under_way + 1)
+        for plan in plans:
+            recent.append(min(bisect_right(self._stops, plan.positions[0]), len(self._stops) - 1))
+            self._move_to(recent[0])
+            rows = plan.indices if self._numbers is None else self._numbers[plan.indices]
+            self._samples.open_for(rows, self._check_over)
+            yield plan
+
+    def close(self) -> None:
+        """Stop the downloads, which the next iteration resumes."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._samples.close_shards()
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            # The garbage collector may close an abandoned iteration in one of these threads.
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _move_to(self, window: int) -> None:
+        if window == self._first:
+            return
+        is_start = self._first < 0
+        left = [number for _, numbers in self._windows[window:] for number in numbers]
+        # Close shards first, because the threads look for room at once.
+        self._samples.close_shards(but=frozenset(left))
+        with self._changed:
+            self._first, self._coming = window, [*dict.fromkeys([*left, *self._later])]
+            self._samples.need(self._coming)
+            self._changed.notify_all()
+        if is_start:
+            for thread in self._threads:
+                start_thread(thread, "download shards")
+
+    def _check_over(self) -> None:
+        if self._is_over:
+            raise Cancellation
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                coming = self._coming
+                # A reader that needs the shard raises the error.
+                outcome = self._fetch_one(coming)
+                with self._changed:
+                    if not self._is_over and coming is self._coming and outcome != "fetched":
+                        self._changed.wait(_TICK_S)
+        except (Cancellation, ColabkitError):
+            pass
+
+    def _fetch_one(self, coming: list[int]) -> str:
+        """Download the first missing shard that no other thread downloads; return the outcome."""
+        for number in coming:
+            if self._is_over or coming is not self._coming:
+                break
+            if not self._samples.has(number) and (outcome := self._samples.fetch(number, self._check_over)) != "busy":
+                return outcome
+        return "idle"

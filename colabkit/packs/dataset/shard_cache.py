@@ -1,0 +1,298 @@
+"""A folder on the local disk with the shards of a remote pack that are needed soonest, within a budget of bytes.
+
+All processes of a machine that open the same pack share the folder. It holds the index and complete, verified shards
+under their own names, so it is itself a pack of shards, most of which may be missing. A shard that is being downloaded
+is in a folder of its own, `NAME.loading`, whose lock its downloader holds. After a kill, the next process that needs
+this shard resumes the download there, and any process that needs the space removes it.
+
+Decisions are made under the lock of the cache folder, which nobody holds during a download. A process holds a shared
+lock on each shard that it reads, and shards that anybody holds are never removed. So no two processes download the
+same shard, and the files never exceed the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from colabkit.foundation import (
+    PYTHON,
+    BadSource,
+    ColabkitError,
+    Corrupt,
+    FileFailed,
+    NotEnoughSpace,
+    NotSealed,
+    TimedOut,
+    cannot,
+    file_changes,
+    format_bytes,
+    format_seconds,
+    hold_file,
+    is_changing,
+    is_held,
+    is_locked,
+    lock_folder,
+    option,
+    translated,
+    unlock,
+)
+from colabkit.packs.dataset.samples import file_samples
+from colabkit.packs.format.layout import PackInfo, Shard
+from colabkit.packs.format.pack_file import read_pack
+from colabkit.storage import STALLED_S, Address, download, sibling_of
+
+LOADING_BYTES = 64 << 10
+"""Space for the files with which a download resumes."""
+
+_LOADING = ".loading"
+_PAGE_BYTES = 4096
+# Interval at which threads look whether another one, of any process, has released a lock or fetched a shard.
+_POLL_S = 0.01
+# Number of samples that are verified between two calls of `on_wait`.
+_VERIFIED = 1024
+
+
+def nothing() -> None:
+    """Do nothing: the default of `on_wait`."""
+
+
+class Reader(Protocol):
+    """A reader of shards.
+
+    Attributes:
+        ranks: names of the shards that it needs, with the place of each in the order in which it needs them.
+    """
+
+    ranks: Mapping[str, int]
+
+    def close_shards(self) -> None:
+        """Close the open shards, so that the cache can remove them."""
+
+
+class ShardCache:
+    """The cache of one remote pack.
+
+    Args:
+        info: description of the pack, whose path is that of the index in the cache folder.
+        address: address of the remote index.
+        most_bytes: the budget.
+    """
+
+    def __init__(self, info: PackInfo, address: Address, most_bytes: int) -> None:
+        self.folder = info.path.parent
+        self.most_bytes = most_bytes
+        self._readers: list[weakref.ref[Reader]] = []
+        self._index = info
+        self._address = address
+        self._lengths = {shard.name: shard.length for shard in info.shards}
+        self._failures: dict[str, ColabkitError] = {}
+
+    def least_bytes(self, shards: int, downloads: int) -> int:
+        """Return the size of a cache that holds any `shards` shards while some of them are being downloaded."""
+        largest = sorted(map(_disk_bytes, self._lengths.values()), reverse=True)[:shards]
+        return sum(largest) + downloads * LOADING_BYTES + _disk_bytes(self._index.path.stat().st_size) + _PAGE_BYTES
+
+    def add(self, reader: Reader) -> None:
+        """Add a reader of this process, which the cache does not keep alive."""
+        self._readers.append(weakref.ref(reader, self._readers.remove))
+
+    def has(self, shard: Shard) -> bool:
+        """Return whether the cache holds a shard."""
+        return (self.folder / shard.name).exists()
+
+    def hold(self, shard: Shard, on_wait: Callable[[], None]) -> int:
+        """Download a shard if necessary, and hold it: until `unlock` of the returned descriptor, it is not removed.
+
+        Raises:
+            NotEnoughSpace: if other processes hold so many shards that there is no room.
+            FetchFailed, TimedOut, Corrupt: if the shard cannot be downloaded.
+        """
+        full_until = time.monotonic() + STALLED_S
+        while True:
+            if (failure := self._failures.pop(shard.name, None)) is not None:
+                raise failure
+            with self._locked(on_wait):
+                fd = hold_file(self.folder / shard.name)
+            if fd is not None:
+                return fd
+            outcome = self.fetch(shard, on_wait, is_needed=True)
+            if outcome == "full":
+                for reader in self._living_readers():
+                    reader.close_shards()
+                if time.monotonic() > full_until:
+                    raise self._full(shard)
+            else:
+                full_until = time.monotonic() + STALLED_S
+            if outcome == "busy" and not is_changing(self._loading(shard)):
+                act, stalled = f"fetch {shard.name!r}", "the process that fetches it makes no progress"
+                raise TimedOut(cannot(act, stalled, f"data within {format_seconds(STALLED_S)}", "End that process"))
+            if outcome != "fetched":
+                on_wait()
+                time.sleep(_POLL_S)
+
+    def fetch(
+        self, shard: Shard, on_wait: Callable[[], None], *, is_needed: bool = False
+    ) -> Literal["fetched", "busy", "full"]:
+        """Download a shard unless the cache has it; remove shards that are needed later, if necessary.
+
+        Args:
+            shard: the shard.
+            on_wait: called often; an exception that it raises ends the download, which the next one resumes.
+            is_needed: whether a reader waits for the shard, so that any shard that is not held may be removed. If not,
+                an error is also raised when the shard is needed.
+
+        Returns:
+            `"busy"` if another process or thread downloads the shard, `"full"` if there is no room.
+        """
+        loading, fd = self._loading(shard), None
+        try:
+            with self._locked(on_wait):
+                if self.has(shard):
+                    return "fetched"
+                try:
+                    fd = lock_folder(loading)
+                except BlockingIOError:
+                    return "busy"
+                if fd is None:
+                    raise _no_locks(self.folder)
+                if not self._make_room(shard, is_needed):
+                    self._remove_if_empty(loading)
+                    return "full"
+            self._download(shard, loading, on_wait)
+        except ColabkitError as error:
+            if not is_needed:
+                self._failures[shard.name] = error
+            raise
+        finally:
+            if fd is not None:
+                unlock(fd)
+        return "fetched"
+
+    def forget_failures(self) -> None:
+        """Forget downloads that failed before a reader needed them, so that they are tried again."""
+        self._failures.clear()
+
+    def discard(self, shard: Shard) -> None:
+        """Remove a shard whose local copy is damaged, so that it is downloaded again."""
+        with self._locked(nothing):
+            file_changes.remove(self.folder / shard.name)
+
+    def _download(self, shard: Shard, loading: Path, on_wait: Callable[[], None]) -> None:
+        path, remote = loading / shard.name, sibling_of(self._address, shard.name)
+        act = f"fetch {remote.shown!r}"
+        # An earlier call may have been interrupted while it verified the file.
+        if not path.exists():
+            download(remote, path, shard.length, on_wait)
+        if fault := self._fault_of(shard, path, on_wait):
+            file_changes.remove(path)
+            found = f"the file is damaged or another one ({fault})"
+            expected, next_step = f"the shard with the seal {shard.seal[:16]}", "Try again, or upload the pack again"
+            raise Corrupt(cannot(act, found, expected, next_step))
+        with translated(act), self._locked(on_wait):
+            file_changes.rename(path, self.folder / shard.name)
+            file_changes.remove(loading)
+
+    def _fault_of(self, shard: Shard, path: Path, on_wait: Callable[[], None]) -> str:
+        """Check the seal and all samples of a downloaded file; return why it is not the shard, or an empty string."""
+        try:
+            info = read_pack(path)
+            if info.seal != shard.seal:
+                return "it has another seal"
+            for split in info.splits:
+                samples = file_samples(info, split)
+                for start in range(0, info.count(split), _VERIFIED):
+                    rows = np.arange(start, min(start + _VERIFIED, info.count(split)))
+                    if not (matches := samples.matches(rows)).all():
+                        return f"sample {start + int(matches.argmin())} of {split} does not match its CRC32"
+                    on_wait()
+        except (Corrupt, NotSealed, BadSource) as error:
+            return str(error) if error.message is None else PYTHON.render(error.message.found)
+        return ""
+
+    def _make_room(self, shard: Shard, is_needed: bool) -> bool:
+        """Remove what is needed later than a shard until it fits; return whether it does."""
+        present: dict[str, int] = {}
+        used = _disk_bytes(shard.length) + LOADING_BYTES
+        own = self._loading(shard).name
+        for entry in os.scandir(self.folder):
+            if entry.name in self._lengths:
+                present[entry.name] = _disk_bytes(entry.stat().st_size)
+            elif not entry.name.endswith(_LOADING):
+                used += _disk_bytes(entry.stat().st_size)
+            elif entry.name != own and is_locked(Path(entry.path)):
+                used += _disk_bytes(self._lengths[entry.name.removesuffix(_LOADING)]) + LOADING_BYTES
+            elif entry.name != own:
+                # Its downloader was killed or gave up.
+                file_changes.remove(Path(entry.path))
+        used += sum(present.values())
+        ranks = {name: self._rank(name) for name in (*present, shard.name)}
+        for name in sorted(present, key=ranks.__getitem__, reverse=True):
+            if used <= self.most_bytes or (not is_needed and ranks[name] <= ranks[shard.name]):
+                break
+            if not is_held(self.folder / name):
+                file_changes.remove(self.folder / name)
+                used -= present[name]
+        if used <= self.most_bytes:
+            file_changes.check_space(f"fetch {shard.name!r}", shard.length, self.folder / shard.name)
+        return used <= self.most_bytes
+
+    def _rank(self, name: str) -> float:
+        return min((reader.ranks.get(name, math.inf) for reader in self._living_readers()), default=math.inf)
+
+    def _living_readers(self) -> list[Reader]:
+        return [reader for reference in tuple(self._readers) if (reader := reference()) is not None]
+
+    def _full(self, shard: Shard) -> NotEnoughSpace:
+        found = f"shards in use fill the cache of {format_bytes(self.most_bytes)}"
+        next_step = ("Open the pack with a larger ", option("cache"), ", or use it in fewer processes")
+        room = f"room for {format_bytes(shard.length)}"
+        return NotEnoughSpace(cannot(f"fetch {shard.name!r}", found, room, next_step))
+
+    def _loading(self, shard: Shard) -> Path:
+        return self.folder / f"{shard.name}{_LOADING}"
+
+    def _remove_if_empty(self, loading: Path) -> None:
+        with contextlib.suppress(OSError):
+            if len(os.listdir(loading)) == 1:
+                file_changes.remove(loading)
+
+    @contextmanager
+    def _locked(self, on_wait: Callable[[], None]) -> Iterator[None]:
+        until = time.monotonic() + STALLED_S
+        while True:
+            try:
+                fd = lock_folder(self.folder)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    act, found = f"use the cache {str(self.folder)!r}", "another process does not release its lock"
+                    limit = f"a free lock within {format_seconds(STALLED_S)}"
+                    raise TimedOut(cannot(act, found, limit, "End that process")) from None
+                on_wait()
+                time.sleep(_POLL_S)
+        if fd is None:
+            raise _no_locks(self.folder)
+        try:
+            yield
+        finally:
+            unlock(fd)
+
+
+def _disk_bytes(size: int) -> int:
+    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _no_locks(folder: Path) -> FileFailed:
+    act, found = f"use the cache {str(folder)!r}", "its file system does not support locks"
+    next_step = "Set the environment variable COLABKIT_LOCAL to a folder on a local disk"
+    return FileFailed(cannot(act, found, "", next_step))

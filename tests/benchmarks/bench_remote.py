@@ -1,0 +1,176 @@
+"""Measure packs of shards on a web server: the speed within a small cache, and the quality of the shuffle.
+
+    python tests/benchmarks/bench_remote.py
+
+The server runs in a process of its own. All its connections share one bandwidth, and each request waits for one
+latency. `link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk
+usage of the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch
+differ from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled
+before packing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+
+import numpy as np
+from remote_packs import cache_root, largest_usage
+from rounds import Bench, table, timed
+
+import colabkit
+from colabkit import sampler
+from colabkit.foundation import format_bytes
+from colabkit.packs import DOWNLOADS
+
+BLOCK_BYTES = 64 << 10
+SIDE = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=800, help="size of the pack")
+    parser.add_argument("--shards", type=int, default=100)
+    parser.add_argument("--bandwidth", type=float, default=50e6, help="bytes per second")
+    parser.add_argument("--latency-ms", type=float, default=20.0)
+    parser.add_argument("--serve", type=Path, help="serve this folder (for the benchmark's own use)")
+    if "--serve" in sys.argv:
+        serve(parser.parse_args())
+    else:
+        Bench.main(parser, {"shuffle": measure_shuffle, "link": measure_link}, rounds=3)
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serve a folder at the bandwidth, and print the port."""
+    lock, free_at = threading.Lock(), time.monotonic()
+
+    def pass_link(size: int) -> None:
+        nonlocal free_at
+        with lock:
+            free_at = max(free_at, time.monotonic() - 0.1) + size / options.bandwidth
+            until = free_at
+        time.sleep(max(0.0, until - time.monotonic()))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            time.sleep(options.latency_ms / 1000)
+            data = memoryview((options.serve / self.path.rpartition("/")[2]).read_bytes())
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            # The loader cancels downloads at the end of an iteration.
+            with suppress(ConnectionError):
+                for start in range(0, len(data), BLOCK_BYTES):
+                    pass_link(len(data[start : start + BLOCK_BYTES]))
+                    self.wfile.write(data[start : start + BLOCK_BYTES])
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+@contextmanager
+def serving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    words = ["--serve", str(folder), "--bandwidth", str(options.bandwidth), "--latency-ms", str(options.latency_ms)]
+    process = subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
+    try:
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}/pack.h5"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure_link(bench: Bench) -> None:
+    """Run epochs within a cache of a tenth of the pack."""
+    os.environ["COLABKIT_LOCAL"] = str(bench.folder / "local")
+    folder, options = bench.folder / "packed", bench.options
+    folder.mkdir()
+    count = options.mb * 10**6 // (3 * SIDE * SIDE)
+    images = np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), np.uint8)
+    size = images.nbytes // options.shards
+    colabkit.pack((images, np.arange(count) % 10), folder / "pack.h5", shard_bytes=size, progress=False)
+    total = sum(path.stat().st_size for path in folder.glob("pack-*.h5"))
+    rows, shares, excess = [], [], []
+    with serving(folder, options) as address:
+        plain = total / timed(lambda: download_all(address, folder))
+        data = colabkit.open_pack(address, cache=total // 10)["train"]
+        loader = colabkit.Loader(data, 256, shuffle="block")
+        for epoch in range(bench.rounds):
+            with largest_usage(cache_root(), every_s=0.02) as largest:
+                began = time.perf_counter()
+                samples = sum(len(labels) for _, labels in loader)
+                seconds = time.perf_counter() - began
+            assert samples == count
+            # Some shards of the epoch are in the cache already, so their bytes did not cross the link.
+            crossed = total - (total // 10 if epoch else 0)
+            shares.append(crossed / seconds / plain)
+            excess.append(largest[0] - total // 10)
+            rows.append([str(epoch), f"{seconds:.2f}", f"{shares[-1]:.2f}", format_bytes(largest[0])])
+    title = f"A pack of {format_bytes(total)} in {options.shards} shards, with a cache of {format_bytes(total // 10)}; "
+    title += f"plain downloads reach {plain / 1e6:.1f} of {options.bandwidth / 1e6:.1f} MB/s:"
+    table(title, ["epoch", "seconds", "relative to plain downloads, at least", "largest disk usage"], rows)
+    bench.figures["link"] = {"shares": shares, "excess_bytes": excess}
+    bench.need("speed of the first epoch, relative to plain downloads", shares[0], 0.9, "{:.2f}")
+    bench.need("disk usage above the cache's size", max(excess), 0, "{:.0f}", at_most=True)
+
+
+def download_all(address: str, folder: Path) -> None:
+    """Download all shards with as many concurrent requests as the loader."""
+
+    def download(path: Path) -> None:
+        with urllib.request.urlopen(address.replace("pack.h5", path.name)) as response:
+            while response.read(BLOCK_BYTES):
+                pass
+
+    with ThreadPoolExecutor(DOWNLOADS) as executor:
+        list(executor.map(download, sorted(folder.glob("pack-*.h5"))))
+
+
+def measure_shuffle(bench: Bench) -> None:
+    """Compare the classes of batches of 256 with those of all samples, for 100 classes."""
+    shards, each, classes = bench.options.shards, 1000, 100
+    count = shards * each
+    by_class = np.arange(count) * classes // count
+    mixed = np.random.default_rng(1).permutation(by_class)
+    orders = {"full shuffle": sampler.Shuffled(count)}
+    for window in (1, 2, 4, 8, 16, 32, shards):
+        orders[f"windows of {window} shards"] = sampler.ShardShuffled((each,) * shards, window_shards=window)
+    rows = []
+    for name, order in orders.items():
+        found = [distance(labels[order.indices(0, 0, count)], classes) for labels in (by_class, mixed)]
+        bench.figures[name] = found
+        rows.append([name, *(f"{one:.3f}" for one in found)])
+    title = f"Distance of the classes in a batch of 256 from those of all {count:,} samples (0 equal, 1 disjoint):"
+    table(title, ["order", "classes follow each other", "shuffled before packing"], rows)
+    ratio = bench.figures["windows of 4 shards"][1] / bench.figures["full shuffle"][1]
+    bench.need(
+        "distance with windows of 4, shuffled before packing, relative to a full shuffle", ratio, 1.02, "{:.3f}", True
+    )
+
+
+def distance(labels: np.ndarray, classes: int, batch: int = 256) -> float:
+    """Return the mean total variation distance between the classes of a batch and a uniform distribution."""
+    batches = labels[: len(labels) // batch * batch].reshape(-1, batch)
+    shares = np.stack([np.bincount(one, minlength=classes) for one in batches]) / batch
+    return float(np.abs(shares - 1 / classes).sum(1).mean() / 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The loader downloads shards of a remote pack ahead of need, within the cache, and resumes exactly inside an epoch."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from remote_packs import COUNTS, PackServer, cache_root, cached, largest_usage, pack_server
+
+from colabkit import Loader, augment, open_pack, sampler
+from colabkit.errors import FetchFailed, InvalidOption
+from colabkit.packs import PackedDataset
+
+TRAIN = tuple(counts["train"] for counts in COUNTS)
+WINDOW_OF_ONE = sampler.ShardShuffled(TRAIN, seed=4, window_shards=1)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackServer]:
+    monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
+    with pack_server(tmp_path / "packs") as server:
+        yield server
+
+
+def split_of(server: PackServer, cache: int | str = "1MiB") -> PackedDataset:
+    return open_pack(server.url, cache=cache)["train"]
+
+
+def local(server: PackServer) -> PackedDataset:
+    return open_pack(server.folder / "birds.h5")["train"]
+
+
+def images_of(batches: Any) -> torch.Tensor:
+    return torch.cat([images.clone() for images, _ in batches])
+
+
+def smallest_cache(data: PackedDataset, **options: Any) -> int:
+    with pytest.raises(InvalidOption) as caught:
+        Loader(data, 4, **options)
+    return int(str(caught.value).partition("cache=")[2].split()[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("transform", [None, augment.Normalize()])
+def test_epochs_within_the_smallest_cache_fetch_each_shard_once_and_never_exceed_it(
+    tmp_path, monkeypatch, workers, transform
+):
+    monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
+    order = sampler.ShardShuffled(tuple(10 * count for count in TRAIN), seed=4, window_shards=1)
+    options = {"sampler": order, "transform": transform, "prefetch_batches": 2}
+    with pack_server(tmp_path / "large", scale=10) as server:
+        least = smallest_cache(split_of(server, 240_000), **options)
+        loader = Loader(split_of(server, least), 4, num_workers=workers, **options)
+        expected = Loader(local(server), 4, **options)
+        with largest_usage(cache_root()) as largest:
+            for epoch in range(3):
+                assert torch.equal(images_of(loader), images_of(expected))
+                fetched = sum(count for name, count in server.fetched.items() if name != "birds.h5")
+                # Two shards of the next epoch may be in the cache already.
+                assert fetched <= 6 * (epoch + 1) + 2
+        assert largest[0] <= least
+
+
+def test_shuffle_block_shuffles_within_windows_of_shards_and_equals_its_order(server):
+    loader = Loader(split_of(server), 5, shuffle="block", seed=7)
+    assert loader.shuffle == "block"
+    assert "shuffled by shards with seed 7" in repr(loader)
+    assert "shards are downloaded into a cache of 1.0 MiB" in str(loader.tier)
+    order = sampler.ShardShuffled(TRAIN, 7).indices(0, 0, sum(TRAIN))
+    assert torch.equal(images_of(loader), local(server)[order][0])
+
+
+@pytest.mark.parametrize("after", [1, 5, 8])
+@pytest.mark.parametrize("resumed_in", ["remote", "local"])
+def test_resuming_inside_an_epoch_is_exact_with_another_cache_and_batch_size(server, after, resumed_in):
+    loader = Loader(split_of(server), 4, sampler=WINDOW_OF_ONE)
+    first = images_of(itertools.islice(loader, after))
+    state = loader.state_dict()
+    data = split_of(server, "400KiB") if resumed_in == "remote" else local(server)
+    resumed = Loader(data, 7, shuffle=resumed_in == "remote" and "block")
+    resumed.load_state_dict(state)
+    rest = images_of(resumed)
+    order = WINDOW_OF_ONE.indices(0, 0, sum(TRAIN))
+    assert torch.equal(torch.cat([first, rest]), local(server)[order][0])
+
+
+def test_a_cache_that_is_too_small_for_the_order_is_refused_at_once_with_the_minimum(server):
+    data = split_of(server, 110_000)
+    cases = {"2 shards, the current": {}, "6 shards, for two windows of 4": {"shuffle": "block"}}
+    cases["6 shards, since this order needs all"] = {"shuffle": True}
+    for what, options in cases.items():
+        began = time.monotonic()
+        with pytest.raises(InvalidOption, match=f"the cache has 107 KiB; expected at least .* bytes, for {what}"):
+            Loader(data, 4, **options)
+        assert time.monotonic() - began < 1
+        least = smallest_cache(data, **options)
+        assert len(images_of(Loader(split_of(server, least), 4, **options))) == sum(TRAIN)
+        with pytest.raises(InvalidOption, match="expected at least"):
+            Loader(split_of(server, least - 1), 4, **options)
+
+
+def test_a_state_whose_windows_do_not_fit_in_the_cache_is_refused(server):
+    state = Loader(split_of(server), 4, shuffle="block").state_dict()
+    loader = Loader(split_of(server, smallest_cache(split_of(server, 110_000))), 4)
+    loader.load_state_dict(state)
+    with pytest.raises(InvalidOption, match="for two windows of 4"):
+        next(iter(loader))
+
+
+def test_ranks_share_the_cache_and_together_receive_each_sample_once(server):
+    data = split_of(server)
+    loaders = [Loader(data, 3, shuffle="block", rank=rank, world_size=2) for rank in range(2)]
+    batches = [batch for pair in zip(*loaders, strict=True) for batch in pair]
+    order = sampler.ShardShuffled(TRAIN).indices(0, 0, sum(TRAIN))
+    assert sorted(images_of(batches).flatten(1).tolist()) == sorted(local(server)[order][0].flatten(1).tolist())
+    assert {count for name, count in server.fetched.items() if name != "birds.h5"} == {1}
+
+
+def test_views_are_read_shard_by_shard(server):
+    training, validation = split_of(server).split((0.8, 0.2))
+    for view, count in ((training, 31), (validation, 8)):
+        assert len(images_of(Loader(view, 4, shuffle="block"))) == count
+    # A view in another order than that of the shards needs all of them.
+    mixed = split_of(server, 110_000).subset([38, 0, 20, 1])
+    assert smallest_cache(mixed) > smallest_cache(split_of(server, 110_000))
+
+
+def test_peeking_does_not_disturb_an_iteration(server):
+    loader = Loader(split_of(server), 4, shuffle="block")
+    batches = iter(loader)
+    next(batches)
+    peeked = loader.peek()[0][0]
+    assert torch.equal(next(batches)[0], peeked)
+    assert len(images_of(batches)) == sum(TRAIN) - 8
+
+
+def test_closing_while_a_download_hangs_ends_all_threads(server):
+    reached = threading.Event()
+    server.damage["birds-00005.h5"] = lambda data: (reached.set(), server.released.wait(30), data)[2]
+    batches = iter(Loader(split_of(server), 4))
+    next(batches)
+    assert reached.wait(30)
+    began = time.monotonic()
+    server.released.set()
+    batches.close()
+    assert time.monotonic() - began < 10
+    assert len(cached()) >= 1
+
+
+def test_a_cut_link_ends_the_epoch_with_one_error_after_the_batches_before_it(server, monkeypatch):
+    monkeypatch.setattr("colabkit.storage.fetching.transfer._BACK_OFF_S", 0.0)
+    data = split_of(server)
+    data[:20]
+    server.is_cut = True
+    received = []
+    with pytest.raises(FetchFailed, match=r"Cannot fetch 'http.*birds-0000[345]\.h5'"):
+        received.extend(images.clone() for images, _ in Loader(data, 4, num_workers=1))
+    assert torch.equal(torch.cat(received), local(server)[: 4 * len(received)][0])
+    server.is_cut = False
+    assert len(images_of(Loader(data, 4))) == sum(TRAIN)
