@@ -27,8 +27,8 @@ def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable
 
     Args:
         folder: folder that the other process works in.
-        is_busy: returns whether the other process still holds the lock.
-        on_wait: called about five times per second.
+        is_busy: function that returns whether the other process still holds the lock.
+        on_wait: function that is called about five times per second.
 
     Returns:
         Whether the other process has finished.

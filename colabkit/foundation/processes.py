@@ -103,7 +103,7 @@ def run(
                     for text in whole:
                         on_line(text.decode("utf-8", "replace"))
                 elif child.poll() is not None:
-                    # The program has ended, but one of its children keeps the output open.
+                    # Stop reading: the program has ended, but one of its children keeps the output open.
                     break
         return ProcessResult(child.returncode, output.decode("utf-8", "replace"))
     finally:

@@ -73,7 +73,7 @@ class Report(ABC):
         """Return the rows of the table, each a name and its values."""
 
     def _header(self) -> tuple[str, ...]:
-        """Return the names of the columns; empty if the rows explain themselves."""
+        """Return the names of the columns; empty if the rows need no header."""
         return ()
 
     @property

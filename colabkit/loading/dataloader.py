@@ -137,7 +137,8 @@ class _PlannedBatch(list[int]):
         self.start = start
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The iteration exists only in this process. If pickling failed, torch would wait for the batch forever.
+        # The iteration exists only in this process, so drop it; if pickling failed, torch would wait for the batch
+        # forever.
         return type(self), (list(self), None, self.number, self.start)
 
 

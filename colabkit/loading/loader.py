@@ -55,7 +55,7 @@ from colabkit.loading.engine.user_code import (
 from colabkit.loading.inspection import name_of, note_image_size
 from colabkit.loading.sampler.orders import Order
 
-# Number of batches between calls of `settle`. Until then, a GPU's clock keeps the events of all steps.
+# Number of batches between calls of `settle`; until a call, a GPU clock keeps the events of all steps.
 _SETTLED_EVERY = 64
 
 

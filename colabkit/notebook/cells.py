@@ -198,7 +198,7 @@ def _opened(namespace: Mapping[str, Any], path: str) -> colabkit.Pack:
     except SourceMissing:
         if not path.isidentifier():
             raise
-        # An identifier is more likely a misspelled variable, so raise the error that suggests similar names.
+        # An identifier is probably a misspelled variable, so raise the error that suggests similar names.
         look_up_in(namespace, path)
         raise
 

@@ -212,7 +212,7 @@ def _metadata(installed: Distribution) -> dict[str, bytes]:
         found["entry_points.txt"] = commands.encode()
     for file in installed.files or ():
         if file.name == "LICENSE":
-            # The metadata beside the source code names the file there.
+            # The metadata beside the source code uses this file name.
             found["licenses/LICENSE"] = file.read_binary()
     return dict(sorted(found.items()))
 

@@ -84,7 +84,7 @@ def memory_limits(read: Reader) -> MemoryReport:
     for version, folder in cgroup_folders(read, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         try:
-            # "max" means no limit; int() then raises ValueError.
+            # The value "max" means no limit; int() then raises ValueError.
             limit = int(read(f"{folder}/{names[0]}"))
         except (OSError, ValueError):
             continue

@@ -120,7 +120,7 @@ _loaders: list[weakref.ref[LoaderMeters]] = []
 # The first of several loaders that are used alternately, if any.
 _leader: list[weakref.ref[LoaderMeters]] = []
 _listeners: list[Listener] = []
-# Listeners such as panels belong to the parent process.
+# In a fork, drop the listeners, such as panels, because they belong to the parent process.
 os.register_at_fork(after_in_child=_listeners.clear)
 
 

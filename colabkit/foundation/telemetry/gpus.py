@@ -205,7 +205,7 @@ def _devices(nvml: ModuleType) -> list[_Device]:
             found.append(_Device(None, None, is_lost=getattr(error, "value", None) == _IS_LOST))
             continue
         uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", card))
-        # The query returns the current mode and the mode after the next reset.
+        # The query returns the current mode, and the mode after the next reset.
         mode = _ask(nvml, "nvmlDeviceGetMigMode", card)
         is_sliced = None if mode is None else bool(mode[0])
         found.append(_Device(card, card, () if uuid is None else (uuid,), is_sliced=is_sliced))
@@ -313,7 +313,7 @@ class Gpus:
                 self._follows_torch = True
                 self._follow(cuda)
         except Exception:
-            # torch is partially imported, or raises another error.
+            # torch may be partially imported, or raise another error.
             return None
         return cuda
 
@@ -350,7 +350,7 @@ class _Card:
             "name": [lambda: nvml.nvmlDeviceGetName(handle)],
             "utilization": [self._from_samples, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100],
             "memory": [
-                # Version 2 excludes memory reserved by the driver.
+                # Use version 2 of the query, which excludes memory reserved by the driver.
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2),
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle),
             ],

@@ -147,7 +147,7 @@ class Cutout(Transform):
         check_images("cut squares out of images", images, self.fill)
         uniforms = draws.uniforms(3)
         corner = np.floor(uniforms[:, 1:] * images.shape[2:]).astype(np.int64) - np.array(self.size) // 2
-        # A square outside the image has no effect.
+        # Move the square outside the image, where it has no effect, for images that get none.
         corner[uniforms[:, 0] >= self.p] = max(images.shape[2:])
         result = images.clone()
         if images.device.type == "cpu" and images.dtype == torch.uint8:

@@ -223,7 +223,7 @@ def is_per_sample(transform: Any) -> bool:
 def sent(numbers: Tensor, device: torch.device) -> Tensor:
     """Return small numbers, such as those of all samples of a batch, on a device, without waiting for the device."""
     if device.type == "cuda" and numbers.nbytes > _PAGEABLE_BYTES:
-        # If memory cannot be page-locked, only the time is lost.
+        # If memory cannot be page-locked, the copy is only slower.
         with suppress(RuntimeError):
             numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)

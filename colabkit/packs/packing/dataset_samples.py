@@ -99,7 +99,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         images: how images are stored.
         label: key of the labels in mappings; "auto" tries keys such as `label` and `target`, None ignores labels.
         classes: class names; text labels are converted to their index.
-        skips_bad: whether the first samples may be bad.
+        skips_bad: whether bad samples are allowed, so that the first samples may be bad.
         task: task of the labels; "auto" infers it from the first label.
 
     Raises:
@@ -280,7 +280,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         if name == SAMPLES and _is_image(value):
             pixels = self._images.pixels(value)
             return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels
-        # Images in other fields are masks, whose values are not colors.
+        # Keep images in other fields unchanged, because they are masks, whose values are not colors.
         if isinstance(value, Image.Image):
             return np.array(_numbers(name, value))
         if name == LABELS:

@@ -295,7 +295,7 @@ def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
         contents, sealed_ns = copy.contents_digest()
         if all(item.mtime_ns <= sealed_ns for item in items):
             return copy.seal.source, contents
-    # The root distinguishes tables in memory, which have no unique names.
+    # Include the root, which distinguishes tables in memory, since they have no unique names.
     root = source.root if isinstance(source, ManifestSource) else ""
     return f"{source.name}\0{root}" if root else source.name, ""
 

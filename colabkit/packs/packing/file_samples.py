@@ -196,7 +196,7 @@ class FileSampleMaker(SampleMaker):
         try:
             self._decode_row(data, row)
         except BadImage:
-            # Decode again to distinguish an image of another size from a broken one.
+            # Decode again, to distinguish an image of another size from a broken image.
             row[:] = self._encoded(data)
 
     @cached_property

@@ -312,7 +312,7 @@ class Directory(Generic[H]):
 
 
 def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) -> Directory[H]:
-    """Return the regular files among an archive's members; of several members with the same path, the last counts.
+    """Return the regular files among an archive's members; of members with the same path, return the last one.
 
     Raises:
         BadArchive: if a name points outside the archive, a path is both a file and a folder, there are more than 10

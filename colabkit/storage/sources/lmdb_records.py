@@ -114,7 +114,7 @@ class _Values:
             try:
                 record = json.loads(line)
             except ValueError:
-                # The line is a warning from the interpreter or the library.
+                # The line is not JSON but a warning from the interpreter or the library.
                 return
             if "error" in record:
                 reason = f"the library lmdb cannot list it ({record['error']})"

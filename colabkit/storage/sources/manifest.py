@@ -349,7 +349,7 @@ def is_manifest(path: Path) -> bool:
 
 
 def table_problem(path: Path) -> str:
-    """Return why `is_manifest` is false for a file with the suffix of a table, for a message."""
+    """Return, for a message, why `is_manifest` is false for a file with the suffix of a table."""
     found = f"{path.name!r} has no path column with a common name, or the first file in it does not exist"
     if path.suffix.lower() == _PARQUET or not path.is_file():
         return found

@@ -30,7 +30,7 @@ _SHARED_OPEN_S = 2.0
 # Coarse clocks, such as those of FAT and of some SMB and FUSE mounts, tick every 2 s or less, at multiples of 0.1 s.
 # Those of other file systems tick with the kernel's timer, at least 100 times a second.
 _TICK_NS, _COARSE_TICK_NS, _COARSE_UNIT_NS = 10_000_000, 2_000_000_000, 100_000_000
-# No clock is ahead by this much, so a program has set any later time.
+# No clock is this far ahead, so a later time was set by a program.
 _MOST_AHEAD_NS = 86_400 * 10**9
 
 
@@ -146,7 +146,7 @@ def blocks_passed(source: str, item: Item, file: BinaryIO, block_bytes: int) -> 
 
 
 class SharedFile:
-    """A large item, opened once for the blocks at `offsets`: the first read opens it, and the last read closes it."""
+    """A large item, opened once for all blocks at `offsets`: the first read opens it, and the last read closes it."""
 
     def __init__(self, source: Source, item: Item, offsets: Iterable[int]) -> None:
         self._source = source
@@ -347,7 +347,7 @@ def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
 
 
 def let_tick_pass(item: Item) -> None:
-    """Wait until a further change of the file would give it a different modification time.
+    """Wait until another change to the file would give it a different modification time.
 
     Changes within one tick of the file system's clock have the same time, so a file that is read and changed in the
     tick of an earlier change would seem unchanged. The time itself shows whether the clock may be a coarse one.
@@ -355,7 +355,7 @@ def let_tick_pass(item: Item) -> None:
     age_ns = time.time_ns() - item.mtime_ns
     if age_ns >= _COARSE_TICK_NS or age_ns < -_MOST_AHEAD_NS:
         return
-    # A program, such as unzip in another time zone, has set a future time that is later than the last change.
+    # Do not wait for a time in the future that a program has set, such as unzip in another time zone.
     if age_ns < 0 < item.ctime_ns < item.mtime_ns - _COARSE_TICK_NS:
         return
     tick_ns = _TICK_NS if item.mtime_ns % _COARSE_UNIT_NS else _COARSE_TICK_NS

@@ -99,7 +99,7 @@ class TfRecordSource(RangeSource):
                     if payload is None:
                         found.skipped.append((name, f"its feature {examples.chosen!r} is not a single bytes value"))
                         continue
-                    # If equal bytes occur earlier in the record, their offset serves as well.
+                    # If equal bytes occur earlier in the record, their offset can be used, too.
                     found.add(name, at + data.index(payload), len(payload), labels | examples.fields(features))
         examples.even_out()
         return found.finish()

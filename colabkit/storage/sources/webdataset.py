@@ -104,7 +104,7 @@ def is_webdataset(path: Path) -> bool:
             files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)
             parts = [_split_name(one.name) for one in islice(files, _LOOKED_AT)]
     except BadArchive:
-        # Opening the file as an ordinary tar reports the error.
+        # Ignore errors here, because opening the file as an ordinary tar reports them.
         return False
     return any(
         one

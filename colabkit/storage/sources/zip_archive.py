@@ -171,7 +171,7 @@ class ZipSource(ArchiveSource):
         signature, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
         if signature != b"PK\x03\x04":
             raise zipfile.BadZipFile("it has no header at the offset in the directory")
-        # The directory has no checksum. A flipped bit could rename a file or hide the next one.
+        # The directory has no checksum, so a flipped bit could rename a file or hide the next one.
         if name_length != len(name) or not header.endswith(name):
             raise zipfile.BadZipFile("its names in the directory and in its header differ")
         offset = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
@@ -201,7 +201,7 @@ class _ZipMember(ByteSpan):
             raise zipfile.BadZipFile("it has fewer bytes than its header states")
         except (*_BROKEN, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                # This is a file system error; errors of bzip2 have no error number.
+                # An error number means a file system error, since errors of bzip2 have none.
                 raise
             raise broken_archive(self._source, f"{self._path!r}: {error}") from error
 
