@@ -200,7 +200,7 @@ def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a real number that is finite as a float; booleans do not count."""
+    """Return whether a value is a real number that is finite as a float; booleans are excluded."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:

@@ -271,8 +271,11 @@ class _Publication:
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         if final.is_dir() and (other := self._other_file(final, moved)):
             found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"
-            next_step = "If the folder is an earlier copy of the source, remove it and try again; otherwise publish to "
-            next_step += "a new path" if self.is_inside else f"{str(final / local.name)!r} with a slash at the end"
+            other_path = "a new path" if self.is_inside else f"{str(final / local.name)!r} with a slash at the end"
+            next_step = (
+                "If the folder is an earlier copy of the source, remove it and try again; "
+                f"otherwise publish to {other_path}"
+            )
             raise TargetExists(cannot(self.act, found, "a new path, or a folder without other files", next_step))
         return final
 

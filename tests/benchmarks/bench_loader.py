@@ -98,7 +98,7 @@ class LoaderBench(Bench):
         return target
 
     def photo_files(self, times: int) -> Path:
-        """Return a folder that contains each photo this many times."""
+        """Return a folder that contains each photo the given number of times."""
         plain, target = extract_photos(self.photo_archive, self.folder / "photos"), self.folder / f"photos-{times}"
         if not target.is_dir():
             for folder in sorted(plain.iterdir()):
@@ -167,7 +167,7 @@ class LoaderBench(Bench):
 
 
 def link(files: Iterable[Path], folder: Path, times: int) -> None:
-    """Create this many hard links to each file."""
+    """Create the given number of hard links to each file."""
     folder.mkdir(parents=True)
     for path in files:
         for number in range(times):

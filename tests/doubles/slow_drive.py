@@ -144,7 +144,7 @@ class Drive:
             raise OSError(failing, os.strerror(failing))
 
     def _transfer(self, size: int) -> None:
-        """Wait until this many bytes have been transferred, after all bytes requested earlier."""
+        """Wait until the given number of bytes have been transferred, after all bytes requested earlier."""
         with self._lock:
             self._numbers[READ_BYTES] += size
             now = time.monotonic()

@@ -305,7 +305,7 @@ def markup_and_secrets(is_colabkit: bool, folder: Path, limit: int) -> Iterator[
         assert all(row.isprintable() for row in rows), "control characters are shown"
 
     def in_files(name: str) -> None:
-        """Stage, pack and open a folder whose class and files have this name."""
+        """Stage, pack and open a folder whose class and files have the given name."""
         pages = []
         for label in (name, "plain"):
             place = folder / f"case{next(numbers)}"

@@ -41,7 +41,7 @@ def _run(*words: object) -> None:
 
 @contextlib.contextmanager
 def small_disk(point: Path, size: int, kind: str = "tmpfs") -> Iterator[Callable[[], None]]:
-    """Mount an empty disk of this size, tmpfs or ext4, and yield a function that enlarges it or frees space."""
+    """Mount an empty disk of the given size, tmpfs or ext4, and yield a function that enlarges it or frees space."""
     if os.geteuid() != 0:
         raise NotRunHereError("only root can mount file systems")
     point.mkdir(exist_ok=True)

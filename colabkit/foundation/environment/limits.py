@@ -189,8 +189,8 @@ class DiskReport(Report):
 def can_hang(path: str, table: Iterable[Mount]) -> bool:
     """Return whether an absolute path leads to a remote mount, directly or by symlinks, so that access can hang.
 
-    Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, does not count,
-    since Python itself runs from it.
+    Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, is ignored, since
+    Python itself runs from it.
     """
     points = _remote_points(table)
     return _is_below(_resolved(path, points), points)
@@ -290,5 +290,5 @@ def _working_folder() -> tuple[str, ...]:
     try:
         return (os.getcwd(),)
     except OSError:
-        # The working folder was removed, for example by a notebook cell, or its mount is gone.
+        # The working folder was removed, for example by a notebook cell, or its mount no longer exists.
         return ()

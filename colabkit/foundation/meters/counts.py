@@ -184,7 +184,7 @@ class MetersSnapshot:
 
 
 def _stretches_after(stretches: tuple[Stretch, ...], steps: int) -> tuple[Stretch, ...]:
-    """Return the stretches that begin after this many steps."""
+    """Return the stretches that begin after the given number of steps."""
     done = 0
     for number, stretch in enumerate(stretches):
         if done >= steps:

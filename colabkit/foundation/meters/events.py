@@ -187,7 +187,7 @@ def finished(report: object) -> None:
 def latest() -> object | None:
     """Return the meters of the latest loader used since the latest training report, else that report, else None.
 
-    Loaders that no longer exist do not count. If several loaders are used alternately, the first one counts as the
+    Loaders that no longer exist are ignored. If several loaders are used alternately, the first one counts as the
     latest.
     """
     for known in (*_leader, *reversed(_loaders)):

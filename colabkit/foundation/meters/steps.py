@@ -192,7 +192,7 @@ class HostClock:
         self._compute_s = compute_s
 
     def apart(self, seconds: float) -> None:
-        """Exclude this many seconds since `given` from the step."""
+        """Exclude the given number of seconds since `given` from the step."""
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
@@ -268,7 +268,7 @@ class DeviceClock:
         self._end = self._mark()
 
     def apart(self, seconds: float) -> None:
-        """Exclude this many seconds after the step, such as those of a validation, from all step times."""
+        """Exclude the given number of seconds after the step, such as those of a validation, from all step times."""
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:

@@ -74,7 +74,7 @@ class StackSampler:
         self._found: Counter[tuple[str, int, str, SpotKind, bool]] = Counter()
 
     def sample(self, ident: int, native_id: int) -> None:
-        """Sample the stack of the thread with these identifiers: `ident` of Python, and `native_id` of the kernel."""
+        """Sample the stack of the thread with Python's identifier `ident` and the kernel's identifier `native_id`."""
         # Reading a file releases the GIL, so a thread that could run then runs.
         is_asleep = self._is_asleep(native_id)
         frame = self._frames().get(ident)

@@ -69,7 +69,7 @@ class Boxes:
         return zip(*(column.tolist() for column in columns), strict=True)
 
     def reach_beyond(self, height: int, width: int) -> bool:
-        """Return whether any box extends beyond images of this size."""
+        """Return whether any box extends beyond images of the given size."""
         inside = self.top.min(initial=0) >= 0 and self.left.min(initial=0) >= 0
         last_row, last_column = (self.top + self.height).max(initial=0), (self.left + self.width).max(initial=0)
         return not (inside and last_row <= height and last_column <= width)

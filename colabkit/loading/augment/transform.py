@@ -70,7 +70,7 @@ class Draws:
         return uniforms(hashed(states[:, None], np.arange(1, count + 1)))
 
     def of(self, number: int) -> Draws:
-        """Return the draws for the transform with this number in a `Compose`; each transform has its own stream."""
+        """Return the draws for the transform with the given number in a `Compose`; each has a separate stream."""
         return Draws(self.seed, self.epoch, self.positions, _hashed(self.stream + number + 1))
 
     def part(self, start: int, stop: int) -> Draws:

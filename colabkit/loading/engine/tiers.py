@@ -198,8 +198,8 @@ def promised_bytes() -> int:
 class RowCache:
     """A thread-safe cache of decoded rows of one shape, by sample index.
 
-    RAM is used only as rows are added. On disk, the space is reserved at once, in an unnamed file that the kernel frees
-    together with the cache, or when the process ends.
+    RAM is used only as rows are added. On disk, all space is reserved immediately, in an unnamed file that the kernel
+    frees together with the cache, or when the process ends.
 
     Args:
         count: number of samples.

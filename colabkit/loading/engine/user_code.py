@@ -209,7 +209,7 @@ class SamplerPlanner:
     def plans(self, epoch: int, start: int, most_batches: int) -> Iterator[BatchPlan]:
         """Return plans of the batches after `start` samples of an epoch.
 
-        The sampler's first item is requested at once, in the caller's thread: the sampler may draw from the global
+        The sampler's first item is requested immediately, in the caller's thread: the sampler may draw from the global
         generators, which worker threads must not touch.
 
         Raises:

@@ -227,7 +227,7 @@ class RunProfile:
         """Seconds per sample that workers spend on reading, decoding and transforms.
 
         Reads of a remote source that other threads perform in advance, and the final transform of batches from worker
-        processes, do not count.
+        processes, are excluded.
         """
         others = ("gather", "transfer", "augment") if self.facts.kind == "processes" else ("gather", "transfer")
         own = [part for part in self.spent.parts if part.name not in others and not self._is_ahead(part)]

@@ -80,7 +80,7 @@ def _damage_error(act: str, what: str, error: Exception) -> BadSource:
 
 
 def is_dataset(file: h5py.File, name: str) -> bool:
-    """Return whether the file has a dataset at this path, without following soft or external links."""
+    """Return whether the file has a dataset at the given path, without following soft or external links."""
     import h5py
 
     group: Any = file

@@ -321,7 +321,7 @@ class _FolderTree:
         return self._by_row({folder: SPLITS.index(splits.get(folder) or SPLITS[0]) for folder in self._folders})
 
     def classes(self, act: str, order: Indices) -> LabelValues:
-        """Return the classes of the samples in these rows.
+        """Return the classes of the samples in the given rows.
 
         Raises:
             BadSource: if a sample is not in a class folder, or if names lack extensions and are therefore not file

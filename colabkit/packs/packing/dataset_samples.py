@@ -164,7 +164,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return f"sample {row}" + (f" of {split}" if len(self._datasets) > 1 else "")
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of these samples, which are read one by one."""
+        """Return each field of the given samples, which are read one by one."""
         return self._join(numbers.tolist(), self._made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:
@@ -187,7 +187,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return tuple(values)
 
     def subset(self, numbers: Indices) -> DatasetSampleMaker:
-        """Return a maker of only these samples; all subsets share one lock."""
+        """Return a maker of only the given samples; all subsets share one lock."""
         chosen = object.__new__(DatasetSampleMaker)
         chosen.__dict__.update(self.__dict__)
         chosen._chosen = numbers if self._chosen is None else self._chosen[numbers]

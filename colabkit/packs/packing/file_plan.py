@@ -214,7 +214,7 @@ class FileCollection:
         if not kinds:
             item, reason = bad[0]
             count = format_things(len(bad), "file")
-            found = f"no file could be decoded among {count}, starting with {item.path!r} ({reason})"
+            found = f"none of {count} could be decoded, starting with {item.path!r} ({reason})"
             more: Text = "" if len(bad) == len(self._items) else (", or increase ", option("max_bad"))
             raise BadImage(cannot(options.act, found, "at least one readable file", ("Check the source", more)))
         return kinds, decode_s / len(kinds)

@@ -409,7 +409,7 @@ class DriveFs(DriveMount):
         return loss
 
     def drop(self, timeout: float) -> str:
-        """Kill DriveFS, unmount at once, and return a description of lost writes."""
+        """Kill DriveFS, unmount immediately, and return a description of lost writes."""
         for daemon in daemons("drive"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(daemon.pid, signal.SIGKILL)

@@ -174,7 +174,7 @@ class BucketSource:
         return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open an object; objects of up to 4 MiB are read at once, larger objects in ranges."""
+        """Open an object; objects of up to 4 MiB are read in one request, larger objects in ranges."""
         if item.size > _RANGE_BYTES:
             return cast(BinaryIO, _Object(self, item))
         return io.BytesIO(self.read(item))

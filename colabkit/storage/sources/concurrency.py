@@ -337,7 +337,7 @@ _END = object()
 
 
 def _suited_threads(wall_s: float, cpu_s: float, calls: int) -> int | None:
-    """Return the number of threads for calls that took these total times in one thread; None if they mostly waited."""
+    """Return the number of threads, given the total times of calls in one thread; None if the calls mostly waited."""
     if not calls or cpu_s < wall_s / 2:
         return None
     return max(1, round(usable_cpus())) if cpu_s / calls >= _LONG_CALL_S else 1

@@ -352,7 +352,7 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
 
 
 def inflation_limit(archive_bytes: int) -> int:
-    """Return the maximum total size, in bytes, of the members of an archive of this size."""
+    """Return the maximum total size, in bytes, of the members of an archive of the given size."""
     return _INFLATION * archive_bytes + _INFLATION_SLACK_BYTES
 
 

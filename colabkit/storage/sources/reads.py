@@ -1,4 +1,4 @@
-"""Read one item at once, block by block or from several threads, with retries."""
+"""Read one item in one piece, block by block or from several threads, with retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colabkit.storage.sources.items import Item, Source, broken_archive, changed
 
 T = TypeVar("T")
 
-# Read at most this much at once, so that a slow mount answers before the read counts as stalled.
+# Maximum number of bytes per read, so that a slow mount answers before the read counts as stalled.
 _CHUNK_BYTES = 1 << 20
 _TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN})
 _TRIES = 4

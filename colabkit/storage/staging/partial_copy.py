@@ -280,7 +280,7 @@ class PriorCopy:
         return set() if is_mount and len(changed) == len(known) else changed
 
     def without(self, paths: Container[str]) -> PriorCopy:
-        """Return a copy that lacks the data of the files at these paths."""
+        """Return a copy that lacks the data of the files at the given paths."""
         return replace(self, known={key: file for key, file in self.known.items() if key[0] not in paths})
 
     @classmethod

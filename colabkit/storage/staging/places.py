@@ -191,7 +191,7 @@ class Target:
         return freed
 
     def fits(self, needed: int) -> bool:
-        """Return whether this many bytes fit here and, on tmpfs, leave enough RAM for training."""
+        """Return whether the given number of bytes fit here and, on tmpfs, leave enough RAM for training."""
         if self.name != "tmpfs":
             return needed <= file_changes.free_bytes(self.path)
         if self.mounted_at is None:
