@@ -206,7 +206,7 @@ def is_finite_number(value: object) -> TypeGuard[float]:
     try:
         return math.isfinite(value)
     except OverflowError:
-        # The integer is too large for a float.
+        # An integer may be too large for a float.
         return False
 
 

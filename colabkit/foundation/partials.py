@@ -402,5 +402,5 @@ def _start_time(pid: int) -> str:
     except OSError:
         return "0" if pid == os.getpid() or not Path("/proc").is_dir() else "gone"
     fields = stat.rpartition(")")[2].split()
-    # A process that ended, but whose parent has not collected its exit status, is a zombie.
+    # State Z is a zombie: the process has ended, but its parent has not collected its exit status.
     return "gone" if fields[0] == "Z" else fields[19]

@@ -161,7 +161,7 @@ class LineScreen:
         if frame.line and line != self._printed and (final or size <= self._left_bytes):
             self._printed = line
             self._left_bytes -= size
-            # The reader of a pipe may have ended, and a disk may be full, which must not stop the run.
+            # The run must continue even if the reader of a pipe has ended or a disk is full.
             with contextlib.suppress(OSError):
                 self._stream.write(line)
                 self._stream.flush()

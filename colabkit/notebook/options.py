@@ -212,7 +212,7 @@ def _can_be_diagnosed(value: Any) -> bool:
     try:
         return isinstance(value, TrainReport) or (not isinstance(value, type | GenericAlias) and may_be_loader(value))
     except Exception:
-        # Some objects raise when their attributes are read, such as a closed HDF5 dataset.
+        # Reading attributes of some objects raises, for example of a closed HDF5 dataset.
         return False
 
 

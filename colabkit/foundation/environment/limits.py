@@ -101,7 +101,7 @@ def _machine_memory(read: Reader) -> tuple[int, int]:
     with contextlib.suppress(OSError):
         for line in read("/proc/meminfo").splitlines():
             key, _, value = line.partition(":")
-            # Sandboxes emulate this file with lines in other formats.
+            # Skip lines in other formats, with which some sandboxes emulate this file.
             with contextlib.suppress(ValueError, IndexError):
                 meminfo[key] = int(value.split()[0]) * 1024
     if "MemTotal" in meminfo:

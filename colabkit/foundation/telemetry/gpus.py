@@ -319,7 +319,8 @@ class Gpus:
 
     def _follow(self, cuda: Any) -> None:
         """Order the cards as torch does: CUDA orders different cards by speed, NVML by PCI address."""
-        # The UUID may be that of a card in MIG mode, of which CUDA shows one slice only, so their order is right.
+        # Skip cards in MIG mode, whose order is right already: CUDA shows only one slice, possibly with the card's
+        # UUID.
         named = [device for device in self._known if device.names and not device.is_sliced]
         numbers: dict[_Device, int] = {}
         for number in range(cuda.device_count()):

@@ -150,7 +150,7 @@ def _is_server(child: Any) -> bool:
     try:
         return os.getsid(child.pid) != os.getsid(0)
     except (AttributeError, OSError):
-        # The platform has no sessions, or the process has ended.
+        # The platform may have no sessions, or the process may have ended.
         return False
 
 
@@ -161,7 +161,7 @@ def _totals(process: Any) -> Totals:
         children_cpu_s = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
         cpu_s = times.user + times.system + children_cpu_s
     except psutil.ZombieProcess:
-        # The process has ended but has not been waited for.
+        # The process may have ended without having been waited for.
         pass
     except psutil.NoSuchProcess:
         raise

@@ -89,7 +89,7 @@ class Normalize(Transform):
         scale, shift = self._constants[key]
         if images.dtype == torch.float64:
             images = images.to(self._computed)
-        # One kernel converts bytes, multiplies and adds.
+        # Convert bytes, multiply and add in a single kernel.
         return torch.addcmul(shift, images, scale).to(self.dtype), labels
 
     def _by_channel(self, values: list[float]) -> Tensor:
@@ -320,7 +320,7 @@ class CutMix(_LabelMixing):
 
 def _previous(values: Tensor) -> Tensor:
     """Return the values with each sample replaced by the previous one, in the same memory format."""
-    # `roll` makes the result contiguous on CUDA.
+    # Do not use `roll`, which makes the result contiguous on CUDA.
     return torch.cat((values[-1:], values[:-1]))
 
 

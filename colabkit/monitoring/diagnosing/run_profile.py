@@ -33,7 +33,7 @@ _QUICK = 0.01
 _GREEDY = 0.15
 # Share of the CPUs above which the CPU counts as full.
 _SATURATED = 0.85
-# A worker with a smaller share of CPU time, while CPUs are free, waits for storage.
+# A worker that uses a smaller share of a CPU, although CPUs are free, counts as waiting for storage.
 _STORAGE_BOUND = 0.6
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
 _MEAN_RATES = (
@@ -267,12 +267,12 @@ class RunProfile:
             return "read" if self.facts.is_remote and not self.is_cpu_full else None
         if self.facts.kind == "processes":
             if self.at_last_s > self.worker_s / max(1, self.facts.workers or 1):
-                # One thread transforms the finished batches of all workers.
+                # The final transform is the slowest part, since one thread applies it to the batches of all workers.
                 return "augment"
             return "read" if self._waits_for_storage else "samples"
         decode = self.part("decode")
         if self.facts.is_remote and decode.wait_s > decode.busy_s:
-            # Decoding waits for files that other threads read ahead.
+            # Report reading instead of decoding, which waits for files that other threads read ahead.
             return "read"
         busiest = max(self.spent.parts, key=lambda part: 0.0 if self._is_ahead(part) else part.busy_s, default=None)
         return busiest.name if busiest is not None and busiest.busy_s else None

@@ -97,7 +97,7 @@ def read_header(data: Data) -> Header | None:
         bits, height, width, components = frame
         orientation = _orientation(segments) if segments else 1
     except struct.error:
-        # The header is truncated.
+        # The header is truncated, so leave the file to Pillow.
         return None
     if bits != 8 or not height or not width or orientation is None:
         return None
@@ -130,7 +130,7 @@ def has_end(data: Data) -> bool:
 def _orientation(segments: list[bytes]) -> int | None:
     exif = [segment for segment in segments if segment.startswith(EXIF)]
     if len(exif) > 1:
-        # The EXIF directory may be split across several segments.
+        # The EXIF directory may be split across several segments, so leave the file to Pillow.
         return None
     found = _exif_orientation(exif[0][len(EXIF) :]) if exif else 0
     if found == 0:
@@ -309,6 +309,6 @@ def _writer() -> Callable[[Pixels, int], bytes] | None:
 
         write(np.zeros((8, 8, 3), np.uint8), 90)
     except Exception:
-        # simplejpeg is missing or broken.
+        # simplejpeg may be missing or broken.
         return None
     return write

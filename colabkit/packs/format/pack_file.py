@@ -178,7 +178,7 @@ def _check_fields(info: PackInfo) -> None:
     for split in info.splits:
         for field in info.fields.values():
             if info.shards and field.data_set(split) not in info.data_sets:
-                # In a pack of shards, the index holds only labels.
+                # Skip the other datasets of a pack of shards, since its index holds only labels.
                 continue
             rows = info.data_sets[field.index(split) if field.is_ragged else field.data_set(split)]
             if rows.shape[0] != info.count(split):

@@ -225,7 +225,7 @@ class FileSampleMaker(SampleMaker):
         return encode_jpeg(decode_image(data, self.channels, self.size), self.quality)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        # The row decoder is a closure, which cannot be pickled.
+        # Omit the row decoder, which cannot be pickled because it is a closure.
         return {name: value for name, value in self.__dict__.items() if name != "_decode_row"}
 
 

@@ -244,7 +244,7 @@ class DriveMount(ABC):
 
 
 def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
-    """Return the existing mount for `mount()`, or None; where `google.colab` works, only DriveFS mounts count."""
+    """Return the existing mount for `mount()`, or None; where `google.colab` works, consider only DriveFS mounts."""
     table = mounts()
     table = [mount for mount in table if mount.point == point and mount.fstype in DRIVE_TYPES] or table
     if place.can_mount_drive:

@@ -172,7 +172,7 @@ class Probe:
                     self.errors.append(errno.errorcode.get(error.errno or 0, type(error).__name__))
                     continue
                 if op is None:
-                    # The rate would not be that of the intended number of threads, so end the other threads too.
+                    # End the other threads too, because the rate is measured for a fixed number of threads.
                     is_done.set()
                 else:
                     done.append(op)

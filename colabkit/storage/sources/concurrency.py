@@ -275,7 +275,7 @@ class Calls(Generic[T, R]):
         self._tasks.put(None)
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
-            # Joining raises if Ctrl-C arrived before the thread was started.
+            # Joining raises an error if Ctrl-C arrived before the thread was started.
             with contextlib.suppress(RuntimeError):
                 thread.join(None if self._stalled_s is None else max(0.0, deadline - time.monotonic()))
 

@@ -299,7 +299,7 @@ def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:
 def _read_some(file: BinaryIO, size: int) -> bytes:
     block: bytes | None = file.read(size)
     if block is None:
-        # An unbuffered file returns None when the system call fails with EAGAIN.
+        # An unbuffered file returns None instead of raising if the system call fails with EAGAIN.
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return block
 

@@ -102,7 +102,7 @@ class ZipSource(ArchiveSource):
         except _BROKEN as error:
             raise broken_archive(self.name, str(error)) from error
         except TypeError as error:
-            # Python reads None instead of bytes if the system call fails with EAGAIN.
+            # Python returns None instead of raising if the system call fails with EAGAIN.
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path)) from error
         except OSError as error:
             if error.errno != errno.EINVAL:

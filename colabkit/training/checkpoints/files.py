@@ -272,7 +272,7 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
     sealed.check()
     try:
         found = torch.load(sealed.path, map_location="cpu", weights_only=True)
-    # Torch raises errors of many types for files that it did not write.
+    # For files that it did not write, torch raises errors of many types.
     except Exception as error:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
