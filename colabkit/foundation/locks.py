@@ -17,7 +17,7 @@ LOCK = "lock"
 STALLED_S = 120.0
 """If a process has not changed its folder for this many seconds, other processes stop waiting for it."""
 _BUSY_S = 0.2
-# Other processes may remove the folder during each attempt; a limit prevents an endless loop.
+# Maximum number of attempts to lock a folder, since other processes may remove the folder during each attempt.
 _LOCK_TRIES = 100
 _locks: set[int] = set()
 

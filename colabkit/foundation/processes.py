@@ -21,7 +21,7 @@ from colabkit.foundation.messages import Text, cannot, option
 from colabkit.foundation.mount_table import mount_holding, mounts
 from colabkit.foundation.units import format_seconds
 
-# A killed child that still exists after this time is probably blocked in the kernel, where signals have no effect.
+# Seconds to wait for a killed child to end; afterwards it is probably blocked in the kernel, immune to signals.
 _GRACE_S = 1.0
 _TICK_S = 0.2
 

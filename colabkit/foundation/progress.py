@@ -28,14 +28,14 @@ from colabkit.foundation.units import (
 )
 
 _REDRAWN_S = 0.2
-# Shorter operations show no bar.
+# Seconds after which an operation shows a bar.
 _SHOWN_AFTER_S = 0.5
-# The speed is the mean over this number of redraws.
+# Number of redraws over which the speed is averaged.
 _MEASURED_REDRAWS = 25
 SECONDS = " s"
 """Unit of operations that count seconds, such as a wait."""
 
-# A bar reports a stall after this time without progress.
+# Seconds without progress after which a bar reports a stall.
 _STILL_S = 2.0
 
 

@@ -54,7 +54,7 @@ MOVED_BLOCK_BYTES = 4 << 20
 SLOWEST_BYTES_S = 10e6
 """Slowest expected rate in bytes/s. Some mounts upload a file when it is closed and do not respond meanwhile."""
 
-# Slowest expected rate, in files/s, for removing a replaced folder. The removal counts as one operation of the mount.
+# Minimum expected rate, in files/s, for removing a replaced folder, which counts as one operation of the mount.
 _SLOWEST_FILES_S = 10.0
 # Maximum number of abandoned threads for a mount; each holds memory as long as the mount hangs.
 _MOST_ABANDONED = 3

@@ -27,7 +27,7 @@ _RECLAIMABLE = {
 """Fields of `memory.stat` that count reclaimable memory, by cgroup version; none of them includes tmpfs."""
 _DISK_FOLDERS = ("/content", "/kaggle/working", "/cache", "/local_disk0", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
-# The kernel also follows at most 40 symlinks in a path.
+# Maximum number of symlinks followed in a path, which is also the kernel's limit.
 _MOST_LINKS = 40
 _FOR_USERS = ("/dev/shm", "/run/user")
 

@@ -16,7 +16,7 @@ from colabkit.foundation.mount_table import mounts
 _HOSTNAME = "/var/colab/hostname"
 # VS Code's Jupyter extension sets this variable in every notebook.
 _VS_CODE = "__vsc_ipynb_file__"
-# PAPERSPACE_API_KEY is not listed, since users may set it on any machine.
+# Variables that identify Paperspace. They exclude PAPERSPACE_API_KEY, since users may set it on any machine.
 _PAPERSPACE = ("PAPERSPACE_FQDN", "PAPERSPACE_METRIC_WORKLOAD_ID")
 _JUPYTERHUB = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_API_TOKEN")
 _BY_FOLDER = {

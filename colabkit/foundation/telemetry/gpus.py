@@ -30,7 +30,7 @@ logger = logging.getLogger("colabkit")
 _NEEDED = ("NVMLError", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlInit", "nvmlShutdown")
 # Error codes of nvml.h: lost cards, and errors that every later query would return too.
 _IS_LOST = 15
-# Invalid argument, not supported, no permission, function not found, version mismatch, deprecated.
+# Error codes: invalid argument, not supported, no permission, function not found, version mismatch, deprecated.
 _NEVER = frozenset({2, 3, 4, 13, 25, 26})
 # Bits of NVML's clock event reasons: SwPowerCap and HwPowerBrakeSlowdown for power, SwThermalSlowdown and
 # HwThermalSlowdown for heat.

@@ -26,7 +26,7 @@ from colabkit.foundation import (
     uniforms,
 )
 
-# The CUDA driver may wait for the stream before it copies more pageable memory than this.
+# Size in bytes above which the CUDA driver may wait for the stream before it copies pageable memory.
 _PAGEABLE_BYTES = 64 << 10
 
 

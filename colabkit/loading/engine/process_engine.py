@@ -39,7 +39,7 @@ from colabkit.loading.engine.user_code import (
 )
 from colabkit.loading.inspection import bytes_in, name_of
 
-# Interval of the events that report a waiting user.
+# Interval in seconds of the events that report how long the user has been waiting for a batch.
 _TICK_S = 0.25
 _SENT_AHEAD = 2
 # Worker processes send the tensors of a batch through files in this folder.

@@ -24,7 +24,7 @@ _SMALL_READ = 256 << 10
 _ROOMY_RAM = 0.85
 _THROTTLED = 2.0
 _READ_TWICE = 2.0
-# Transforms that shrink samples.
+# Parts of the names of transforms that shrink samples.
 _SIZING = ("ResizedCrop", "CenterCrop", "Resize")
 
 

@@ -11,7 +11,7 @@ MODERATE, HIGH = 0.05, 0.20
 """Thresholds for the share of the step time spent waiting for data, as in TensorFlow's input_pipeline_analysis.py."""
 
 Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "host", "unknown"]
-# Larger speedups are reported as "over 100"; they occur in loops that do no work.
+# Speedups above this are reported as "over 100"; they occur in loops that do no work.
 _MOST_TIMES = 100
 
 

@@ -20,9 +20,9 @@ from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Shares
 from colabkit.monitoring.diagnosing.host_profile import FOREIGN, HostProfile, profile_host
 
 ENOUGH_STEPS = 50
-# A few long steps are enough for a verdict: 8 steps that took 5 seconds in total.
+# Minimum number and total seconds of long steps that are enough for a verdict.
 _FEW_STEPS, _LONG_S = 8, 5.0
-# The first steps fill caches, run cuDNN's benchmarks and compile; SPDL also drops 20.
+# Number of first steps to drop, and their maximum share: they fill caches, run cuDNN's benchmarks and compile.
 _WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2
 _BLOCKS = 24
 # Maximum number of batches that a loader delivers as one group.
@@ -40,7 +40,7 @@ _MEAN_RATES = (
     "cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate", "steal_rate",
     "throttled_rate",
 )  # fmt: skip
-# Snapshots of at least this many seconds are compared with the newest steps.
+# Minimum time in seconds that the snapshots cover that are compared with the newest steps.
 _WINDOW_S = 5.0
 SLOWER = 2.0
 """How many times slower than in its fastest stretch a run must be to count as slowed down."""

@@ -20,7 +20,7 @@ _HYSTERESIS = 0.03
 _CONVINCED = 2
 _MOST_ADVICE = 3
 _LEAST_GAIN = 1.03
-# Number of epochs over which advice is compared.
+# Number of epochs over whose total time pieces of advice are compared.
 _EPOCHS = 10
 _PARTS = {
     "read": "reading",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HELD_OUT = {"train": 0.8, "val": 0.2}
 """Shares of the splits of a source that is not split."""
 
-# Images whose longer side is at most this keep their size if all have the same size.
+# Maximum longer side, in pixels, of images that keep their size if all have the same size.
 _LARGEST_KEPT = 96
 _SIDES = {"cuda": 224, "cpu": 128}
 _MULTIPLE = 8

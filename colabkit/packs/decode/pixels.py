@@ -40,7 +40,7 @@ and 23.
 """
 
 
-# Pillow distinguishes these formats itself.
+# Formats that Pillow may decode and distinguishes itself.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # Packages with HEIF decoders for Pillow; the second has no encoder.
 _HEIF_PACKAGES = ("pillow_heif", "pi_heif")

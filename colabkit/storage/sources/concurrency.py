@@ -31,10 +31,10 @@ _HELD_BYTES = 64 << 20
 _HELD_CALLS = 4096
 _MEASURED_CALLS = 8
 _MEASURED_S = 3e-3
-# Calls that compute for at least this long usually release the interpreter lock, so threads speed them up.
+# Seconds of computing from which calls usually release the global interpreter lock, so that threads speed them up.
 _LONG_CALL_S = 1e-3
 _TICK_S = 0.25
-# Time to wait on exit for running calls that may hang; slower calls continue in their daemon threads.
+# Seconds to wait on exit for running calls that may hang; slower calls continue in their daemon threads.
 _GRACE_S = 1.5
 _THREADS = "colabkit-read"
 

@@ -28,7 +28,8 @@ from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 # The source's resolved root folder, followed by the resolved targets of the shortcuts along a path.
 _Chain: TypeAlias = tuple[str, ...]
 _SHORTCUT_DEPTH = 8
-# Use small batches, so that the first files can be read while others are still being examined.
+# Number of files whose sizes are read in one call; small, so that the first files can be read while others are
+# examined.
 _STATS_AT_ONCE = 10
 _LISTED_AT_ONCE = 16
 

@@ -46,13 +46,13 @@ MOST_MEMBERS = 10_000_000
 MOST_LISTINGS = 6
 """Maximum number of listings of a folder on a mount, which may leave names out, until two of them agree."""
 
-# Inflated photos are a few percent larger than their archive, and zip bombs thousands of times as large.
+# Maximum size of members relative to their archive: photos grow by a few percent, and zip bombs thousands of times.
 _INFLATION = 200
 _INFLATION_SLACK_BYTES = 1 << 30
 
 _LIST_AGAIN = "Try again, or create a new FileDataset, to list the source again"
 
-# Matches a path without empty parts and without parts that start with a dot.
+# A path without empty parts and without parts that start with a dot.
 _PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")
 
 H = TypeVar("H")

@@ -45,7 +45,7 @@ _SHOWN = 20
 _PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img_path")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
-# By default, pandas also treats words such as NA and None as missing, but they may be labels.
+# Texts of missing cells. The defaults of pandas include words such as NA and None, which may be labels.
 _MISSING_CELLS = ["", "nan", "NaN"]
 
 

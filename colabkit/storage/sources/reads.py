@@ -30,7 +30,7 @@ _SHARED_OPEN_S = 2.0
 # Coarse clocks, such as those of FAT and of some SMB and FUSE mounts, tick every 2 s or less, at multiples of 0.1 s.
 # Those of other file systems tick with the kernel's timer, at least 100 times a second.
 _TICK_NS, _COARSE_TICK_NS, _COARSE_UNIT_NS = 10_000_000, 2_000_000_000, 100_000_000
-# No clock is this far ahead, so a later time was set by a program.
+# A modification time further in the future than this was set by a program, since no clock is so far ahead.
 _MOST_AHEAD_NS = 86_400 * 10**9
 
 
@@ -312,7 +312,7 @@ def pread_all(fd: int, size: int, offset: int) -> bytes:
     return data
 
 
-# With O_NONBLOCK, opening does not block if a pipe has replaced the file.
+# Use O_NONBLOCK, so that opening does not block if a pipe has replaced the file.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 

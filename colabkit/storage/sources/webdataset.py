@@ -29,7 +29,7 @@ from colabkit.storage.sources.tar_stream import TarStream, compression_of, tar_m
 _NUMBERS, _TEXTS, _JSON = frozenset({"cls"}), frozenset({"txt", "text"}), frozenset({"json"})
 _COLUMNS = _NUMBERS | _TEXTS | _JSON
 _KNOWN = _COLUMNS | {*IMAGE_EXTENSIONS, "npy"}
-# Like `base_plus_ext` in the webdataset package, but rejects empty stems and extensions.
+# Splits a name like `base_plus_ext` of the webdataset package, but rejects empty stems and extensions.
 _MEMBER = re.compile(r"((?:.*/|)[^./][^./]*)[.]([^/]+)", re.DOTALL)
 # Names of metadata members, which belong to no sample; the webdataset package ignores them too.
 _META = re.compile(r"(^|/)__[^/]*__($|/)")

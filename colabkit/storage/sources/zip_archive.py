@@ -31,9 +31,9 @@ from colabkit.storage.sources.items import (
     unknown_item,
 )
 
-# Larger members are streamed, and so are all members that are compressed with bzip2 or LZMA.
+# Maximum size in bytes of members that are inflated in one piece, unless they are compressed with bzip2 or LZMA.
 _INFLATE_BYTES = 64 << 20
-# Signature, then the lengths of name and extra field.
+# Local file header: the signature, and the lengths of the name and of the extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
 _UTF8 = 1 << 11

@@ -53,7 +53,7 @@ from colabkit.training.checkpoints.snapshots import ContentCopier
 
 logger = logging.getLogger("colabkit")
 
-# Approximate size of a file without its tensors.
+# Approximate size in bytes of a checkpoint file without its tensors.
 _HEADER_BYTES = 1 << 20
 
 
