@@ -309,7 +309,7 @@ class Lab:
         self.start("apputils:change-theme", theme=f"JupyterLab {theme}")
         is_light = str(theme == "Light").lower()
         self.page.wait_for_function(f"document.body.dataset.jpThemeLight === '{is_light}'")
-        # JupyterLab covers the page while it loads a theme.
+        # Wait, because JupyterLab covers the page while it loads a theme.
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
         self.page.evaluate(_PAINTED)
 

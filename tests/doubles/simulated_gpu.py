@@ -395,7 +395,7 @@ class SimulatedGpu(TorchFunctionMode):
             "memory_allocated": lambda *_: self.allocated,
         }.items():
             monkeypatch.setattr(cuda, name, value)
-        # The cached streams of the process would outlive this GPU.
+        # Replace the cached streams of the process, which would outlive this GPU.
         monkeypatch.setattr(device, "_copy_stream", functools.cache(torch.cuda.Stream))
         idle_streams = device_decoder._idle_streams.__wrapped__
         monkeypatch.setattr(device_decoder, "_idle_streams", functools.cache(idle_streams))

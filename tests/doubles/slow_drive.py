@@ -187,7 +187,7 @@ class Drive:
         return 0
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        # Concurrent writes to a memfd overwrite each other.
+        # Lock, because concurrent writes to a memfd overwrite each other.
         with self._lock:
             os.write(self._log, os.fsencode(path) + b"\0")
         try:
