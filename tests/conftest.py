@@ -122,7 +122,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Set `COLABKIT_LOCAL` to a new folder, which is deleted after the test."""
-    # mktemp() would list the folders of all previous tests.
+    # Do not use mktemp(), which would list the folders of all previous tests.
     folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
     folder.mkdir()
     monkeypatch.setenv("COLABKIT_LOCAL", str(folder))

@@ -104,7 +104,7 @@ def test_pictures_show_a_bar_for_each_system(load: Callable[[str], ModuleType], 
 
 
 def check(guard: ModuleType, monkeypatch: pytest.MonkeyPatch, *ratios: list[float]) -> None:
-    """Run the guard with these ratios in its first and second measurement; the floor is 0.5."""
+    """Run the guard with the given ratios in its first and second measurement; the floor is 0.5."""
     coming = iter(ratios)
     monkeypatch.setattr(guard, "measure", lambda name, rounds: (found := next(coming), [1.0] * len(found)))
     monkeypatch.setattr(guard, "WORKLOADS", {"loader": None})

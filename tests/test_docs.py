@@ -79,7 +79,7 @@ def test_links_lead_to_existing_files_and_headings() -> None:
 
 
 def test_pages_do_not_link_out_of_the_documentation() -> None:
-    # The built site does not contain other files.
+    # Files outside docs/ are not part of the built site.
     outside = [
         f"{name_of(page)}: {path}"
         for page in PAGES[1:]

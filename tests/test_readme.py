@@ -20,8 +20,8 @@ MOST_WORDS = 1200
 def words_in(text: str) -> int:
     """Return the number of words that a reader reads.
 
-    Code blocks, HTML comments, tags and the addresses of links do not count. Everything else does, tables, headings and
-    inline code included; a word is a run of characters between spaces that contains a letter or a digit.
+    Code blocks, HTML comments, tags and the addresses of links are excluded. Everything else counts, including tables,
+    headings and inline code; a word is a run of characters between spaces that contains a letter or a digit.
     """
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->|<[^>]*>|\]\([^)]*\)", " ", text, flags=re.DOTALL)

@@ -25,9 +25,9 @@ from colabkit.foundation.units import format_things, parse_duration
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Similarity above which one of two names is probably a misspelling of the other.
+# Similarity above which a name is probably a misspelling of another.
 _SIMILAR = 0.75
-# Public modules of classes whose calls are checked.
+# Public modules that contain the classes whose calls are checked.
 _NAMESPACES = ("augment", "sampler")
 _FLAG_TYPES = ("bool", "bool_", "int")
 # Names of arguments that are common elsewhere, with the names that the user may mean, in order of preference.
@@ -91,7 +91,7 @@ def check_callable(
         try:
             signature = inspect.signature(value)
         except (TypeError, ValueError):
-            # Some functions written in C do not describe their parameters.
+            # Accept functions written in C that do not describe their parameters.
             return
         try:
             signature.bind(*[None] * (count if takes else 0))
@@ -200,13 +200,13 @@ def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a real number that is finite as a float; booleans do not count."""
+    """Return whether a value is a real number that is finite as a float; booleans are excluded."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
         return math.isfinite(value)
     except OverflowError:
-        # The integer is too large for a float.
+        # An integer may be too large for a float.
         return False
 
 
@@ -244,7 +244,7 @@ def checked_call(**instead: Text) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return function(*args, **kwargs)
             except TypeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    # The function itself, or code that it called, raised the error.
+                    # The call was valid; the function itself, or code that it called, raised the error.
                     raise
             raise InvalidOption(_wrong_call(function, args, kwargs, instead))
 
@@ -257,7 +257,7 @@ def interruptible(work: str, then: str) -> Callable[[Callable[P, R]], Callable[P
     """Return a decorator that turns `KeyboardInterrupt` into `Interrupted`, which a notebook shows as one line.
 
     Args:
-        work: noun for what the function does, such as `"Staging"`.
+        work: name of the function's activity, such as `"Staging"`.
         then: sentences about what is kept and how to continue.
     """
 

@@ -169,7 +169,7 @@ def copy_range(fd: int, offset: int, size: int, to_fd: int, to_offset: int, path
         try:
             copied = os.copy_file_range(fd, to_fd, size, offset, to_offset)
         except (AttributeError, OSError):
-            # This platform or these file systems do not support `copy_file_range`.
+            # The platform or one of the file systems does not support `copy_file_range`.
             block = os.pread(fd, min(size, _COPY_BYTES), offset)
             copied = os.pwrite(to_fd, block, to_offset)
         if not copied:
@@ -263,7 +263,7 @@ def create_hdf5(path: Path) -> Iterator[h5py.File]:
     """
     import h5py
 
-    # Datasets of a page or more start at a page boundary, so that memory maps and int64 views are aligned.
+    # Let datasets of a page or more start at a page boundary, so that memory maps and int64 views are aligned.
     page = HDF5_USER_BLOCK_BYTES
     with _Hdf5Writes(create(path), path) as writes:
         try:

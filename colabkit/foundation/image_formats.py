@@ -25,7 +25,7 @@ class FileFormat:
     package: str = "--upgrade pillow"
 
 
-# WebDataset sources prefer the formats in this order.
+# All formats, in the order in which WebDataset sources prefer them.
 FORMATS = (
     FileFormat("JPEG", ("jpg", "jpeg", "jfif", "mpo"), rb"\xff\xd8\xff"),
     FileFormat("PNG", ("png",), rb"\x89PNG\r\n"),

@@ -17,7 +17,7 @@ LOCK = "lock"
 STALLED_S = 120.0
 """If a process has not changed its folder for this many seconds, other processes stop waiting for it."""
 _BUSY_S = 0.2
-# Other processes may remove the folder during each attempt; a limit prevents an endless loop.
+# Maximum number of attempts to lock a folder, since other processes may remove the folder during each attempt.
 _LOCK_TRIES = 100
 _locks: set[int] = set()
 
@@ -27,8 +27,8 @@ def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable
 
     Args:
         folder: folder that the other process works in.
-        is_busy: returns whether the other process still holds the lock.
-        on_wait: called about five times per second.
+        is_busy: function that returns whether the other process still holds the lock.
+        on_wait: function that is called about five times per second.
 
     Returns:
         Whether the other process has finished.

@@ -118,7 +118,7 @@ def _repr(value: object) -> str:
     try:
         return repr(value)
     except ValueError:
-        # Python does not convert integers of thousands of digits to text.
+        # By default, Python refuses to convert integers of thousands of digits to text.
         return f"{type(value).__name__} of thousands of digits"
 
 
@@ -161,7 +161,7 @@ class Words:
 
 
 def _argument(value: Any) -> str:
-    # An argument is never cut, so that the call can be copied and run.
+    # Never shorten an argument, so that the call can be copied and run.
     return "..." if value is ... else _repr(value)
 
 

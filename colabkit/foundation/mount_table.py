@@ -152,7 +152,7 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
     if chosen := os.environ.get("COLABKIT_DRIVE"):
         point, root = chosen, chosen
         holding = mount_holding(os.path.abspath(chosen), table)
-        # Without this check, a typo would create a new folder.
+        # Check this, because a typo would otherwise create a new folder.
         if (holding is None or not holding.is_remote) and not os.path.isdir(chosen):
             found = f"the environment variable COLABKIT_DRIVE is {chosen!r}, which is not a folder"
             raise NotMounted(cannot(act, found, "", "Mount that folder, or set COLABKIT_DRIVE to another one"))

@@ -33,7 +33,7 @@ _PARTIAL = re.compile(
 # Partials from other machines, or from before a restart, are removed after this time, since nothing shows whether their
 # processes have ended.
 _FOREIGN_PARTIAL_S = 24 * 3600.0
-# Limits of attempts, which prevent endless loops.
+# Maximum numbers of attempts, which prevent endless loops.
 _MOST_COLLISIONS, _MOST_RENAMES = 3, 100
 
 
@@ -388,7 +388,7 @@ def is_running(maker: str) -> bool | None:
 
 def _boot_id() -> str:
     try:
-        # A PID is unique only within its namespace: containers share the boot ID of the machine.
+        # Containers share the machine's boot ID, and a PID is unique only within its PID namespace.
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
         text = os.uname().nodename
@@ -402,5 +402,5 @@ def _start_time(pid: int) -> str:
     except OSError:
         return "0" if pid == os.getpid() or not Path("/proc").is_dir() else "gone"
     fields = stat.rpartition(")")[2].split()
-    # A process that ended, but whose parent has not collected its exit status, is a zombie.
+    # State Z is a zombie: the process has ended, but its parent has not collected its exit status.
     return "gone" if fields[0] == "Z" else fields[19]

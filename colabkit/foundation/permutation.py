@@ -35,7 +35,7 @@ _ROUNDS = 8
 _SORTED_UP_TO = 1 << 16
 _INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
 _RANDOM_BITS = np.array(~_INDEX_BITS)
-# Up to this size, numbers are sorted, since the network would return some permutations too often.
+# Up to this size, random words are sorted, since the network would return some permutations too often.
 _EACH_SORTED_UP_TO = 32
 # Maximum number of columns for which tables are used. Larger tables take milliseconds and megabytes to build, and make
 # permutations only a third faster.

@@ -21,7 +21,7 @@ from colabkit.foundation.messages import Text, cannot, option
 from colabkit.foundation.mount_table import mount_holding, mounts
 from colabkit.foundation.units import format_seconds
 
-# A killed child that still exists after this time is probably blocked in the kernel, where signals have no effect.
+# Seconds to wait for a killed child to end; afterwards it is probably blocked in the kernel, immune to signals.
 _GRACE_S = 1.0
 _TICK_S = 0.2
 
@@ -103,7 +103,7 @@ def run(
                     for text in whole:
                         on_line(text.decode("utf-8", "replace"))
                 elif child.poll() is not None:
-                    # The program has ended, but one of its children keeps the output open.
+                    # Stop reading: the program has ended, but one of its children keeps the output open.
                     break
         return ProcessResult(child.returncode, output.decode("utf-8", "replace"))
     finally:

@@ -28,14 +28,14 @@ from colabkit.foundation.units import (
 )
 
 _REDRAWN_S = 0.2
-# Shorter operations show no bar.
+# Seconds after which an operation shows a bar.
 _SHOWN_AFTER_S = 0.5
-# The speed is the mean over this number of redraws.
+# Number of redraws over which the speed is averaged.
 _MEASURED_REDRAWS = 25
 SECONDS = " s"
 """Unit of operations that count seconds, such as a wait."""
 
-# A bar reports a stall after this time without progress.
+# Seconds without progress after which a bar reports a stall.
 _STILL_S = 2.0
 
 
@@ -76,7 +76,7 @@ Show: TypeAlias = Callable[[Progress | None], None]
 
 # The open panels; see `offer_view`.
 _offers: list[Callable[[], Show | None]] = []
-# Panels belong to the parent process.
+# In a fork, drop the panels, because they belong to the parent process.
 os.register_at_fork(after_in_child=_offers.clear)
 
 
@@ -84,9 +84,9 @@ def offer_view(offer: Callable[[], Show | None]) -> Callable[[], None]:
     """Let a panel show the progress of later operations, until the returned function is called.
 
     Args:
-        offer: called when an operation begins; returns a function that shows its progress, or None to leave it to a
-            bar. The function is called when the operation begins, at most a few times per second while it continues,
-            and with None when it ends.
+        offer: function that is called when an operation begins, and returns a function that shows the progress, or None
+            to show a bar instead. The returned function is called when the operation begins, at most a few times per
+            second while it continues, and with None when it ends.
     """
     _offers.append(offer)
 
@@ -120,7 +120,7 @@ class _Bar:
                 if progress.seconds >= _SHOWN_AFTER_S:
                     self._is_drawn = True
                     self._screen.paint(_BarFrame(progress, self._measured[0]), final=False)
-        # The operation does not depend on its display.
+        # Ignore errors of the display, which must not stop the operation.
         except Exception:
             self._thread = -1
 
@@ -167,7 +167,7 @@ class _BarFrame:
 
 
 class _LastFrame:
-    """What a notebook keeps of an operation: one line of text."""
+    """The frame that a notebook keeps after an operation: one line of text."""
 
     def __init__(self, progress: Progress) -> None:
         self.text = self.line = f"{printable(progress.action)}: {progress.count} in {format_seconds(progress.seconds)}"

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from colabkit.foundation.messages import PYTHON, Words
 
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
-# Cells of up to this many characters, such as numbers with units, are not wrapped; longer ones, such as paths, are.
+# Maximum number of characters of cells that are not wrapped, such as numbers with units, unlike paths.
 _SHORT = 24
 
 
@@ -73,7 +73,7 @@ class Report(ABC):
         """Return the rows of the table, each a name and its values."""
 
     def _header(self) -> tuple[str, ...]:
-        """Return the names of the columns; empty if the rows explain themselves."""
+        """Return the names of the columns; empty if the rows need no header."""
         return ()
 
     @property

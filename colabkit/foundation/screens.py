@@ -1,4 +1,4 @@
-"""Screens, on which panels and progress are shown, and their choice for the front end that runs the code.
+"""Screens, which show panels and progress, and the choice of a screen for the front end that runs the code.
 
 A front end shows an output that is updated (Jupyter, Colab, Kaggle, VS Code, marimo), redraws lines (a terminal), or
 only appends text (a pipe, a log, the shell of an agent, Colab's command line). `choose_screen` is the only place that
@@ -25,12 +25,12 @@ VARIABLE = "COLABKIT_SCREEN"
 """Environment variable with the name of the screen that `"auto"` stands for."""
 
 _LINE_EVERY_S, _LINES_UNTIL_S = 10.0, 60.0
-# The lines before the last one.
+# Maximum number of bytes of all lines before the last one.
 _MOST_BYTES = 1200
 
 
 class Frame(Protocol):
-    """What is shown at one instant, in the form that a screen needs."""
+    """The content at one instant, in each form that a screen may need."""
 
     @property
     def html(self) -> str:
@@ -157,11 +157,11 @@ class LineScreen:
         self._next_s = now_s + (_LINE_EVERY_S if passed_s < _LINES_UNTIL_S else passed_s)
         line = f"{_encodable(frame.line, self._stream)}\n"
         size = len(line.encode())
-        # The last frame of a run may have been printed when it was due.
+        # Do not print the last frame of a run twice.
         if frame.line and line != self._printed and (final or size <= self._left_bytes):
             self._printed = line
             self._left_bytes -= size
-            # The reader of a pipe may have ended, and a disk may be full, which must not stop the run.
+            # The run must continue even if the reader of a pipe has ended or a disk is full.
             with contextlib.suppress(OSError):
                 self._stream.write(line)
                 self._stream.flush()

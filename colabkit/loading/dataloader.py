@@ -137,7 +137,8 @@ class _PlannedBatch(list[int]):
         self.start = start
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The iteration exists only in this process. If pickling failed, torch would wait for the batch forever.
+        # Leave out the iteration, which exists only in this process. If pickling failed instead, torch would wait
+        # forever for the batch.
         return type(self), (list(self), None, self.number, self.start)
 
 
@@ -175,7 +176,7 @@ class _PlannedDataset(Dataset[Any]):
 
         def __getattr__(self, name: str) -> Any:
             if name == "_samples":
-                # Unpickling looks up attributes before it sets `_samples`.
+                # Avoid endless recursion: unpickling looks up attributes before it sets `_samples`.
                 raise AttributeError(name)
             return getattr(self._samples, name)
 

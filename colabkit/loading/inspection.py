@@ -155,7 +155,7 @@ def path_of(dataset: Any) -> str | None:
     """Return the path of a dataset's samples, including torchvision's datasets and views; None if unknown."""
     try:
         return _path_of(dataset)
-    # Properties of custom datasets may raise anything.
+    # Properties of custom datasets may raise any exception.
     except Exception:
         return None
 
@@ -178,7 +178,7 @@ def name_of(dataset: Any, index: int) -> str:
     """Return the name or the path of a sample; empty if the dataset has no names."""
     try:
         return _name_of(dataset, index)
-    # Custom datasets may raise anything, and the name is needed while another error is reported.
+    # Ignore any exception of a custom dataset, because the name is needed to report another error.
     except Exception:
         return ""
 

@@ -55,7 +55,7 @@ from colabkit.loading.engine.user_code import (
 from colabkit.loading.inspection import name_of, note_image_size
 from colabkit.loading.sampler.orders import Order
 
-# Number of batches between calls of `settle`. Until then, a GPU's clock keeps the events of all steps.
+# Number of batches between calls of `settle`; until a call, a GPU clock keeps the events of all steps.
 _SETTLED_EVERY = 64
 
 
@@ -124,7 +124,8 @@ class Loader(DataLoaderSource):
     Raises:
         InvalidOption: if an argument is invalid.
         BadImage: if an image cannot be decoded and `on_bad` is `"raise"`, or if no image of an epoch can be decoded.
-        Corrupt: during iteration, or at once for samples in GPU memory, if a sample of a pack does not match its CRC.
+        Corrupt: during iteration, or immediately for samples in GPU memory, if a sample of a pack does not match its
+            CRC.
         SourceChanged, BadArchive, FileFailed, TimedOut: during iteration, if a file of a `FileDataset` cannot be read.
         LoaderFailed: during iteration, if a worker process dies, or if your code fails; its error is then the cause.
 
@@ -428,7 +429,7 @@ class Loader(DataLoaderSource):
         return f"transforming {describe_samples(draws.epoch, indices, partial(name_of, self.dataset))}"
 
     def _is_end(self, samples: int) -> bool:
-        """Return whether no batch is left after this many samples; raise `InvalidOption` if samples would be lost."""
+        """Return whether no batch is left after `samples` samples; raise `InvalidOption` if samples would be lost."""
         self._check_counts("resume the Loader", self._share(), samples)
         return not self._planner().batches(samples)
 

@@ -32,7 +32,7 @@ StateSeen: TypeAlias = Literal["running", "silent", "dead", "finished", "stopped
 
 # A run counts as silent when its status is overdue by this many writes and this many more seconds.
 _MISSED, _GRACE_S = 3, 5.0
-# Drive may show a new file this many seconds late on another machine.
+# Seconds by which Drive may delay a new file on another machine.
 _DELAY_S = 60.0
 _LOOK_S = 1.0
 _SHOWN_VALUES = 4

@@ -157,7 +157,7 @@ def _given(namespace: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Non
 
 
 def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, Any], given: set[str]) -> colabkit.Loader:
-    """Return the `Loader` with this name, or a new `Loader` for the pack or dataset with this name or path."""
+    """Return the `Loader` with the given name, or a new `Loader` for the pack or dataset with that name or path."""
     found = _named(namespace, name)
     flags = [one.flag for one in LOADING if one.name in given]
     if isinstance(found, colabkit.Loader):
@@ -187,7 +187,7 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
 
 
 def _named(namespace: Mapping[str, Any], name: str) -> Any:
-    """Return the variable of this name; if there is none, or only a function, class or module, the name as a path."""
+    """Return the variable named `name`; if there is none, or only a function, class or module, the name as a path."""
     found = namespace.get(name, name)
     return name if isinstance(found, ModuleType | FunctionType | type) else found
 
@@ -198,7 +198,7 @@ def _opened(namespace: Mapping[str, Any], path: str) -> colabkit.Pack:
     except SourceMissing:
         if not path.isidentifier():
             raise
-        # An identifier is more likely a misspelled variable, so raise the error that suggests similar names.
+        # An identifier is probably a misspelled variable, so raise the error that suggests similar names.
         look_up_in(namespace, path)
         raise
 

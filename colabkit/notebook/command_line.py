@@ -141,7 +141,7 @@ def _print(text: str, stream: TextIO | None) -> None:
 def _failed(error: BaseException, verb: Verb | None, is_json: bool, status: int) -> int:
     fields: dict[str, Any]
     if isinstance(error, OneLineError):
-        # The message names Python arguments only if the user's file made the call.
+        # Name Python arguments in the message only if the user's file made the call.
         if verb is not None and _of_the_user(error.__traceback__) is None:
             error.words = LineWords(verb, _PREFIX)
         fields = error.to_dict()

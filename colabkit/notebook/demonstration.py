@@ -59,7 +59,8 @@ _NAIVE_BATCHES = 8
 _NAIVE_WORKERS = 2
 _NAIVE_S = 10.0
 _PEEKED = 32
-# Images with a longer side, or of different sizes, are resized to 64x64 so that the demo ends soon.
+# Maximum side of images that keep their size; larger images, or those of different sizes, are resized to 64x64 to save
+# time.
 _LARGEST_KEPT = 96
 _SIZE = (64, 64)
 _FRACTIONS = {"train": 0.8, "test": 0.2}

@@ -1,4 +1,4 @@
-"""A hint below a cell whose loop gave unscaled images of a Loader to a model, because torch's error names no remedy."""
+"""A hint below a cell that passed unscaled images of a Loader to a model, because torch's error names no remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hint_after_errors(shell: InteractiveShell) -> Callable[[], None]:
 
     def explain(result: ExecutionResult) -> None:
         error = result.error_in_exec
-        # Before the first Loader, the images cannot come from one.
+        # Do nothing before the first Loader exists, since the images cannot come from one.
         if not isinstance(error, RuntimeError) or "colabkit.loading.loader" not in sys.modules:
             return
         from colabkit.training import is_of_bytes

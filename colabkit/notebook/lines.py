@@ -201,7 +201,8 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
     offered = _fitting(found, typed, symbol)
     if option.kind in _PATHS:
         offered += _fitting(list_paths(_plain(typed)), typed, symbol)
-        # Without completions, IPython would list files in this process, and a dead mount would block it.
+        # Return a completion in any case: without one, IPython would list files in this process, and could hang on a
+        # dead mount.
         return offered or [symbol]
     return offered
 

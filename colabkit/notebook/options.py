@@ -51,7 +51,7 @@ class VerbParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidOption`."""
-        # argparse names the argument first: "argument --size: 'big' is not a number".
+        # Remove the argument's name, with which argparse begins: "argument --size: 'big' is not a number".
         found = message.removeprefix("argument ").replace(": ", " ", 1) if message.startswith("argument ") else message
         # IPython refuses a cell magic without a cell, so the line magic shows the help.
         raise InvalidOption(cannot(f"run {self.prog}", found, "", f"See {self.prog.replace('%%', '%')} --help"))
@@ -212,7 +212,7 @@ def _can_be_diagnosed(value: Any) -> bool:
     try:
         return isinstance(value, TrainReport) or (not isinstance(value, type | GenericAlias) and may_be_loader(value))
     except Exception:
-        # Some objects raise when their attributes are read, such as a closed HDF5 dataset.
+        # Reading attributes of some objects raises, for example of a closed HDF5 dataset.
         return False
 
 

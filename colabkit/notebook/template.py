@@ -41,7 +41,7 @@ _PACKAGE_FILES = (".ipynb", ".py", ".pyi", ".typed", ".zip")
 # The earliest time that a zip archive can store.
 _TIME = (1980, 1, 1, 0, 0, 0)
 _WHEEL = "Wheel-Version: 1.0\nGenerator: colabkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-# Editors slow down on very long lines, and a cell of many lines is tall in front ends that cannot hide it.
+# Characters per line of the wheel. Longer lines slow down editors, and shorter ones make the visible cell taller.
 _LINE_CHARS = 16_000
 
 
@@ -212,7 +212,7 @@ def _metadata(installed: Distribution) -> dict[str, bytes]:
         found["entry_points.txt"] = commands.encode()
     for file in installed.files or ():
         if file.name == "LICENSE":
-            # The metadata beside the source code names the file there.
+            # The metadata beside the source code uses this file name.
             found["licenses/LICENSE"] = file.read_binary()
     return dict(sorted(found.items()))
 

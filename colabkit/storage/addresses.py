@@ -18,9 +18,9 @@ FSSPEC = "fsspec"
 
 _EXPECTED = "a Drive ID or link, an https address or an fsspec URL"
 _SHOWN_CHARS = 300
-# File systems allow names of up to 255 bytes; leave room for suffixes that programs add.
+# Maximum length of a name: file systems allow 255 bytes, and programs add suffixes.
 _NAME_BYTES = 200
-# Known IDs have 28, 33 or 44 characters; gdown also requires at least 25.
+# A Drive ID. Known IDs have 28, 33 or 44 characters; gdown also requires at least 25.
 _DRIVE_ID = re.compile(r"[-\w]{25,}", re.ASCII)
 _DRIVE_HOSTS = frozenset({"drive.google.com", "docs.google.com", "drive.usercontent.google.com"})
 _DRIVE_PATHS = (
@@ -28,7 +28,7 @@ _DRIVE_PATHS = (
     (DRIVE_FILE, re.compile(r"/d/([-\w]+)", re.ASCII)),
 )
 _DRIVE_FOLDER_PAGES = ("folderview", "embeddedfolderview")
-# Links that export a Google document download an ordinary file, so they count as web addresses.
+# Links that export a Google document; they count as web addresses, because they download an ordinary file.
 _EXPORT = re.compile(r"/(export|pub)$")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(://|::)")
 _LOCAL = frozenset({"file", "local"})

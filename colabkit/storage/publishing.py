@@ -54,7 +54,7 @@ MOVED_BLOCK_BYTES = 4 << 20
 SLOWEST_BYTES_S = 10e6
 """Slowest expected rate in bytes/s. Some mounts upload a file when it is closed and do not respond meanwhile."""
 
-# Slowest expected rate, in files/s, for removing a replaced folder. The removal counts as one operation of the mount.
+# Minimum expected rate, in files/s, for removing a replaced folder, which counts as one operation of the mount.
 _SLOWEST_FILES_S = 10.0
 # Maximum number of abandoned threads for a mount; each holds memory as long as the mount hangs.
 _MOST_ABANDONED = 3
@@ -271,8 +271,11 @@ class _Publication:
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         if final.is_dir() and (other := self._other_file(final, moved)):
             found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"
-            next_step = "If the folder is an earlier copy of the source, remove it and try again; otherwise publish to "
-            next_step += "a new path" if self.is_inside else f"{str(final / local.name)!r} with a slash at the end"
+            other_path = "a new path" if self.is_inside else f"{str(final / local.name)!r} with a slash at the end"
+            next_step = (
+                "If the folder is an earlier copy of the source, remove it and try again; "
+                f"otherwise publish to {other_path}"
+            )
             raise TargetExists(cannot(self.act, found, "a new path, or a folder without other files", next_step))
         return final
 

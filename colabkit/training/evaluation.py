@@ -229,7 +229,7 @@ def _rows_in(outputs: Any) -> int:
 def _joined(outputs: list[Any]) -> Any:
     first = outputs[0] if outputs else None
     if isinstance(first, Tensor):
-        # `squeeze()` in a model also removes the batch dimension if the last batch has a single sample.
+        # Restore the batch dimension, which `squeeze()` in a model removes from a last batch of one sample.
         return torch.cat([output if output.dim() else output[None] for output in outputs])
     if isinstance(first, Mapping):
         return {name: _joined([output[name] for output in outputs]) for name in first}

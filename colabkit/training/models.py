@@ -58,7 +58,7 @@ def plain(part: Any) -> Any:
     return part
 
 
-# The classes of sharded models and tensors, by Python module. As long as a module is not imported, no instances exist.
+# Classes of sharded models and tensors by Python module; if a module is not imported, no instances exist.
 _SHARDED = {
     "torch.distributed.fsdp": "FullyShardedDataParallel",
     "torch.distributed.tensor": "DTensor",

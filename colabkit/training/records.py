@@ -254,8 +254,8 @@ class ValueRecorder:
     Args:
         curve: curve of the run.
         means: means of the epoch so far.
-        must_be_finite: whether a NaN or infinity is an error. Numbers on the CPU are checked at once; numbers on other
-            devices are checked when they are read, since each check would wait for the device.
+        must_be_finite: whether a NaN or infinity is an error. Numbers on the CPU are checked immediately; numbers on
+            other devices are checked when they are read, since each check would wait for the device.
         complete: function that is called before values are stacked, and adds pending values to the mappings of earlier
             steps.
     """

@@ -308,7 +308,7 @@ class TrainingRun:
         self._is_saved = False
         begun.steps += 1
         begun.samples += samples
-        # Remember the position now, because batches that are received later but not trained on must not count.
+        # Remember the position now, because batches that are received later but not trained on must be excluded.
         self._trained = self.loader.received
         judge = self.judge
         if judge.score is not None:

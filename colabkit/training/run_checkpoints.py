@@ -284,7 +284,7 @@ class RunCheckpoints:
             try:
                 self.checkpoints.finish()
             except (NotEnoughSpace, FileFailed, TimedOut) as error:
-                # An error would lose the report of a complete training; `failures` lists the reason.
+                # Do not raise, because that would lose the report of a complete training; `failures` lists the reason.
                 newest = self.checkpoints.latest
                 rest = "there is no earlier one" if newest is None else f"the newest one is {str(newest)!r}"
                 logger.warning("the last checkpoint is not saved, and %s: %s", rest, str(error).splitlines()[0])

@@ -169,7 +169,7 @@ def read_status(folder: Path) -> FoundStatus:
         if other and not (saved and saved.run == other.run and saved.beat >= other.beat):
             saved = other
     if saved is not None and not saved.is_over and partials.is_running(saved.owner):
-        # While the run is alive, its status names its newest checkpoint, so that nothing waits for the mount.
+        # While the run is alive, use the checkpoint that its status names, so that nothing waits for the mount.
         return FoundStatus(saved, saved.checkpoint_step)
     return FoundStatus(saved, checkpoints.newest_step())
 

@@ -172,7 +172,7 @@ class Validator:
         return self._patience is not None and self.waited >= self._patience
 
     def is_due(self, step: int) -> bool:
-        """Return whether a validation is due after a step; a validation at the end of an epoch does not count."""
+        """Return whether a validation is due after a step; a validation at the end of an epoch is ignored."""
         return self._function is not None and self._every is not None and step % self._every == 0
 
     def moved(self) -> None:
@@ -276,7 +276,7 @@ class StopRequests:
         self.strength = max(self.strength, strength)
 
     def request(self, reason: Reason) -> None:
-        """Record a request to stop for this reason."""
+        """Record a request to stop for the given reason."""
         self.note(_REASONS.index(reason) + 1)
 
     def __enter__(self) -> Self:
@@ -314,7 +314,7 @@ class StopRequests:
     def begin_wait(self, may_end: bool) -> None:
         """Let a signal or the deadline raise `WaitInterrupt` until the attribute `may_end` is reset.
 
-        A recorded signal, or a deadline less than `reserve_s` away, raises it at once. If the argument `may_end` is
+        A recorded signal, or a deadline less than `reserve_s` away, raises it immediately. If the argument `may_end` is
         False, or other processes also train, this does nothing.
         """
         if not may_end or self._waits_for_others:

@@ -33,7 +33,7 @@ logger = logging.getLogger("colabkit")
 LOCAL_S, REMOTE_S = 4.0, 30.0
 """Seconds between two writes to a local disk, and to a mount such as Drive."""
 
-# Time to wait for the training thread to hand over the values of a step.
+# Seconds to wait for the training thread to hand over the values of a step.
 _VALUES_S = 0.5
 _EPOCHS, _STEPS, _HOSTS, _HOSTS_S = 100, 128, 15, 60.0
 _BEATS = 16

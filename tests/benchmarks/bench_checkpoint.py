@@ -48,7 +48,7 @@ def folder_of(bench: Bench) -> Path:
 
 
 def made(megabytes: int) -> dict[str, Any]:
-    """Return tensors like the states of a model and of Adam, with this total size."""
+    """Return tensors like the states of a model and of Adam, with the given total size."""
     sizes = [1 + number % 6 for number in range(LAYERS)]
     unit = megabytes * 1_000_000 // (4 * 3 * sum(sizes))
     model = {f"layer{number}.weight": torch.randn(size * unit) for number, size in enumerate(sizes)}

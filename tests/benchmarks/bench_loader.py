@@ -98,7 +98,7 @@ class LoaderBench(Bench):
         return target
 
     def photo_files(self, times: int) -> Path:
-        """Return a folder that contains each photo this many times."""
+        """Return a folder that contains each photo the given number of times."""
         plain, target = extract_photos(self.photo_archive, self.folder / "photos"), self.folder / f"photos-{times}"
         if not target.is_dir():
             for folder in sorted(plain.iterdir()):
@@ -140,7 +140,7 @@ class LoaderBench(Bench):
         found = child(words, DEADLINE_S)
         if "missing" in found and not is_peer:
             self.failed.append(f"{action}, {row.system}: {found['missing']}")
-        # Some systems repeat or omit a few samples.
+        # Allow a difference of 2%, since some systems repeat or omit a few samples.
         if "epochs" in found:
             assert abs(found["samples"] / found["epochs"] / row.samples - 1) < 0.02, (row, found)
         return found
@@ -167,7 +167,7 @@ class LoaderBench(Bench):
 
 
 def link(files: Iterable[Path], folder: Path, times: int) -> None:
-    """Create this many hard links to each file."""
+    """Create the given number of hard links to each file."""
     folder.mkdir(parents=True)
     for path in files:
         for number in range(times):

@@ -85,7 +85,7 @@ class PackingBench(Bench):
             shutil.rmtree(folder)
 
     def run(self, system: str, source: Path, count: int, number: int, warm_up: Path | None = None) -> Found:
-        """Pack this many samples in a new process; round 0 packs `warm_up` if given."""
+        """Pack the given number of samples in a new process; round 0 packs `warm_up` if given."""
         is_warm_up = number == 0 and warm_up is not None
         found = self.checked(system, child(self.command(system, warm_up if is_warm_up else source), DEADLINE_S))
         assert is_warm_up or found.get("samples", count) == count, (system, found, count)

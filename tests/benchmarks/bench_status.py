@@ -120,7 +120,7 @@ def kills(bench: Bench) -> None:
                     except OSError:
                         continue
                     reads, torn = reads + 1, torn + is_torn(text)
-                    # The first checkpoint has the state before the first step.
+                    # Wait for a later checkpoint, since the first one holds the state before the first step.
                     if kill_at is None and not is_torn(text) and is_later(json.loads(text)["checkpoint"]):
                         kill_at = time.monotonic() + draws.uniform(0.1, 1)
                 child.kill()

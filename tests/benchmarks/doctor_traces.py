@@ -124,12 +124,12 @@ WITH_T4 = replace(HOST, gpus=(T4,))
 
 
 def late_every(steps: int, seconds: float) -> Callable[[int, StepTimes], StepTimes]:
-    """Return a `shape` function that makes one of this many steps wait for this many seconds."""
+    """Return a `shape` function that makes one step out of `steps` wait for `seconds` seconds."""
     return lambda number, step: step._replace(wait_s=seconds) if number % steps == steps // 2 else step
 
 
 def long_every(steps: int, seconds: float) -> Callable[[int, StepTimes], StepTimes]:
-    """Return a `shape` function that makes one of this many steps take this many seconds."""
+    """Return a `shape` function that makes one step out of `steps` take `seconds` seconds."""
     return lambda number, step: step._replace(compute_s=seconds) if number % steps == steps // 2 else step
 
 

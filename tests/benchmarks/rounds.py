@@ -197,7 +197,7 @@ class Bench:
             title: title of the table.
             systems: functions by name, each called with the number of the round.
             base: names of the systems that the others are compared with.
-            first: number of the first round; round 0 is a warm-up, whose results do not count.
+            first: number of the first round; round 0 is a warm-up, whose results are ignored.
             often: names of the systems that run three times in each round, because they vary most between processes.
             note: text below the table.
         """

@@ -83,7 +83,7 @@ def pretend_far(patch: pytest.MonkeyPatch, folder: Path) -> Path:
 
 
 def save_again(folder: Path, number: int) -> None:
-    """Save step 20 with this number in its content, as the folder's only checkpoint."""
+    """Save step 20 with the given number in its content, as the folder's only checkpoint."""
     with CheckpointFolder(folder, keep_last=1) as checkpoints:
         checkpoints.save(20, {**content(20), "number": number}, wait=True)
 

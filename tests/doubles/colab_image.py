@@ -94,7 +94,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 
 
 def make_image(folder: Path, versions: Mapping[str, str]) -> Path:
-    """Create a virtual environment in which pip sees these packages, although only their metadata exists.
+    """Create a virtual environment in which pip sees the given packages, although only their metadata exists.
 
     Returns:
         Path of the environment's interpreter.

@@ -10,7 +10,7 @@ runs them in order, in one namespace, in a new folder with some data. The langua
 - `text`, `diff` and `bash` never run. `bash` is for installing and for working on the repository.
 
 A block with a title that begins with "Needs", as in ```` ```python title="Needs a GPU" ````, does not run; readers
-see the title. `<!-- setup`, some Python, and `-->` on lines of their own run code that readers do not see.
+see the title. `<!-- setup`, some Python, and `-->`, on separate lines, run code that readers do not see.
 
 The folder contains `birds/` (48 images in 3 class folders), `birds.zip`, `birds.csv` (columns `path` and `label`), and
 a folder that stands in for Google Drive, with a copy of `birds/`.

@@ -100,12 +100,12 @@ HELD_BY_THREAD = replace(ASLEEP, busiest_thread="refresher", busiest_thread_rate
 
 
 def with_threads(threads: ThreadsSnapshot = THREADS, host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
-    """Return a snapshot of the host with these threads; `changes` replace their fields."""
+    """Return a snapshot of the host with the given threads; `changes` replace their fields."""
     return replace(host, threads=replace(threads, **changes))
 
 
 def stretches_of(*paces: float, samples: int = 64, seconds: float = 10.0) -> tuple[Stretch, ...]:
-    """Return stretches of a run in which a step took these seconds."""
+    """Return stretches of a run in which a step took the given seconds."""
     return tuple(Stretch(round(seconds / pace), round(seconds / pace) * samples, seconds, 0.0) for pace in paces)
 
 
@@ -123,21 +123,21 @@ def steps_of(
     count: int = 100,
     cpu: float | None = None,
 ) -> list[StepTimes]:
-    """Return equal steps with these times in seconds; the first one begins a pass over the data."""
+    """Return equal steps with the given times in seconds; the first one begins a pass over the data."""
     return [StepTimes(wait, copy, compute, other, samples, number == 0, cpu) for number in range(count)]
 
 
 def part(
     name: str, busy_s: float, cpu_s: float = 0.0, wait_s: float = 0.0, size: int = 0, samples: int = 6400
 ) -> PartSnapshot:
-    """Return the snapshot of a loader part with these seconds and this size in bytes per sample."""
+    """Return the snapshot of a loader part with the given seconds and bytes per sample."""
     return PartSnapshot(
         name, samples, size * samples, busy_s * samples, wait_s * samples, samples // 64, busy_s, cpu_s * samples
     )
 
 
 def spent_of(steps: Sequence[StepTimes], **more: Any) -> MetersSnapshot:
-    """Return the snapshot of meters that have timed these steps."""
+    """Return the snapshot of meters that have timed the given steps."""
     counted: dict[str, Any] = {
         "batches": len(steps),
         "samples": sum(step.samples for step in steps),
@@ -180,7 +180,7 @@ def made(
 
 
 def epochs_of(**curves: Sequence[float]) -> list[tuple[int, dict[str, float]]]:
-    """Return epochs with these values, such as `loss=[...], val_loss=[...]`."""
+    """Return epochs with the given values, such as `loss=[...], val_loss=[...]`."""
     return [
         (number, dict(zip(curves, values, strict=True)))
         for number, values in enumerate(zip(*curves.values(), strict=True), 1)

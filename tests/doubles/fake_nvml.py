@@ -146,7 +146,7 @@ class FakeNvml:
 
 
 def fake_torch(devices: list[str], memory: dict[int, tuple[int, int]] | None = None, initialized: bool = True) -> Any:
-    """Return a fake torch with devices of these UUIDs; `memory` maps device numbers to (tensor, reserved) bytes."""
+    """Return a fake torch with devices of the given UUIDs; `memory` maps device numbers to (tensor, reserved) bytes."""
 
     def stats(index: int) -> dict[str, Any]:
         held, reserved = (memory or {}).get(index, (0, 0))

@@ -189,7 +189,7 @@ class FuseMount(_Mount):
         os.kill(self.pid, signal.SIGCONT)
 
     def fail(self, number: int, one_in: int = 1) -> None:
-        """Fail one in `one_in` reads and listings with this errno from now on; `one_in=0` stops the failures."""
+        """Fail one in `one_in` reads and listings with the given errno from now on; `one_in=0` stops the failures."""
         self._numbers[slow_drive.ONE_IN] = one_in
         self._numbers[slow_drive.FAIL] = number
 

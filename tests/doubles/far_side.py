@@ -82,7 +82,7 @@ def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def be_at(place: Place, patch: pytest.MonkeyPatch) -> None:
-    """Make the Drive functions detect this platform."""
+    """Make the Drive functions detect the given platform."""
     for module in (drive, drivefs):
         patch.setattr(module, "current_place", lambda: place)
 
@@ -151,7 +151,7 @@ class Ocamlfuse:
         return (self.home / "ocamlfuse.calls").read_text().splitlines()
 
     def queue(self, *states: str) -> None:
-        """Replace the program's upload queue with files in these states."""
+        """Replace the program's upload queue with files in the given states."""
         with closing(sqlite3.connect(self.cache / "cache.db")) as database, database:
             database.execute("DELETE FROM upload_queue")
             database.execute("DELETE FROM resource")

@@ -89,7 +89,7 @@ def filled(hint: Any, name: str) -> Any:
         # The type hints of these fields name classes that the modules of the reports import only for type checking.
         hints = typing.get_type_hints(hint, localns={**vars(messages), "TrainReport": colabkit.TrainReport})
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
-        # A field of the class's own type would recurse forever.
+        # Leave out fields of the class's own type, which would recurse forever.
         own = {field for field in fields if hint in typing.get_args(hints[field])}
         return hint(**{field: None if field in own else filled(hints[field], name) for field in fields})
     if isinstance(hint, type) and issubclass(hint, tuple):

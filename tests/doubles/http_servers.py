@@ -179,7 +179,7 @@ def ranged(headers: Callable[[int, int], dict[str, object]], is_whole: bool = Fa
 
 
 def status(code: int, **headers: object) -> Plan:
-    """Answer with this status and these headers."""
+    """Answer with the given status and headers."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return lambda handler: handler.answer(code, named, b"<html>no</html>")
 
@@ -189,7 +189,7 @@ def redirect(to: str, code: int = 302) -> Plan:
 
 
 def body(data: bytes, **headers: object) -> Plan:
-    """Answer with these bytes and headers."""
+    """Answer with the given bytes and headers."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return lambda handler: handler.answer(200, named, data)
 

@@ -72,7 +72,7 @@ def chromium() -> str:
 
 @contextmanager
 def opened_browser(path: str) -> Iterator[Browser]:
-    """Run the browser at this path. Meanwhile, this thread cannot run other event loops."""
+    """Run the browser at the given path. Meanwhile, this thread cannot run other event loops."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -199,7 +199,7 @@ class Lab:
         return self._server.folder
 
     def write(self, name: str, cells: Sequence[str]) -> Path:
-        """Write a notebook with these code cells into the server's folder."""
+        """Write a notebook with the given code cells into the server's folder."""
         path = self.folder / name
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
         notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -272,7 +272,7 @@ class Lab:
         self._wait(f"!{_IS_BUSY}", seconds)
 
     def wait_for_text(self, selector: str, text: str, seconds: float = WORK_S) -> None:
-        """Wait until an element contains the given text; fail at once if a cell fails."""
+        """Wait until an element contains the given text; fail immediately if a cell fails."""
         appears = (
             "([selector, text]) => [...document.querySelectorAll(selector)].some(one => one.innerText.includes(text))"
         )
@@ -288,7 +288,7 @@ class Lab:
         self.page.wait_for_function(condition, arg=given, timeout=1000 * seconds, polling=_LOOK_MS)
 
     def frames(self, selector: str, count: int, seconds: float = 30.0) -> list[str]:
-        """Wait until an element has shown this many different texts, with a time limit for each, and return them."""
+        """Wait until an element has shown `count` different texts, with a time limit for each, and return them."""
         other = "([selector, before]) => [...document.querySelectorAll(selector)].at(-1)?.innerText.replace(before, '')"
         texts = [""]
         while len(texts) <= count:
@@ -309,7 +309,7 @@ class Lab:
         self.start("apputils:change-theme", theme=f"JupyterLab {theme}")
         is_light = str(theme == "Light").lower()
         self.page.wait_for_function(f"document.body.dataset.jpThemeLight === '{is_light}'")
-        # JupyterLab covers the page while it loads a theme.
+        # Wait, because JupyterLab covers the page while it loads a theme.
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
         self.page.evaluate(_PAINTED)
 

@@ -32,7 +32,7 @@ def python_of(kind: str) -> str:
 
 @contextmanager
 def kernel_of(kind: str, folder: Path) -> Iterator[str]:
-    """Yield the name of a kernel of this kind, which writes its files to a folder."""
+    """Yield the name of a kernel of the given kind, which writes its files to a folder."""
     search = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     with kernel_at(folder, [python_of(kind), "-m", "ipykernel_launcher"], search) as name:
         yield name
@@ -75,7 +75,7 @@ def link_packages(purelib: str, folder: Path) -> Path:
 
 
 def make_environment(folder: Path, *packages: Path) -> Path:
-    """Create an environment that finds packages in these folders, in this order; return its interpreter."""
+    """Create an environment that finds packages in the given folders, in this order; return its interpreter."""
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/*/site-packages")
     (site / "beside.pth").write_text("".join(f"{path}\n" for path in packages))

@@ -39,7 +39,7 @@ class LauncherPage:
         field.press("Enter")
 
     def button(self, label: str) -> Locator:
-        """Return the visible button with this label."""
+        """Return the visible button with the given label."""
         return self.lab.page.locator(f"{LAUNCHER} button:visible", has_text=label).first
 
     def choose(self, entry: str) -> None:
@@ -53,6 +53,6 @@ class LauncherPage:
         return bool(self.lab.page.evaluate(f"{_STATUS} === 'busy'"))
 
     def waits_for_message(self, words: str, seconds: float) -> None:
-        """Wait until the message of the last action contains this text."""
+        """Wait until the message of the last action contains the given text."""
         said = self.lab.page.locator(f"{LAUNCHER} [role=status], {LAUNCHER} [role=alert]").filter(has_text=words)
         said.first.wait_for(timeout=1000 * seconds)

@@ -12,6 +12,6 @@ def listing_of(*paths: str) -> Listing:
 
 
 def table_of(paths: list[str] | None = None, **columns: Any) -> Listing:
-    """Return the listing of a table with these columns; items are named like records if no paths are given."""
+    """Return the listing of a table with the given columns; items are named like records if no paths are given."""
     names = paths or [f"shard/{row:08d}" for row in range(max(map(len, columns.values())))]
     return Listing(tuple(Item(name, 1) for name in names), (), 0, {n: tuple(cells) for n, cells in columns.items()})

@@ -147,17 +147,21 @@ def _joined(node: ast.expr) -> str:
 
 
 def _short(node: ast.expr) -> str:
-    """Return the name that best describes the value of an expression."""
+    """Return the name that best describes the value of an expression: that of a variable rather than of a function."""
+    if isinstance(node, ast.IfExp) and isinstance(node.body, ast.Constant) and isinstance(node.orelse, ast.Constant):
+        return "/".join(str(one.value) for one in (node.body, node.orelse) if one.value) or "value"
+    if isinstance(node, ast.Call) and node.args and (name := _short(node.args[0])) != "value":
+        return name
+    if isinstance(node, ast.Attribute):
+        return "type" if node.attr == "__name__" else node.attr
+    called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
     names = [
         one.id if isinstance(one, ast.Name) else one.attr
         for one in ast.walk(node)
-        if isinstance(one, ast.Name | ast.Attribute)
+        if isinstance(one, ast.Name | ast.Attribute) and one not in called
     ]
-    if isinstance(node, ast.Call) and node.args:
-        return _short(node.args[0])
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return next((name for name in names if name not in ("str", "repr", "self")), "value")
+    names += [one.attr for one in called if isinstance(one, ast.Attribute)]
+    return next((name for name in names if name not in ("str", "repr", "self", "__name__", "join")), "value")
 
 
 def _assigned(statements: list[ast.stmt]) -> Iterator[tuple[str, list[ast.expr]]]:

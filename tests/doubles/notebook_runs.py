@@ -51,7 +51,7 @@ class Ran:
 
 
 def with_parameters(name: str, **values: object) -> NotebookNode:
-    """Return a stored notebook with these values in its form; other values stay unchanged."""
+    """Return a stored notebook with the given values in its form; other values stay unchanged."""
     notebook = read(FOLDER / f"{name}.ipynb")
     (form,) = [cell for cell in code_cells(notebook) if "parameters" in cell.metadata.get("tags", [])]
     lines = form.source.splitlines()

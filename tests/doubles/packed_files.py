@@ -54,7 +54,7 @@ WAYS = {
 def photos(
     folder: Path, per_class: int = 4, size: tuple[int, int] = (24, 32), kind: str = "JPEG", **options: Any
 ) -> Path:
-    """Write photos of this (height, width) into class folders below `folder`, and return `folder`."""
+    """Write photos of the given (height, width) into class folders below `folder`, and return `folder`."""
     for label, name in enumerate(("ants", "bees", "cats")):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(per_class):
@@ -168,7 +168,7 @@ def labels_of(path: Path, split: str = "train") -> list[Any]:
 
 
 def fork(monkeypatch: pytest.MonkeyPatch, chunk_samples: int = 2, cpus: int = 2) -> None:
-    """Make `pack()` use forked processes even for few or fast samples, with this many samples per task."""
+    """Make `pack()` use forked processes even for few or fast samples, with the given number of samples per task."""
     monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
     monkeypatch.setattr(sample_writer, "_TINY_S", float("inf"))
     monkeypatch.setattr(sample_writer, "_FORKING_S", -1.0)

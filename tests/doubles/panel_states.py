@@ -259,7 +259,7 @@ class ScriptedClock:
 
 
 def took(counts: LoaderMeters, steps: int, wait_s: float, compute_s: float, samples: int = 4) -> None:
-    """Record steps that each waited and computed for this many seconds."""
+    """Record steps that each waited and computed for the given number of seconds."""
     counts.batches += steps
     counts.samples += steps * samples
     counts.settle(ScriptedClock([StepTimes(wait_s, 0.0, compute_s, 0.0, samples)] * steps))

@@ -83,7 +83,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def take(package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make colabkit decode JPEG with this package, or with Pillow for None; skip the test if the package is missing."""
+    """Make colabkit decode JPEG with a package, or with Pillow for None; skip the test if the package is missing."""
     chosen = None
     if package is not None:
         try:

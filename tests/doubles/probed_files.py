@@ -10,7 +10,7 @@ from colabkit.storage.probing.report import ProbeReport
 
 
 def fill(folder: Path, files: int, folders: int = 1, size: int = 5000) -> Path:
-    """Write files of this size in bytes into class folders; those above 1 MiB are sparse."""
+    """Write files of the given size in bytes into class folders; those above 1 MiB are sparse."""
     for number in range(files):
         path = folder / f"class{number % folders}" / f"{number:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,6 @@ class RecordedKernels(TorchDispatchMode):
         return result
 
     def largest(self, dtype: torch.dtype) -> int:
-        """Return the largest number of elements among the results of this dtype."""
+        """Return the largest number of elements among the results of the given dtype."""
         sizes = [found.numel() for _, found in self.calls if isinstance(found, Tensor) and found.dtype == dtype]
         return max(sizes, default=0)

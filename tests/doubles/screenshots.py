@@ -220,7 +220,7 @@ def only(mouse: Mouse, camera: Camera) -> None:
 
 
 def reload(mouse: Mouse, camera: Camera) -> None:
-    """Reload the page during training; take pictures at once, a minute later, and after an interrupt."""
+    """Reload the page during training; take pictures immediately, a minute later, and after an interrupt."""
     mouse.open()
     mouse.fill("Source", "drive:photos")
     mouse.fill("Epochs", "200")

@@ -2,7 +2,7 @@
 
 Tensors of the simulated GPU are CPU tensors in blocks of memory that the allocator reuses as torch's does: a block is
 free for new work on its stream as soon as its last tensor is freed; if `record_stream` named other streams, only once
-these have passed the events that are recorded at that moment. Operations take effect at once, so values are always
+these have passed the events that are recorded at that moment. Operations take effect immediately, so values are always
 correct. Each operation is also checked with vector clocks: `DataRace` is raised if two operations use the same memory,
 at least one of them writes, and nothing orders them. The order is the one that CUDA guarantees: within a stream,
 through events, and through waits of the host. A missing order is found even if no race happens in the run.
@@ -395,7 +395,7 @@ class SimulatedGpu(TorchFunctionMode):
             "memory_allocated": lambda *_: self.allocated,
         }.items():
             monkeypatch.setattr(cuda, name, value)
-        # The cached streams of the process would outlive this GPU.
+        # Replace the cached streams of the process, which would outlive this GPU.
         monkeypatch.setattr(device, "_copy_stream", functools.cache(torch.cuda.Stream))
         idle_streams = device_decoder._idle_streams.__wrapped__
         monkeypatch.setattr(device_decoder, "_idle_streams", functools.cache(idle_streams))

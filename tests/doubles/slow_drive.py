@@ -144,7 +144,7 @@ class Drive:
             raise OSError(failing, os.strerror(failing))
 
     def _transfer(self, size: int) -> None:
-        """Wait until this many bytes have been transferred, after all bytes requested earlier."""
+        """Wait until the given number of bytes have been transferred, after all bytes requested earlier."""
         with self._lock:
             self._numbers[READ_BYTES] += size
             now = time.monotonic()
@@ -187,7 +187,7 @@ class Drive:
         return 0
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        # Concurrent writes to a memfd overwrite each other.
+        # Lock, because concurrent writes to a memfd overwrite each other.
         with self._lock:
             os.write(self._log, os.fsencode(path) + b"\0")
         try:

@@ -25,7 +25,7 @@ UNDECODABLE = os.fsdecode(b"dogs/caf\xe9.jpg")
 
 
 def check_source(source: Source, expected: Mapping[str, bytes], is_sorted: bool = True) -> None:
-    """Check a source that must contain exactly these files."""
+    """Check a source that must contain exactly the given files."""
     listing = source.list()
     paths = [item.path for item in listing.items]
     assert paths == (sorted(expected) if is_sorted else list(expected))

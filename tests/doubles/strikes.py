@@ -98,7 +98,7 @@ def interrupt() -> None:
 
 
 def interrupt_at(name: str) -> Callable[[str, Path], None]:
-    """Return a hook that fails like Ctrl-C when a file with this path suffix changes."""
+    """Return a hook that fails like Ctrl-C when a file with the given path suffix changes."""
 
     def hook(operation: str, path: Path) -> None:
         if str(path).endswith(name):

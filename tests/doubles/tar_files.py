@@ -14,7 +14,7 @@ import zstandard
 
 
 def packed(data: bytes, ending: str) -> bytes:
-    """Return data compressed in the format of this suffix."""
+    """Return data compressed in the format of the given suffix."""
     if ending in (".tar.gz", ".tgz"):
         return gzip.compress(data, mtime=0)
     if ending in (".tar.bz2", ".tbz2"):

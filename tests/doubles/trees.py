@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def make_tree(folder: Path, images_per_class: int, size: tuple[int, int] = (6, 5), prefix: str = "") -> Path:
-    """Write random but reproducible PNG images of this (height, width) into class folders."""
+    """Write random but reproducible PNG images of the given (height, width) into class folders."""
     random = np.random.default_rng(7)
     for name in ("ants", "bees", "cats"):
         target = folder / prefix / name

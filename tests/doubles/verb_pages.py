@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# mkdocs loads this file from its path, perhaps without colabkit installed.
+# Set the path, because mkdocs may load this file without colabkit installed.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from colabkit.notebook.options import GROUPS

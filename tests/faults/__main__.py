@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-# Cases run in forks, which lack the threads of numerical libraries.
+# Limit numerical libraries to one thread, because cases run in forks, which lack other threads.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 _DOUBLES = str(Path(__file__).parents[1] / "doubles")
 sys.path.insert(0, _DOUBLES)
-# The processes that run the rows need the same path.
+# Pass on the search path, because the processes that run the rows need the same one.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_DOUBLES, os.environ.get("PYTHONPATH"))))
 
 from tests.faults import board  # noqa: E402 - the path must be set first

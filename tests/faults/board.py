@@ -100,7 +100,7 @@ ROWS: dict[int, Row] = {}
 
 
 def fault(number: int, title: str, tools: Mapping[str, Any] | None = None) -> Callable[[Faulty], Faulty]:
-    """Register a function as the row with this number.
+    """Register a function as the row with the given number.
 
     Args:
         number: number of the fault.

@@ -99,7 +99,7 @@ def _killed_at_change(number: int, work: Callable[[], object]) -> None:
 
 
 def _killed_at_byte(number: int, work: Callable[[], object]) -> None:
-    """Make the system kill the process when it writes this byte of any file."""
+    """Make the system kill the process when it writes the given byte of any file."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))

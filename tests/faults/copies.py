@@ -87,7 +87,7 @@ class Originals:
 
 
 def content(target: Path) -> Content | None:
-    """Return the bytes of all files of a copy except the seal, None if nothing exists at its path."""
+    """Return the bytes of all files of a copy except the seal; None if nothing exists at its path."""
     if not os.path.lexists(target):
         return None
     return {
@@ -236,7 +236,7 @@ class FaultyMount:
         self.folder = folder
 
     def copy(self, case: str, kind: str, plan: dict[str, Any], **options: Any) -> Iterator[Result]:
-        """Copy a source of this kind with planned faults; yield no result if the copy succeeds without any fault."""
+        """Copy a source of one kind with planned faults; yield no result if the copy succeeds without any fault."""
         self.mount.replan(plan)
         before = self.mount.faults
         with new_folder(self.folder / "case") as folder:

@@ -195,7 +195,7 @@ def shell_words(is_colabkit: bool, folder: Path, limit: int) -> Iterator[Result]
 
     @cache
     def shell() -> InteractiveShell:
-        # The process that runs the cases ends without leaving the block.
+        # The context is never left, because the process that runs the cases just ends.
         opened = stack.enter_context(loaded_shell())
         opened.user_ns["x"] = "WRONG"
         return opened
@@ -298,14 +298,14 @@ def markup_and_secrets(is_colabkit: bool, folder: Path, limit: int) -> Iterator[
     def in_report(kind: Any, name: str) -> None:
         report = filled(kind, name)
         check_alike(report._repr_html_(), filled(kind, "plain")._repr_html_())
-        # Matplotlib keeps font files open.
+        # Clear the cache, because Matplotlib keeps font files open.
         font_manager._get_font.cache_clear()
         assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
         rows = report.text_table().split("\n")[len(repr(report).split("\n")) :]
         assert all(row.isprintable() for row in rows), "control characters are shown"
 
     def in_files(name: str) -> None:
-        """Stage, pack and open a folder whose class and files have this name."""
+        """Stage, pack and open a folder whose class and files have the given name."""
         pages = []
         for label in (name, "plain"):
             place = folder / f"case{next(numbers)}"

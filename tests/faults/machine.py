@@ -317,7 +317,7 @@ def _repeated(work: Callable[[], object]) -> None:
 
 
 def run(examples: int, shrinks: bool = True) -> None:
-    """Run this many sequences, always the same ones; with `shrinks`, look for the shortest sequence that fails.
+    """Run some sequences, always the same ones; with `shrinks`, look for the shortest sequence that fails.
 
     Raises:
         Exception: the error of a sequence that breaks a promise, after its steps are printed.

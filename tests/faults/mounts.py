@@ -132,7 +132,7 @@ def a_rewrite_that_is_hard_to_notice(copier: Copier, folder: Path, limit: int) -
     for grain_s in (0.0, 1.0, 2.0):
         during = [(f"{case}, clock of {grain_s:g} s", one) for case, one in _changes("rewrite")]
         with new_folder(folder / f"{grain_s:g}") as made:
-            # colabkit waits until a tick has passed, so each case takes seconds.
+            # Limit the cases, each of which takes seconds because colabkit waits until a tick has passed.
             most = -(-limit // 10)
             yield from _of_files(copier, made, most, during, is_consistent, ("folder", "table"), mtime_grain_s=grain_s)
     yield from _rewritten_before_an_update(copier, folder, -(-limit // 2))

@@ -86,7 +86,7 @@ def _copies(copier: Copier, folder: Path, sources: list[tuple[str, Make]], targe
         finally:
             left = set(os.listdir(place)) - {"tree", target}
             remains = left or (not is_done and os.path.lexists(place / target))
-            # `shutil.rmtree` is recursive, and fails in deep folders.
+            # Do not use `shutil.rmtree`, which is recursive and fails in deep folders.
             subprocess.run(["rm", "-rf", str(place)], check=True)
             assert not remains, "unfinished files are left"
 

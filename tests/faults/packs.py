@@ -116,7 +116,7 @@ def _readings(form: Format, folder: Path, damages: Callable[[Path, bytes], Itera
     numbers = itertools.count()
 
     def read(damaged: Path, data: bytes, reader: str, number: int) -> None:
-        # A new folder for each case, because results may be cached by path.
+        # Use a new folder for each case, because results may be cached by path.
         place = folder / form.name / f"case{number}"
         place.mkdir()
         for file in files:
@@ -138,7 +138,7 @@ def _readings(form: Format, folder: Path, damages: Callable[[Path, bytes], Itera
 
 @fault(31, "bits of a pack are flipped", FORMATS)
 def flipped_bits(formats: tuple[Format, ...], folder: Path, limit: int) -> Iterator[Result]:
-    # Fuzzing needs many cases, and these are cheap.
+    # Run more cases than other rows, since fuzzing needs many cases and these are cheap.
     count = max(1, 5 * limit // len(formats))
     for seed, form in enumerate(formats):
 

@@ -22,7 +22,7 @@ _SIZES = {f"{number % 2}/{number}.bin": 500 + 900 * number for number in range(6
 
 
 def in_processes(count: int, work: Callable[[int], object]) -> list[int]:
-    """Do the work in this many concurrent processes, and return their exit codes, which are negative after a signal."""
+    """Do the work in several concurrent processes, and return their exit codes, which are negative after a signal."""
     reader, writer = os.pipe()
     pids = []
     for number in range(count):

@@ -84,7 +84,7 @@ class FaultyBucket(fsspec.AbstractFileSystem):  # type: ignore[misc]
         cls.plan, cls._asked = plan or {}, 0
 
     def _fault(self, operation: str, path: str) -> Any:
-        """Return the planned fault of this request, or None without one; raise planned errors."""
+        """Return the fault planned for the request, or None without one; raise planned errors."""
         plan, cls = self.plan, type(self)
         if operation != plan.get("on") or not fnmatch.fnmatch(path, plan.get("path", "*")):
             return None

@@ -48,7 +48,7 @@ LONGEST_LIFE_S = 1.2
 """A process is killed after a random time up to this, if it has not finished before."""
 QUIET = {"progress": False}
 MIB = 1 << 20
-# The allocator keeps some freed memory.
+# Allowed growth of the reader's memory, since the allocator keeps some freed memory.
 ALLOWED_GROWTH_BYTES = 48 * MIB
 SHM_ROUNDS = 4
 """Number of rounds after which a new entry of /dev/shm counts as left behind; other programs create some, too."""
@@ -284,7 +284,7 @@ def main() -> int:
         while (minutes := (time.monotonic() - started) / 60) < arguments.minutes or first is None:
             soak.round()
             held = soak.held()
-            # The first round warms up caches and allocators.
+            # Compare with the end of the first round, which warms up caches and allocators.
             first = first or held
             for name, value in held.items():
                 if value > first[name] + (ALLOWED_GROWTH_BYTES if name == "RSS" else 0):

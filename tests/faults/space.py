@@ -41,7 +41,7 @@ def _run(*words: object) -> None:
 
 @contextlib.contextmanager
 def small_disk(point: Path, size: int, kind: str = "tmpfs") -> Iterator[Callable[[], None]]:
-    """Mount an empty disk of this size, tmpfs or ext4, and yield a function that enlarges it or frees space."""
+    """Mount an empty disk of the given size, tmpfs or ext4, and yield a function that enlarges it or frees space."""
     if os.geteuid() != 0:
         raise NotRunHereError("only root can mount file systems")
     point.mkdir(exist_ok=True)
@@ -255,7 +255,7 @@ def a_memory_limit(copier: Copier, folder: Path, limit: int) -> Iterator[Result]
     # Python itself and the copying of large blocks need about 100 MiB.
     cases = itertools.product(kinds, targets, (192, 256), (60, 120, 180, 240, 400))
     try:
-        # Each case writes hundreds of MiB.
+        # Limit the cases, each of which writes hundreds of MiB.
         for kind, to, most, size in spread([*cases], min(limit // 2, 40)):
             with new_folder(folder / "case") as made, _memory_group(most << 20) as move:
                 yield _copied_in_group(copier, kind, to, most, size, made, move)

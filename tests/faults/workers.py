@@ -110,7 +110,7 @@ class FailingSamples:
 def a_failing_worker(loader: Any, folder: Path, limit: int) -> Iterator[Result]:
     refusals = LoaderFailed if loader is colabkit.Loader else (RuntimeError, ValueError)
     cases = itertools.product(("raises", "is killed", "exits"), (1, 2), (0, 3, 5, 11), (2, 3))
-    # Each case starts worker processes.
+    # Limit the cases, each of which starts worker processes.
     for how, workers, at, size in spread([*cases], min(limit, 12)):
 
         def load(how: str = how, workers: int = workers, at: int = at, size: int = size) -> None:

@@ -322,6 +322,6 @@ def test_a_difference_of_snapshots_has_the_stretches_after_the_earlier_one() -> 
         if number == 99:
             before = counts.snapshot()
     whole = counts.snapshot()
-    # The stretch during which the earlier snapshot was taken does not count.
+    # The stretch during which the earlier snapshot was taken is excluded.
     assert (whole - before).stretches == whole.stretches[len(before.stretches) + 1 :]
     assert (whole - LoaderMeters().snapshot()).stretches == whole.stretches

@@ -61,7 +61,7 @@ def test_the_order_depends_only_on_its_arguments(n, seed, epoch):
     np.random.seed(1)
     whole(n, seed + 1, epoch)
     expected = first.copy()
-    # The caller may modify the result.
+    # Modifying a result must not affect later results.
     first[:] = -1
     assert np.array_equal(whole(n, seed, epoch), expected)
 

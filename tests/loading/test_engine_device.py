@@ -171,7 +171,7 @@ def test_batches_may_be_requested_in_alternating_streams(gpu, keep):
     for number in range(len(loader)):
         with gpu.stream(streams[number % 3]):
             images, numbers = next(batches)
-            # `cpu()` would make the host wait.
+            # Do not use `cpu()`, which would make the host wait.
             assert np.array_equal(images.numpy(), rows[numbers.numpy()])
             use(gpu, (images, numbers))
             del images, numbers
@@ -394,7 +394,7 @@ def test_memory_is_not_used_again_before_the_copies_of_a_batch_end_that_cannot_b
     loader = Loader(range(8), 4, device="cuda", collate_fn=collate, num_workers=0)
     with pytest.raises(ValueError, match="planned"):
         next(iter(loader))
-    # The traceback keeps the memory alive.
+    # Collect garbage, because the traceback keeps the memory alive.
     gc.collect()
     assert gpu.allocated == 0
     new_memory()

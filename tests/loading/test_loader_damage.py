@@ -218,7 +218,7 @@ def test_a_large_sample_in_a_part_that_was_cut_off_raises_an_error_instead_of_a_
             with pytest.raises(Corrupt, match=r"the file was truncated from .* to 4,096 bytes"):
                 work()
 
-    # A bus error would kill the child and change the exit code.
+    # Read in a child process, which a bus error would kill, so that its exit code would differ.
     assert in_fork(read) == 0
 
 

@@ -43,7 +43,7 @@ def make_loader(data: PackedDataset, **options: Any) -> Loader:
 
 
 def expected(data: PackedDataset, *epochs: int) -> list[Tensor]:
-    """Return the expected image batches of these epochs, scaled to the range 0 to 1."""
+    """Return the expected image batches of the given epochs, scaled to the range 0 to 1."""
     orders = [epoch_order(COUNT, 3, epoch, 0, COUNT) for epoch in epochs]
     return [data[order[start : start + BATCH]][0].float() / 255 for order in orders for start in range(0, COUNT, BATCH)]
 

@@ -68,7 +68,7 @@ def test_an_order_depends_only_on_its_arguments(order):
     stop = min(len(order), 2000)
     first = order.indices(1, 100, stop)
     before = first.copy()
-    # The caller may modify the result.
+    # Modifying a result must not affect later results.
     first[:] = -1
     np.random.seed(1)
     order.indices(2, 100, stop)

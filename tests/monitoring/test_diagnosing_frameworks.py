@@ -39,7 +39,7 @@ class SlowSamples(Dataset[Any]):
 
 def check(found: Diagnosis, steps: int = EPOCHS * SAMPLES // BATCH) -> None:
     """Check that a diagnosis of a run of `steps` steps reports the time in the dataset."""
-    # The steps of the first epoch, and the first step of each epoch, may not count.
+    # The steps of the first epoch, and the first step of each epoch, may be excluded.
     assert steps // 2 < found.steps <= steps
     assert found.shares.wait > 0.3
     assert found.verdict == "data"

@@ -67,7 +67,7 @@ class Kernel:
         return self.read(self.client.execute(code))
 
     def read(self, parent: str) -> str:
-        """Return the printed output of the request with this id."""
+        """Return the printed output of the request with the given id."""
         deadline, printed = time.monotonic() + LIMIT_S, ""
         while time.monotonic() < deadline:
             message = self.next()

@@ -61,7 +61,7 @@ def test_an_orientation_at_the_end_of_a_png_is_applied():
     assert image_size(data) == (61, 45)
 
 
-# Pillow warns about corrupt EXIF.
+# Ignore Pillow's warnings about corrupt EXIF.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])

@@ -101,7 +101,7 @@ def test_an_orientation_only_in_xmp_is_applied_like_pillow_does():
     assert decode_image(data).shape == by_pillow(data).shape == (61, 45, 3)
 
 
-# Pillow warns about corrupt EXIF.
+# Ignore Pillow's warnings about corrupt EXIF.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_damaged_exif_has_the_same_effect_as_in_pillow():
     data = saved(photo(), "JPEG", exif=exif(6))

@@ -29,7 +29,7 @@ FILES = 12
 
 
 def bomb(width: int) -> bytes:
-    """Return a small PNG file whose header has this width and a height of 9000 pixels."""
+    """Return a small PNG file whose header has the given width and a height of 9000 pixels."""
     header = struct.pack(">IIBBBBB", width, 9000, 8, 0, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
     body = [

@@ -140,7 +140,7 @@ def test_a_function_edited_in_a_notebook_has_another_digest(kind, monkeypatch):
     for number in (1, 2, 1):
         scope: dict[str, Any] = {"__name__": "__main__"}
         exec(NOTEBOOK[kind].format(number), scope)
-        # Pickle looks up functions and classes by name.
+        # Define the names in the module, because pickle looks up functions and classes by name.
         for name, value in scope.items():
             monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
         digests.append(function_digest(scope["label"]))

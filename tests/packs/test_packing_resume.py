@@ -41,7 +41,7 @@ def fillings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def stop_at(name: str) -> Callable[[str, Path], None]:
-    """Return a hook that raises `KeyboardInterrupt` at the first sync after the shard of this name is complete."""
+    """Return a hook that raises `KeyboardInterrupt` at the first sync after the shard of the given name is complete."""
 
     def hook(operation: str, path: Path) -> None:
         if operation == "sync" and any(one.name == name for one in path.parent.iterdir()):

@@ -133,7 +133,7 @@ def test_a_shard_with_only_bad_files_is_omitted(tmp_path, split_tree):
         path.write_bytes(b"none")
     shutil.rmtree(split_tree / "val")
     shutil.rmtree(split_tree / "test")
-    with pytest.raises(BadSource, match="no sample could be packed among 6 samples"):
+    with pytest.raises(BadSource, match="none of 6 samples could be packed"):
         sharded(split_tree, tmp_path / "none.h5", 2 * ROW, on_bad="skip", max_bad=6, size=4)
     assert leftovers(tmp_path) == []
 

@@ -349,7 +349,7 @@ def test_a_call_with_one_attempt_raises_when_it_stalls(stuck):
 
 
 def test_a_stalled_call_is_noticed_while_others_keep_ending(stuck, monkeypatch):
-    # The time between two checks is longer than that between two results.
+    # Make the time between two checks longer than that between two results.
     monkeypatch.setattr(concurrency, "_TICK_S", 0.2)
     repeated = threading.Event()
     made = []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def noise(sizes, seed=1):
-    """Return random values of these sizes, with consecutive numbers as keys."""
+    """Return random values of the given sizes, with consecutive numbers as keys."""
     drawn = random.Random(seed)
     return {b"%06d" % number: drawn.randbytes(size) for number, size in enumerate(sizes)}
 

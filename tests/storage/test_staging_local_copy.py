@@ -218,7 +218,7 @@ def test_files_and_links_added_to_a_local_copy_stay(image_tree, monkeypatch, can
         (folder / "both").write_bytes(b"same")
     assert copy(image_tree).reused
     (image_tree / "cats" / "new.png").write_bytes(b"new")
-    # Hard links between two file systems fail with `EXDEV`.
+    # Simulate two file systems, between which hard links fail with `EXDEV`.
     if not can_link:
         monkeypatch.setattr(file_changes, "link", refused)
     assert not copy(image_tree, refresh=True).reused

@@ -102,7 +102,7 @@ def test_source_files_modified_meanwhile_are_read_again(image_tree, file_hook):
     file_hook(None)
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
-    # The new content has the same size.
+    # Write new content of the same size.
     victim.write_bytes(data)
     (image_tree / "ants" / "004.png").unlink()
     report = copy(image_tree)

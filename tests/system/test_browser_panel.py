@@ -116,7 +116,7 @@ def test_a_frame_that_is_not_updated_says_so(lab: Lab) -> None:
 
 
 def test_an_untrusted_notebook_without_a_kernel_shows_the_last_frame(run: Run, lab: Lab) -> None:
-    # JupyterLab trusts files that it wrote, but not changed copies of them.
+    # Change the copy, because JupyterLab trusts files that it wrote, but not changed copies of them.
     run.saved.metadata["copied"] = True
     nbformat.write(run.saved, lab.folder / "copied.ipynb")
     lab.open_without_kernel("copied.ipynb")

@@ -28,7 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_a_quick_run_measures_every_part_and_writes_json(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Each process takes seconds to start; another test covers one process.
+    # Start no processes, each of which takes seconds; another test covers one process.
     monkeypatch.setattr(script, "rate_of_processes", lambda _, count: 100.0 * count)
     path = tmp_path / "gpu.json"
     words = ["bench_gpu.py", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(path)]

@@ -26,7 +26,7 @@ import colabkit
 
 pytestmark = pytest.mark.full
 
-# Show the progress of short operations, and a line at each frame.
+# Show the progress of short operations too, and print a line at each frame.
 SETUP = """
 import sys
 sys.modules["ipywidgets"] = None

@@ -44,7 +44,7 @@ ASSIGNED = re.compile(r"^(\w+(?:, \w+)*) = ", re.MULTILINE)
 LINE_MAGIC = re.compile(r"^(\s*(?:\w+ = )?)%(\w+)(.*)$", re.MULTILINE)
 CELL_MAGIC = re.compile(r"\A%%(\w+)(.*)\n")
 MOST_LINES = 18
-# Colab cuts off longer lines on a small screen.
+# Maximum length of a line; Colab cuts off longer lines on a small screen.
 MOST_COLUMNS = 100
 MOST_LINES_OF_A_FUNCTION = 5
 MOST_CELLS_OF_THE_TEMPLATE = 12

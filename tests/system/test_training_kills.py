@@ -105,7 +105,7 @@ def test_a_run_that_is_killed_at_twenty_random_times_equals_an_uninterrupted_one
 
 def train_until_told_to_end(data: PackedDataset, folder: Path | None, signals: list[int], is_failing: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # Under nohup, SIGHUP would be ignored.
+        # Reset the signal handler, because SIGHUP is ignored under nohup.
         signal.signal(number, signal.SIG_DFL)
     steps: list[object] = []
 

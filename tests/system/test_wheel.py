@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     ignored = shutil.ignore_patterns("__pycache__")
-    # Building in place would leave files behind.
+    # Build in a copy, because building in place would leave files behind.
     shutil.copytree(ROOT / "colabkit", folder / "colabkit", ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(folder)]
     subprocess.run(command, check=True, capture_output=True)

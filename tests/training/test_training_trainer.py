@@ -222,7 +222,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint_and_names_it(data, t
 def test_a_checkpoint_with_nan_weights_is_skipped_while_an_older_one_is_finite(data, tmp_path):
     def run(epochs: int, value: float) -> tuple[TrainReport, nn.Module]:
         model = nn.Linear(2, 2)
-        # An attention mask contains infinities on purpose.
+        # Add an attention mask, which contains infinities on purpose.
         model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
 
         def step(batch: object) -> None:

@@ -27,7 +27,7 @@ _RECLAIMABLE = {
 """Fields of `memory.stat` that count reclaimable memory, by cgroup version; none of them includes tmpfs."""
 _DISK_FOLDERS = ("/content", "/kaggle/working", "/cache", "/local_disk0", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
-# The kernel also follows at most 40 symlinks in a path.
+# Maximum number of symlinks followed in a path, which is also the kernel's limit.
 _MOST_LINKS = 40
 _FOR_USERS = ("/dev/shm", "/run/user")
 
@@ -84,7 +84,7 @@ def memory_limits(read: Reader) -> MemoryReport:
     for version, folder in cgroup_folders(read, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         try:
-            # "max" means no limit; int() then raises ValueError.
+            # The value "max" means no limit; int() then raises ValueError.
             limit = int(read(f"{folder}/{names[0]}"))
         except (OSError, ValueError):
             continue
@@ -101,7 +101,7 @@ def _machine_memory(read: Reader) -> tuple[int, int]:
     with contextlib.suppress(OSError):
         for line in read("/proc/meminfo").splitlines():
             key, _, value = line.partition(":")
-            # Sandboxes emulate this file with lines in other formats.
+            # Skip lines in other formats, with which some sandboxes emulate this file.
             with contextlib.suppress(ValueError, IndexError):
                 meminfo[key] = int(value.split()[0]) * 1024
     if "MemTotal" in meminfo:
@@ -189,8 +189,8 @@ class DiskReport(Report):
 def can_hang(path: str, table: Iterable[Mount]) -> bool:
     """Return whether an absolute path leads to a remote mount, directly or by symlinks, so that access can hang.
 
-    Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, does not count,
-    since Python itself runs from it.
+    Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, is ignored, since
+    Python itself runs from it.
     """
     points = _remote_points(table)
     return _is_below(_resolved(path, points), points)
@@ -290,5 +290,5 @@ def _working_folder() -> tuple[str, ...]:
     try:
         return (os.getcwd(),)
     except OSError:
-        # The working folder was removed, for example by a notebook cell, or its mount is gone.
+        # The working folder was removed, for example by a notebook cell, or its mount no longer exists.
         return ()

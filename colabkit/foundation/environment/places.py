@@ -12,11 +12,11 @@ from typing import Any
 from colabkit.foundation.environment.limits import can_hang
 from colabkit.foundation.mount_table import mounts
 
-# A file that exists on Colab's hosted runtimes; google.colab.drive checks for it, too.
+# This file exists on Colab's hosted runtimes; google.colab.drive checks for it, too.
 _HOSTNAME = "/var/colab/hostname"
-# A variable that VS Code's Jupyter extension sets in every notebook.
+# VS Code's Jupyter extension sets this variable in every notebook.
 _VS_CODE = "__vsc_ipynb_file__"
-# PAPERSPACE_API_KEY is not listed, since users may set it on any machine.
+# Variables that identify Paperspace. They exclude PAPERSPACE_API_KEY, since users may set it on any machine.
 _PAPERSPACE = ("PAPERSPACE_FQDN", "PAPERSPACE_METRIC_WORKLOAD_ID")
 _JUPYTERHUB = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_API_TOKEN")
 _BY_FOLDER = {
@@ -64,7 +64,7 @@ def place_of(
         environ: the process's environment.
         shell_class: module and name of IPython's shell class; None outside of IPython.
         variables: the names in the user's namespace.
-        exists: returns whether a path exists.
+        exists: function that returns whether a path exists.
     """
     is_colab_shell = shell_class is not None and shell_class.startswith("google.colab")
     is_kernel = is_colab_shell or (shell_class is not None and shell_class.endswith("ZMQInteractiveShell"))

@@ -127,7 +127,7 @@ class MetersSnapshot:
         queue_room: capacity of the ready queue in the same unit, summed over all requests.
         retries: number of retried reads of a remote source.
         validate_s: seconds of validations of `train()`, which do not count as time of steps.
-        save_s: seconds for which checkpoints held `train()` up.
+        save_s: seconds for which `train()` waited for checkpoints.
         recent: the newest steps, up to 512, oldest first.
         first_pass: snapshot at the start of the second pass, without `recent`; None before that.
         stretches: the whole run in at most 120 stretches of a second or more, oldest first.
@@ -184,7 +184,7 @@ class MetersSnapshot:
 
 
 def _stretches_after(stretches: tuple[Stretch, ...], steps: int) -> tuple[Stretch, ...]:
-    """Return the stretches that begin after this many steps."""
+    """Return the stretches that begin after the given number of steps."""
     done = 0
     for number, stretch in enumerate(stretches):
         if done >= steps:
@@ -221,7 +221,7 @@ class LoaderMeters:
         queue_room: capacity of the ready queue in the same unit, summed over all requests.
         retries: number of retried reads of a remote source.
         validate_s: seconds of validations of `train()`.
-        save_s: seconds for which checkpoints held `train()` up.
+        save_s: seconds for which `train()` waited for checkpoints.
         spent: totals of the step times.
         facts: facts about the loader; None if unknown.
         clock: clock of the newest pass, to which `train()` reports the duration of each step.
@@ -322,7 +322,7 @@ class LoaderMeters:
             if not newest:
                 return
             self.spent.add(newest)
-            # Steps of an earlier pass may be counted after newer ones.
+            # Compare the times, because steps of an earlier pass may be counted after newer ones.
             self.spent.left_s = max(self.spent.left_s, clock.left_s)
             if self.spent.left_s >= self.spent.due_s:
                 self.spent.end_stretch(self.spent.left_s)

@@ -120,7 +120,7 @@ _loaders: list[weakref.ref[LoaderMeters]] = []
 # The first of several loaders that are used alternately, if any.
 _leader: list[weakref.ref[LoaderMeters]] = []
 _listeners: list[Listener] = []
-# Listeners such as panels belong to the parent process.
+# In a fork, drop the listeners, such as panels, because they belong to the parent process.
 os.register_at_fork(after_in_child=_listeners.clear)
 
 
@@ -187,7 +187,7 @@ def finished(report: object) -> None:
 def latest() -> object | None:
     """Return the meters of the latest loader used since the latest training report, else that report, else None.
 
-    Loaders that no longer exist do not count. If several loaders are used alternately, the first one counts as the
+    Loaders that no longer exist are ignored. If several loaders are used alternately, the first one counts as the
     latest.
     """
     for known in (*_leader, *reversed(_loaders)):

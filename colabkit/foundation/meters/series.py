@@ -51,7 +51,7 @@ class StepValues:
         self._newest, self._coming, self._marks = None, None, []
         if newest is None:
             return False
-        # A copy in host memory may not have arrived yet.
+        # Wait, because an asynchronous copy may not have arrived in host memory yet.
         if stream is not None:
             stream.synchronize()
         self.values = _floats(newest)

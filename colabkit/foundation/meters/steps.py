@@ -41,7 +41,7 @@ class StepTimes(NamedTuple):
         other_s: seconds of other work on the host, such as logging, checkpoints and the panel.
         samples: number of samples in the batch.
         is_first: whether the step is the first of a pass, whose wait includes the start of the loader.
-        cpu_s: CPU seconds of the thread that trains, during `compute_s` and `other_s`; None if not measured.
+        cpu_s: CPU seconds of the training thread during `compute_s` and `other_s`; None if not measured.
     """
 
     wait_s: float
@@ -123,7 +123,7 @@ class StepTotals:
         wait_s = self.wait_s - self.first_s
         totals = Stretch(self.steps, self.samples, wait_s + self.copy_s + self.compute_s + self.other_s, wait_s)
         passed = totals.after(self._before)
-        # The time between two passes does not count, so a stretch may not be complete when it is due.
+        # The time between two passes is not counted, so a stretch that is due may still be too short.
         self.due_s = now_s + max(self._span_s - passed.seconds, 0.1 * self._span_s)
         if passed.seconds < self._span_s:
             return
@@ -192,14 +192,14 @@ class HostClock:
         self._compute_s = compute_s
 
     def apart(self, seconds: float) -> None:
-        """Exclude this many seconds since `given` from the step."""
+        """Exclude the given number of seconds since `given` from the step."""
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
         """Record the end of a step, given when its batch was requested and received, and when the step ended."""
         totals, told_s, is_first = self._totals, self._compute_s, self._is_first
         wait_s, compute_s, other_s = given - asked, left - given, 0.0
-        # The thread may also have computed in the time that does not count for the step.
+        # Do not measure the CPU time of a step with excluded time, in which the thread may also have computed.
         began_s, self._cpu_s = self._cpu_s, None
         cpu_s = None if began_s is None or self._apart_s else thread_time() - began_s
         self._is_measured = compute_s > _SHORT_S or not totals.steps & _SELDOM
@@ -243,7 +243,7 @@ class DeviceClock:
     """A clock for steps on a GPU, which records events in the GPU's stream.
 
     Args:
-        mark: records an event in the stream.
+        mark: function that records an event in the stream.
     """
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
@@ -268,7 +268,7 @@ class DeviceClock:
         self._end = self._mark()
 
     def apart(self, seconds: float) -> None:
-        """Exclude this many seconds after the step, such as those of a validation, from all step times."""
+        """Exclude the given number of seconds after the step, such as those of a validation, from all step times."""
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
@@ -292,7 +292,7 @@ class DeviceClock:
             if not all(mark.query() for mark in step[:4] if mark is not None):
                 self._noted.appendleft(step)
                 break
-            # The time between the marks of two GPUs is undefined; such a step must not stop the training.
+            # Ignore errors, because the time between marks on two GPUs is undefined and must not stop the training.
             with suppress(RuntimeError):
                 found.append(step.times())
         return found

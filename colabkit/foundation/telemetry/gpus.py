@@ -30,7 +30,7 @@ logger = logging.getLogger("colabkit")
 _NEEDED = ("NVMLError", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlInit", "nvmlShutdown")
 # Error codes of nvml.h: lost cards, and errors that every later query would return too.
 _IS_LOST = 15
-# Invalid argument, not supported, no permission, function not found, version mismatch, deprecated.
+# Error codes: invalid argument, not supported, no permission, function not found, version mismatch, deprecated.
 _NEVER = frozenset({2, 3, 4, 13, 25, 26})
 # Bits of NVML's clock event reasons: SwPowerCap and HwPowerBrakeSlowdown for power, SwThermalSlowdown and
 # HwThermalSlowdown for heat.
@@ -205,7 +205,7 @@ def _devices(nvml: ModuleType) -> list[_Device]:
             found.append(_Device(None, None, is_lost=getattr(error, "value", None) == _IS_LOST))
             continue
         uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", card))
-        # The query returns the current mode and the mode after the next reset.
+        # The query returns the current mode, and the mode after the next reset.
         mode = _ask(nvml, "nvmlDeviceGetMigMode", card)
         is_sliced = None if mode is None else bool(mode[0])
         found.append(_Device(card, card, () if uuid is None else (uuid,), is_sliced=is_sliced))
@@ -313,13 +313,14 @@ class Gpus:
                 self._follows_torch = True
                 self._follow(cuda)
         except Exception:
-            # torch is partially imported, or raises another error.
+            # torch may be partially imported, or raise another error.
             return None
         return cuda
 
     def _follow(self, cuda: Any) -> None:
         """Order the cards as torch does: CUDA orders different cards by speed, NVML by PCI address."""
-        # The UUID may be that of a card in MIG mode, of which CUDA shows one slice only, so their order is right.
+        # Skip cards in MIG mode, whose order is right already: CUDA shows only one slice, possibly with the card's
+        # UUID.
         named = [device for device in self._known if device.names and not device.is_sliced]
         numbers: dict[_Device, int] = {}
         for number in range(cuda.device_count()):
@@ -350,7 +351,7 @@ class _Card:
             "name": [lambda: nvml.nvmlDeviceGetName(handle)],
             "utilization": [self._from_samples, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100],
             "memory": [
-                # Version 2 excludes memory reserved by the driver.
+                # Use version 2 of the query, which excludes memory reserved by the driver.
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2),
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle),
             ],

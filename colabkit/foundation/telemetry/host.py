@@ -39,7 +39,7 @@ from colabkit.foundation.telemetry.totals import Family, Rate
 _SLOW_S = 10.0
 # Share of the CPUs that other processes must use before their names are looked up.
 _FOREIGN = 0.2
-# If the step uses the GPU or this share of the other CPUs, nothing on this machine holds it up.
+# Utilization of the GPU, or of the other CPUs by the step, above which nothing on the host delays the step.
 _BUSY = 0.7
 
 
@@ -166,7 +166,7 @@ class Host:
         if at_s >= self._due_s:
             self._due_s = at_s + _SLOW_S
             self._look_slowly()
-        # Several values are read from the same files.
+        # Cache file contents, since several values are read from the same files.
         read = functools.cache(self._read)
         cpu_rate, busiest = self._cpu(read)
         own = self._family.totals()
@@ -398,7 +398,7 @@ class Telemetry:
 
 
 def _is_used_well(snapshot: HostSnapshot) -> bool:
-    """Return whether a GPU or torch's threads on most CPUs are busy, so that nothing else holds the step up."""
+    """Return whether a GPU, or torch's threads on most CPUs, are busy, so that nothing else delays the step."""
     if any((gpu.utilization_rate or 0.0) >= _BUSY for gpu in snapshot.gpus):
         return True
     threads = snapshot.threads

@@ -1,4 +1,4 @@
-"""The other process that uses most CPU time."""
+"""Find the other process that uses the most CPU time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BusyProcess(NamedTuple):
 
 @dataclass
 class OtherProcesses:
-    """Finds the other process that uses most CPU time, by comparing the CPU times of all processes in two calls.
+    """Finds the other process that uses the most CPU time, by comparing the CPU times of all processes in two calls.
 
     Args:
         read: returns the text of a file.
@@ -72,7 +72,7 @@ class OtherProcesses:
             return None
 
     def _name(self, process_id: int) -> str:
-        """Return the name of a process and, of Python, that of its script. Other arguments may contain secrets."""
+        """Return a process's name and, for Python, its script's name; other arguments may contain secrets."""
         name, words = "", [""]
         try:
             name = self.read(f"/proc/{process_id}/comm").strip()

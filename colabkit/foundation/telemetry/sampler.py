@@ -133,7 +133,7 @@ class Sampler:
         finally:
             if telemetry is not None and self._telemetry is None:
                 with contextlib.suppress(Exception):
-                    # The driver may no longer be available.
+                    # Ignore errors, because the driver may no longer be available.
                     telemetry.close()
 
     def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
@@ -153,7 +153,7 @@ class Sampler:
         try:
             self._keep(telemetry.snapshot())
         except Exception as error:
-            # The next snapshot may succeed.
+            # Continue after an error, because the next snapshot may succeed.
             self._say(error)
         cost_s = self._cpu_clock() - began_s
         self._cost_s += cost_s

@@ -23,7 +23,7 @@ from colabkit.foundation.reports import printable
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _MOST_SPOTS, _LONGEST_LINE = 3, 50
-# Operations that may call a function which is not written in Python.
+# Bytecode operations that may call a function that is not written in Python.
 _CALLS = ("CALL", "BINARY", "BEFORE_WITH", "LOAD_SPECIAL", "LOAD_ATTR", "PRECALL")
 # Parts of colabkit and torch that wait for data or produce it.
 _LOADING = ("colabkit.loading", "colabkit.monitoring.diagnosing.api", "torch.utils.data")
@@ -74,7 +74,7 @@ class StackSampler:
         self._found: Counter[tuple[str, int, str, SpotKind, bool]] = Counter()
 
     def sample(self, ident: int, native_id: int) -> None:
-        """Sample the stack of the thread with these identifiers: `ident` of Python, and `native_id` of the kernel."""
+        """Sample the stack of the thread with Python's identifier `ident` and the kernel's identifier `native_id`."""
         # Reading a file releases the GIL, so a thread that could run then runs.
         is_asleep = self._is_asleep(native_id)
         frame = self._frames().get(ident)
@@ -109,7 +109,7 @@ def _spot_of(frame: FrameType) -> tuple[str, int, str, SpotKind] | None:
     if depth is None:
         return None
     user = stack[depth][0]
-    # A dataset or a transform is user code that a loader calls.
+    # The user code may be a dataset or a transform that a loader has called.
     is_loading = any(module.startswith(_LOADING) for _, module in stack)
     kind: SpotKind = "data" if is_loading else _kind_of([module for _, module in stack[:depth]], user)
     return user.f_code.co_filename, user.f_lineno or user.f_code.co_firstlineno, user.f_code.co_name, kind
@@ -123,7 +123,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _kind_of(inner: list[str], user: FrameType) -> SpotKind:
     if any(module.startswith("colabkit.") for module in inner):
-        # `train()` itself, for example while it saves a checkpoint, which its meters measure.
+        # This is `train()` itself, for example while it saves a checkpoint, which its meters measure.
         return "compute"
     if any(module.startswith(_ASIDE_IN_TORCH) for module in inner):
         return "aside"

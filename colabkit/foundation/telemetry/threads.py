@@ -1,4 +1,4 @@
-"""What the threads of this process do: their CPU time, their waits for a CPU and for Python's global lock (GIL).
+"""The activity of this process's threads: CPU time, and waits for a CPU and for Python's global interpreter lock (GIL).
 
 All values come from files of the kernel that not every system has, so each may be unknown.
 """
@@ -18,7 +18,7 @@ from colabkit.foundation.telemetry.stacks import LoopSpot
 
 _TASKS = "/proc/self/task"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-# Number of times that the GIL is released and taken again.
+# Number of times that the GIL is released and acquired again.
 _PROBES = 5
 
 
@@ -31,9 +31,9 @@ class ThreadsSnapshot:
     Attributes:
         training_cpu_rate: share of the time in which the training thread was on a CPU.
         training_held_rate: share of the time in which it was ready to run, but another thread had its CPU.
-        held_rate: of the time in which threads of this process were ready to run, the share in which they had no CPU.
+        held_rate: share of the ready-to-run time of this process's threads in which they had no CPU.
         compute_cpus: CPUs used by threads without Python code, such as torch's own threads.
-        busiest_thread: name of the Python thread that used most CPU time, besides the training thread.
+        busiest_thread: name of the Python thread that used the most CPU time, apart from the training thread.
         busiest_thread_rate: share of the time in which that thread was on a CPU.
         gil_wait_s: typical seconds for which a thread waits for the GIL.
         spots: where the training thread was when its stack was sampled; empty if it was not.
@@ -50,7 +50,7 @@ class ThreadsSnapshot:
 
 
 class TrainingThread(NamedTuple):
-    """The thread that iterated over a loader last, by the numbers of Python and of the kernel."""
+    """The thread that last iterated over a loader, by Python's identifier and the kernel's thread ID."""
 
     ident: int
     native_id: int
@@ -90,9 +90,9 @@ class Threads:
         read: returns the text of a file.
         clock: returns the current time in seconds.
         training: returns the training thread, if any.
-        names: returns the names of the Python threads by their numbers in the kernel.
-        task_ids: returns the numbers of all threads.
-        release: releases the GIL and takes it again.
+        names: function that returns the names of the Python threads by the kernel's thread ID.
+        task_ids: function that returns the thread IDs of all threads.
+        release: function that releases the GIL and acquires it again.
         probe_clock: returns the current time in seconds, for waits for the GIL.
     """
 

@@ -80,7 +80,7 @@ class Family:
 
     @property
     def children_ids(self) -> set[int]:
-        """The numbers of the children, as of the last search."""
+        """The process IDs of the children, as of the last search."""
         return {child.pid for child in self._children}
 
     def totals(self) -> Totals:
@@ -99,7 +99,7 @@ class Family:
                 self._servers.pop(child, None)
             else:
                 if (before := self._servers.get(child)) is not None:
-                    # A zombie cannot be read, so its last totals are used.
+                    # Use the last totals of a zombie, which cannot be read.
                     if live[-1].cpu_s is None:
                         live[-1] = before
                     self._leave_out(live[-1], before)
@@ -107,7 +107,7 @@ class Family:
 
         def sum_of(place: int) -> Any:
             mine = own[place]
-            # All CPU time of a child counts as children's time of this process.
+            # Count all CPU time of a child, and of its children, as children's time of this process.
             theirs = sum(one[0 if place == 1 else place] or 0 for one in live)
             return None if mine is None else mine + theirs - self._uncounted[place]
 
@@ -150,7 +150,7 @@ def _is_server(child: Any) -> bool:
     try:
         return os.getsid(child.pid) != os.getsid(0)
     except (AttributeError, OSError):
-        # The platform has no sessions, or the process has ended.
+        # The platform may have no sessions, or the process may have ended.
         return False
 
 
@@ -161,7 +161,7 @@ def _totals(process: Any) -> Totals:
         children_cpu_s = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
         cpu_s = times.user + times.system + children_cpu_s
     except psutil.ZombieProcess:
-        # The process has ended but has not been waited for.
+        # The process may have ended without having been waited for.
         pass
     except psutil.NoSuchProcess:
         raise

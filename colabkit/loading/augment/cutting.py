@@ -69,7 +69,7 @@ class Boxes:
         return zip(*(column.tolist() for column in columns), strict=True)
 
     def reach_beyond(self, height: int, width: int) -> bool:
-        """Return whether any box extends beyond images of this size."""
+        """Return whether any box extends beyond images of the given size."""
         inside = self.top.min(initial=0) >= 0 and self.left.min(initial=0) >= 0
         last_row, last_column = (self.top + self.height).max(initial=0), (self.left + self.width).max(initial=0)
         return not (inside and last_row <= height and last_column <= width)
@@ -145,7 +145,7 @@ def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) ->
     """
     count, rows, columns, channels = pixels.shape
     height, width = size
-    # An empty batch has no boxes from which to compute the padding.
+    # Return early for an empty batch, which has no boxes from which to compute the padding.
     if not count:
         return np.empty((0, height, width, channels), np.uint8)
     top, left = boxes.top, boxes.left
@@ -273,7 +273,7 @@ def _padded(image: Tensor, box: tuple[float, ...], fill: float) -> Tensor:
     """Pad an image where a box extends beyond it."""
     top, left, height, width = box
     beyond = [-left, left + width - image.shape[2], -top, top + height - image.shape[1]]
-    # Sums of fractions may exceed the image by rounding errors only.
+    # Round the sums of fractions, because they may exceed the image by rounding errors.
     pads = [max(0, round(pixels)) for pixels in beyond]
     return torch.nn.functional.pad(image, pads, value=fill) if any(pads) else image
 

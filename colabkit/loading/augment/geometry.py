@@ -70,7 +70,7 @@ class Geometry(Transform):
         return boxes
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width of the result for an image of this height and width."""
+        """Return the height and width of the result for an image of the given height and width."""
         return self.size or (height, width)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
@@ -364,7 +364,7 @@ class Resize(Geometry):
         return Boxes.whole(sizes)
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width of the result for an image of this height and width."""
+        """Return the height and width of the result for an image of the given height and width."""
         if self._shorter is None:
             return self._given
         # As in torchvision, the longer side is rounded down.

@@ -89,7 +89,7 @@ class Normalize(Transform):
         scale, shift = self._constants[key]
         if images.dtype == torch.float64:
             images = images.to(self._computed)
-        # One kernel converts bytes, multiplies and adds.
+        # Convert bytes, multiply and add in a single kernel.
         return torch.addcmul(shift, images, scale).to(self.dtype), labels
 
     def _by_channel(self, values: list[float]) -> Tensor:
@@ -147,7 +147,7 @@ class Cutout(Transform):
         check_images("cut squares out of images", images, self.fill)
         uniforms = draws.uniforms(3)
         corner = np.floor(uniforms[:, 1:] * images.shape[2:]).astype(np.int64) - np.array(self.size) // 2
-        # A square outside the image has no effect.
+        # Move the square outside the image, where it has no effect, for images that get none.
         corner[uniforms[:, 0] >= self.p] = max(images.shape[2:])
         result = images.clone()
         if images.device.type == "cpu" and images.dtype == torch.uint8:
@@ -320,7 +320,7 @@ class CutMix(_LabelMixing):
 
 def _previous(values: Tensor) -> Tensor:
     """Return the values with each sample replaced by the previous one, in the same memory format."""
-    # `roll` makes the result contiguous on CUDA.
+    # Do not use `roll`, which makes the result contiguous on CUDA.
     return torch.cat((values[-1:], values[:-1]))
 
 

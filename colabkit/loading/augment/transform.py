@@ -26,7 +26,7 @@ from colabkit.foundation import (
     uniforms,
 )
 
-# The CUDA driver may wait for the stream before it copies more pageable memory than this.
+# Size in bytes above which the CUDA driver may wait for the stream before it copies pageable memory.
 _PAGEABLE_BYTES = 64 << 10
 
 
@@ -70,7 +70,7 @@ class Draws:
         return uniforms(hashed(states[:, None], np.arange(1, count + 1)))
 
     def of(self, number: int) -> Draws:
-        """Return the draws for the transform with this number in a `Compose`; each transform has its own stream."""
+        """Return the draws for the transform with the given number in a `Compose`; each has a separate stream."""
         return Draws(self.seed, self.epoch, self.positions, _hashed(self.stream + number + 1))
 
     def part(self, start: int, stop: int) -> Draws:
@@ -223,7 +223,7 @@ def is_per_sample(transform: Any) -> bool:
 def sent(numbers: Tensor, device: torch.device) -> Tensor:
     """Return small numbers, such as those of all samples of a batch, on a device, without waiting for the device."""
     if device.type == "cuda" and numbers.nbytes > _PAGEABLE_BYTES:
-        # If memory cannot be page-locked, only the time is lost.
+        # If memory cannot be page-locked, the copy is only slower.
         with suppress(RuntimeError):
             numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)

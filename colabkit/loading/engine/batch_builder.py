@@ -30,12 +30,12 @@ from colabkit.loading.engine.user_code import describe_samples, reporting_errors
 from colabkit.loading.inspection import bytes_in
 from colabkit.packs import stack_samples
 
-# Use several pieces per thread, so that no thread idles while another builds the rest of a batch.
+# Number of pieces per thread; several, so that no thread idles while another builds the rest of a batch.
 _PIECES_A_THREAD = 4
 _LEAST_PIECE = 4
-# Bytes gathered at once. Two buffers of this size fit in an L3 cache.
+# Maximum number of bytes to gather in one call. Two buffers of this size fit in an L3 cache.
 _GATHERED_BYTES = 5 << 20
-# Largest row size in bytes for which a field is gathered for all batches of a plan at once.
+# Maximum row size in bytes for which a field is gathered for all batches of a plan in one call.
 _SMALL_ROW = 256
 
 

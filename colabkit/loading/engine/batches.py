@@ -264,8 +264,8 @@ def next_count(batches: int, most_batches: int) -> int:
     """Return the number of batches in the plan that follows a plan of `batches` batches.
 
     Plans grow step by step, so that the first batches are ready soon. If a plan may hold more batches than are built
-    together, its size does not delay the first batch. The plan then has the maximum size at once, because every plan
-    has a fixed cost.
+    together, its size does not delay the first batch. The plan then has the maximum size immediately, because every
+    plan has a fixed cost.
     """
     if most_batches > BATCHES_TOGETHER:
         return most_batches

@@ -31,10 +31,10 @@ from colabkit.loading.inspection import files_of, is_remote, path_of
 from colabkit.loading.sampler.orders import Order
 from colabkit.packs import FileDataset, PackedDataset
 
-# Largest size in bytes of a group of batches that are built together. Two groups fit in a processor's cache.
+# Maximum size in bytes of a group of batches that are built together. Two groups fit in a processor's cache.
 _GROUP_BYTES = 8 << 20
 _DEVICE_GROUP_BYTES = 64 << 20
-# Smallest and largest number of batches that are planned together; in between, as many as fit in _PLAN_BYTES.
+# Minimum and maximum number of batches that are planned together; in between, as many as fit in _PLAN_BYTES.
 _PLAN_BATCHES = 32, 128
 _PLAN_BYTES = 256 << 20
 _LEAST_AHEAD = 4

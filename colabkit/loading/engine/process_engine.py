@@ -39,7 +39,7 @@ from colabkit.loading.engine.user_code import (
 )
 from colabkit.loading.inspection import bytes_in, name_of
 
-# Interval of the events that report a waiting user.
+# Interval in seconds of the events that report how long the user has been waiting for a batch.
 _TICK_S = 0.25
 _SENT_AHEAD = 2
 # Worker processes send the tensors of a batch through files in this folder.
@@ -271,11 +271,11 @@ class ProcessEngine:
             while (made := self._next_of(ready)) is not None:
                 yield made, *waiting.popleft()
             is_sound = True
-        # The user ended the iteration early.
+        # The user has ended the iteration early.
         except GeneratorExit:
             is_sound = True
             raise
-        # The pipes between processes raise these errors.
+        # The pipes between the processes raise these errors if a worker has died.
         except (OSError, EOFError) as error:
             raise _worker_died(f"a worker process exited unexpectedly ({type(error).__name__}: {error})") from error
         # `DataLoader` raises this error if a worker dies.

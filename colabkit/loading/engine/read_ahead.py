@@ -79,7 +79,7 @@ def read_rows_ahead(
             os.posix_fadvise(opened[owner], place, file.row_bytes, os.POSIX_FADV_WILLNEED)
 
     try:
-        # A removed file can still be read through its map, but without advice.
+        # Ignore a removed file, which can still be read through its map, but without advice to the kernel.
         with contextlib.suppress(OSError):
             opened.extend(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in files)
         yield from announce_plans(plans, advise, depth) if len(opened) == len(files) else plans

@@ -32,7 +32,7 @@ from colabkit.loading.engine.user_code import reporting_loading_errors
 from colabkit.loading.sampler.orders import Order
 from colabkit.packs import FileDataset
 
-# Interval of the events that report a waiting user.
+# Interval in seconds of the events that report how long the user has been waiting for a batch.
 _TICK_S = 0.25
 _FILES_AHEAD = 512
 _HAND_OVER_S = 2e-4

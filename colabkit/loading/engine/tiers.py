@@ -26,9 +26,9 @@ Pixels = npt.NDArray[np.uint8]
 
 # Shares of the free space that samples may use. The rest of the RAM is for the model, the notebook and the batches.
 _RAM_SHARE = 0.7
-# The rest of the GPU memory is for a model that is loaded later.
+# Share of free GPU memory that samples may use before the model, which needs the rest, is on the GPU.
 _GPU_SHARE = 0.4
-# This share applies once the model is on the GPU.
+# Share of free GPU memory that samples may use once the model is on the GPU.
 _LATE_GPU_SHARE = 0.7
 _DISK_SHARE = 0.8
 
@@ -198,8 +198,8 @@ def promised_bytes() -> int:
 class RowCache:
     """A thread-safe cache of decoded rows of one shape, by sample index.
 
-    RAM is used only as rows are added. On disk, the space is reserved at once, in an unnamed file that the kernel frees
-    together with the cache, or when the process ends.
+    RAM is used only as rows are added. On disk, all space is reserved immediately, in an unnamed file that the kernel
+    frees together with the cache, or when the process ends.
 
     Args:
         count: number of samples.

@@ -158,9 +158,10 @@ def restored_generators(device: torch.device | None = None) -> Iterator[None]:
 _MAYBE_MASKS = {bool, np.bool_, torch.Tensor}
 # These types store their items, so the items can be counted without consuming an iterator.
 _STORED = (Sequence, np.ndarray, torch.Tensor)
-# Batches requested from a sampler at once. The limit is low because a sampler may depend on the training so far.
+# Maximum number of batches to request from a sampler in advance; low, because a sampler may depend on the training so
+# far.
 _AHEAD_BATCHES = 32
-# A random stream that no transform uses.
+# Number of a random stream that no transform uses.
 _SAMPLER_STREAM = 1
 _OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
@@ -209,7 +210,7 @@ class SamplerPlanner:
     def plans(self, epoch: int, start: int, most_batches: int) -> Iterator[BatchPlan]:
         """Return plans of the batches after `start` samples of an epoch.
 
-        The sampler's first item is requested at once, in the caller's thread: the sampler may draw from the global
+        The sampler's first item is requested immediately, in the caller's thread: the sampler may draw from the global
         generators, which worker threads must not touch.
 
         Raises:

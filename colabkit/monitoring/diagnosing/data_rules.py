@@ -24,7 +24,7 @@ _SMALL_READ = 256 << 10
 _ROOMY_RAM = 0.85
 _THROTTLED = 2.0
 _READ_TWICE = 2.0
-# Transforms that shrink samples.
+# Parts of the names of transforms that shrink samples.
 _SIZING = ("ResizedCrop", "CenterCrop", "Resize")
 
 
@@ -237,7 +237,7 @@ def cache_too_small(run: RunProfile) -> Advice | None:
         return None
     needed = _needed_bytes_per_s(run)
     if run.facts.is_remote or run.facts.path is None or not needed or read < 0.5 * needed:
-        # Samples without a path are generated or in memory, so something else is reading.
+        # Samples without a path are generated or in memory, so the reads have another cause.
         return None
     if _fits_in_ram(run):
         found = f"{format_bytes(size)} of data are read again in each epoch although they fit in RAM"

@@ -11,7 +11,7 @@ MODERATE, HIGH = 0.05, 0.20
 """Thresholds for the share of the step time spent waiting for data, as in TensorFlow's input_pipeline_analysis.py."""
 
 Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "host", "unknown"]
-# Larger speedups are reported as "over 100"; they occur in loops that do no work.
+# Speedups above this are reported as "over 100"; they occur in loops that do no work.
 _MOST_TIMES = 100
 
 
@@ -78,11 +78,11 @@ class Diagnosis(Report):
 
     Attributes:
         verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work in the loop,
-            such as logging), `"host"` (the step is held up by other processes or threads, by a call that blocks, or by
+            such as logging), `"host"` (the step is delayed by other processes or threads, by a call that blocks, or by
             pauses, or the run has become much slower), or `"unknown"`.
         sentence: the verdict as a sentence, with its numbers.
         shares: how the time of a typical step is split. A typical step is the mean of the middle half of the steps, so
-            that stragglers, starts of epochs and pauses for checkpoints do not count, unlike in the averages of a
+            that stragglers, starts of epochs and pauses for checkpoints are excluded, unlike in the averages of a
             `TrainReport`.
         step_s: seconds of a typical step.
         samples_per_s: samples per second at typical steps.

@@ -10,9 +10,9 @@ from typing import Any
 
 from colabkit.foundation import BusyProcess, HostSnapshot, LoopSpot, MetersSnapshot, StepTimes, Stretch, ThreadsSnapshot
 
-# A step with a pause takes at least this many typical steps; one such step may be an exception.
+# Steps that take this many times as long as a typical step contain pauses, if there are at least two of them.
 _PAUSE, _LEAST_PAUSES = 3.0, 2
-# Shorter pauses are caused by the scheduler, whose time slices take several milliseconds, or the garbage collector.
+# Minimum seconds of a pause; shorter ones are caused by the scheduler's time slices or the garbage collector.
 _LEAST_PAUSE_S = 0.02
 # Pauses with a shorter total than these seconds, for example between a few short epochs, are not worth a fix.
 _LEAST_PAUSED_S = 0.2
@@ -26,7 +26,7 @@ _LEAST_SAMPLES = 10
 FOREIGN, _LOST = 0.25, 0.1
 # A thread that uses this share of a CPU, or of the time in which threads have one, may delay the training thread.
 _BUSY_THREAD = 0.4
-# While another thread runs Python code, acquiring the GIL takes about 5 ms.
+# Seconds above which acquiring the GIL counts as waiting; it takes about 5 ms while another thread runs Python code.
 _GIL_WAIT_S = 1e-3
 _OWN = "colabkit-"
 _RATES = ("training_cpu_rate", "training_held_rate", "held_rate", "compute_cpus", "gil_wait_s")

@@ -158,7 +158,7 @@ def _line(spot: LoopSpot) -> str:
 
 
 def _without(run: RunProfile, share: float) -> _Speeds:
-    """Return the speed after removing work that takes this share of the time."""
+    """Return the speed after removing work that takes the given share of the time."""
     return _limits(run, run.samples_per_s / (1 - share)) if share < 1 else _UNKNOWN
 
 

@@ -9,7 +9,7 @@ from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.monitoring.diagnosing.remedies import options
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
-# The validation loss must exceed its lowest value by this factor in each of the newest epochs.
+# For overfitting, the validation loss must exceed its lowest value by this factor in each of this many newest epochs.
 _WORSE, _WORSE_EPOCHS = 1.25, 3
 # The loss counts as falling if its lowest value in the newest epochs is at most this share of its lowest earlier value.
 _BETTER, _STILL_EPOCHS = 0.99, 10

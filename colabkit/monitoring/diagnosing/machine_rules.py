@@ -32,9 +32,9 @@ _SLOWED = 0.2
 _SLOWED_BY = {"power": "its power limit"}
 # Minimum GPU memory of other processes that is reported; CUDA itself takes a few hundred MiB per process.
 _OTHERS_BYTES = 2 << 30
-# The advice is to do the work between steps only once in this number of steps.
+# The advice is to do host work, such as logging, only once in this number of steps.
 _LOGGED = 100
-# On a hosted machine, other processes belong to this notebook or to the host.
+# Advice on hosted machines, where other processes belong to this notebook or to the host.
 _STOP_OWN = "Stop programs that this notebook started"
 _RAM = 0.85
 _SHM = 0.1

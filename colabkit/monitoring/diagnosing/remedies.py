@@ -12,7 +12,7 @@ from colabkit.monitoring.diagnosing.run_profile import RunProfile
 _HDF5 = (".h5", ".hdf5")
 # Name of a source that is a list or table in memory.
 _NAMELESS = "a table of paths"
-# Random crops need images that are larger than the crop; 256 pixels are common for crops of 224.
+# Ratio of the size of stored images to that of random crops; 256 pixels are common for crops of 224.
 _MARGIN = 8 / 7
 _MOST_OF_A_NAME = 40
 

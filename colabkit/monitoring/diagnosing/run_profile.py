@@ -20,9 +20,9 @@ from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Shares
 from colabkit.monitoring.diagnosing.host_profile import FOREIGN, HostProfile, profile_host
 
 ENOUGH_STEPS = 50
-# A few long steps are enough for a verdict: 8 steps that took 5 seconds in total.
+# Minimum number and total seconds of long steps that are enough for a verdict.
 _FEW_STEPS, _LONG_S = 8, 5.0
-# The first steps fill caches, run cuDNN's benchmarks and compile; SPDL also drops 20.
+# Number of first steps to drop, and their maximum share: they fill caches, run cuDNN's benchmarks and compile.
 _WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2
 _BLOCKS = 24
 # Maximum number of batches that a loader delivers as one group.
@@ -33,14 +33,14 @@ _QUICK = 0.01
 _GREEDY = 0.15
 # Share of the CPUs above which the CPU counts as full.
 _SATURATED = 0.85
-# A worker with a smaller share of CPU time, while CPUs are free, waits for storage.
+# A worker that uses a smaller share of a CPU, although CPUs are free, counts as waiting for storage.
 _STORAGE_BOUND = 0.6
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
 _MEAN_RATES = (
     "cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate", "steal_rate",
     "throttled_rate",
 )  # fmt: skip
-# Snapshots of at least this many seconds are compared with the newest steps.
+# Minimum time in seconds that the snapshots cover that are compared with the newest steps.
 _WINDOW_S = 5.0
 SLOWER = 2.0
 """How many times slower than in its fastest stretch a run must be to count as slowed down."""
@@ -227,7 +227,7 @@ class RunProfile:
         """Seconds per sample that workers spend on reading, decoding and transforms.
 
         Reads of a remote source that other threads perform in advance, and the final transform of batches from worker
-        processes, do not count.
+        processes, are excluded.
         """
         others = ("gather", "transfer", "augment") if self.facts.kind == "processes" else ("gather", "transfer")
         own = [part for part in self.spent.parts if part.name not in others and not self._is_ahead(part)]
@@ -267,12 +267,12 @@ class RunProfile:
             return "read" if self.facts.is_remote and not self.is_cpu_full else None
         if self.facts.kind == "processes":
             if self.at_last_s > self.worker_s / max(1, self.facts.workers or 1):
-                # One thread transforms the finished batches of all workers.
+                # The final transform is the slowest part, since one thread applies it to the batches of all workers.
                 return "augment"
             return "read" if self._waits_for_storage else "samples"
         decode = self.part("decode")
         if self.facts.is_remote and decode.wait_s > decode.busy_s:
-            # Decoding waits for files that other threads read ahead.
+            # Report reading instead of decoding, which waits for files that other threads read ahead.
             return "read"
         busiest = max(self.spent.parts, key=lambda part: 0.0 if self._is_ahead(part) else part.busy_s, default=None)
         return busiest.name if busiest is not None and busiest.busy_s else None

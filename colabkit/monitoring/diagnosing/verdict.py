@@ -20,7 +20,7 @@ _HYSTERESIS = 0.03
 _CONVINCED = 2
 _MOST_ADVICE = 3
 _LEAST_GAIN = 1.03
-# Number of epochs over which advice is compared.
+# Number of epochs over whose total time pieces of advice are compared.
 _EPOCHS = 10
 _PARTS = {
     "read": "reading",
@@ -70,7 +70,7 @@ class Doctor:
         run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=self.precision)
         run = replace(run, epochs=self.epochs, values=self.values)
         settled = self._settled(run)
-        # The last diagnosis has the same verdict as `doctor()`.
+        # At the end, give the same verdict as `doctor()`, even if it is new.
         return judge(run, None if is_over else settled, is_over=is_over)
 
     def _settled(self, run: RunProfile) -> Verdict:

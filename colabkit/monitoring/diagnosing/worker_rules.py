@@ -84,7 +84,7 @@ def held_by_python(run: RunProfile) -> Advice | None:
         return None
     is_alone = machine.busiest_core_rate > 0.9 and machine.cpu_rate < 0.7
     if not is_alone or (run.facts.workers or 1) < 2 or run.facts.kind != "decoded":
-        # Only loaders that decode images run Python code in several threads.
+        # The rule applies only to loaders that decode images, since only these run Python code in several threads.
         return None
     return Advice(
         "one core is busy and the others are not, so threads wait for Python's global interpreter lock",

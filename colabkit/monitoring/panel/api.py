@@ -335,8 +335,8 @@ class FramePace:
     """Measures the cost of frames and schedules the next one.
 
     The interval doubles, up to 8 s, after a frame that takes more than 5 ms, or while frames take more than 0.5% of the
-    time. It halves, down to `refresh_s`, after any other frame. The first frame does not count, since it loads the
-    display and comes before the run.
+    time. It halves, down to `refresh_s`, after any other frame. The first frame is ignored, since it loads the display
+    and comes before the run.
 
     While a frame is painted, other threads may get the GIL, such as those that send the frame or load data. Up to two
     switch intervals, 5 ms each by default, are therefore not counted. A longer wait is caused by the front end, and

@@ -15,12 +15,12 @@ from colabkit.foundation import GpuSnapshot, format_bytes, format_count, format_
 from colabkit.monitoring.panel.content import PanelState, clipped, cost
 
 _MOST_VALUES = 6
-# With more GPUs, one chart shows their mean.
+# Maximum number of GPUs with a chart each; for more GPUs, one chart shows their mean.
 _MOST_GPUS = 4
 # Maximum number of points per line of a chart over epochs.
 _MOST_EPOCHS = 60
 _ALMOST_FULL = 0.9
-# Smaller shares of RAM or `/dev/shm` are not shown.
+# Minimum share of RAM or `/dev/shm` that is shown.
 _LEAST_SHARE = 0.005
 
 

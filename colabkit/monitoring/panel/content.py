@@ -24,7 +24,7 @@ from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, gain_text
 
 Phase: TypeAlias = Literal["starting", "running", "waiting", "finished", "stopped"]
 
-# Shorter waits are not shown, since they end before the text can be read.
+# Minimum seconds of a wait that is shown; shorter ones end before the text can be read.
 _LONG_WAIT_S = 1.0
 _ACTIVITIES = {
     "list": "Listing files",

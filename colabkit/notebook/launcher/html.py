@@ -18,13 +18,13 @@ _SMALL = "font:12px/16px system-ui,sans-serif"
 _MONO = "font:12px/18px ui-monospace,monospace"
 _ACCENT, _ALARM = plotting.BLUE, plotting.VERMILLION
 _FAINT = "opacity:.72"
-# The arrow of ipywidgets is black, even in dark themes.
+# An arrow that follows the theme, because that of ipywidgets is black even in dark themes.
 _ARROW_SVG = (
     f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'><path d='M5 7l4 4 4-4' fill='none' "
     f"stroke='{plotting.GREY}' stroke-width='2'/></svg>"
 )
 _ARROW = f'url("data:image/svg+xml,{quote(_ARROW_SVG)}")'
-# Below this width, labels are placed above their fields.
+# Width in pixels below which labels are placed above their fields.
 _NARROW_PX = 460
 LABEL_PX = 112
 # In the HTML of a widget, only inline event handlers can run scripts. If they are blocked, a click selects the code.

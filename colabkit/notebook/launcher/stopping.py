@@ -67,7 +67,7 @@ def _by_its_channel_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) 
 
 @contextlib.contextmanager
 def _by_a_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) -> Iterator[None]:
-    """Receive ipykernel 6's messages in another thread while the main thread, which normally does, runs the block."""
+    """Receive messages in another thread during the block, since ipykernel 6 uses the busy main thread."""
     over = threading.Event()
     waiting: list[Sequence[Any]] = []
     socket = kernel.shell_stream.socket

@@ -202,7 +202,7 @@ class View:
         self.say(text, more=more, is_error=is_error)
 
     def point_to(self, names: Iterable[str]) -> None:
-        """Mark only these fields, and unfold the section that holds one of them."""
+        """Mark only the given fields, and unfold the section that holds one of them."""
         names = set(names)
         for name, field in self.fields.items():
             (field.add_class if name in names else field.remove_class)(html.POINTED)

@@ -33,7 +33,7 @@ from colabkit.notebook.launcher.view import View
 
 Outcome: TypeAlias = Literal["done", "stopped", "failed"]
 
-# Clicks queued during the work arrive within this time after it, and are ignored. The form is disabled until then.
+# Seconds after the work during which the form stays disabled and clicks are ignored, since queued clicks arrive then.
 _QUIET_S = 0.3
 
 

@@ -113,7 +113,7 @@ def train_on(
     say: Callable[[str], object] = print if progress else str
     summary = _summary_of(act, source, to, labels, splits, say, progress)
     if "torch" not in sys.modules:
-        # This takes seconds.
+        # Show a message, because importing torch takes seconds.
         say("Loading PyTorch")
     from colabkit.notebook.recipe.training import Recipe
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 HELD_OUT = {"train": 0.8, "val": 0.2}
 """Shares of the splits of a source that is not split."""
 
-# Images whose longer side is at most this keep their size if all have the same size.
+# Maximum longer side, in pixels, of images that keep their size if all have the same size.
 _LARGEST_KEPT = 96
 _SIDES = {"cuda": 224, "cpu": 128}
 _MULTIPLE = 8
 # Warn if images are shrunk at least by this factor, to fewer than this number of pixels per side.
 _SHRUNK, _DETAILED = 3, 96
-# Images to train on in all epochs together, by network and device.
+# Total number of images to train on in all epochs, by network and device.
 _BUDGETS = {
     ("small", "cpu"): 60_000,
     ("small", "cuda"): 600_000,
@@ -70,7 +70,7 @@ def choose_size(asked: tuple[int, int] | str, summary: SourceSummary, device: st
     shorter = min(median)
     side = min(_SIDES[device], shorter)
     ratio = max(median) / shorter if summary.has_one_shape else 1.0
-    # The longer side grows and the shorter one shrinks, so that the number of pixels stays the same.
+    # Enlarge the longer side and reduce the shorter one, so that the number of pixels stays the same.
     scale = 1.0 if side == shorter else ratio**-0.5
     short, long = _rounded(side * scale), _rounded(side * scale * ratio)
     size = (short, long) if median[0] <= median[1] else (long, short)
@@ -141,7 +141,7 @@ def choose_augmentation(
     data: PackedDataset, size: tuple[int, int], mean: Sequence[float], std: Sequence[float]
 ) -> Choice:
     """Return the transform for training: random crops, and flips where they do not change the class."""
-    # This imports torch, which the choice of the image size does not need.
+    # Import late, because this imports torch, which the choice of the image size does not need.
     from colabkit.loading import Compose, Normalize, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 
     looked = data[np.unique(np.linspace(0, len(data) - 1, _LOOKED).astype(np.int64))]

@@ -22,7 +22,7 @@ _QUALITY = 82
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Return a share as a percentage; only exact shares are shown as 0% and 100%."""
+    """Return a share as a percentage; 0% and 100% are shown only for shares of exactly 0 and 1."""
     shown = f"{100 * share:.{digits}f}"
     least = 10.0**-digits
     if share > 0 and float(shown) == 0:

@@ -125,7 +125,7 @@ class TrainOnReport(Report):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for `json.dumps`, without pictures and with at most 10,000 counts."""
+        """Return plain values for `json.dumps`, without pictures, and with at most 10,000 counts in `confusion`."""
         values = {**super().to_dict(), "training": self.training.to_dict()}
         for name in ("predictions", "mistakes"):
             for prediction in values[name]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from colabkit.foundation import escape, plotting
 from colabkit.notebook.recipe.predictions import SamplePrediction, confused_pairs, percent
 
-# With more classes, only the most frequent mistakes are listed.
+# Maximum number of classes in a confusion matrix; with more, only the most frequent mistakes are listed.
 _LARGEST_MATRIX = 20
 _BESIDE_MATRIX, _WITHOUT_MATRIX = 6, 15
 _NAME_CHARS = 18

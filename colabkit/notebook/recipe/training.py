@@ -59,7 +59,7 @@ _RUN = re.compile(r"run-(\d+)")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `train_on()`, checked, with the same names."""
+    """The validated arguments of `train_on()`, with the same names."""
 
     source: Any
     to: str | os.PathLike[str]

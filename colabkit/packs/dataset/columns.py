@@ -26,9 +26,9 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 POPULATE_READ = 22
 """MADV_POPULATE_READ, since Linux 5.14; Python's mmap module does not define it."""
 
-# Samples with fewer bytes than this are gathered in groups, and their pages are not read in advance.
+# Size in bytes below which samples are gathered in groups, and their pages are not read in advance.
 _LARGE_ROW = 16 << 10
-# Bytes gathered at once, which fit in a processor's L2 cache.
+# Maximum number of bytes to gather in one call, which fit in a processor's L2 cache.
 _GATHERED_BYTES = 512 << 10
 
 

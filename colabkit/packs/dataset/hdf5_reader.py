@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FILTERS = frozenset({1, 2, 3, 32000})
 # Highest compression ratio of deflate; a file that declares more data is suspicious. See zlib.net/zlib_tech.html.
 _MOST_EXPANSION = 1032
-# Cache of decompressed chunks for reading individual samples; a chunk of images often exceeds HDF5's default of 1 MiB.
+# Size of the cache of decompressed chunks for single samples; a chunk of images often exceeds HDF5's default of 1 MiB.
 _CACHE_BYTES = 32 << 20
 _NAMES_SHOWN = 20
 _SEARCHED_OBJECTS = 10_000
@@ -80,7 +80,7 @@ def _damage_error(act: str, what: str, error: Exception) -> BadSource:
 
 
 def is_dataset(file: h5py.File, name: str) -> bool:
-    """Return whether the file has a dataset at this path, without following soft or external links."""
+    """Return whether the file has a dataset at the given path, without following soft or external links."""
     import h5py
 
     group: Any = file

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Image pixels per CSS pixel; 2 keeps text and edges sharp on high-density screens.
 _SCALE = 2
-# Larger pictures, usually photographs, are embedded in the notebook as JPEG instead of PNG.
+# Maximum size of a PNG in the notebook; larger pictures, usually photographs, are embedded as JPEG instead.
 _MOST_PNG_BYTES = 1 << 20
 # Lengths in CSS pixels.
 _WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _HEADER, _LABEL = 920, 280, 16, 12, 25, 23

@@ -66,7 +66,7 @@ DecodedRegion = tuple[int, int, float, float]
 _COMPONENTS = (1, 3)
 # Errors of the fast decoders: simplejpeg raises the first, torch the second.
 _FLAWS = (ValueError, RuntimeError)
-# To skip fewer rows than this below a box, copying the file is not worthwhile.
+# Minimum number of rows below a box that are worth skipping, since skipping requires a copy of the file.
 _SPARED_ROWS = 48
 # Largest height of a coded block (MCU), reached with 4:1:0 subsampling.
 _MCU_ROWS = 32
@@ -254,7 +254,7 @@ def decode_region(
             fast.decode_top(memoryview(lower), top_rows)
             return top_rows, region
     except (*_FLAWS, struct.error):
-        # Leave the file to decode_image, which falls back to Pillow.
+        # Return None, so that the caller uses `decode_image`, which falls back to Pillow.
         return None
     return None
 

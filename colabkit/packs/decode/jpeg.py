@@ -62,7 +62,7 @@ _LATEST: list[tuple[bytes, Header | None]] = [(b"\xff\xd8\0", None)]
 """Bytes of the last header up to its scan, and the parsed header."""
 
 _marker_and_length = struct.Struct(">HH").unpack_from
-# Returns the bits per value, the height, the width and the number of components.
+# Frame header: the bits per value, the height, the width and the number of components.
 _frame = struct.Struct(">BHHB").unpack_from
 
 
@@ -97,7 +97,7 @@ def read_header(data: Data) -> Header | None:
         bits, height, width, components = frame
         orientation = _orientation(segments) if segments else 1
     except struct.error:
-        # The header is truncated.
+        # The header is truncated, so leave the file to Pillow.
         return None
     if bits != 8 or not height or not width or orientation is None:
         return None
@@ -130,7 +130,7 @@ def has_end(data: Data) -> bool:
 def _orientation(segments: list[bytes]) -> int | None:
     exif = [segment for segment in segments if segment.startswith(EXIF)]
     if len(exif) > 1:
-        # The EXIF directory may be split across several segments.
+        # The EXIF directory may be split across several segments, so leave the file to Pillow.
         return None
     found = _exif_orientation(exif[0][len(EXIF) :]) if exif else 0
     if found == 0:
@@ -150,7 +150,7 @@ def _exif_orientation(tiff: bytes) -> int | None:
         (place,) = struct.unpack_from(order + "I", tiff, entry + 8)
         length = count * TYPE_BYTES.get(kind, len(tiff))
         if length > 4 and place + length > len(tiff):
-            # Pillow stops reading the directory here, so leave the file to Pillow.
+            # Pillow stops reading the EXIF directory at such an entry, so leave the file to Pillow.
             return None
         if tag == ORIENTATION:
             if found or kind != SHORT or count != 1 or not 1 <= value <= 8:
@@ -241,7 +241,7 @@ def _torchvision() -> JpegDecoder:
     modes = {3: io.ImageReadMode.RGB, 1: io.ImageReadMode.GRAY}
 
     def decode(data: Data, channels: int) -> Pixels:
-        # Copy, because torch warns about read-only memory.
+        # Copy the bytes, because torch warns about read-only memory.
         file = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return _as_rows(io.decode_jpeg(file, mode=modes[channels]))
 
@@ -309,6 +309,6 @@ def _writer() -> Callable[[Pixels, int], bytes] | None:
 
         write(np.zeros((8, 8, 3), np.uint8), 90)
     except Exception:
-        # simplejpeg is missing or broken.
+        # simplejpeg may be missing or broken.
         return None
     return write

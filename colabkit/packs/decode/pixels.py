@@ -40,7 +40,7 @@ and 23.
 """
 
 
-# Pillow itself tells these formats apart.
+# Formats that Pillow may decode and distinguishes itself.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # Packages with HEIF decoders for Pillow; the second has no encoder.
 _HEIF_PACKAGES = ("pillow_heif", "pi_heif")
@@ -71,7 +71,7 @@ def check_pixels(height: int, width: int) -> None:
 
 
 def turn_size(size: Size, orientation: int) -> Size:
-    """Convert a size from stored to upright, or from upright to stored."""
+    """Convert a size from stored to upright orientation, or vice versa."""
     return (size[1], size[0]) if orientation >= 5 else size
 
 
@@ -117,7 +117,7 @@ def turn_pixels(pixels: Pixels, orientation: int) -> Pixels:
     if orientation == 1:
         return pixels
     height, width, channels = pixels.shape
-    # Moving each RGB pixel as one value of three bytes takes half the time.
+    # Move each RGB pixel as one value of three bytes, which halves the time.
     values: npt.NDArray[Any] = np.ascontiguousarray(pixels).view(f"V{channels}").reshape(height, width)
     if orientation >= 5:
         values = values.T
@@ -287,7 +287,7 @@ def _silence_libtiff() -> None:
     """
     # Python prints the records of a logger without handlers.
     logging.getLogger("PIL").addHandler(logging.NullHandler())
-    # Search from Pillow's own library, which is linked with the libtiff that Pillow uses.
+    # Look up the symbol from Pillow's own library, which is linked with the libtiff that Pillow uses.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(import_module("PIL._imaging").__file__)
         for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):

@@ -57,7 +57,7 @@ def stored_splits(words: Iterable[object]) -> dict[str, str]:
     """Map each split of a source, in the order of `SPLITS`, to the name under which a pack stores it.
 
     `valid` and `dev` keep their names; every other split gets its name in `SPLITS`. If a source has several names for
-    one split, the first name counts. Unknown names are ignored.
+    one split, the first name is used. Unknown names are ignored.
     """
     found: dict[str | None, str] = {}
     for word in words:

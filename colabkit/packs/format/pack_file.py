@@ -39,7 +39,8 @@ _REQUIRED = ("classes", "encoding", "label_kind", "sample_shape", "source")
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 # Allowed dtype kinds: bools, numbers, and byte strings of fixed length.
 _KINDS = "biufcS"
-# Metadata values of more characters go into a dataset, because HDF5 limits an attribute to 64 KiB.
+# Maximum number of characters of metadata values in the attribute, which HDF5 limits to 64 KiB; longer ones go into a
+# dataset.
 _LONG_CHARS = 2000
 # Maximum number of digits in an offset, a size or a CRC.
 _DIGITS = 20
@@ -178,7 +179,7 @@ def _check_fields(info: PackInfo) -> None:
     for split in info.splits:
         for field in info.fields.values():
             if info.shards and field.data_set(split) not in info.data_sets:
-                # In a pack of shards, the index holds only labels.
+                # Skip the other datasets of a pack of shards, since its index holds only labels.
                 continue
             rows = info.data_sets[field.index(split) if field.is_ragged else field.data_set(split)]
             if rows.shape[0] != info.count(split):

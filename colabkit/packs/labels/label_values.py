@@ -52,7 +52,7 @@ class LabelValues:
         classes: names of the classes, or of the K labels or targets; empty if there are none.
         values: `int64 [n]` class numbers, `uint8 [n, K]` labels, or `float32 [n]` or `[n, K]` targets; None for no
             labels.
-        basis: type of the given values, from which the kind was inferred.
+        basis: description of the type of the values, from which the kind was inferred.
     """
 
     kind: LabelKind

@@ -184,7 +184,7 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
         if not columns:
             raise
         meaning = LabelValues("class", (), order)
-    # A single folder is just the location of a table's files, not a class.
+    # In a table, a single folder is the location of the files rather than a class.
     if columns and len(meaning.classes) < 2:
         names = list(columns)
         found = f"no column ({', '.join(names)}) has a common label name, and there are no class folders"
@@ -321,7 +321,7 @@ class _FolderTree:
         return self._by_row({folder: SPLITS.index(splits.get(folder) or SPLITS[0]) for folder in self._folders})
 
     def classes(self, act: str, order: Indices) -> LabelValues:
-        """Return the classes of the samples in these rows.
+        """Return the classes of the samples in the given rows.
 
         Raises:
             BadSource: if a sample is not in a class folder, or if names lack extensions and are therefore not file
@@ -406,7 +406,7 @@ def _find_samples(act: str, listing: Listing, name: str) -> tuple[dict[str, list
     for row in others.keys() - chosen:
         is_image = others[row] in _OTHER_IMAGES
         reasons[row] = "an image format that Pillow cannot decode" if is_image else "no image extension"
-    # List hidden files last: the first name is shown, and a file of an unknown format matters more.
+    # List hidden files last, because reports show the first name, and files of unknown formats matter more.
     rows = sorted(reasons, key=lambda row: (reasons[row] == "hidden", row))
     left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in rows))
     return images, left_out

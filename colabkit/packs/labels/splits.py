@@ -211,7 +211,7 @@ def _folds_of_groups(act: str, k: int, stratum_of: Indices, group_of: Indices, s
     folds = np.empty(count, np.int64)
     for group in order.tolist():
         its = slice(start[group], start[group + 1])
-        # Growth of each fold's sum of squares, omitting the term that is equal for all folds; an empty fold costs 0.
+        # Increase of each fold's sum of squares, without the term that is equal for all folds; an empty fold costs 0.
         costs = held[:, stratum[its]] @ share[its]
         fold = np.lexsort((fold_sizes, costs))[0]
         held[fold, stratum[its]] += share[its]

@@ -330,7 +330,7 @@ class PackCall:
         try:
             info = read_pack(final)
             for _ in shards_of(info):
-                # Iterating checks that each shard exists and matches its seal.
+                # Iterate only to check that each shard exists and matches its seal.
                 pass
         except ColabkitError as error:
             if not is_pack(final):

@@ -61,7 +61,7 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         value = np.array(value, object)
     is_lazy = is_array(value) and not hasattr(value, "numpy") and not hasattr(value, "iloc")
     try:
-        # The dtypes of polars have no kind.
+        # Use `getattr`, because the dtypes of polars have no `kind`.
         kind = getattr(value.dtype, "kind", "") if is_lazy else ""
         rows = value if kind in tuple("biufc") and not isinstance(value, np.ndarray) else np.asarray(value)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -129,11 +129,11 @@ class ArraySampleMaker(MemorySampleMaker):
         return np.fromiter(map(len, texts), np.int64, len(texts))
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of these samples; consecutive rows of one array are copied only if they need conversion."""
+        """Return each field of some samples; consecutive rows of one array are copied only if they need conversion."""
         return tuple(self._column(made, numbers) for made in self.fields)
 
     def subset(self, numbers: Indices) -> ArraySampleMaker:
-        """Return a maker of only these samples; no rows are copied until samples are written or pickled."""
+        """Return a maker of only the given samples; no rows are copied until samples are written or pickled."""
         chosen = numbers if self._chosen is None else self._chosen[numbers]
         return ArraySampleMaker(self._columns, chosen, layout=self._layout)
 

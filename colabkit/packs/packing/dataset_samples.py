@@ -99,7 +99,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         images: how images are stored.
         label: key of the labels in mappings; "auto" tries keys such as `label` and `target`, None ignores labels.
         classes: class names; text labels are converted to their index.
-        skips_bad: whether the first samples may be bad.
+        skips_bad: whether bad samples are allowed, so that the first samples may be bad.
         task: task of the labels; "auto" infers it from the first label.
 
     Raises:
@@ -164,7 +164,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return f"sample {row}" + (f" of {split}" if len(self._datasets) > 1 else "")
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of these samples, which are read one by one."""
+        """Return each field of the given samples, which are read one by one."""
         return self._join(numbers.tolist(), self._made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:
@@ -187,7 +187,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return tuple(values)
 
     def subset(self, numbers: Indices) -> DatasetSampleMaker:
-        """Return a maker of only these samples; all subsets share one lock."""
+        """Return a maker of only the given samples; all subsets share one lock."""
         chosen = object.__new__(DatasetSampleMaker)
         chosen.__dict__.update(self.__dict__)
         chosen._chosen = numbers if self._chosen is None else self._chosen[numbers]
@@ -280,7 +280,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         if name == SAMPLES and _is_image(value):
             pixels = self._images.pixels(value)
             return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels
-        # Images in other fields are masks, whose values are not colors.
+        # Keep images in other fields unchanged, because they are masks, whose values are not colors.
         if isinstance(value, Image.Image):
             return np.array(_numbers(name, value))
         if name == LABELS:

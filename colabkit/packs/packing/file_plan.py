@@ -214,7 +214,7 @@ class FileCollection:
         if not kinds:
             item, reason = bad[0]
             count = format_things(len(bad), "file")
-            found = f"no file could be decoded among {count}, starting with {item.path!r} ({reason})"
+            found = f"none of {count} could be decoded, starting with {item.path!r} ({reason})"
             more: Text = "" if len(bad) == len(self._items) else (", or increase ", option("max_bad"))
             raise BadImage(cannot(options.act, found, "at least one readable file", ("Check the source", more)))
         return kinds, decode_s / len(kinds)
@@ -295,7 +295,7 @@ def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
         contents, sealed_ns = copy.contents_digest()
         if all(item.mtime_ns <= sealed_ns for item in items):
             return copy.seal.source, contents
-    # The root distinguishes tables in memory, which have no unique names.
+    # Include the root, which distinguishes tables in memory, since they have no unique names.
     root = source.root if isinstance(source, ManifestSource) else ""
     return f"{source.name}\0{root}" if root else source.name, ""
 

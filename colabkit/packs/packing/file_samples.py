@@ -147,7 +147,7 @@ class FileSampleMaker(SampleMaker):
         return self.items[number].path
 
     def subset(self, numbers: Indices) -> FileSampleMaker:
-        """Return a maker of only these files."""
+        """Return a maker of only the given files."""
         return replace(self, items=[self.items[number] for number in numbers.tolist()])
 
     def lengths(self, numbers: Indices) -> Indices | None:
@@ -172,7 +172,7 @@ class FileSampleMaker(SampleMaker):
     def columns(
         self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
     ) -> Sequence[Column]:
-        """Return each field of these samples, given the bytes of their files; bad samples are blank."""
+        """Return each field of some samples from the bytes of their files; bad samples are blank."""
         if self.encoding == "raw" and self.is_image and not self.extra:
             return (self._rows(numbers, data, on_bad),)
         given = iter(data)
@@ -196,7 +196,7 @@ class FileSampleMaker(SampleMaker):
         try:
             self._decode_row(data, row)
         except BadImage:
-            # Decode again to distinguish an image of another size from a broken one.
+            # Decode again, to distinguish an image of another size from a broken image.
             row[:] = self._encoded(data)
 
     @cached_property
@@ -225,7 +225,7 @@ class FileSampleMaker(SampleMaker):
         return encode_jpeg(decode_image(data, self.channels, self.size), self.quality)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        # The row decoder is a closure, which cannot be pickled.
+        # Omit the row decoder, which cannot be pickled because it is a closure.
         return {name: value for name, value in self.__dict__.items() if name != "_decode_row"}
 
 

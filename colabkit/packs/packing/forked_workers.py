@@ -191,12 +191,12 @@ def _work(
     with contextlib.suppress(OSError, AttributeError):
         # Let the kernel kill this process if the parent dies, even during a task that never ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the call above.
+    # Check for a parent that died before the call above.
     if os.getppid() != parent:
         os._exit(1)
     # A garbage collection would otherwise write to, and thus copy, all shared memory.
     gc.freeze()
-    # The parent handles Ctrl-C and ends the workers.
+    # Ignore Ctrl-C, which the parent handles by ending the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Close inherited pipe ends; otherwise the pipes would stay open after the parent ends.

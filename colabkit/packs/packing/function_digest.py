@@ -106,12 +106,12 @@ class _Digests:
         """Return the digest of an object's pickle state; functions count by their code instead of their names."""
         try:
             if hasattr(value, "detach") and hasattr(value, "numpy"):
-                # The pickle state of a tensor contains a memory address.
+                # Do not pickle tensors, whose pickle state contains a memory address.
                 return self._all("tensor", (type(value), value.detach().cpu().numpy()))
             reduce = copyreg.dispatch_table.get(type(value))
             reduced = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception:
-            # User classes can raise any error. The state is unknown, so the digest must not equal any other.
+            # User classes can raise any error. The state is then unknown, so return a digest that equals no other.
             return os.urandom(32)
         if isinstance(reduced, str):
             module = getattr(value, "__module__", "")

@@ -104,7 +104,7 @@ class SampleMaker(ABC):
 
     @abstractmethod
     def subset(self, numbers: Indices) -> Self:
-        """Return a maker of only these samples, numbered from 0."""
+        """Return a maker of only the given samples, numbered from 0."""
 
     @abstractmethod
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
@@ -136,7 +136,7 @@ class MemorySampleMaker(SampleMaker):
 
     @abstractmethod
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of these samples as a column; bad samples are blank."""
+        """Return each field of the given samples as a column; bad samples are blank."""
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
         """Yield the fields of some samples, omitting bad ones."""
@@ -155,7 +155,7 @@ class FieldTable:
     values: npt.NDArray[Any] | tuple[bytes, ...]
 
     def subset(self, numbers: Indices) -> FieldTable:
-        """Return the table of only these samples."""
+        """Return the table of only the given samples."""
         if isinstance(self.values, tuple):
             return FieldTable(self.field, tuple(self.values[number] for number in numbers.tolist()))
         return FieldTable(self.field, self.values[numbers])
@@ -255,9 +255,7 @@ class PackPlan:
             more: Text = "" if len(bad) == self.samples else (", or increase ", option("max_bad"))
             raise BadImage(cannot(self.act, found, f"at most {self.most_bad}", ("Check the source", more)))
         if len(bad) == self.samples and not self.is_shard:
-            none_good = (
-                f"no sample could be packed among {format_things(self.samples, 'sample')}, starting with {first}"
-            )
+            none_good = f"none of {format_things(self.samples, 'sample')} could be packed, starting with {first}"
             raise BadSource(cannot(self.act, none_good, "at least one readable sample", "Check the source"))
 
     def data_sets(self, kept: Mapping[str, Indices], lengths: Lengths) -> list[DataSet]:

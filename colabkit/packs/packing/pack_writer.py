@@ -206,7 +206,7 @@ class Compaction:
             split = name.rpartition("_")[2]
             if split in self.kept:
                 own = lengths.copy()
-                # A bad sample is stored without bytes.
+                # Bad samples that are kept have no bytes.
                 if name in self._known:
                     own[bad[split]] = 0
                 found[name] = own[self.kept[split]]

@@ -38,7 +38,7 @@ _UNSIZED_SAMPLES = 16
 _MEASURED_S = 0.005
 # Samples that take less time than this are made in processes, because threads would mostly wait for the GIL.
 _TINY_S = 1e-3
-# For work shorter than this, starting processes is not worthwhile.
+# Minimum seconds of work for which starting processes is worthwhile.
 _FORKING_S = 0.2
 
 

@@ -117,7 +117,7 @@ def run_tasks(
                     future = executor.submit(task.run)
                 numbers[future] = number
                 waiting.add(future)
-                # Only arrays are sent with the task; other samples are read by the worker.
+                # Limit only tasks with arrays, which are sent with the task; workers read other samples themselves.
                 is_sent = isinstance(task.plan.maker, ArraySampleMaker)
                 task_bytes = task.plan.samples * task.plan.row_bytes if is_sent else 0
             if not waiting:

@@ -40,7 +40,7 @@ from colabkit.storage import Threads
 SHARD_BYTES = 256 << 20
 """Default shard size if an executor is given."""
 
-# The file that lists the pack's files; its presence also keeps the hidden folder from being removed.
+# The file that lists the pack's files; it also prevents the removal of the hidden folder, which must be empty.
 _OWN = "own"
 _SIGN = "wanted-"
 _PROBED = 16

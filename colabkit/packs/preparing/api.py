@@ -47,7 +47,7 @@ from colabkit.storage import (
     short_name,
 )
 
-# With two digests, a file name stays within 255 bytes even at 4 bytes per character.
+# Maximum length of a name: with two digests, the file name stays within 255 bytes even at 4 bytes per character.
 _NAME_CHARS = 56
 
 

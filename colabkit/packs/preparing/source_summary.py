@@ -38,7 +38,7 @@ _LOOKED = 32
 """Number of images whose headers are read."""
 
 _HEAD_BYTES = 64 << 10
-# Larger files whose header is not in the first bytes are not read.
+# Maximum size of a file that is read completely because its header is not in the first bytes.
 _WHOLE_BYTES = 8 << 20
 _ALIKE = 0.1
 _NAMES = 12

@@ -218,7 +218,7 @@ def unmount(
     Args:
         path: any path on the mount; defaults to the only Drive mount.
         timeout: seconds, or text such as `"5min"`, to wait for the upload; after a timeout, the upload continues.
-        force: unmount at once, even if the mount is dead, hangs, or has unsent writes.
+        force: unmount immediately, even if the mount is dead, hangs, or has unsent writes.
         progress: show the elapsed seconds.
 
     Returns:
@@ -368,7 +368,7 @@ def _served(found: Mount, act: str) -> DriveMount:
 
 
 def _unmount_at_once(found: Mount, timeout: float) -> str:
-    """Unmount a mount in any state at once; return a note about its unsent writes."""
+    """Unmount a mount in any state immediately; return a note about its unsent writes."""
     if found.fstype == DRIVEFS:
         DriveFs(found).drop(timeout)
         return "writes that DriveFS had not sent are lost"

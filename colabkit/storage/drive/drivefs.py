@@ -55,7 +55,7 @@ from colabkit.storage.drive.mountpoints import (
 )
 
 _PUSH = "import sys; from google.colab import drive; drive.flush_and_unmount(timeout_ms=int(sys.argv[1]))"
-# google.colab applies `timeout` twice: to the consent and to DriveFS.
+# Number of times that google.colab waits for `timeout`: for the consent and for DriveFS.
 _WAITS = 2
 # Extra time for google.colab to report its own timeout before colabkit's deadline interrupts it.
 _GRACE_S = 30.0
@@ -409,7 +409,7 @@ class DriveFs(DriveMount):
         return loss
 
     def drop(self, timeout: float) -> str:
-        """Kill DriveFS, unmount at once, and return a description of lost writes."""
+        """Kill DriveFS, unmount immediately, and return a description of lost writes."""
         for daemon in daemons("drive"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(daemon.pid, signal.SIGKILL)

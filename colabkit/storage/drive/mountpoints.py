@@ -145,7 +145,7 @@ class Daemon:
 
 
 def daemons(name: str) -> Iterator[Daemon]:
-    """Yield the running programs with this name that this user may inspect, including Python scripts."""
+    """Yield the running programs with the given name that this user may inspect, including Python scripts."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -159,7 +159,7 @@ def daemons(name: str) -> Iterator[Daemon]:
 
 
 def serving(name: str, point: str) -> Iterator[Daemon]:
-    """Yield the visible programs with this name that have the folder `point` among their arguments."""
+    """Yield the visible programs with the given name that have the folder `point` among their arguments."""
     for daemon in daemons(name):
         if any(os.path.normpath(os.path.join(daemon.folder, word)) == point for word in daemon.arguments):
             yield daemon
@@ -244,7 +244,7 @@ class DriveMount(ABC):
 
 
 def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
-    """Return the existing mount for `mount()`, or None; where `google.colab` works, only DriveFS mounts count."""
+    """Return the existing mount for `mount()`, or None; where `google.colab` works, consider only DriveFS mounts."""
     table = mounts()
     table = [mount for mount in table if mount.point == point and mount.fstype in DRIVE_TYPES] or table
     if place.can_mount_drive:

@@ -225,7 +225,7 @@ def _no_new_empty_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Removing a folder that is not empty fails.
+        # Keep folders that are not empty; removing these fails.
         with contextlib.suppress(OSError):
             for path in missing:
                 file_changes.remove_empty_folder(path)

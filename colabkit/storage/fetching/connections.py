@@ -38,7 +38,7 @@ _HTML = re.compile(
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _HTML_NAMES = (".html", ".htm", ".xhtml")
 _TITLE_CHARS = 80
-# Reject longer numbers: they are not plausible byte counts, and Python refuses to convert thousands of digits.
+# A byte count. Longer numbers are not plausible, and Python refuses to convert thousands of digits.
 _COUNT = "[0-9]{1,18}"
 
 

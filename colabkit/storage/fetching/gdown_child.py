@@ -131,7 +131,7 @@ def _lock(path: str) -> None:
                 raise
             time.sleep(0.05)
         except OSError:
-            # The file system does not support locks, so each fetch has a separate folder.
+            # Continue without a lock: if the file system does not support locks, each fetch has a separate folder.
             return
         else:
             return

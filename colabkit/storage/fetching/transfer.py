@@ -102,7 +102,7 @@ class FetchRecord:
 
     @classmethod
     def read(cls, identity: str) -> FetchRecord | None:
-        """Return the record of an earlier fetch with this identity, if its path is unmodified."""
+        """Return the record of an earlier fetch with the given identity, if its path is unmodified."""
         try:
             values = json.loads(_record_path(identity).read_bytes())
             found = cls(**{**values, "state": tuple(values["state"])})
@@ -166,7 +166,7 @@ class ExpectedDigest:
         return cls(kind, digits.lower())
 
     def check(self, act: str, result: FetchResult) -> None:
-        """Raise `Corrupt` unless the file has this digest."""
+        """Raise `Corrupt` unless the file has the given digest."""
         if (found := result.digests[self.kind]) != self.digits:
             next_step = "Check the digest; if it is right, use another source"
             raise Corrupt(cannot(act, f"its {self.kind} is {found}", f"the requested {self.digits}", next_step))
@@ -300,7 +300,7 @@ class FetchJob:
 
         Args:
             name: the source's name.
-            validator: the source's current version; empty if unknown, None if it has not been requested.
+            validator: the source's current version; empty if unknown; None if it has not been requested.
             is_folder: whether the source is a folder.
 
         Raises:

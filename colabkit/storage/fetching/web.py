@@ -42,7 +42,7 @@ from colabkit.storage.fetching.transfer import (
     new_digests,
 )
 
-# TLS delivers at most 16 KiB at a time, so collect data for fewer, larger writes.
+# Number of bytes to collect for each write, since TLS delivers at most 16 KiB at a time.
 _HELD_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 18
 # Number of bytes to read from a web page to find its title.
@@ -50,7 +50,7 @@ _PAGE_BYTES = 1 << 16
 _TRANSIENT = frozenset({408, 425, 429})
 _FINAL = (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)
 _AGAIN = "Check the network, then try again"
-# Some hosts refuse the default user agent of the standard library.
+# User agent of requests, since some hosts refuse that of the standard library.
 _AGENT = "Mozilla/5.0 (compatible; colabkit)"
 _CAUSES = {
     401: ("it needs a login", "Use an address that needs none, or add user and password to the address"),

@@ -34,7 +34,7 @@ from colabkit.foundation import (
 from colabkit.storage.probing import child
 from colabkit.storage.probing.report import ProbeReport, ReadRate, doubt
 
-# Time for the child to end after its deadline, before it counts as hung.
+# Seconds after its deadline at which a child that has not ended counts as hanging.
 _CHILD_END_S = 1.5
 
 _Records = defaultdict[str, list[dict[str, Any]]]

@@ -31,17 +31,17 @@ LARGE_LEVELS = (1, 2, 4, 8)
 QUICK_S = 0.001
 """Seconds. A file that a FUSE mount delivers in less time did not come over a network."""
 
-# Blocks are read in pieces, so that the probe of a slow mount ends in time.
+# Size in bytes of the pieces in which blocks are read, so that the probe of a slow mount ends in time.
 _PIECE_BYTES = 1 << 20
 # Weights for dividing the remaining time among the phases.
 _WEIGHTS = {"list": 0.2, "size": 0.1, "small": 0.1, "open": 0.05, "large": 0.065}
 _STAT_THREADS = 16
 _KEPT_FILES = 200_000
 _ENOUGH_FILES = 5
-# Until this many files are found, listing may take up to half of the time.
+# Number of files up to which listing may take half of the time.
 _ENOUGH_LISTED = 500
 _TICK_S = 0.02
-# Extra time for operations that are still running at the end.
+# Extra seconds for operations that are still running at the end.
 _OVERTIME_S = 0.7
 _LEAST_STALL_S = 2.0
 
@@ -172,7 +172,7 @@ class Probe:
                     self.errors.append(errno.errorcode.get(error.errno or 0, type(error).__name__))
                     continue
                 if op is None:
-                    # The rate would not be that of the intended number of threads, so end the other threads too.
+                    # End the other threads too, because the rate is measured for a fixed number of threads.
                     is_done.set()
                 else:
                     done.append(op)

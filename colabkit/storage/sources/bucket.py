@@ -33,14 +33,14 @@ from colabkit.storage.sources.reads import Retries
 
 T = TypeVar("T")
 
-# The first small read from an object of up to this size fetches the rest of the object. No request is larger.
+# Maximum size of a request, and of objects that the first small read fetches to their end.
 _WHOLE_BYTES = 8 << 20
 # Minimum number of bytes to read ahead from larger objects, since each request costs a round trip.
 _RANGE_BYTES = 4 << 20
 # Initial and minimum size of a request. The size grows only while requests are answered quickly, so that on a slow
 # line, concurrent requests are answered before they count as stalled.
 _FIRST_BYTES = 16 << 10
-# Requests grow if they take less than this share of the timeout, and shrink if they take more than four times that.
+# Share of the timeout below which requests grow; they shrink if they take more than four times this share.
 _QUICK_SHARE = 1 / 30
 _CLOSE_S = 1.0
 # Timeout of a listing, which shows no progress until it is complete: five million objects can take this long.
@@ -52,7 +52,7 @@ _VERSION_NAMES = (
     *("version_id", "VersionId"),
 )
 _VERSION_FIELDS = frozenset({*_VERSION_NAMES, *_TIMES, "modified"})
-# Modules of fsspec's base classes, whose generic methods need not be efficient.
+# Modules of fsspec's base classes; methods defined there are generic.
 _GENERIC_MODULES = frozenset({"fsspec.spec", "fsspec.asyn"})
 _NO_NAMES = frozenset({"", ".", ".."})
 _PACKAGES = {
@@ -174,7 +174,7 @@ class BucketSource:
         return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open an object; objects of up to 4 MiB are read at once, larger objects in ranges."""
+        """Open an object; objects of up to 4 MiB are read in one request, larger objects in ranges."""
         if item.size > _RANGE_BYTES:
             return cast(BinaryIO, _Object(self, item))
         return io.BytesIO(self.read(item))

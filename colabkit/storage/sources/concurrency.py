@@ -31,10 +31,10 @@ _HELD_BYTES = 64 << 20
 _HELD_CALLS = 4096
 _MEASURED_CALLS = 8
 _MEASURED_S = 3e-3
-# Calls that compute for at least this long usually release the interpreter lock, so threads speed them up.
+# Seconds of computing from which calls usually release the global interpreter lock, so that threads speed them up.
 _LONG_CALL_S = 1e-3
 _TICK_S = 0.25
-# Time to wait on exit for running calls that may hang; slower calls continue in their daemon threads.
+# Seconds to wait on exit for running calls that may hang; slower calls continue in their daemon threads.
 _GRACE_S = 1.5
 _THREADS = "colabkit-read"
 
@@ -275,7 +275,7 @@ class Calls(Generic[T, R]):
         self._tasks.put(None)
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
-            # Joining raises if Ctrl-C arrived before the thread was started.
+            # Joining raises an error if Ctrl-C arrived before the thread was started.
             with contextlib.suppress(RuntimeError):
                 thread.join(None if self._stalled_s is None else max(0.0, deadline - time.monotonic()))
 
@@ -337,7 +337,7 @@ _END = object()
 
 
 def _suited_threads(wall_s: float, cpu_s: float, calls: int) -> int | None:
-    """Return the number of threads for calls that took these total times in one thread; None if they mostly waited."""
+    """Return the number of threads, given the total times of calls in one thread; None if the calls mostly waited."""
     if not calls or cpu_s < wall_s / 2:
         return None
     return max(1, round(usable_cpus())) if cpu_s / calls >= _LONG_CALL_S else 1

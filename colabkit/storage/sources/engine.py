@@ -125,7 +125,7 @@ class Reading:
 
     def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
         items: dict[str, Item] = {}
-        # Requested offsets, by path, of the items that are requested in blocks.
+        # Requested offsets by path, for items that are requested in blocks.
         offsets: dict[str, set[int]] = {}
         for one in wanted:
             items[one.item.path] = one.item

@@ -25,10 +25,11 @@ from colabkit.storage.sources.items import (
 from colabkit.storage.sources.level import Level
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
-# The source's resolved root folder, followed by the resolved targets of the shortcuts on a path.
+# The source's resolved root folder, followed by the resolved targets of the shortcuts along a path.
 _Chain: TypeAlias = tuple[str, ...]
 _SHORTCUT_DEPTH = 8
-# Use small batches, so that the first files can be read while others are still being examined.
+# Number of files whose sizes are read in one call; small, so that the first files can be read while others are
+# examined.
 _STATS_AT_ONCE = 10
 _LISTED_AT_ONCE = 16
 
@@ -61,7 +62,7 @@ class _Found(NamedTuple):
         items: files with their sizes.
         next: further steps.
         skipped: skipped paths, with the reasons.
-        is_different: whether the folder was listed before, and never with the same names.
+        is_different: whether the folder was listed before, and every listing had different names.
     """
 
     items: list[Item]
@@ -185,7 +186,7 @@ class FolderSource(PathSource):
         step = _STATS_AT_ONCE
         starts = range(0, len(names), step) if has_sizes else ()
         batches = [_Files(names[at : at + step], files[at : at + step]) for at in starts]
-        # Another listing begins before the sizes are read, so that both take place at the same time.
+        # Start another listing before the sizes are read, so that both run concurrently.
         again = self._another_listing(folder, chain, frozenset(entry_names))
         steps = [*folders, *batches] if again is None else [again, *folders, *batches]
         return _Found(items, steps, skipped, is_different=bool(again and folder.earlier))

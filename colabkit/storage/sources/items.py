@@ -46,13 +46,13 @@ MOST_MEMBERS = 10_000_000
 MOST_LISTINGS = 6
 """Maximum number of listings of a folder on a mount, which may leave names out, until two of them agree."""
 
-# Inflated photos are a few percent larger than their archive, and zip bombs thousands of times as large.
+# Maximum size of members relative to their archive: photos grow by a few percent, and zip bombs thousands of times.
 _INFLATION = 200
 _INFLATION_SLACK_BYTES = 1 << 30
 
 _LIST_AGAIN = "Try again, or create a new FileDataset, to list the source again"
 
-# Matches a path without empty parts and without parts that start with a dot.
+# A path without empty parts and without parts that start with a dot.
 _PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")
 
 H = TypeVar("H")
@@ -312,7 +312,7 @@ class Directory(Generic[H]):
 
 
 def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) -> Directory[H]:
-    """Return the regular files among an archive's members; of several members with the same path, the last counts.
+    """Return the regular files among an archive's members; of members with the same path, return the last one.
 
     Raises:
         BadArchive: if a name points outside the archive, a path is both a file and a folder, there are more than 10
@@ -352,7 +352,7 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
 
 
 def inflation_limit(archive_bytes: int) -> int:
-    """Return the maximum total size, in bytes, of the members of an archive of this size."""
+    """Return the maximum total size, in bytes, of the members of an archive of the given size."""
     return _INFLATION * archive_bytes + _INFLATION_SLACK_BYTES
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import threading
 
-# A mount takes tens of milliseconds per small file, so starting with fewer requests would waste time.
+# Initial number of requests; it is high, since a mount takes tens of milliseconds per small file.
 FIRST = 64
 MOST_IN_FLIGHT = 128
 # The rate must grow by this factor when the level doubles; otherwise the source has reached its limit.
 _GAIN = 1.08
 # A lower level is kept while its rate is above this share of the best rate.
 _LOSS = 0.95
-# Number of busy cores above which more threads only compete for the interpreter lock.
+# Number of busy cores above which more threads only compete for Python's global interpreter lock.
 _BUSY = 0.85
-# Conditions may change, so try a higher level again after this many windows.
+# Number of windows after which a higher level is tried again, because conditions may have changed.
 _SETTLED_WINDOWS = 24
 _WINDOW_S = 0.01
 

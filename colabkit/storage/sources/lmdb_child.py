@@ -30,7 +30,7 @@ def mappings() -> set[int]:
 def is_database(environment: Any, transaction: Any, key: bytes) -> bool:
     """Return whether a key names a nested database."""
     if b"\0" in key:
-        # The library would look up only the text before the zero byte.
+        # The library would cut off the name at the zero byte.
         return False
     try:
         environment.open_db(key, txn=transaction, create=False)

@@ -42,7 +42,7 @@ DATA_FILE = "data.mdb"
 LMDB_SUFFIXES = (".lmdb", ".mdb")
 """File name suffixes of single-file LMDBs."""
 
-# Do not import `lmdb_child`, since it imports lmdb, which only the child process needs.
+# Refer to `lmdb_child` by its path, because importing it would import lmdb, which only the child process needs.
 _CHILD = Path(__file__).with_name("lmdb_child.py")
 _LABEL_KEY = re.compile(rb"\Alabel-(?=\d+\Z)")
 _COUNT_KEY = b"num-samples"
@@ -114,7 +114,7 @@ class _Values:
             try:
                 record = json.loads(line)
             except ValueError:
-                # The line is a warning from the interpreter or the library.
+                # The line is not JSON but a warning from the interpreter or the library.
                 return
             if "error" in record:
                 reason = f"the library lmdb cannot list it ({record['error']})"

@@ -45,7 +45,7 @@ _SHOWN = 20
 _PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img_path")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
-# By default, pandas also treats words such as NA and None as missing, but they may be labels.
+# Texts of missing cells. The defaults of pandas include words such as NA and None, which may be labels.
 _MISSING_CELLS = ["", "nan", "NaN"]
 
 
@@ -349,7 +349,7 @@ def is_manifest(path: Path) -> bool:
 
 
 def table_problem(path: Path) -> str:
-    """Return why `is_manifest` is false for a file with the suffix of a table, for a message."""
+    """Return, for a message, why `is_manifest` is false for a file with the suffix of a table."""
     found = f"{path.name!r} has no path column with a common name, or the first file in it does not exist"
     if path.suffix.lower() == _PARQUET or not path.is_file():
         return found

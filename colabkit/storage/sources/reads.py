@@ -1,4 +1,4 @@
-"""Read one item at once, block by block or from several threads, with retries."""
+"""Read one item in one piece, block by block or from several threads, with retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colabkit.storage.sources.items import Item, Source, broken_archive, changed
 
 T = TypeVar("T")
 
-# Read at most this much at once, so that a slow mount answers before the read counts as stalled.
+# Maximum number of bytes per read, so that a slow mount answers before the read counts as stalled.
 _CHUNK_BYTES = 1 << 20
 _TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN})
 _TRIES = 4
@@ -30,7 +30,7 @@ _SHARED_OPEN_S = 2.0
 # Coarse clocks, such as those of FAT and of some SMB and FUSE mounts, tick every 2 s or less, at multiples of 0.1 s.
 # Those of other file systems tick with the kernel's timer, at least 100 times a second.
 _TICK_NS, _COARSE_TICK_NS, _COARSE_UNIT_NS = 10_000_000, 2_000_000_000, 100_000_000
-# No clock is ahead by this much, so a program has set any later time.
+# A modification time further in the future than this was set by a program, since no clock is so far ahead.
 _MOST_AHEAD_NS = 86_400 * 10**9
 
 
@@ -146,7 +146,7 @@ def blocks_passed(source: str, item: Item, file: BinaryIO, block_bytes: int) -> 
 
 
 class SharedFile:
-    """A large item, opened once for the blocks at `offsets`: the first read opens it, and the last read closes it."""
+    """A large item, opened once for all blocks at `offsets`: the first read opens it, and the last read closes it."""
 
     def __init__(self, source: Source, item: Item, offsets: Iterable[int]) -> None:
         self._source = source
@@ -299,7 +299,7 @@ def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:
 def _read_some(file: BinaryIO, size: int) -> bytes:
     block: bytes | None = file.read(size)
     if block is None:
-        # An unbuffered file returns None when the system call fails with EAGAIN.
+        # An unbuffered file returns None instead of raising if the system call fails with EAGAIN.
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return block
 
@@ -312,7 +312,7 @@ def pread_all(fd: int, size: int, offset: int) -> bytes:
     return data
 
 
-# With O_NONBLOCK, opening does not block if a pipe has replaced the file.
+# Use O_NONBLOCK, so that opening does not block if a pipe has replaced the file.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -347,7 +347,7 @@ def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
 
 
 def let_tick_pass(item: Item) -> None:
-    """Wait until a further change of the file would give it a different modification time.
+    """Wait until another change to the file would give it a different modification time.
 
     Changes within one tick of the file system's clock have the same time, so a file that is read and changed in the
     tick of an earlier change would seem unchanged. The time itself shows whether the clock may be a coarse one.
@@ -355,7 +355,7 @@ def let_tick_pass(item: Item) -> None:
     age_ns = time.time_ns() - item.mtime_ns
     if age_ns >= _COARSE_TICK_NS or age_ns < -_MOST_AHEAD_NS:
         return
-    # A program, such as unzip in another time zone, has set a future time that is later than the last change.
+    # Do not wait for a time in the future that a program has set, such as unzip in another time zone.
     if age_ns < 0 < item.ctime_ns < item.mtime_ns - _COARSE_TICK_NS:
         return
     tick_ns = _TICK_NS if item.mtime_ns % _COARSE_UNIT_NS else _COARSE_TICK_NS

@@ -142,7 +142,7 @@ def open_source(
             raise BadSource(cannot(act, special, readable, "Pass the folder that holds the files"))
         parent = next(folder for folder in path.absolute().parents if folder.exists())
     missing = f"no such file or folder (the last part that exists is {str(parent)!r})"
-    # A path that begins with `drive:` was found only because Drive is mounted.
+    # Omit this advice for paths that begin with `drive:`, which can be resolved only if Drive is mounted.
     mount: Text = "" if name.startswith("drive:") else (", or run ", call("mount"), " if it is on Drive")
     raise SourceMissing(cannot(act, missing, "", ("Check the path", mount)))
 
@@ -298,7 +298,7 @@ def _agreed(act: str, path: Path, list_files: Callable[[], list[Path]]) -> list[
     is_remote = can_hang(os.path.abspath(path), mounts())
     while True:
         found = list_files()
-        # An empty result needs no second listing: the caller opens no shards, or raises an error.
+        # Do not list again after an empty result: the caller then opens no shards, or raises an error.
         if not is_remote or not found or found in results:
             return found
         results.append(found)

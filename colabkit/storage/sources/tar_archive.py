@@ -29,7 +29,7 @@ from colabkit.storage.sources.tar_stream import TarStream, compression_of, is_ta
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 """File name suffixes of tar archives."""
 
-# Members of up to this size are read in one piece.
+# Maximum size in bytes of members that are read in one piece.
 _AT_ONCE_BYTES = 1 << 20
 
 

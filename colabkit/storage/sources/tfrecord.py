@@ -27,10 +27,10 @@ PAYLOAD_FEATURES = ("image/encoded", "image", "image_raw", "jpeg", "encoded")
 """Features that usually hold a record's payload, in order of preference."""
 
 _NAME = re.compile(r"\.tfrec(ords?)?(\.gz)?(-\d{5}-of-\d{5})?$|-\d{5}-of-\d{5}$", re.IGNORECASE)
-# Length of the data, followed by the masked CRC of this length.
+# Record header: the length of the data, followed by the masked CRC of this number.
 _LENGTH = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-# The constant is from tensorflow/core/lib/hash/crc32c.h.
+# Constant for masking CRCs, from tensorflow/core/lib/hash/crc32c.h.
 _MASK_DELTA: Final = 0xA282EAD8
 # Maximum size of a record; the limit of protobuf is 2 GiB.
 _MOST_RECORD_BYTES = 1 << 30
@@ -99,7 +99,7 @@ class TfRecordSource(RangeSource):
                     if payload is None:
                         found.skipped.append((name, f"its feature {examples.chosen!r} is not a single bytes value"))
                         continue
-                    # If equal bytes occur earlier in the record, their offset serves as well.
+                    # If equal bytes occur earlier in the record, their offset can be used, too.
                     found.add(name, at + data.index(payload), len(payload), labels | examples.fields(features))
         examples.even_out()
         return found.finish()

@@ -29,7 +29,7 @@ from colabkit.storage.sources.tar_stream import TarStream, compression_of, tar_m
 _NUMBERS, _TEXTS, _JSON = frozenset({"cls"}), frozenset({"txt", "text"}), frozenset({"json"})
 _COLUMNS = _NUMBERS | _TEXTS | _JSON
 _KNOWN = _COLUMNS | {*IMAGE_EXTENSIONS, "npy"}
-# Like `base_plus_ext` in the webdataset package, but rejects empty stems and extensions.
+# Splits a name like `base_plus_ext` of the webdataset package, but rejects empty stems and extensions.
 _MEMBER = re.compile(r"((?:.*/|)[^./][^./]*)[.]([^/]+)", re.DOTALL)
 # Names of metadata members, which belong to no sample; the webdataset package ignores them too.
 _META = re.compile(r"(^|/)__[^/]*__($|/)")
@@ -104,7 +104,7 @@ def is_webdataset(path: Path) -> bool:
             files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)
             parts = [_split_name(one.name) for one in islice(files, _LOOKED_AT)]
     except BadArchive:
-        # Opening the file as an ordinary tar reports the error.
+        # Ignore errors here, because opening the file as an ordinary tar reports them.
         return False
     return any(
         one

@@ -31,9 +31,9 @@ from colabkit.storage.sources.items import (
     unknown_item,
 )
 
-# Larger members are streamed, and so are all members that are compressed with bzip2 or LZMA.
+# Maximum size in bytes of members that are inflated in one piece, unless they are compressed with bzip2 or LZMA.
 _INFLATE_BYTES = 64 << 20
-# Signature, then the lengths of name and extra field.
+# Local file header: the signature, and the lengths of the name and of the extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
 _UTF8 = 1 << 11
@@ -102,7 +102,7 @@ class ZipSource(ArchiveSource):
         except _BROKEN as error:
             raise broken_archive(self.name, str(error)) from error
         except TypeError as error:
-            # Python reads None instead of bytes if the system call fails with EAGAIN.
+            # Python returns None instead of raising if the system call fails with EAGAIN.
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path)) from error
         except OSError as error:
             if error.errno != errno.EINVAL:
@@ -171,7 +171,7 @@ class ZipSource(ArchiveSource):
         signature, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
         if signature != b"PK\x03\x04":
             raise zipfile.BadZipFile("it has no header at the offset in the directory")
-        # The directory has no checksum. A flipped bit could rename a file or hide the next one.
+        # The directory has no checksum, so a flipped bit could rename a file or hide the next one.
         if name_length != len(name) or not header.endswith(name):
             raise zipfile.BadZipFile("its names in the directory and in its header differ")
         offset = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
@@ -201,7 +201,7 @@ class _ZipMember(ByteSpan):
             raise zipfile.BadZipFile("it has fewer bytes than its header states")
         except (*_BROKEN, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                # This is a file system error; errors of bzip2 have no error number.
+                # An error number means a file system error, since errors of bzip2 have none.
                 raise
             raise broken_archive(self._source, f"{self._path!r}: {error}") from error
 

@@ -89,7 +89,7 @@ class PartialCopy:
             Path(entry) for entry in file_changes.entries_below(self.folder) if entry.is_dir(follow_symlinks=False)
         ]
         for folder in reversed(folders):
-            # Removing a folder that contains files fails.
+            # Keep folders that still contain files; removing these fails.
             with suppress(OSError):
                 file_changes.remove_empty_folder(folder)
         return [wanted[path] for path in self.crcs if self._is_complete(wanted[path])]
@@ -280,7 +280,7 @@ class PriorCopy:
         return set() if is_mount and len(changed) == len(known) else changed
 
     def without(self, paths: Container[str]) -> PriorCopy:
-        """Return a copy that lacks the data of the files at these paths."""
+        """Return a copy that lacks the data of the files at the given paths."""
         return replace(self, known={key: file for key, file in self.known.items() if key[0] not in paths})
 
     @classmethod

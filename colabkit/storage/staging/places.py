@@ -52,13 +52,13 @@ RESERVE_BYTES = 2 << 30
 """Minimum RAM in bytes that staging to tmpfs leaves for training; a quarter of the available RAM if that is more."""
 
 _TABLE = "a table of paths"
-# Names of this length, with part of a key and a suffix, have at most 255 bytes, even with 4 bytes per character.
+# Maximum length of a name: with part of a key and a suffix, it has at most 255 bytes, even at 4 bytes per character.
 _NAME_CHARS = 60
 # Number of digits of the digests in a key.
 _HALF = 32
 _CAP_SYS_ADMIN = 21
 _MOUNT_S = 10.0
-# Extra space of a tmpfs for folders and journals.
+# Extra space, in bytes, of a tmpfs for folders and journals.
 _SLACK_BYTES = 16 << 20
 _PAGE_BYTES = 4096
 # Estimated space, in bytes, that a file system uses for each file's entry.
@@ -191,7 +191,7 @@ class Target:
         return freed
 
     def fits(self, needed: int) -> bool:
-        """Return whether this many bytes fit here and, on tmpfs, leave enough RAM for training."""
+        """Return whether the given number of bytes fit here and, on tmpfs, leave enough RAM for training."""
         if self.name != "tmpfs":
             return needed <= file_changes.free_bytes(self.path)
         if self.mounted_at is None:

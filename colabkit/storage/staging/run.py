@@ -273,7 +273,7 @@ class StagingRun:
             self._check_target(source, target)
             if found := self.find():
                 kept.start_over()
-                # Another process, which had seemed dead, has finished first.
+                # Another process that had seemed dead has finished first.
                 return found
             kept.publish_as(kept.data, target.path, replace=True)
         except (OSError, BadArchive, BadSource, Corrupt) as error:

@@ -48,7 +48,7 @@ TICK_S = 0.5
 
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
-# With this niceness, the writer gets about a tenth of a CPU core if training uses all cores; with 19, hardly any time.
+# Niceness of the writer, which then gets about a tenth of a core if training uses all cores; with 19, hardly any time.
 _NICE = 10
 
 
@@ -272,7 +272,7 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
     sealed.check()
     try:
         found = torch.load(sealed.path, map_location="cpu", weights_only=True)
-    # Torch raises errors of many types for files that it did not write.
+    # For files that it did not write, torch raises errors of many types.
     except Exception as error:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise

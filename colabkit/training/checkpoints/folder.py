@@ -53,7 +53,7 @@ from colabkit.training.checkpoints.snapshots import ContentCopier
 
 logger = logging.getLogger("colabkit")
 
-# Approximate size of a file without its tensors.
+# Approximate size in bytes of a checkpoint file without its tensors.
 _HEADER_BYTES = 1 << 20
 
 
@@ -167,7 +167,7 @@ class CheckpointFolder:
 
         Raises:
             Corrupt: if all checkpoints are damaged.
-            TimedOut, NotMounted: if the mount of `to` does not answer or is gone.
+            TimedOut, NotMounted: if the mount of `to` does not answer or no longer exists.
             NotEnoughSpace, FileFailed: if a remote checkpoint cannot be copied, or a folder cannot be read.
         """
         act = f"resume from {str(self.folder)!r}"

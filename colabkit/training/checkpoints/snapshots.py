@@ -21,10 +21,10 @@ _Key: TypeAlias = tuple[torch.device, int, int, torch.dtype]
 # Immutable types that `torch.load(weights_only=True)` restores. Subclasses, such as an IntEnum, are not included.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, OrderedDict, list, tuple)
-# New buffers of up to this size in total are allocated without checking the available memory.
+# Total size in bytes up to which new buffers are allocated without checking the available memory.
 _UNCHECKED_BYTES = 64 << 20
 _RESERVE_BYTES = 256 << 20
-# Torch rounds the size of pinned memory up to a power of two, so a buffer may take twice as much memory.
+# Maximum ratio of allocated to requested pinned memory, since torch rounds the size up to a power of two.
 _PINNED_TIMES = 2
 
 
