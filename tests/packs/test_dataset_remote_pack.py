@@ -18,7 +18,9 @@ from contract import make_shards
 from forks import start_fork
 from remote_packs import PackServer, cache_root, cached, disk_usage, largest_usage, pack_server, shard_bytes
 
-from colabkit.errors import BadSource, Corrupt, FetchFailed, InvalidOption
+from colabkit.errors import BadSource, Corrupt, FetchFailed, InvalidOption, NotEnoughSpace
+from colabkit.foundation import hold_file, unlock
+from colabkit.packs.dataset import shard_cache
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.dataset.shard_cache import LOADING_BYTES
 from colabkit.packs.format.pack_file import read_pack
@@ -203,3 +205,16 @@ def test_data_that_a_killed_process_left_makes_room_for_other_shards(server):
     (left / "data").write_bytes(bytes(shard_bytes(server.folder)))
     assert torch.equal(data[[0, 10, 14]][0], local(server)[[0, 10, 14]])
     assert not left.exists()
+
+
+def test_a_process_far_from_others_gets_an_error_instead_of_waiting_for_their_shards_forever(server, monkeypatch):
+    most = 2 * shard_bytes(server.folder) + EXTRA_BYTES
+    data = open_pack(server.url, cache=most)["train"]
+    assert torch.equal(data[[0, 30]][0], local(server)[[0, 30]])
+    held = [hold_file(path) for path in cache_root().rglob("birds-*.h5")]
+    monkeypatch.setattr(shard_cache, "STALLED_S", 0.0)
+    with pytest.raises(NotEnoughSpace, match=r"Cannot fetch 'birds-00002\.h5': shards in use fill the cache of"):
+        data[15]
+    for fd in held:
+        unlock(fd)
+    assert torch.equal(data[15][0], local(server)[15])
