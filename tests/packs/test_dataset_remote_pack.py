@@ -18,7 +18,9 @@ from contract import make_shards
 from forks import start_fork
 from remote_packs import PackServer, cache_root, cached, disk_usage, largest_usage, pack_server, shard_bytes
 
-from colabkit.errors import BadSource, Corrupt, FetchFailed, InvalidOption
+from colabkit.errors import BadSource, Corrupt, FetchFailed, InvalidOption, NotEnoughSpace
+from colabkit.foundation import hold_file, unlock
+from colabkit.packs.dataset import shard_cache
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.dataset.shard_cache import LOADING_BYTES
 from colabkit.packs.format.pack_file import read_pack
@@ -51,6 +53,31 @@ def test_samples_of_a_web_server_a_bucket_and_a_folder_equal_the_local_ones(serv
         assert torch.equal(data[:][0], images)
         assert data.labels.tolist() == open_pack(server.folder / "birds.h5")["train"].labels.tolist()
         assert torch.equal(pickle.loads(pickle.dumps(data))[5][0], images[5])
+
+
+@pytest.mark.full
+def test_samples_on_s3_equal_the_local_ones_and_a_missing_shard_gives_a_clear_error(server, monkeypatch):
+    moto, boto3 = pytest.importorskip("moto.server"), pytest.importorskip("boto3")
+    pytest.importorskip("s3fs")
+    store = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    store.start()
+    try:
+        host, port = store.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "private-value")
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="birds")
+        for path in server.folder.iterdir():
+            client.upload_file(str(path), "birds", f"packs/{path.name}")
+        client.delete_object(Bucket="birds", Key="packs/birds-00005.h5")
+        data = open_pack("s3://birds/packs/birds.h5", cache="1MiB")["train"]
+        assert torch.equal(data[:33][0], local(server)[:33])
+        with pytest.raises(FetchFailed, match=r"Cannot fetch 's3://birds/packs/birds-00005\.h5': nothing exists"):
+            data[35]
+    finally:
+        store.stop()
 
 
 def test_a_full_cache_never_exceeds_its_size_and_reads_each_sample(server):
@@ -203,3 +230,16 @@ def test_data_that_a_killed_process_left_makes_room_for_other_shards(server):
     (left / "data").write_bytes(bytes(shard_bytes(server.folder)))
     assert torch.equal(data[[0, 10, 14]][0], local(server)[[0, 10, 14]])
     assert not left.exists()
+
+
+def test_a_process_far_from_others_gets_an_error_instead_of_waiting_for_their_shards_forever(server, monkeypatch):
+    most = 2 * shard_bytes(server.folder) + EXTRA_BYTES
+    data = open_pack(server.url, cache=most)["train"]
+    assert torch.equal(data[[0, 30]][0], local(server)[[0, 30]])
+    held = [hold_file(path) for path in cache_root().rglob("birds-*.h5")]
+    monkeypatch.setattr(shard_cache, "STALLED_S", 0.0)
+    with pytest.raises(NotEnoughSpace, match=r"Cannot fetch 'birds-00002\.h5': shards in use fill the cache of"):
+        data[15]
+    for fd in held:
+        unlock(fd)
+    assert torch.equal(data[15][0], local(server)[15])
