@@ -113,7 +113,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def hold_file(path: Path) -> int | None:
-    """Mark a file as in use until `unlock`, like any number of other processes; forked children do not hold it.
+    """Mark a file as in use until `unlock`; several processes may do so, and forked children do not inherit the mark.
 
     Returns:
         A descriptor for `unlock`, or None if the file does not exist.
@@ -129,7 +129,7 @@ def hold_file(path: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds a file; the caller must prevent that one calls `hold_file` at the same time."""
+    """Return whether a process holds a file; the caller must prevent concurrent calls of `hold_file`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return not try_lock(fd)

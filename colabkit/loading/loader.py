@@ -124,8 +124,7 @@ class Loader(DataLoaderSource):
     Raises:
         InvalidOption: if an argument is invalid.
         BadImage: if an image cannot be decoded and `on_bad` is `"raise"`, or if no image of an epoch can be decoded.
-        Corrupt: during iteration, or immediately for samples in GPU memory, if a sample of a pack does not match its
-            CRC.
+        Corrupt: during iteration, or in this call for samples in GPU memory, if a sample does not match its CRC.
         SourceChanged, BadArchive, FileFailed, TimedOut: during iteration, if a file of a `FileDataset` cannot be read.
         LoaderFailed: during iteration, if a worker process dies, or if your code fails; its error is then the cause.
 

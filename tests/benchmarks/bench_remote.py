@@ -2,11 +2,11 @@
 
     python tests/benchmarks/bench_remote.py
 
-The server runs in a process of its own. All its connections share one bandwidth, and each request waits for one
-latency. `link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk
-usage of the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch
-differ from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled
-before packing.
+The server runs in a separate process. Its connections share one bandwidth, and each request waits for one latency.
+`link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk usage of
+the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ
+from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled before
+packing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serve a folder at the bandwidth, and print the port."""
+    """Serve a folder with a limited bandwidth, and print the port."""
     lock, free_at = threading.Lock(), time.monotonic()
 
     def pass_link(size: int) -> None:
@@ -72,7 +72,7 @@ def serve(options: argparse.Namespace) -> None:
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            # The loader cancels downloads at the end of an iteration.
+            # Ignore broken connections, since the loader cancels downloads at the end of an iteration.
             with suppress(ConnectionError):
                 for start in range(0, len(data), BLOCK_BYTES):
                     pass_link(len(data[start : start + BLOCK_BYTES]))
@@ -118,7 +118,7 @@ def measure_link(bench: Bench) -> None:
                 samples = sum(len(labels) for _, labels in loader)
                 seconds = time.perf_counter() - began
             assert samples == count
-            # Some shards of the epoch are in the cache already, so their bytes did not cross the link.
+            # Subtract shards that were already in the cache, since their bytes did not cross the link.
             crossed = total - (total // 10 if epoch else 0)
             shares.append(crossed / seconds / plain)
             excess.append(largest[0] - total // 10)
@@ -132,7 +132,7 @@ def measure_link(bench: Bench) -> None:
 
 
 def download_all(address: str, folder: Path) -> None:
-    """Download all shards with as many concurrent requests as the loader."""
+    """Download all shards with as many concurrent requests as the loader uses."""
 
     def download(path: Path) -> None:
         with urllib.request.urlopen(address.replace("pack.h5", path.name)) as response:

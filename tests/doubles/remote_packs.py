@@ -19,7 +19,7 @@ SHAPE = (16, 16, 3)
 
 
 class PackServer(WebServer):
-    """A server of the files of a folder; `damage` changes the bytes of a file, by name."""
+    """A server of the files in a folder; `damage` maps file names to functions that change the bytes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(b"")
@@ -77,7 +77,7 @@ def _disk_bytes(folder: Path) -> dict[int, int]:
     found = {}
     for place, _, names in os.walk(folder):
         for name in names:
-            # Files may vanish meanwhile.
+            # Ignore files that disappear meanwhile.
             with suppress(OSError):
                 stats = os.lstat(os.path.join(place, name))
                 found[stats.st_ino] = stats.st_blocks * 512
@@ -86,13 +86,13 @@ def _disk_bytes(folder: Path) -> dict[int, int]:
 
 @contextmanager
 def largest_usage(folder: Path, every_s: float = 0.002) -> Iterator[list[int]]:
-    """Measure the disk usage of a folder over and over within the block; the list holds the largest."""
+    """Measure the disk usage of a folder repeatedly within the block; the yielded list holds the maximum."""
     largest, is_over = [0], threading.Event()
 
     def measure() -> None:
         while not is_over.wait(every_s):
             before, after = _disk_bytes(folder), _disk_bytes(folder)
-            # If files came or went during the first look, it may have seen some that never existed together.
+            # Ignore a measurement during which files came or went, because these may never have existed together.
             if before.keys() == after.keys():
                 largest[0] = max(largest[0], sum(before.values()))
 

@@ -126,7 +126,7 @@ def test_views_are_read_shard_by_shard(server):
     training, validation = split_of(server).split((0.8, 0.2))
     for view, count in ((training, 31), (validation, 8)):
         assert len(images_of(Loader(view, 4, shuffle="block"))) == count
-    # A view in another order than that of the shards needs all of them.
+    # A view in an order other than that of the shards needs all of them.
     mixed = split_of(server, 110_000).subset([38, 0, 20, 1])
     assert smallest_cache(mixed) > smallest_cache(split_of(server, 110_000))
 

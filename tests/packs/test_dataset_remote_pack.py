@@ -1,4 +1,4 @@
-"""A pack of shards on a remote is read through a cache of bounded size, which processes share and kills do not harm."""
+"""A remote pack of shards is read through a cache of bounded size, which processes share and which survives kills."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.dataset.shard_cache import LOADING_BYTES
 from colabkit.packs.format.pack_file import read_pack
 
-# Room for the index and the lock.
+# Bytes allowed for the index and the lock.
 EXTRA_BYTES = LOADING_BYTES + 16384
 
 

@@ -221,7 +221,8 @@ def order_of(
         n: number of samples.
         sampler: the user's sampler; None if there is none.
         row_bytes: size of a sample in bytes, if known; it determines the blocks of `shuffle="block"`.
-        dataset: the dataset; shards of a remote pack are these blocks, and its cache must hold what the order needs.
+        dataset: the dataset; for a remote pack, these blocks are its shards, and its cache must hold what the order
+            needs.
 
     Raises:
         InvalidOption: if the arguments do not fit together.

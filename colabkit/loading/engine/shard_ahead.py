@@ -34,7 +34,7 @@ def shards_of(dataset: Any) -> dict[int, int] | None:
 
 
 def check_cache_for(act: str, dataset: Any, order: Order | None) -> None:
-    """Raise `InvalidOption` unless the cache holds the shards that an order needs at a time, and those it needs next.
+    """Raise `InvalidOption` unless the cache can hold the shards that an order needs together, and those it needs next.
 
     Args:
         act: verb and object of the message.
@@ -63,7 +63,7 @@ def _windows(order: Order | None, epoch: int, counts: dict[int, int], shards: Se
 
 
 class ShardReadAhead:
-    """Background threads that download shards, and the record of the shards that batches under way still need.
+    """Background threads that download shards, and the record of the shards that unfinished batches still need.
 
     An epoch consists of windows of shards. The threads download the shards of the current window and of all later
     ones, and then those of the next epoch, as far as the cache has room. A shard whose window is over is closed.
@@ -72,7 +72,7 @@ class ShardReadAhead:
         dataset: a split of a remote pack, or a view of one.
         order: order of the samples; None if it is unknown.
         epoch: number of the epoch.
-        under_way: largest number of plans whose samples may not have been read yet when the next one is requested.
+        under_way: maximum number of plans whose samples may not have been read yet when the next one is requested.
     """
 
     def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, under_way: int) -> None:
@@ -122,7 +122,7 @@ class ShardReadAhead:
             return
         is_start = self._first < 0
         left = [number for _, numbers in self._windows[window:] for number in numbers]
-        # Close shards first, because the threads look for room at once.
+        # Close shards first, because the threads look for room immediately.
         self._samples.close_shards(but=frozenset(left))
         with self._changed:
             self._first, self._coming = window, [*dict.fromkeys([*left, *self._later])]
@@ -140,7 +140,7 @@ class ShardReadAhead:
         try:
             while not self._is_over:
                 coming = self._coming
-                # A reader that needs the shard raises the error.
+                # An error of a download is raised again when a reader needs the shard.
                 outcome = self._fetch_one(coming)
                 with self._changed:
                     if not self._is_over and coming is self._coming and outcome != "fetched":

@@ -46,12 +46,12 @@ _readers: weakref.WeakSet[RemoteSamples] = weakref.WeakSet()
 class RemoteSamples(ShardedSamples):
     """The samples of one split of a remote pack; shards are downloaded into the cache when they are needed.
 
-    Shards that are open are held, so no process removes them. Each is released once it is closed and no thread reads
-    it any more.
+    Open shards are held, so that no process removes them. Each is released once it is closed and no thread reads it
+    anymore.
 
     Attributes:
         cache: the cache of the pack.
-        ranks: the shards that are needed next, by name, with their places in the order in which they are needed.
+        ranks: for each shard that is needed next, by name, its place in the order in which they are needed.
     """
 
     def __init__(self, info: PackInfo, split: str, cache: ShardCache) -> None:
@@ -67,7 +67,7 @@ class RemoteSamples(ShardedSamples):
         return len(self._shards)
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Announce the order in which the shards will be needed, on which it depends which ones are removed."""
+        """Announce the order in which the shards will be needed, which decides which ones the cache removes."""
         self.ranks = {self._shards[number].name: rank for rank, number in enumerate(numbers)}
 
     def fetch(self, number: int, on_wait: Callable[[], None]) -> str:
@@ -90,7 +90,7 @@ class RemoteSamples(ShardedSamples):
             self._opened.pop(number, None)
 
     def maps(self, name: str) -> None:
-        """Return None: shards come and go, so their rows are copied when they are read."""
+        """Return None: shards may be removed at any time, so their rows are copied when they are read."""
 
     def damage_error(self, row: int) -> Corrupt:
         """Return the error for a sample that does not match its CRC; its shard is removed from the cache."""
@@ -102,7 +102,7 @@ class RemoteSamples(ShardedSamples):
         return Corrupt(cannot(act, found, "", "Try again, which fetches this shard again"))
 
     def forget_shards(self) -> None:
-        """Forget the open shards of the parent in a forked process, which does not hold them."""
+        """Forget the parent's open shards in a forked process, which does not hold them."""
         self._opened.clear()
 
     def _open_shard(self, number: int) -> SingleFileSamples:
@@ -173,7 +173,7 @@ def check_cache(act: str, samples: RemoteSamples, shards: int, why: str) -> None
         act: verb and object of the message.
         samples: the samples of a split.
         shards: number of shards.
-        why: clause that says what needs them.
+        why: clause that names what needs them.
     """
     cache = samples.cache
     if cache.most_bytes < (least := cache.least_bytes(shards, min(shards, DOWNLOADS))):

@@ -2,12 +2,12 @@
 
 All processes of a machine that open the same pack share the folder. It holds the index and complete, verified shards
 under their own names, so it is itself a pack of shards, most of which may be missing. A shard that is being downloaded
-is in a folder of its own, `NAME.loading`, whose lock its downloader holds. After a kill, the next process that needs
-this shard resumes the download there, and any process that needs the space removes it.
+is in a separate folder, `NAME.loading`, whose lock the downloading process holds. After a kill, the next process that
+needs this shard resumes the download there, and any process that needs the space removes it.
 
-Decisions are made under the lock of the cache folder, which nobody holds during a download. A process holds a shared
-lock on each shard that it reads, and shards that anybody holds are never removed. So no two processes download the
-same shard, and the files never exceed the budget.
+Decisions are made under the lock of the cache folder, which no process holds during a download. A process holds a
+shared lock on each shard that it reads, and shards that any process holds are never removed. So no two processes
+download the same shard, and the files never exceed the budget.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LOADING_BYTES = 64 << 10
 
 _LOADING = ".loading"
 _PAGE_BYTES = 4096
-# Interval at which threads look whether another one, of any process, has released a lock or fetched a shard.
+# Interval in seconds at which threads check whether a thread of any process has released a lock or fetched a shard.
 _POLL_S = 0.01
 # Number of samples that are verified between two calls of `on_wait`.
 _VERIFIED = 1024
@@ -70,7 +70,7 @@ class Reader(Protocol):
     """A reader of shards.
 
     Attributes:
-        ranks: names of the shards that it needs, with the place of each in the order in which it needs them.
+        ranks: for each shard that it needs, by name, its place in the order in which it needs them.
     """
 
     ranks: Mapping[str, int]
@@ -85,7 +85,7 @@ class ShardCache:
     Args:
         info: description of the pack, whose path is that of the index in the cache folder.
         address: address of the remote index.
-        most_bytes: the budget.
+        most_bytes: the budget in bytes.
     """
 
     def __init__(self, info: PackInfo, address: Address, most_bytes: int) -> None:
@@ -98,7 +98,7 @@ class ShardCache:
         self._failures: dict[str, ColabkitError] = {}
 
     def least_bytes(self, shards: int, downloads: int) -> int:
-        """Return the size of a cache that holds any `shards` shards while some of them are being downloaded."""
+        """Return the bytes of a cache that can hold any `shards` shards while some of them are being downloaded."""
         largest = sorted(map(_disk_bytes, self._lengths.values()), reverse=True)[:shards]
         return sum(largest) + downloads * LOADING_BYTES + _disk_bytes(self._index.path.stat().st_size) + _PAGE_BYTES
 
@@ -220,7 +220,7 @@ class ShardCache:
         return ""
 
     def _make_room(self, shard: Shard, is_needed: bool) -> bool:
-        """Remove what is needed later than a shard until it fits; return whether it does."""
+        """Remove shards that are needed later than a shard until it fits; return whether it fits."""
         present: dict[str, int] = {}
         used = _disk_bytes(shard.length) + LOADING_BYTES
         own = self._loading(shard).name
@@ -232,7 +232,7 @@ class ShardCache:
             elif entry.name != own and is_locked(Path(entry.path)):
                 used += _disk_bytes(self._lengths[entry.name.removesuffix(_LOADING)]) + LOADING_BYTES
             elif entry.name != own:
-                # Its downloader was killed or gave up.
+                # The process that downloaded the shard was killed or gave up.
                 file_changes.remove(Path(entry.path))
         used += sum(present.values())
         ranks = {name: self._rank(name) for name in (*present, shard.name)}

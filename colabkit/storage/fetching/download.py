@@ -49,8 +49,8 @@ def download(address: Address, to: Path, most_bytes: int, on_block: Callable[[],
     Args:
         address: address of the file, as `file_address` returns it.
         to: path of the file; hidden partials are written next to it.
-        most_bytes: largest size that is accepted.
-        on_block: called for each block that arrives; an exception that it raises ends the download.
+        most_bytes: maximum size in bytes.
+        on_block: function that is called for each block that arrives; an exception that it raises ends the download.
 
     Raises:
         InvalidOption: if the file has more than `most_bytes` bytes.
