@@ -90,6 +90,7 @@ class Listing:
         retries: number of retries while the source was listed.
         columns: the other columns of a table, or the fields of records, by name, with one value per item.
         extras: files that belong to the source but are not samples, such as the table itself.
+        classes: names of the classes that the numbers in a column stand for, by column, if the source defines them.
     """
 
     items: tuple[Item, ...]
@@ -97,6 +98,7 @@ class Listing:
     retries: int = 0
     columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     extras: tuple[Item, ...] = ()
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
