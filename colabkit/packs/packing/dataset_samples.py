@@ -93,10 +93,10 @@ class DatasetSampleMaker(MemorySampleMaker):
     """Takes samples from map-style datasets, one dataset for each split.
 
     Only one thread at a time reads a dataset, because datasets may support neither threads nor forks. A sample is `x`,
-    `(x, y, ...)` or a mapping whose keys determine `X` and `Y`. Pillow images, `{"bytes": file, "path": path}`, `uint8 [C, H, W]` tensors and
-    `uint8 [H, W, C]` arrays, with C = 1 or 3, are stored as `uint8 [H, W, C]`. If the value after `x` is text, a number
-    or a row of numbers, it is the label `Y`; other values become fields `Z`, `Z2` and so on, or are named after their
-    keys. The first sample determines the type of all fields.
+    `(x, y, ...)` or a mapping whose keys determine `X` and `Y`. Pillow images, image files given as `{"bytes": ...,
+    "path": ...}`, `uint8 [C, H, W]` tensors and `uint8 [H, W, C]` arrays, with C = 1 or 3, are stored as `uint8
+    [H, W, C]`. If the value after `x` is text, a number or a row of numbers, it is the label `Y`; other values become
+    fields `Z`, `Z2` and so on, or are named after their keys. The first sample determines the type of all fields.
 
     Args:
         act: verb and object for messages.

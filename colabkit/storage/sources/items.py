@@ -10,7 +10,7 @@ The class can also implement `SequentialSource`, and define
 - `read_at_once(item)`, which returns the bytes of a small local item in the fastest way, or None if they are unreadable
   or have changed.
 
-Sources can build on `PathSource`, `RangeSource` (samples that are byte ranges of a few large files), `ByteSpan` (a
+Sources can build on `PathSource`, `RangeSource` (samples that are parts of a few large files), `ByteSpan` (a
 file-like object for an item) and `directory_of` (checks for archives).
 """
 
