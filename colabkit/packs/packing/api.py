@@ -177,8 +177,9 @@ def pack(
     Args:
         source: a folder; a zip or tar archive; a table of paths (DataFrame, CSV, Parquet, list); a folder in a bucket;
             `samples:digits`; an LMDB; WebDataset shards; TFRecord files; Parquet files with images, also on Hugging
-            Face, such as `hf://datasets/OWNER/NAME`; an https URL or Drive link, which is staged first; arrays as `(images, labels)` or `{"X": images, "Y": labels}`, optionally by split; a map-style
-            PyTorch dataset, or one for each split.
+            Face, such as `hf://datasets/OWNER/NAME`; an https URL or Drive link, which is staged first; arrays as
+            `(images, labels)` or `{"X": images, "Y": labels}`, optionally by split; a map-style PyTorch dataset, or one
+            for each split.
         to: path of the pack, usually ending in `.h5`.
         size: height and width, or one number for both. Images are scaled to cover it (bilinear with antialiasing) and
             cropped around the center. None keeps each image's size.
