@@ -64,14 +64,14 @@ class ParquetSource(RangeSource):
     def __init__(self, name: str, files: Sequence[Path], column: str | None = None) -> None:
         super().__init__(name, files)
         self._column = column
-        self._reader = _Reader()
+        self._reader = _ImageReader()
 
     def __getstate__(self) -> Mapping[str, Any]:
         return {**super().__getstate__(), "_reader": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self._reader = _Reader()
+        self._reader = _ImageReader()
 
     def close(self) -> None:
         """Close the file that was read last; the next use opens it again."""
@@ -80,7 +80,7 @@ class ParquetSource(RangeSource):
     def _read(self, known: Range) -> bytes:
         if self._reader.pid != os.getpid():
             # A forked process would share the position of the parent's file.
-            self._reader = _Reader()
+            self._reader = _ImageReader()
         return self._reader.read(self.name, known, self._column)
 
     def _indexed(self) -> Listing:
@@ -301,7 +301,7 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise broken_archive(str(path), " ".join(str(error).split())[:200].rstrip(".")) from error
 
 
-class _Reader:
+class _ImageReader:
     """Reads images of one file after the other, for all threads of one process."""
 
     def __init__(self) -> None:
