@@ -67,7 +67,11 @@ LOADING = (
 """The options of the `Loader` that `%%train` creates, unless it is given one."""
 
 TABLE = (
-    Option("path_column", "column of the paths in a table; by default one named path, file, image or similar", None),
+    Option(
+        "path_column",
+        "column of paths in a table, by default path, file, image or similar, or of images in Parquet",
+        None,
+    ),
     Option("root", "folder of the relative paths in a table; by default its own folder", None, "path"),
 )
 

@@ -59,7 +59,9 @@ from .sources.registry import ARCHIVE_SUFFIXES as ARCHIVE_SUFFIXES
 from .sources.registry import AnySource as AnySource
 from .sources.registry import PathTable as PathTable
 from .sources.registry import check_outside as check_outside
+from .sources.registry import is_record_bucket as is_record_bucket
 from .sources.registry import open_records as open_records
+from .sources.registry import open_samples as open_samples
 from .sources.registry import open_source as open_source
 from .sources.registry import sample_archive as sample_archive
 from .staging.api import stage as stage

@@ -10,12 +10,11 @@ machine hardly affect. The table below the figures lists differences between the
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Callable
 
 import torch
-from rounds import Bench, interleaved, table
+from rounds import Bench, interleaved, interval, table
 from torch import Tensor, nn
 
 import colabkit
@@ -37,19 +36,14 @@ def steps(bench: Bench) -> None:
     figures = interleaved(systems, bench.rounds)
     bench.show(f"A step: two linear layers, batch {BATCH}, CPU", "us", figures, [hand])
     pairs = ((custom, hand), (supervised, hand), (supervised, counting))
-    found = [(one, other, *difference(figures[one], figures[other])) for one, other in pairs]
+    found = [
+        (one, other, *interval(value - base for value, base in zip(figures[one], figures[other], strict=True)))
+        for one, other in pairs
+    ]
     rows = [(f"{one}, above {other}", *(f"{value:.1f}" for value in values)) for one, other, *values in found]
     table("Differences in the same round", ("", "us, median", "95% from", "to"), rows)
     for one, other, median, _, _ in found:
         bench.need(f"us of {one} above {other}", median, MOST_US, "{:.1f}", True)
-
-
-def difference(values: list[float], others: list[float]) -> tuple[float, float, float]:
-    """Return the median of the rounds' differences, and its 95% confidence interval from the order statistics."""
-    ordered = sorted(value - other for value, other in zip(values, others, strict=True))
-    margin = 0.98 * math.sqrt(len(ordered))
-    low, high = math.floor(len(ordered) / 2 - margin), math.ceil(len(ordered) / 2 + margin)
-    return statistics.median(ordered), ordered[max(0, low)], ordered[min(len(ordered) - 1, high)]
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, colabkit.Loader]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -223,6 +224,14 @@ class Bench:
         if note:
             print(f"({note})", flush=True)
         return medians
+
+
+def interval(values: Iterable[float]) -> tuple[float, float, float]:
+    """Return the median of values, and its 95% confidence interval from the order statistics."""
+    ordered = sorted(values)
+    margin = 0.98 * math.sqrt(len(ordered))
+    low, high = math.floor(len(ordered) / 2 - margin), math.ceil(len(ordered) / 2 + margin)
+    return statistics.median(ordered), ordered[max(0, low)], ordered[min(len(ordered) - 1, high)]
 
 
 def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -37,6 +37,7 @@ BENCHMARKS = {
     "loader": ("data", "photos", "peers_python"),
     "one_click": (),
     "packing": ("data", "photos", "peers_python"),
+    "parquet": (),
     "small_steps": (),
     "staging": ("data",),
     "status": (),

@@ -229,6 +229,37 @@ def infer_cells(
     return found
 
 
+def infer_named(
+    act: str, what: Text, cells: Sequence[Any], items: Sequence[Item], names: Sequence[str], *, renumber: bool
+) -> LabelValues:
+    """Interpret cells that hold the number of a class, or lists of such numbers, given the names of all classes.
+
+    Lists are multi-label. If `renumber`, only classes that occur are kept, in order.
+
+    Raises:
+        BadSource: if a cell is empty, or is not the number of a class.
+    """
+    column = _LabelCells(act, what, cells, items)
+    is_lists = column.kinds <= _LISTS
+    lists = [list(cell) for cell in column.cells] if is_lists else [[cell] for cell in column.cells]
+    for row, numbers in enumerate(lists):
+        if outside := [one for one in numbers if type(one) is not int or not 0 <= one < len(names)]:
+            found = (what, f" contains {outside[0]!r:.40} for {items[row].path!r}")
+            expected = f"one of the class numbers 0 to {len(names) - 1}"
+            next_step = ("Pack the files of such samples separately, with ", option("labels", None))
+            raise BadSource(cannot(act, found, expected, next_step))
+    if is_lists:
+        held = np.zeros((len(lists), len(names)), np.uint8)
+        for row, numbers in enumerate(lists):
+            held[row, numbers] = 1
+        return LabelValues("multilabel", tuple(names), held, "lists of class numbers")
+    values = np.array(column.cells, np.int64)
+    if renumber:
+        used, values = np.unique(values, return_inverse=True)
+        names = [names[number] for number in used.tolist()]
+    return LabelValues("class", tuple(names), values.reshape(-1).astype(np.int64), "numbers of named classes")
+
+
 def _infer_column(column: _LabelCells, task: Task, *, renumber: bool) -> LabelValues:
     act, what, cells, kinds = column.act, column.what, column.cells, column.kinds
     if task == "classes" and kinds <= {float, int} and all(cell % 1 == 0 for cell in cells):

@@ -32,7 +32,15 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.packs.format.layout import SPLITS, Indices, split_named, stored_splits
-from colabkit.packs.labels.label_values import TASKS, LabelKind, LabelValues, Task, infer_cells, infer_columns
+from colabkit.packs.labels.label_values import (
+    TASKS,
+    LabelKind,
+    LabelValues,
+    Task,
+    infer_cells,
+    infer_columns,
+    infer_named,
+)
 from colabkit.packs.labels.splits import checked_splits, shares_of, split_shares, strata_of
 from colabkit.storage import Item, Listing, table_problem
 
@@ -126,7 +134,7 @@ def label_samples(
     check_whole_number(f"split {name!r}", "seed", seed, 0)
     act = f"label {name!r}"
     check_one_of(act, "task", task, ("auto", *TASKS))
-    column = _label_column(listing.columns) if isinstance(labels, str) and labels == "auto" else labels
+    column = _label_column(listing) if isinstance(labels, str) and labels == "auto" else labels
     is_by_folder = column is None and labels is not None
     if not listing.columns:
         folders, left_out = _find_samples(act, listing, name)
@@ -150,7 +158,7 @@ def label_samples(
             expected = "a column or a function of the path that returns the labels"
             raise BadSource(cannot(act, "the folder names are classes", expected, ("Use ", option("labels"))))
     else:
-        meaning = _infer_labels(act, listing.columns, column, items, task, renumber=renumber)
+        meaning = _infer_labels(act, listing, column, items, task, renumber=renumber)
         origin = f"labels from the column {column!r}" if column is not None and column is not labels else ""
     by_folder = _Places(tree.splits()[order], tree.split_names)
     found = _split_samples(f"split {name!r}", listing.columns, by_folder, items, splits, meaning, seed)
@@ -171,9 +179,10 @@ class _Places:
     names: Mapping[str, str]
 
 
-def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
-    named = {column.lower(): column for column in reversed([*columns])}
-    return next((named[name] for name in LABEL_COLUMNS if name in named), None)
+def _label_column(listing: Listing) -> str | None:
+    named = {column.lower(): column for column in reversed([*listing.columns])}
+    alone = next(iter(listing.classes)) if len(listing.classes) == 1 else None
+    return next((named[name] for name in LABEL_COLUMNS if name in named), alone)
 
 
 def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, order: Indices) -> LabelValues:
@@ -196,19 +205,18 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
 
 
 def _infer_labels(
-    act: str,
-    columns: Mapping[str, Sequence[Any]],
-    labels: Labels,
-    items: Sequence[Item],
-    task: Task,
-    *,
-    renumber: bool,
+    act: str, listing: Listing, labels: Labels, items: Sequence[Item], task: Task, *, renumber: bool
 ) -> LabelValues:
+    columns = listing.columns
     if labels is None:
         return LabelValues("none", (), None)
     if isinstance(labels, str):
-        cells = _column(act, columns, labels)
-        return infer_cells(act, f"the column {labels!r}", cells, items, task, renumber=renumber)
+        cells, column = _column(act, columns, labels), f"the column {labels!r}"
+        names = listing.classes.get(labels, ())
+        # For other tasks, the numbers are no classes.
+        if names and task in ("auto", "multilabel" if isinstance(cells[0], list) else "classes"):
+            return infer_named(act, column, cells, items, names, renumber=renumber)
+        return infer_cells(act, column, cells, items, task, renumber=renumber)
     if isinstance(labels, list | tuple) and labels and all(isinstance(name, str) for name in labels):
         if len(set(labels)) < len(labels):
             found = (option("labels", list(labels)), " names a column twice")

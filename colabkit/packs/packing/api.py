@@ -176,9 +176,10 @@ def pack(
 
     Args:
         source: a folder; a zip or tar archive; a table of paths (DataFrame, CSV, Parquet, list); a folder in a bucket;
-            `samples:digits`; an LMDB; WebDataset shards; TFRecord files; an https URL or Drive link, which is staged
-            first; arrays as `(images, labels)` or `{"X": images, "Y": labels}`, optionally by split; a map-style
-            PyTorch dataset, or one for each split.
+            `samples:digits`; an LMDB; WebDataset shards; TFRecord files; Parquet files with images, also on Hugging
+            Face, such as `hf://datasets/OWNER/NAME`; an https URL or Drive link, which is staged first; arrays as
+            `(images, labels)` or `{"X": images, "Y": labels}`, optionally by split; a map-style PyTorch dataset, or one
+            for each split.
         to: path of the pack, usually ending in `.h5`.
         size: height and width, or one number for both. Images are scaled to cover it (bilinear with antialiasing) and
             cropped around the center. None keeps each image's size.
@@ -201,7 +202,7 @@ def pack(
         fields: columns to store as additional fields, or a mapping of field names to columns or functions of a sample's
             path.
         path_column: the column of a table that holds the paths; None searches for a common name, such as `path`, `file`
-            or `image`.
+            or `image`. In Parquet files with several columns of images, the column to pack.
         root: the folder of the relative paths in a table; None uses the folder of the table file, or the working folder
             for a DataFrame or list.
         seed: seed for assigning samples to splits.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of, omit, option
+from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, decode_pillow, fit_pixels
 from colabkit.packs.format.layout import LABELS, SAMPLES, Content, Indices
@@ -74,6 +77,8 @@ class ImageFormat:
         """Convert an image to `uint8 [H, W, C]`, scaled and cropped if `size` is set."""
         if isinstance(value, Image.Image):
             return decode_pillow(value, self.channels, self.size)
+        if (encoded := _encoded(value)) is not None:
+            return decode_image(encoded, self.channels, self.size)
         pixels = _numbers(SAMPLES, value)
         if not isinstance(value, np.ndarray):
             pixels = pixels.transpose(1, 2, 0)
@@ -88,10 +93,10 @@ class DatasetSampleMaker(MemorySampleMaker):
     """Takes samples from map-style datasets, one dataset for each split.
 
     Only one thread at a time reads a dataset, because datasets may support neither threads nor forks. A sample is `x`,
-    `(x, y, ...)` or a mapping whose keys determine `X` and `Y`. Pillow images, `uint8 [C, H, W]` tensors and
-    `uint8 [H, W, C]` arrays, with C = 1 or 3, are stored as `uint8 [H, W, C]`. If the value after `x` is text, a number
-    or a row of numbers, it is the label `Y`; other values become fields `Z`, `Z2` and so on, or are named after their
-    keys. The first sample determines the type of all fields.
+    `(x, y, ...)` or a mapping whose keys determine `X` and `Y`. Pillow images, image files given as `{"bytes": ...,
+    "path": ...}`, `uint8 [C, H, W]` tensors and `uint8 [H, W, C]` arrays, with C = 1 or 3, are stored as `uint8
+    [H, W, C]`. If the value after `x` is text, a number or a row of numbers, it is the label `Y`; other values become
+    fields `Z`, `Z2` and so on, or are named after their keys. The first sample determines the type of all fields.
 
     Args:
         act: verb and object for messages.
@@ -280,6 +285,12 @@ class DatasetSampleMaker(MemorySampleMaker):
         if name == SAMPLES and _is_image(value):
             pixels = self._images.pixels(value)
             return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels
+        if (encoded := _encoded(value)) is not None:
+            try:
+                value = Image.open(io.BytesIO(encoded))
+                value.load()
+            except (OSError, Image.DecompressionBombError) as error:
+                raise BadImage(f"{name!r} is not an image") from error
         # Keep images in other fields unchanged, because they are masks, whose values are not colors.
         if isinstance(value, Image.Image):
             return np.array(_numbers(name, value))
@@ -371,8 +382,20 @@ def _named(value: Any) -> str:
     return kind_of(value) + (f" of {dtype} {list(getattr(value, 'shape', ()))}" if dtype is not None else "")
 
 
+def _encoded(value: Any) -> bytes | None:
+    """Return the file of an image that `datasets` has not decoded, a mapping of `bytes` and `path`; otherwise None."""
+    if not isinstance(value, Mapping) or value.keys() != {"bytes", "path"}:
+        return None
+    if isinstance(value["bytes"], bytes):
+        return value["bytes"]
+    try:
+        return Path(value["path"] or "").read_bytes()
+    except OSError as error:
+        raise BadImage(f"the image has no bytes, and the file {value['path']!r} cannot be read") from error
+
+
 def _is_image(value: Any) -> bool:
-    if isinstance(value, Image.Image):
+    if isinstance(value, Image.Image) or _encoded(value) is not None:
         return True
     shape = tuple(getattr(value, "shape", ()))
     is_uint8 = str(getattr(value, "dtype", "")).endswith("uint8") and not str(value.dtype).endswith("quint8")

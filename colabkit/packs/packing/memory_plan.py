@@ -149,7 +149,7 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
         expected = "the key of the labels in the dataset's samples, 'auto' or None"
         next_step = (omit("labels"), " and return (x, label) from the dataset")
         raise InvalidOption(cannot(act, option("labels", key), expected, next_step))
-    datasets = _by_split(act, source)
+    datasets = {split: _undecoded(dataset) for split, dataset in _by_split(act, source).items()}
     names = [_classes(dataset, key) for dataset in datasets.values()]
     if len(set(names)) > 1:
         differ = f"the splits {' and '.join(map(repr, datasets))} have different classes"
@@ -265,6 +265,20 @@ def _number_splits(
         raise InvalidOption(cannot(act, both, "", omit("splits")))
     shares = shares_of(act, options.splits)
     return split_shares(strata_of(kind, labels, shares), counts["train"], shares, options.seed)
+
+
+def _undecoded(dataset: Any) -> Any:
+    """Return a Hugging Face dataset with files instead of Pillow images, which would be decoded completely.
+
+    A dataset with a custom format or transform is returned unchanged, and so are images that it converts to a mode.
+    """
+    features = getattr(dataset, "features", None)
+    has_format = getattr(dataset, "format", {}).get("type") is not None
+    if isinstance(features, Mapping) and hasattr(dataset, "cast_column") and not has_format:
+        for name, feature in features.items():
+            if type(feature).__name__ == "Image" and getattr(feature, "mode", None) is None:
+                dataset = dataset.cast_column(name, type(feature)(decode=False))
+    return dataset
 
 
 def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:

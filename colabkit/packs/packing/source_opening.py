@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from colabkit.foundation import SourceMissing, call, cannot
+from colabkit.foundation import ColabkitError, SourceMissing, call, cannot
 from colabkit.storage import (
     ARCHIVE_SUFFIXES,
     DATA_FILE,
     FSSPEC,
     AnySource,
     ArchiveSource,
+    BucketSource,
     LmdbSource,
     RangeSource,
+    Retries,
     Source,
     identity_of,
+    is_record_bucket,
     open_records,
-    open_source,
+    open_samples,
     stage,
 )
 
-_CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
+_CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb", ".parquet")
 """Suffixes of bucket objects that contain many samples; these objects are staged completely."""
 
 
@@ -47,15 +51,16 @@ def opened_source(
         name = str(source).rstrip("/").rpartition("/")[2]
         folder = stage(source, extract=False, refresh=overwrite, progress=progress).path
         source = folder / name if (folder / name).is_file() else folder
-    is_table = as_table["path_column"] is not None or as_table["root"] is not None
+    elif address is not None and _is_record_bucket(address.text):
+        source = stage(source, extract=False, refresh=overwrite, progress=progress).path
     try:
-        opened = (None if is_table else open_records(source)) or open_source(source, **as_table)
+        opened = open_samples(source, **as_table)
     except SourceMissing as error:
         if exchanged := _exchanged(source, to):
             raise exchanged from error
         raise
     if opened.can_hang and isinstance(opened, RangeSource):
-        return _staged_records(opened, overwrite=overwrite, progress=progress)
+        return _staged_records(opened, as_table["path_column"], overwrite=overwrite, progress=progress)
     if opened.can_hang and isinstance(opened, ArchiveSource) and opened.is_sequential:
         # Stage the archive, because listing and reading the samples each need a full pass over it.
         opened.close()
@@ -63,7 +68,15 @@ def opened_source(
     return opened
 
 
-def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> Source:
+def _is_record_bucket(address: str) -> bool:
+    # If the bucket cannot be listed, listing it as a source raises the error.
+    with suppress(ColabkitError, OSError):
+        bucket = BucketSource(address)
+        return Retries().run(lambda: is_record_bucket(bucket))
+    return False
+
+
+def _staged_records(remote: RangeSource, column: str | None, *, overwrite: bool, progress: bool) -> Source:
     """Stage record files and open the local copy, because reading individual samples from a mount is slow."""
     files = [os.path.abspath(file) for file in remote.files]
     root = os.path.commonpath([os.path.dirname(file) for file in files])
@@ -72,7 +85,7 @@ def _staged_records(remote: RangeSource, *, overwrite: bool, progress: bool) -> 
     given: AnySource = local
     if isinstance(remote, LmdbSource):
         given = folder if local[0] == os.fspath(folder / DATA_FILE) else local[0]
-    opened = open_records(given)
+    opened = open_records(given, column)
     assert opened is not None
     opened.name = remote.name
     return opened

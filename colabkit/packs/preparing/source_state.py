@@ -27,8 +27,7 @@ from colabkit.storage import (
     Source,
     answer_of,
     concurrently,
-    open_records,
-    open_source,
+    open_samples,
     version_of,
 )
 
@@ -112,15 +111,13 @@ def read_state(
 
 
 def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable[[], None]) -> _Contents:
-    is_table = as_table["path_column"] is not None or as_table["root"] is not None
     if isinstance(source, str | os.PathLike) and "://" not in str(source):
         path = os.path.abspath(user_path(source, f"read {os.fspath(source)!r}"))
         is_remote = can_hang(path, mounts())
         # Open only tables, because they list other files. Any other file may be on a slow mount.
         if not path.lower().endswith(TABLE_SUFFIXES) and answer_of(lambda: os.path.isfile(path), is_remote):
             return _Contents((), (path,), is_remote)
-    opened = source if isinstance(source, Source) else None
-    opened = opened or (None if is_table else open_records(source)) or open_source(source, **as_table)
+    opened = source if isinstance(source, Source) else open_samples(source, **as_table)
     with closing(opened):
         if isinstance(opened, FolderSource):
             listing = opened.list(lambda _: go_on(), go_on, has_sizes=False)

@@ -29,8 +29,7 @@ from colabkit.storage import (
     Source,
     concurrently,
     identity_of,
-    open_records,
-    open_source,
+    open_samples,
     read_item,
 )
 
@@ -189,7 +188,7 @@ def _opened_in_place(source: AnySource, as_table: Mapping[str, Any]) -> Source |
         name, _, address = identity_of(source, extract=False)
         if address is not None and address.kind != FSSPEC:
             return name
-    opened = source if isinstance(source, Source) else open_records(source) or open_source(source, **as_table)
+    opened = source if isinstance(source, Source) else open_samples(source, **as_table)
     has_no_directory = isinstance(opened, ArchiveSource) and not opened.has_directory
     if opened.can_hang and (has_no_directory or isinstance(opened, RangeSource)):
         opened.close()

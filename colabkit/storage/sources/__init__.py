@@ -6,6 +6,7 @@
 - `zip_archive`, `tar_archive`, `tar_stream`: archives; `tar_stream` reads a tar sequentially.
 - `manifest`: the files listed in a table. `bucket`: the objects below an address that fsspec reads.
 - `ranges`: samples that are byte ranges of a few large files, as in `webdataset`, `tfrecord` and `lmdb_records`.
+- `parquet`: rows of Parquet files that contain images.
 - `lmdb_child`: the child process that locates the values in an LMDB.
 - `engine`: `Reading`, which reads many items and blocks concurrently. `reads`: reads one item, with retries.
 - `concurrency`: runs calls in as many threads as increase the throughput, and repeats calls that hang.

@@ -173,6 +173,12 @@ class BucketSource:
                 raise BadSource(cannot(self._act, twice, "", "Rename the object"))
         return dict(sorted(facts.items()))
 
+    def paths(self) -> Iterator[str]:
+        """Yield the path of every object below the address, folder by folder; errors as in `find()`."""
+        self._fs.invalidate_cache()
+        for info in self._walked(self._ask):
+            yield info["name"].removeprefix(self._root).lstrip("/")
+
     def open(self, item: Item) -> BinaryIO:
         """Open an object; objects of up to 4 MiB are read in one request, larger objects in ranges."""
         if item.size > _RANGE_BYTES:
@@ -272,12 +278,14 @@ class BucketSource:
         if not self.has_ranges or find.__module__ not in _GENERIC_MODULES:
             return cast(dict[str, Mapping[str, Any]], self._fs.find(self._root, detail=True))
         # The generic `find` of fsspec omits folders whose listing fails.
-        found: dict[str, Mapping[str, Any]] = {}
+        return {info["name"]: info for info in self._walked(lambda call: call())}
+
+    def _walked(self, ask: Callable[[Callable[[], Any]], Any]) -> Iterator[Mapping[str, Any]]:
         folders = [self._root]
         while folders:
             folder = folders.pop()
             try:
-                listed = self._fs.ls(folder, detail=True)
+                listed = ask(partial(self._fs.ls, folder, detail=True))
             except FileNotFoundError as error:
                 if folder == self._root:
                     raise
@@ -287,8 +295,7 @@ class BucketSource:
                 if info["type"] == "directory" and name != folder:
                     folders.append(name)
                 else:
-                    found[info["name"]] = info
-        return found
+                    yield info
 
     def _inner_path(self, key: str) -> str:
         path = key.rpartition("/")[2] if self._is_object else key.removeprefix(self._root)

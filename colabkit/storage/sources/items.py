@@ -10,7 +10,7 @@ The class can also implement `SequentialSource`, and define
 - `read_at_once(item)`, which returns the bytes of a small local item in the fastest way, or None if they are unreadable
   or have changed.
 
-Sources can build on `PathSource`, `RangeSource` (samples that are byte ranges of a few large files), `ByteSpan` (a
+Sources can build on `PathSource`, `RangeSource` (samples that are parts of a few large files), `ByteSpan` (a
 file-like object for an item) and `directory_of` (checks for archives).
 """
 
@@ -90,6 +90,7 @@ class Listing:
         retries: number of retries while the source was listed.
         columns: the other columns of a table, or the fields of records, by name, with one value per item.
         extras: files that belong to the source but are not samples, such as the table itself.
+        classes: names of the classes that the numbers in a column stand for, by column, if the source defines them.
     """
 
     items: tuple[Item, ...]
@@ -97,6 +98,7 @@ class Listing:
     retries: int = 0
     columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     extras: tuple[Item, ...] = ()
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Samples that are byte ranges of a few large files: the base of WebDataset, TFRecord and LMDB sources."""
+"""Samples that are byte ranges of a few large files: the base of WebDataset, TFRecord, LMDB and Parquet sources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPLIT_WORDS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-_SHARD_SUFFIX = re.compile(r"\.(tar|tfrecords?|tfrec)(?=$|-\d+-of-\d+$)", re.IGNORECASE)
+_SHARD_SUFFIX = re.compile(r"\.(tar|tfrecords?|tfrec|parquet)(?=$|-\d+-of-\d+$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,13 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Range(Item):
-    """A sample with its location, so that any process can read it without an index."""
+class Range(Item):
+    """A sample with its location, so that any process can read it without an index.
+
+    Attributes:
+        file: the file, as it was when it was indexed.
+        offset: offset of the sample in bytes; in a Parquet file, its row.
+    """
 
     file: _File
     offset: int
@@ -84,21 +89,23 @@ class RangeSource:
 
     def open(self, item: Item) -> BinaryIO:
         """Return a sample's bytes as a file."""
-        known = item if isinstance(item, _Range) else self._known(item)
-        with open_listed(known.file.path, self.name, known.file.listed) as file:
-            data = pread_all(file.fileno(), known.size, known.offset)
-        if len(data) != known.size:
-            raise broken_archive(str(known.file.path), f"{known.path!r} ends too early")
-        return io.BytesIO(data)
+        return io.BytesIO(self._read(item if isinstance(item, Range) else self._known(item)))
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
-    def _known(self, item: Item) -> _Range:
+    def _read(self, known: Range) -> bytes:
+        with open_listed(known.file.path, self.name, known.file.listed) as file:
+            data = pread_all(file.fileno(), known.size, known.offset)
+        if len(data) != known.size:
+            raise broken_archive(str(known.file.path), f"{known.path!r} ends too early")
+        return data
+
+    def _known(self, item: Item) -> Range:
         items = self.list().items
         row = bisect_left(items, item.path, key=lambda one: one.path)
         known = items[row] if row < len(items) else None
-        if not isinstance(known, _Range) or (known.path, known.size) != (item.path, item.size):
+        if not isinstance(known, Range) or (known.path, known.size) != (item.path, item.size):
             raise unknown_item(self.name, item, "sample")
         return known
 
@@ -176,7 +183,7 @@ class Indexing:
             raise BadSource(cannot(self.act, f"two samples are named {twice!r}", "unique names", next_step))
         places = zip(self._paths, self._sizes, self._numbers, self._offsets, strict=True)
         items = tuple(
-            _Range(path, size, self._files[number].listed.mtime_ns, file=self._files[number], offset=offset)
+            Range(path, size, self._files[number].listed.mtime_ns, file=self._files[number], offset=offset)
             for path, size, number, offset in places
         )
         columns = {name: tuple(values) for name, values in sorted(self.columns.items())}
@@ -190,6 +197,21 @@ class Indexing:
         self._offsets = array("q", [self._offsets[row] for row in order])
         for name, values in self.columns.items():
             self.columns[name] = [values[row] for row in order]
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a column can hold a value: a number, a short text or a list of at most 1,024 of these."""
+    waiting, count = [value], 0
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict) or (isinstance(one, str) and len(one) > MOST_TEXT_BYTES):
+            return False
+        if isinstance(one, list):
+            waiting += one
+        count += 1
+        if count > MOST_VALUES + 1:
+            return False
+    return True
 
 
 def text_of(data: bytes) -> str | None:

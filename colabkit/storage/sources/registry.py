@@ -12,6 +12,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -40,6 +41,7 @@ from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import MOST_LISTINGS, ArchiveSource, Source, unsteady_listing
 from colabkit.storage.sources.lmdb_records import DATA_FILE, LMDB_SUFFIXES, LmdbSource
 from colabkit.storage.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_frame, is_manifest
+from colabkit.storage.sources.parquet import PARQUET_SUFFIX, ParquetSource, holds_images
 from colabkit.storage.sources.ranges import RangeSource
 from colabkit.storage.sources.tar_archive import TAR_SUFFIXES, TarSource, is_tar
 from colabkit.storage.sources.tfrecord import TfRecordSource, is_tfrecord_name
@@ -198,45 +200,77 @@ def sample_archive(name: str) -> Path:
 _COMPANIONS = (".json", ".txt", ".md", ".idx")
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
 _MOST_SHARDS = 100_000
+# Levels of subfolders in which shards are found, for example `default/train/0000.parquet`.
+_MOST_LEVELS = 3
 _MOST_DIGITS = 18
 
 
-def open_records(source: Any) -> Source | None:
+def open_samples(
+    source: AnySource,
+    *,
+    path_column: str | None = None,
+    root: str | os.PathLike[str] | None = None,
+    skips_missing: bool | None = None,
+) -> Source:
+    """Open records with `open_records()`, or any other source with `open_source()`, which describes the arguments."""
+    records = None if root is not None else open_records(source, path_column)
+    return records or open_source(source, path_column=path_column, root=root, skips_missing=skips_missing)
+
+
+def open_records(source: Any, column: str | None = None) -> Source | None:
     """Open a source that consists of records; return None for any other source.
 
     An LMDB is a folder with `data.mdb`, or a file with the suffix `.lmdb` or `.mdb`. WebDataset shards are tar files.
     The name of a TFRecord file ends in `.tfrecord`, `.tfrecords`, `.tfrec` or a number such as `-00000-of-00010`.
-    Shards and TFRecord files are given as one file, a list of files, a pattern such as `shards/*.tar` or
-    `train-{000000..000012}.tar`, or a folder that contains only such files, directly or in subfolders such as `train/`;
-    `.json`, `.txt`, `.md` and `.idx` files beside them are ignored. A tar given by its own path is a shard only
-    if adjacent members share a stem and one of them has a known extension.
+    Parquet files contain images; one file without a column of images is a table instead.
+    Shards are given as one file, a list of files, a pattern such as `shards/*.tar` or `train-{000000..000012}.tar`, or
+    a folder that contains only such files, directly or in subfolders such as `train/`; `.json`, `.txt`, `.md` and
+    `.idx` files beside them are ignored. A tar given by its own path is a shard only if adjacent members share a stem
+    and one of them has a known extension.
 
     Args:
         source: a path, a list of paths, a pattern or any other source.
+        column: the column of Parquet files that holds the images; None if there is only one. Other records have no
+            such column, so they are not opened if it is given.
 
     Raises:
         SourceMissing: if a shard is missing, or a pattern matches no shards.
         InvalidOption: if a pattern has more than 100,000 shards, or a number with more than 18 digits.
+        BadArchive: if a Parquet file is damaged.
+        MissingPackage: if the source is a Parquet file and pyarrow is not installed.
         NotMounted: if the source begins with `drive:` and Drive is not mounted.
         FileFailed: if the source cannot be accessed.
         SourceChanged: if all listings of a folder on a mount differ.
         TimedOut: if there is no answer in two attempts.
     """
     if isinstance(source, list | tuple):
-        return _open_list(source)
+        return _open_list(source, column)
     text = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not text or not isinstance(text, str) or "\0" in text or "://" in text or text.startswith("samples:"):
         return None
     act = f"read {text!r}"
     path = user_path(text, act)
     with translated(act):
-        return answer_of(lambda: _open_path(act, path), can_hang(os.path.abspath(path), mounts()))
+        return answer_of(lambda: _open_path(act, path, column), can_hang(os.path.abspath(path), mounts()))
 
 
-def _open_list(given: Sequence[Any]) -> Source | None:
+def is_record_bucket(bucket: BucketSource) -> bool:
+    """Return whether a folder in a bucket contains only shards, and files that are ignored beside shards."""
+    names = []
+    for path in bucket.paths():
+        *folders, name = path.split("/")
+        if any(part.startswith(".") for part in (*folders, name)) or name.lower().endswith(_COMPANIONS):
+            continue
+        names.append(name)
+        if _shard_kind(names[-1:], None) is None or len(folders) > _MOST_LEVELS:
+            return False
+    return _shard_kind(names, None) is not None
+
+
+def _open_list(given: Sequence[Any], column: str | None) -> Source | None:
     names = [os.fspath(one) if isinstance(one, str | os.PathLike) else None for one in given]
     texts = [name for name in names if isinstance(name, str) and "://" not in name]
-    kind = _shard_kind(texts) if len(texts) == len(names) else None
+    kind = _shard_kind(texts, column) if len(texts) == len(names) else None
     if kind is None:
         return None
     act = f"read {texts[0]!r}"
@@ -249,15 +283,19 @@ def _open_list(given: Sequence[Any]) -> Source | None:
         return kind(texts[0] if len(texts) == 1 else f"{texts[0]} and {len(texts) - 1} more", files)
 
 
-def _open_path(act: str, path: Path) -> Source | None:
+def _open_path(act: str, path: Path, column: str | None) -> Source | None:
     if path.is_dir():
-        if (path / DATA_FILE).is_file():
+        if column is None and (path / DATA_FILE).is_file():
             return LmdbSource(path)
         files = _agreed(act, path, lambda: _shards_in(path))
-        kind = _shard_kind([file.name for file in files])
+        kind = _shard_kind([file.name for file in files], column)
         return kind(str(path), files) if kind else None
     name = path.name.lower()
     if path.is_file():
+        if name.endswith(PARQUET_SUFFIX):
+            return ParquetSource(str(path), [path], column) if holds_images(act, path, column) else None
+        if column is not None:
+            return None
         if name.endswith(LMDB_SUFFIXES):
             return LmdbSource(path)
         if is_tfrecord_name(name):
@@ -267,14 +305,18 @@ def _open_path(act: str, path: Path) -> Source | None:
         return None
     files = (
         _expanded(act, path)
-        if _shard_kind([name])
+        if _shard_kind([name], column)
         else _agreed(act, path, lambda: [*islice(_matches(act, path), _MOST_SHARDS)])
     )
-    kind = _shard_kind([file.name for file in files])
+    kind = _shard_kind([file.name for file in files], column)
     return kind(str(path), files) if kind else None
 
 
-def _shard_kind(names: Sequence[str]) -> Callable[[str, Sequence[Path]], RangeSource] | None:
+def _shard_kind(names: Sequence[str], column: str | None) -> Callable[[str, Sequence[Path]], RangeSource] | None:
+    if names and all(name.lower().endswith(PARQUET_SUFFIX) for name in names):
+        return partial(ParquetSource, column=column)
+    if column is not None:
+        return None
     if names and all(name.lower().endswith(".tar") for name in names):
         return WebDatasetSource
     return TfRecordSource if names and all(map(is_tfrecord_name, names)) else None
@@ -283,9 +325,13 @@ def _shard_kind(names: Sequence[str]) -> Callable[[str, Sequence[Path]], RangeSo
 def _shards_in(folder: Path) -> list[Path]:
     """Return the shards of a folder and its subfolders, sorted; empty if there are other files that are not ignored."""
     files: list[Path] = []
-    for inner in _visible(folder):
-        for entry in _visible(Path(inner.path)) if inner.is_dir() else [inner]:
-            if entry.is_file() and _shard_kind([entry.name]):
+    waiting = [(folder, _MOST_LEVELS)]
+    while waiting:
+        inner, levels = waiting.pop()
+        for entry in _visible(inner):
+            if entry.is_dir() and levels:
+                waiting.append((Path(entry.path), levels - 1))
+            elif entry.is_file() and _shard_kind([entry.name], None):
                 files.append(Path(entry.path))
             elif not entry.is_file() or not entry.name.lower().endswith(_COMPANIONS):
                 return []

@@ -20,6 +20,7 @@ from colabkit.storage.sources.ranges import (
     MOST_VALUES,
     Indexing,
     RangeSource,
+    is_plain,
     shard_names,
     split_of,
 )
@@ -202,25 +203,11 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
     fields = {}
     for key, value in values.items():
         name = f"{column}.{key}"
-        if _is_plain(value):
+        if is_plain(value):
             fields[name] = value
         else:
             found.drop(name, f"not a number, a string or a list of at most {MOST_VALUES} of these")
     return fields
-
-
-def _is_plain(value: Any) -> bool:
-    waiting, count = [value], 0
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict) or (isinstance(one, str) and len(one) > MOST_TEXT_BYTES):
-            return False
-        if isinstance(one, list):
-            waiting += one
-        count += 1
-        if count > MOST_VALUES + 1:
-            return False
-    return True
 
 
 def _bad_label(act: str, path: str, column: str, found: str, expected: str) -> BadSource:
