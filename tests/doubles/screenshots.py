@@ -124,7 +124,11 @@ class Mouse(LauncherPage):
     def waits_for_error(self) -> None:
         """Wait until a click has failed, and Train can be clicked again."""
         self.lab.page.locator(f"{LAUNCHER} [role=alert]").nth(1).wait_for()
-        self.button("Train").wait_for()
+        self.waits_for_form()
+
+    def waits_for_form(self) -> None:
+        """Wait until clicks are accepted again."""
+        self.lab.page.locator(f"{LAUNCHER} .colabkit-main:visible:enabled").wait_for()
 
     def waits_for(self, text: str, seconds: float = PATIENCE_S) -> None:
         """Wait until the launcher shows the given text."""
@@ -191,10 +195,11 @@ def run(mouse: Mouse, camera: Camera) -> None:
     camera.page("training-late")
     mouse.button("Stop").click()
     mouse.waits_for("Stopped. Click Continue")
+    mouse.waits_for_form()
     camera.take("stopped")
     mouse.button("Continue").click()
     mouse.waits_for("are classified correctly")
-    mouse.button("from scratch").wait_for()
+    mouse.waits_for_form()
     camera.take("finished")
     for summary in mouse.lab.page.locator(f"{LAUNCHER} summary").all():
         summary.click()
@@ -216,6 +221,7 @@ def only(mouse: Mouse, camera: Camera) -> None:
     for label in ("Measure", "Copy", "Pack"):
         mouse.button(label).click()
         mouse.waits_for("Done in")
+        mouse.waits_for_form()
         mouse.lab.page.locator(f"{LAUNCHER} details[open]").first.wait_for()
         camera.take(f"only-{label.lower()}")
 
@@ -237,24 +243,25 @@ def reload(mouse: Mouse, camera: Camera) -> None:
     camera.take("reloaded-later", OUTPUT)
     mouse.lab.interrupt()
     mouse.waits_for("Stopped. Click Continue")
+    mouse.waits_for_form()
     camera.take("reloaded-interrupted")
 
 
 def attached(mouse: Mouse, camera: Camera) -> None:
     """Take pictures of a live and of a killed run, from a second notebook and from the run's own."""
     lab = mouse.lab
-    lab.write("training.ipynb", [PID.replace("kernel", "training"), "%load_ext colabkit", TRAINING])
+    lab.write("training.ipynb", [PID, "%load_ext colabkit", TRAINING])
     lab.use_width(WIDTHS["full"], TALL)
     lab.open("training.ipynb")
     lab.run_all()
     lab.wait_for_text(PANEL, "best validation")
     camera.take("panel-running", PANEL)
     camera.page("panel-running")
-    pid = int((lab.folder / "training.pid").read_text())
+    pid = int((lab.folder / "kernel.pid").read_text())
     lab.save()
     other = lab.another()
     view = Camera(other, camera._folder)
-    other.write("other.ipynb", [PID, "%load_ext colabkit", "%dashboard --attach runs/digits"])
+    other.write("other.ipynb", ["%load_ext colabkit", "%dashboard --attach runs/digits"])
     other.use_width(WIDTHS["full"], TALL)
     other.open("other.ipynb")
     other.run_all()
