@@ -251,7 +251,7 @@ class TrainReport(Report):
         incidents += [("checkpoint", str(self.checkpoint))] if self.checkpoint else []
         rows += [(name, "", "", "", text) for name, text in incidents]
         if self.best and self.best_value is not None:
-            rows.append(("best", "", "", f"{self.best_value:.4g}", str(self.best)))
+            rows.append(("best", "", "", "", f"{self.best_value:.4g} in {self.best}"))
         return rows
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 LAUNCHER = ".colabkit-launcher"
 _STATUS = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status"
 _OPEN_S = 60.0
+_LOOK_MS = 100
 # Clicks right after the list has changed count as the second half of a double click.
 _DOUBLE_CLICK_MS = 600
 
@@ -46,6 +47,11 @@ class LauncherPage:
         """Click an entry of the list of places."""
         self.lab.page.wait_for_timeout(_DOUBLE_CLICK_MS)
         self.lab.page.locator(f"{LAUNCHER} option", has_text=entry).first.click()
+
+    def waits_for_epoch(self, number: int, seconds: float) -> None:
+        """Wait until the training is in this epoch or a later one, since short epochs may begin and end unseen."""
+        reached = f"Number(document.querySelector('{LAUNCHER}')?.innerText.match(/epoch (\\d+)\\//)?.[1]) >= {number}"
+        self.lab.page.wait_for_function(reached, timeout=1000 * seconds, polling=_LOOK_MS)
 
     @property
     def is_kernel_busy(self) -> bool:

@@ -12,7 +12,7 @@ import io
 import tempfile
 from pathlib import Path
 
-from jupyter_lab import PANEL, Lab, chromium, lab_server, opened_browser
+from jupyter_lab import PANEL, WORK_S, Lab, chromium, lab_server, opened_browser
 from launcher_page import LAUNCHER, LauncherPage
 from panel_picture import TARGET, write_photos
 from PIL import Image
@@ -37,7 +37,7 @@ def take_pictures(lab: Lab, target: Path, epochs: int) -> None:
     lab.wait_for_text(LAUNCHER, "2,000 images")
     launcher.button("Train").click()
     panel = f"{LAUNCHER} {PANEL}"
-    lab.wait_for_text(panel, f"epoch {epochs // 3}/{epochs}")
+    launcher.waits_for_epoch(epochs // 3, WORK_S)
     for theme in ("Light", "Dark"):
         lab.use_theme(theme)
         # Changing the theme uses a CPU, so the doctor may briefly report a bottleneck.

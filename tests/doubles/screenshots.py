@@ -40,7 +40,8 @@ THEMES = ("Light", "Dark")
 PATIENCE_S = 900.0
 """Deadline for each state, also on a busy machine, in seconds."""
 PHOTOS = 1600
-EPOCHS = 12
+# Enough that pictures can be taken during the training.
+EPOCHS = 80
 CLASSES = ("temple-roof", "trees-and-sky", "petals", "dark-background-of-the-flower")
 PID = "import os, pathlib; pathlib.Path('kernel.pid').write_text(str(os.getpid()))"
 TRAINING = f"{DIGITS}\n%train step train --epochs 100000 --validate val --to runs/digits"
@@ -123,7 +124,11 @@ class Mouse(LauncherPage):
     def waits_for_error(self) -> None:
         """Wait until a click has failed, and Train can be clicked again."""
         self.lab.page.locator(f"{LAUNCHER} [role=alert]").nth(1).wait_for()
-        self.button("Train").wait_for()
+        self.waits_for_form()
+
+    def waits_for_form(self) -> None:
+        """Wait until clicks are accepted again."""
+        self.lab.page.locator(f"{LAUNCHER} .colabkit-main:visible:enabled").wait_for()
 
     def waits_for(self, text: str, seconds: float = PATIENCE_S) -> None:
         """Wait until the launcher shows the given text."""
@@ -183,17 +188,18 @@ def run(mouse: Mouse, camera: Camera) -> None:
     mouse.waits_for("Packing samples")
     camera.take("packing")
     camera.page("packing")
-    mouse.waits_for("epoch 1/")
+    mouse.waits_for_epoch(1, PATIENCE_S)
     camera.take("training-early")
-    mouse.waits_for(f"epoch {EPOCHS * 2 // 3}/")
+    mouse.waits_for_epoch(EPOCHS // 2, PATIENCE_S)
     camera.take("training-late")
     camera.page("training-late")
     mouse.button("Stop").click()
     mouse.waits_for("Stopped. Click Continue")
+    mouse.waits_for_form()
     camera.take("stopped")
     mouse.button("Continue").click()
     mouse.waits_for("are classified correctly")
-    mouse.button("from scratch").wait_for()
+    mouse.waits_for_form()
     camera.take("finished")
     for summary in mouse.lab.page.locator(f"{LAUNCHER} summary").all():
         summary.click()
@@ -215,6 +221,7 @@ def only(mouse: Mouse, camera: Camera) -> None:
     for label in ("Measure", "Copy", "Pack"):
         mouse.button(label).click()
         mouse.waits_for("Done in")
+        mouse.waits_for_form()
         mouse.lab.page.locator(f"{LAUNCHER} details[open]").first.wait_for()
         camera.take(f"only-{label.lower()}")
 
@@ -223,10 +230,10 @@ def reload(mouse: Mouse, camera: Camera) -> None:
     """Reload the page during training; take pictures immediately, a minute later, and after an interrupt."""
     mouse.open()
     mouse.fill("Source", "drive:photos")
-    mouse.fill("Epochs", "200")
+    mouse.fill("Epochs", "2000")
     mouse.waits_for("1,600 images")
     mouse.button("Train").click()
-    mouse.waits_for("epoch 3/")
+    mouse.waits_for_epoch(3, PATIENCE_S)
     mouse.lab.save()
     mouse.lab.reload()
     mouse.lab.wait_for_text(OUTPUT, "not live")
@@ -236,24 +243,25 @@ def reload(mouse: Mouse, camera: Camera) -> None:
     camera.take("reloaded-later", OUTPUT)
     mouse.lab.interrupt()
     mouse.waits_for("Stopped. Click Continue")
+    mouse.waits_for_form()
     camera.take("reloaded-interrupted")
 
 
 def attached(mouse: Mouse, camera: Camera) -> None:
     """Take pictures of a live and of a killed run, from a second notebook and from the run's own."""
     lab = mouse.lab
-    lab.write("training.ipynb", [PID.replace("kernel", "training"), "%load_ext colabkit", TRAINING])
+    lab.write("training.ipynb", [PID, "%load_ext colabkit", TRAINING])
     lab.use_width(WIDTHS["full"], TALL)
     lab.open("training.ipynb")
     lab.run_all()
     lab.wait_for_text(PANEL, "best validation")
     camera.take("panel-running", PANEL)
     camera.page("panel-running")
-    pid = int((lab.folder / "training.pid").read_text())
+    pid = int((lab.folder / "kernel.pid").read_text())
     lab.save()
     other = lab.another()
     view = Camera(other, camera._folder)
-    other.write("other.ipynb", [PID, "%load_ext colabkit", "%dashboard --attach runs/digits"])
+    other.write("other.ipynb", ["%load_ext colabkit", "%dashboard --attach runs/digits"])
     other.use_width(WIDTHS["full"], TALL)
     other.open("other.ipynb")
     other.run_all()
@@ -360,7 +368,7 @@ def take_classic(browser: Browser, server: Server, folder: Path) -> None:
     page.page.locator(f"{LAUNCHER} button:visible", has_text="Train").first.click()
     page.wait_for("left")
     page.take("staging")
-    page.wait_for("epoch 4/")
+    page.wait_for("epoch ")
     page.take("training")
     page.wait_for("are classified correctly")
     page.page.locator(f"{LAUNCHER} button:visible", has_text="from scratch").wait_for()

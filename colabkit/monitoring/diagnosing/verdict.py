@@ -198,7 +198,7 @@ def _host_sentence(run: RunProfile) -> str:
         does = "sleeps" if host.knows_waits else "sleeps or has no CPU"
         return f"The step {does} {share} of the time, although its data is ready{where}"
     if run.host_share == host.held:
-        return f"Others use the CPU that the step needs {share} of the time"
+        return f"The step waits for a free CPU {share} of the time"
     if run.host_share == run.save_share:
         return f"Checkpoints hold the training up {share} of the time"
     if run.host_share == host.pauses.share:

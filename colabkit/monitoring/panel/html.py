@@ -107,8 +107,9 @@ def _staleness(state: PanelState) -> str:
 def _progress(state: PanelState) -> str:
     done = content.done_share(state)
     *parts, last = content.position(state)
-    # Break lines between parts, if possible.
-    spans = " ".join(f"<span style='{_PART}'>{escape(part)}</span>" for part in [*(f"{one} ·" for one in parts), last])
+    # Break lines between parts, if possible, and never before a dot.
+    texts = [*(f"{part}\N{NO-BREAK SPACE}·" for part in parts), last]
+    spans = " ".join(f"<span style='{_PART}'>{escape(text)}</span>" for text in texts)
     position = f"<div style='{_FAINT}'>{spans}</div>"
     if done is None:
         return position

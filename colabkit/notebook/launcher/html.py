@@ -57,7 +57,7 @@ def sheet(kept: str) -> str:
         "line-height:20px;white-space:normal",
         "& button.colabkit-main": f"background:{_ACCENT};color:#fff;font-weight:600;padding:3px 24px",
         "& button.colabkit-switch": f"background:none;box-shadow:none!important;border:0;padding:3px 6px;"
-        f"margin-left:-6px;color:{_TEXT}",
+        f"margin-left:-6px;color:{_TEXT};text-align:left",
         "& button:focus-visible,& input:focus-visible,& select:focus-visible": f"outline:2px solid {_ACCENT};"
         "outline-offset:1px",
         "& .colabkit-only": "display:grid;grid-template-columns:150px 1fr;gap:10px 12px;align-items:start",
@@ -78,9 +78,11 @@ def sheet(kept: str) -> str:
     narrow = {
         "& .colabkit-field": "flex-wrap:wrap;width:auto!important",
         "& .colabkit-field>.widget-label": "width:100%!important;line-height:22px;height:22px",
-        "& .colabkit-source": "flex-wrap:wrap;align-items:flex-end",
+        "& .colabkit-source": "flex-wrap:wrap",
+        "& .colabkit-source>button": "align-self:flex-end!important",
+        "& .colabkit-copy": "float:none;display:block;margin:0 0 6px",
         "& .colabkit-hint,& .colabkit-browser": "padding-left:0!important",
-        "& .colabkit-only": "grid-template-columns:1fr;gap:4px",
+        "& .colabkit-only": "grid-template-columns:minmax(0,1fr);gap:4px",
     }
     stacked = "".join(f"{where.replace('&', root)}{{{rule}}}" for where, rule in narrow.items())
     return f"<style>.{kept}{{display:none}}{text}@container (max-width:{_NARROW_PX}px){{{stacked}}}</style>"
@@ -148,7 +150,9 @@ def keep(html: str, kept: str) -> str:
     """
     outputs = (".jp-OutputArea-child", ".output_area")
     before = ",".join(f"{one}:not(:has(.{ROOT})):has(+{one} .{kept})" for one in outputs)
-    return f"<style>{before}{{display:none}}</style><div class='{kept}'>{html}</div>"
+    # An inner element, since its style would override the rule that hides the outer one.
+    spaced = f"<div style='display:grid;gap:10px'>{html}</div>"
+    return f"<style>{before}{{display:none}}</style><div class='{kept}'>{spaced}</div>"
 
 
 def code(text: str) -> str:

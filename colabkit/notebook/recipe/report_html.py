@@ -20,7 +20,6 @@ _SHORT_CHARS = 3
 _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-foreground,inherit)))"
 _LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _FAINT = "opacity:.72"
-_ONE_LINE = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
 _MONO = "font:12px/18px ui-monospace,monospace;background:none;color:inherit"
 # Red, green and blue of `plotting.BLUE` and `plotting.VERMILLION`.
 _RIGHT, _WRONG = "0,114,178", "213,94,0"
@@ -76,11 +75,11 @@ def _tile(one: SamplePrediction) -> str:
         f"border:2px {line} {color};image-rendering:{'pixelated' if is_small else 'auto'}"
     )
     alt = escape(f"{one.label}, predicted {one.predicted}")
-    lines = [f"<b>{sign}</b> {escape(one.predicted)}"]
-    lines += [] if one.is_right else [f"is {escape(one.label)}"]
+    lines = [f"<b>{sign}</b> {escape(_clipped(one.predicted))}"]
+    lines += [] if one.is_right else [f"is {escape(_clipped(one.label))}"]
     lines += [f"{percent(one.probability, 0)} sure"]
     below = "".join(
-        f"<div style='{_ONE_LINE}{f';{_FAINT}' if place else ''}'>{line}</div>" for place, line in enumerate(lines)
+        f"<div{f' style={chr(39)}{_FAINT}{chr(39)}' if place else ''}>{line}</div>" for place, line in enumerate(lines)
     )
     picture = f"<img alt='{alt}' title='{alt}' src='{escape(one.picture)}' style='{shape}'/>"
     return f"<div style='width:82px;font-size:12px;line-height:16px'>{picture}{below}</div>"
