@@ -6,6 +6,8 @@ from .foundation import Interrupted as Interrupted
 from .foundation import RuntimeReport as RuntimeReport
 from .foundation import runtime as runtime
 from .loading import Loader as Loader
+from .loading import SimulateReport as SimulateReport
+from .loading import simulate as simulate
 from .monitoring import Advice as Advice
 from .monitoring import Dashboard as Dashboard
 from .monitoring import Diagnosis as Diagnosis

@@ -3,6 +3,7 @@ from . import meters as meters
 from . import partials as partials
 from . import plotting as plotting
 from . import processes as processes
+from .checks import check_bytes as check_bytes
 from .checks import check_callable as check_callable
 from .checks import check_duration as check_duration
 from .checks import check_number as check_number

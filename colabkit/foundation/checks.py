@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from colabkit.foundation.errors import Interrupted, InvalidOption, MissingPackage
 from colabkit.foundation.messages import Code, Message, Text, cannot, option
-from colabkit.foundation.units import format_things, parse_duration
+from colabkit.foundation.units import format_things, parse_bytes, parse_duration
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -155,6 +155,22 @@ def check_number(
         bounds = f" from {least:g} to {most:g}" if math.isfinite(least) else f"{bounds}, at most {most:g}"
     next_step = ("For example, use ", option(name, example))
     raise InvalidOption(cannot(act, option(name, value), f"a finite number{bounds}", next_step))
+
+
+def check_bytes(act: Text, name: str, value: object, example: str) -> int:
+    """Return a number of bytes, given as a positive whole number or as text such as `"20GiB"`.
+
+    Raises:
+        InvalidOption: if the value is neither; the message suggests `example`.
+    """
+    if isinstance(value, str):
+        try:
+            value = parse_bytes(value)
+        except ValueError:
+            next_step = ("For example, use ", option(name, example))
+            expected = "a number of bytes, or text with a unit"
+            raise InvalidOption(cannot(act, option(name, value), expected, next_step)) from None
+    return check_whole_number(act, name, value, 1)
 
 
 def check_duration(

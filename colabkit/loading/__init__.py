@@ -5,6 +5,7 @@
 - `loader`: the public class `Loader`, which yields batches.
 - `dataloader`: a torch `DataLoader` over a `Loader`, for frameworks that require a `DataLoader`.
 - `keras_batches`: a Keras `PyDataset` over a `Loader`.
+- `simulation`: `simulate()`, which predicts the epochs over a remote pack.
 - `inspection`: names, paths, sample counts and sizes of any dataset, loader or batch.
 - `engine`: the implementation: batch plans, row gathering, image decoding, threads, worker processes and GPU copies.
 """

@@ -220,6 +220,23 @@ VERBS: tuple[Verb, ...] = (
         (Option("path", "path of the pack or the local copy", kind="path"), _PROGRESS),
     ),
     Verb(
+        "simulate",
+        "predict epochs over a remote pack, before anything runs",
+        (
+            Option("pack", "path or address of the index of a pack of shards", kind="path"),
+            Option("cache", "size of the cache on the local disk, such as 20GiB", kind="bytes"),
+            Option("bandwidth", "bytes per second of the link, such as 50MB", kind="bytes"),
+            Option("batch_rate", "batches per second that each process trains on without waiting", kind="amount"),
+            Option("batch_size", "samples per batch", 64, "number"),
+            Option("ranks", "number of processes of the machine that train together", 1, "number"),
+            Option("epochs", "number of epochs; the first one begins with an empty cache", 2, "number"),
+            Option("split", "split to train on", "train"),
+            Option("window_shards", "number of shards that are shuffled together", 4, "number"),
+            Option("latency_s", "seconds from the request of a shard to its first byte", 0.02, "seconds"),
+            Option("seed", "seed of the order of the shards", 0, "number"),
+        ),
+    ),
+    Verb(
         "train_on",
         "train a classifier on a source with one call, and test it",
         (

@@ -17,7 +17,7 @@ from colabkit.foundation import (
     InvalidOption,
     call,
     cannot,
-    check_whole_number,
+    check_bytes,
     file_changes,
     format_bytes,
     format_things,
@@ -25,7 +25,6 @@ from colabkit.foundation import (
     local_root,
     lock_folder,
     option,
-    parse_bytes,
     partials,
     unlock,
 )
@@ -141,7 +140,7 @@ def open_remote(path: str | os.PathLike[str], cache: int | str) -> tuple[PackInf
     address = file_address(path)
     # The path itself may hold a password.
     act = f"open {address.shown!r}"
-    most_bytes = _parsed(act, cache)
+    most_bytes = check_bytes(act, "cache", cache, "20GiB")
     # The name of the folder must not contain the address, which may hold a password.
     folder = local_root(os.environ).absolute() / "shards" / address.digest()[:16]
     name = address.text.rpartition("/")[2]
@@ -183,16 +182,6 @@ def check_cache(act: str, samples: RemoteSamples, shards: int, why: str) -> None
 def _small_cache(act: str, most_bytes: int, least: int, what: str) -> InvalidOption:
     found, expected = f"the cache has {format_bytes(most_bytes)}", f"at least {least:,} bytes, for {what}"
     return InvalidOption(cannot(act, found, expected, ("Open the pack with ", option("cache", least), " or more")))
-
-
-def _parsed(act: str, cache: int | str) -> int:
-    if isinstance(cache, str):
-        try:
-            cache = parse_bytes(cache)
-        except ValueError:
-            found, example = option("cache", cache), ("For example, use ", option("cache", "20GiB"))
-            raise InvalidOption(cannot(act, found, "a number of bytes, or text with a unit", example)) from None
-    return check_whole_number(act, "cache", cache, 1)
 
 
 def _cache_of(info: PackInfo, address: Address, most_bytes: int) -> ShardCache:

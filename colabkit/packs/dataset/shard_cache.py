@@ -17,7 +17,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
@@ -99,8 +99,8 @@ class ShardCache:
 
     def least_bytes(self, shards: int, downloads: int) -> int:
         """Return the bytes of a cache that can hold any `shards` shards while some of them are being downloaded."""
-        largest = sorted(map(_disk_bytes, self._lengths.values()), reverse=True)[:shards]
-        return sum(largest) + downloads * LOADING_BYTES + _disk_bytes(self._index.path.stat().st_size) + _PAGE_BYTES
+        largest = sorted(self._lengths.values(), reverse=True)[:shards]
+        return cache_bytes(self._index.path.stat().st_size, largest[downloads:], largest[:downloads])
 
     def add(self, reader: Reader) -> None:
         """Add a reader of this process, which the cache does not keep alive."""
@@ -286,6 +286,12 @@ class ShardCache:
             yield
         finally:
             unlock(fd)
+
+
+def cache_bytes(index: int, complete: Iterable[int], loading: Iterable[int]) -> int:
+    """Return the size of a cache that holds an index, complete shards and downloads, from the bytes of each."""
+    downloads = sum(_disk_bytes(length) + LOADING_BYTES for length in loading)
+    return downloads + sum(map(_disk_bytes, complete)) + _disk_bytes(index) + _PAGE_BYTES
 
 
 def _disk_bytes(size: int) -> int:

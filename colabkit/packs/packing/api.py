@@ -20,14 +20,13 @@ from colabkit.foundation import (
     BadImage,
     Code,
     ColabkitError,
-    InvalidOption,
     ProgressBar,
     Report,
     TargetExists,
     Text,
     cannot,
+    check_bytes,
     check_type,
-    check_whole_number,
     checked_call,
     file_changes,
     format_bytes,
@@ -37,7 +36,6 @@ from colabkit.foundation import (
     format_things,
     interruptible,
     option,
-    parse_bytes,
     user_path,
 )
 from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
@@ -259,14 +257,8 @@ def pack(
         expected = "an executor of concurrent.futures"
         next_step = ("For example, use ", option("executor", Code("client.get_executor()")), " with a Dask client")
         check_type(act, "executor", executor, concurrent.futures.Executor, expected, next_step)
-    if isinstance(shard_bytes, str):
-        try:
-            shard_bytes = parse_bytes(shard_bytes)
-        except ValueError as error:
-            found, example = option("shard_bytes", shard_bytes), ("For example, use ", option("shard_bytes", "256MiB"))
-            raise InvalidOption(cannot(act, found, "a number of bytes, or text with a unit", example)) from error
     if shard_bytes is not None:
-        check_whole_number(act, "shard_bytes", shard_bytes, 1)
+        shard_bytes = check_bytes(act, "shard_bytes", shard_bytes, "256MiB")
     elif executor is not None:
         shard_bytes = SHARD_BYTES
     final = user_path(to, f"pack to {to!r}")
