@@ -14,6 +14,7 @@ from colabkit.foundation import (
     MetersSnapshot,
     StepDone,
 )
+from colabkit.loading import SimulatedEpoch
 from colabkit.monitoring import RunStatus, Shares
 from colabkit.notebook import SamplePrediction
 from colabkit.packs import ImageFiles, MapDataset, PackInfo, SampleGrid
@@ -40,6 +41,7 @@ __all__ = [
     "SampleGrid",
     "SamplePrediction",
     "Shares",
+    "SimulatedEpoch",
     "Source",
     "Stateful",
     "StepDone",

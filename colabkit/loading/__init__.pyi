@@ -37,5 +37,6 @@ from .sampler.orders import ShardShuffled as ShardShuffled
 from .sampler.orders import Shuffled as Shuffled
 from .sampler.resampling import Balanced as Balanced
 from .sampler.resampling import Weighted as Weighted
+from .simulation import SimulatedEpoch as SimulatedEpoch
 from .simulation import SimulateReport as SimulateReport
 from .simulation import simulate as simulate

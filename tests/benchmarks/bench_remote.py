@@ -7,12 +7,14 @@ The server runs in a separate process. Its connections share one bandwidth, and 
 the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ
 from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled before
 packing.
+`simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -49,12 +51,12 @@ def main() -> None:
     if "--serve" in sys.argv:
         serve(parser.parse_args())
     else:
-        Bench.main(parser, {"shuffle": measure_shuffle, "link": measure_link}, rounds=3)
+        Bench.main(parser, {"shuffle": measure_shuffle, "link": measure_link, "simulate": measure_simulation}, rounds=3)
 
 
 def serve(options: argparse.Namespace) -> None:
     """Serve a folder with a limited bandwidth, and print the port."""
-    lock, free_at = threading.Lock(), time.monotonic()
+    lock, free_at, sent = threading.Lock(), time.monotonic(), [0]
 
     def pass_link(size: int) -> None:
         nonlocal free_at
@@ -67,6 +69,12 @@ def serve(options: argparse.Namespace) -> None:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if self.path == "/sent":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(str(sent[0]).encode())
+                self.close_connection = True
+                return
             time.sleep(options.latency_ms / 1000)
             data = memoryview((options.serve / self.path.rpartition("/")[2]).read_bytes())
             self.send_response(200)
@@ -77,6 +85,7 @@ def serve(options: argparse.Namespace) -> None:
                 for start in range(0, len(data), BLOCK_BYTES):
                     pass_link(len(data[start : start + BLOCK_BYTES]))
                     self.wfile.write(data[start : start + BLOCK_BYTES])
+                sent[0] += len(data) * ("-" in self.path)
 
         def log_message(self, *arguments: object) -> None:
             pass
@@ -99,14 +108,8 @@ def serving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 def measure_link(bench: Bench) -> None:
     """Run epochs within a cache of a tenth of the pack."""
-    os.environ["COLABKIT_LOCAL"] = str(bench.folder / "local")
-    folder, options = bench.folder / "packed", bench.options
-    folder.mkdir()
-    count = options.mb * 10**6 // (3 * SIDE * SIDE)
-    images = np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), np.uint8)
-    size = images.nbytes // options.shards
-    colabkit.pack((images, np.arange(count) % 10), folder / "pack.h5", shard_bytes=size, progress=False)
-    total = sum(path.stat().st_size for path in folder.glob("pack-*.h5"))
+    folder, count, total = packed(bench)
+    options = bench.options
     rows, shares, excess = [], [], []
     with serving(folder, options) as address:
         plain = total / timed(lambda: download_all(address, folder))
@@ -129,6 +132,66 @@ def measure_link(bench: Bench) -> None:
     bench.figures["link"] = {"shares": shares, "excess_bytes": excess}
     bench.need("speed of the first epoch, relative to plain downloads", shares[0], 0.9, "{:.2f}")
     bench.need("disk usage above the cache's size", max(excess), 0, "{:.0f}", at_most=True)
+
+
+def packed(bench: Bench) -> tuple[Path, int, int]:
+    """Write the pack; return its folder, its number of samples and the bytes of its shards."""
+    os.environ["COLABKIT_LOCAL"] = str(bench.folder / "local")
+    folder, options = bench.folder / "packed", bench.options
+    count = options.mb * 10**6 // (3 * SIDE * SIDE)
+    if not folder.exists():
+        folder.mkdir()
+        images = np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), np.uint8)
+        size = images.nbytes // options.shards
+        colabkit.pack((images, np.arange(count) % 10), folder / "pack.h5", shard_bytes=size, progress=False)
+    return folder, count, sum(path.stat().st_size for path in folder.glob("pack-*.h5"))
+
+
+def measure_simulation(bench: Bench) -> None:
+    """Compare a first epoch, at several speeds of training, with its simulation."""
+    folder, count, total = packed(bench)
+    options, rows, errors, excess = bench.options, [], [], []
+    cache, batch = total // 10, 256
+    batches = -(-count // batch)
+    for share in (0.5, 0.9, 1.5):
+        # The speed at which training takes this share of the time of the download.
+        rate = batches / (total / options.bandwidth * share)
+        shutil.rmtree(cache_root(), ignore_errors=True)
+        with serving(folder, options) as address:
+            data = colabkit.open_pack(address, cache=cache)["train"]
+            began = free_at = time.perf_counter()
+            for _ in colabkit.Loader(data, batch, shuffle="block"):
+                free_at = max(free_at, time.perf_counter()) + 1 / rate
+                time.sleep(max(0.0, free_at - time.perf_counter()))
+            seconds = time.perf_counter() - began
+            with urllib.request.urlopen(address.replace("pack.h5", "sent")) as response:
+                sent = int(response.read())
+        found = colabkit.simulate(
+            folder / "pack.h5",
+            cache,
+            int(options.bandwidth),
+            rate,
+            batch_size=batch,
+            latency_s=options.latency_ms / 1000,
+        ).epochs[0]
+        errors.append(abs(found.seconds / seconds - 1))
+        # Downloads for the next epoch are in flight when the epoch ends.
+        excess.append(abs(found.fetched_bytes - sent) / (total / options.shards))
+        times = (f"{seconds:.2f}", f"{found.seconds:.2f}", f"{found.seconds / seconds:.3f}")
+        rows.append([f"{share:g}", *times, format_bytes(sent), format_bytes(found.fetched_bytes)])
+    columns = ["training relative to download", "seconds", "simulated", "ratio", "complete shards sent", "simulated"]
+    table(f"First epoch with a cache of {format_bytes(cache)}:", columns, rows)
+    million = folder.parent / "million"
+    million.mkdir()
+    samples = np.zeros((1_000_000, 1, 1, 1), np.uint8)
+    colabkit.pack((samples, np.zeros(len(samples), int)), million / "p.h5", shard_bytes="10kB", progress=False)
+    seconds = timed(lambda: colabkit.simulate(million / "p.h5", "20MB", "1MB", 1000, batch_size=256))
+    bench.figures["simulate"] = {"errors": errors, "bytes": excess, "million_s": seconds}
+    bench.need("largest error of the simulated time", max(errors), 0.1, "{:.3f}", at_most=True)
+    bench.need(
+        "largest difference in shards, of which the last may be in flight", max(excess), DOWNLOADS, "{:.1f}", True
+    )
+    bench.need("seconds to simulate a million samples", seconds, 1.0, "{:.2f}", at_most=True)
 
 
 def download_all(address: str, folder: Path) -> None:

@@ -38,6 +38,7 @@ BENCHMARKS = {
     "one_click": (),
     "packing": ("data", "photos", "peers_python"),
     "parquet": (),
+    "remote": (),
     "small_steps": (),
     "staging": ("data",),
     "status": (),
