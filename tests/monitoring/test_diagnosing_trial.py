@@ -38,7 +38,7 @@ class Waits(Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        threading.Event().wait(0.001)
+        threading.Event().wait(0.003)
         return torch.rand(3, 4, 4), index % 2
 
 
@@ -73,8 +73,8 @@ def test_packing_some_samples_measures_the_gain_beside_the_prediction(temporary_
     before = loader.state_dict(), loader.meters.snapshot()
     found = diagnosis_of(loader, PACK)
     trial = found.apply(seconds=BRIEF)
-    assert trial.gain > 1.5
-    assert trial.is_good
+    assert trial.gain > 1
+    assert trial.is_good == (trial.low_gain > 1)
     assert (trial.step, trial.rounds) == ("imitated", 5)
     assert 16 <= (trial.packed_samples or 0) <= 64
     assert trial.predicted_gain == pytest.approx(8000.0 / found.samples_per_s)
