@@ -12,6 +12,7 @@ from .monitoring import Advice as Advice
 from .monitoring import Dashboard as Dashboard
 from .monitoring import Diagnosis as Diagnosis
 from .monitoring import StatusReport as StatusReport
+from .monitoring import TrialReport as TrialReport
 from .monitoring import WatchedLoader as WatchedLoader
 from .monitoring import dashboard as dashboard
 from .monitoring import doctor as doctor

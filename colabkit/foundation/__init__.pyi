@@ -72,6 +72,7 @@ from .messages import PYTHON as PYTHON
 from .messages import CallRef as CallRef
 from .messages import Code as Code
 from .messages import Message as Message
+from .messages import OptionRef as OptionRef
 from .messages import Phrase as Phrase
 from .messages import Text as Text
 from .messages import Words as Words

@@ -27,12 +27,12 @@ from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_
 from colabkit.loading.engine.decoder_choice import DecoderChoice
 from colabkit.loading.engine.device import set_mark
 from colabkit.loading.engine.options import (
-    LOADER_CALL,
     LoaderOptions,
     check_beside,
     check_counts,
     check_drop_last,
     check_skipping,
+    loader_call,
     order_of,
     sample_argument,
     share_of,
@@ -147,7 +147,7 @@ class Loader(DataLoaderSource):
         29
     """
 
-    @LOADER_CALL
+    @loader_call
     def __init__(
         self,
         dataset: Any,

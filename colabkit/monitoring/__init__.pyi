@@ -7,6 +7,7 @@ from .diagnosing.api import watch as watch
 from .diagnosing.diagnosis import Advice as Advice
 from .diagnosing.diagnosis import Diagnosis as Diagnosis
 from .diagnosing.diagnosis import Shares as Shares
+from .diagnosing.diagnosis import TrialReport as TrialReport
 from .panel.api import Dashboard as Dashboard
 from .panel.api import dashboard as dashboard
 from .panel.api import is_any_open as is_any_open

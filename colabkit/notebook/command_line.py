@@ -39,6 +39,7 @@ from colabkit.notebook.options import (
     list_verbs,
     look_up_in,
     parser_of,
+    run_verb,
     speak,
     verb_named,
 )
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed.progress = False
         to_stderr = redirect_stdout(sys.stderr) if is_json else nullcontext()
         with to_stderr, _panel_shown(verb), speaking(LineWords(verb, _PREFIX)):
-            report = getattr(colabkit, verb.name)(**arguments_of(verb, parsed, _look_up))
+            report = run_verb(verb, arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
         is_of_line = isinstance(error, InvalidOption) and _of_the_user(error.__traceback__) is None
         return _failed(error, verb, is_json, status=2 if is_of_line else 1)

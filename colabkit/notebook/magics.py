@@ -20,7 +20,16 @@ from colabkit.monitoring import is_any_open
 from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
 from colabkit.notebook.hints import hint_after_errors
 from colabkit.notebook.lines import complete_lines, line_parser, split_line
-from colabkit.notebook.options import LineWords, arguments_of, list_verbs, look_up_in, parser_of, speak, verb_named
+from colabkit.notebook.options import (
+    LineWords,
+    arguments_of,
+    list_verbs,
+    look_up_in,
+    parser_of,
+    run_verb,
+    speak,
+    verb_named,
+)
 from colabkit.notebook.verb_types import Verb
 from colabkit.notebook.verbs import CELLS, DASHBOARD, LINES
 
@@ -133,7 +142,7 @@ def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
         # In a notebook, the panel shows long operations with the rates of disks and network.
         is_shown = verb.name in _ON_PANEL and hasattr(shell, "kernel") and arguments["progress"] and not is_any_open()
         with colabkit.dashboard() if is_shown else nullcontext(), speaking(LineWords(verb, "%")):
-            return getattr(colabkit, verb.name)(**arguments)
+            return run_verb(verb, arguments)
 
     return _wrapped(shell, verb, run)
 

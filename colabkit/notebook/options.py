@@ -15,6 +15,7 @@ from functools import partial
 from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
+import colabkit
 from colabkit.foundation import CallRef, Code, InvalidOption, Report, Text, Words, cannot, parse_bytes, parse_duration
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import VERBS
@@ -165,6 +166,16 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
         elif option.kind == "objects" and given is not None:
             values[option.name] = {name.rpartition(":")[2]: look_up(name, "object") for name in given}
     return values
+
+
+def run_verb(verb: Verb, arguments: Mapping[str, Any]) -> Any:
+    """Call the verb's function, then the methods of its report that are switched on, and return the last result."""
+    methods = [option.name for option in verb.options if option.is_method]
+    found = getattr(colabkit, verb.name)(**{name: one for name, one in arguments.items() if name not in methods})
+    for name in methods:
+        if arguments[name]:
+            found = getattr(found, name)()
+    return found
 
 
 def given_in(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:

@@ -20,6 +20,7 @@ class Option:
         is_positional: whether it is positional although it has a default; required options always are.
         words: special values, which completion offers.
         is_closed: whether `words` are the only valid values.
+        is_method: whether the switch calls the method of this name of the function's report, and shows its result.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Option:
     is_positional: bool = False
     words: tuple[str, ...] = ()
     is_closed: bool = False
+    is_method: bool = False
 
     @property
     def is_required(self) -> bool:

@@ -337,6 +337,13 @@ VERBS: tuple[Verb, ...] = (
                 None,
                 "object",
             ),
+            Option(
+                "apply",
+                "try the best advice on the loader for some seconds, and show its measured gain",
+                False,
+                "switch",
+                is_method=True,
+            ),
         ),
     ),
     DASHBOARD,

@@ -1,6 +1,7 @@
 from .batch_values import is_of_bytes as is_of_bytes
 from .ceiling import HeadspaceReport as HeadspaceReport
 from .ceiling import headspace as headspace
+from .ceiling import restored_training as restored_training
 from .evaluation import EvaluateReport as EvaluateReport
 from .evaluation import evaluate as evaluate
 from .evaluation import predict as predict
@@ -24,4 +25,5 @@ from .run_status import read_status as read_status
 from .saved_run import read_run as read_run
 from .step_factory import supervised_step as supervised_step
 from .steps import SupervisedStep as SupervisedStep
+from .trainer import check_step as check_step
 from .trainer import train as train

@@ -120,13 +120,7 @@ def headspace(
         raise InvalidOption(cannot(act, found, "", "Pass the loader itself"))
     check_whole_number(act, "batches", batches, 1)
     duration = check_duration(act, "seconds", seconds, example=3)
-    parts = state_of(act, state, step, is_saved=True)
-    if isinstance(step, Stateful):
-        parts["the step"] = step
-    if not getattr(step, "is_whole", True):
-        pending = "the step has accumulated gradients that it has not applied yet"
-        raise InvalidOption(cannot(act, pending, "", "Call step.flush() first"))
-    with _restored(parts), Ranks() as processes:
+    with restored_training(act, step, state), Ranks() as processes:
         began = time.perf_counter()
         cached = _first_batches(loader, batches)
         loading_s = time.perf_counter() - began
@@ -220,6 +214,31 @@ class _HostCopy:
     def on_devices(self) -> Any:
         """Return a copy with the tensors on their devices."""
         return copy.deepcopy(self.state, {id(on_host): on_host.to(device) for on_host, device in self._devices})
+
+
+@contextmanager
+def restored_training(
+    act: str, step: Callable[[Any], object] | None, state: Mapping[str, Stateful] | None
+) -> Iterator[None]:
+    """Restore what a step changes, and the random generators, after the block.
+
+    Args:
+        act: verb and object of error messages.
+        step: step function, as for `train()`; None restores only the random generators.
+        state: objects that the step changes, by name; None means the model and optimizer of `supervised_step`.
+
+    Raises:
+        InvalidOption: if `state` is invalid, it is missing for a step without `state_dict()`, or accumulated gradients
+            are pending.
+    """
+    parts = {} if step is None else state_of(act, state, step, is_saved=True)
+    if isinstance(step, Stateful):
+        parts["the step"] = step
+    if not getattr(step, "is_whole", True):
+        pending = "the step has accumulated gradients that it has not applied yet"
+        raise InvalidOption(cannot(act, pending, "", "Call step.flush() first"))
+    with _restored(parts):
+        yield
 
 
 @contextmanager

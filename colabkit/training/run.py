@@ -406,7 +406,10 @@ class TrainingRun:
         """Finish an epoch: add its record, and save a checkpoint if one is due or the state is the best so far."""
         self._recorder.read()
         means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums)).read()
-        samples = sum(self.processes.from_all(begun.samples))
+        wait_share = begun.wait_s / begun.seconds if begun.seconds else 0.0
+        counts, waits = zip(*self.processes.from_all((begun.samples, wait_share)), strict=True)
+        samples = sum(counts)
+        self.loader.meters.rank_waits = waits if len(waits) > 1 else ()
         record = begun.record(samples, means)
         self._epochs.append(record)
         meters.publish(meters.EpochDone(record.epoch, samples, record.seconds, record.wait_s, record.shown))

@@ -105,6 +105,7 @@ def _spent_of(values: dict[str, Any]) -> MetersSnapshot:
         recent=recent,
         first_pass=None if first is None else _spent_of(first),
         stretches=tuple(map(_stretch_of, values["stretches"])),
+        rank_waits=tuple(map(float, values["rank_waits"])),
     )
 
 

@@ -1,12 +1,16 @@
 """Measure how often the doctor is right: on traces with known answers, and on real runs with a planted bottleneck.
 
-    python tests/benchmarks/bench_doctor.py [--only traces,runs] [--json out.json]
+    python tests/benchmarks/bench_doctor.py [--only traces,runs,advice,cost] [--json out.json]
 
 The verdict of a run must be the planted bottleneck. The predicted speed after the fix is compared with the measured
 speed; each is the median of three to nine rounds in which the slow and the fixed run alternate. The requirements apply
 to the prediction of `doctor(loader, headspace=headspace(step, loader))`. The benchmark also reports the prediction
 without `headspace()`, and how well the fixed runs agree with each other. Each scenario runs in a new process and takes
 one to three minutes; scenarios with a slow drive need FUSE.
+
+The part `advice` follows each piece of advice that predicts a gain, with `apply()` or, where only the user can follow
+it, by the fixed run, and compares the measured gain with the printed limits. The part `cost` measures the CPU time that
+watching adds to a step.
 """
 
 from __future__ import annotations
@@ -15,13 +19,20 @@ import argparse
 import itertools
 import statistics
 import sys
+import time
 from typing import Any
 
+import torch
+from doctor_host_work import in_python
 from doctor_runs import RUNS
 from doctor_traces import TRACES
 from rounds import HERE, Bench, child, table, verdict
 
+import colabkit
+from colabkit.foundation import sampled
+
 DEADLINE_S = 300
+COST_ROUNDS = 7
 CLOSE = 0.15
 
 
@@ -29,7 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", default="", help="only runs whose name contains this text")
     quick = {"run": "decoding, a light step"}
-    Bench.main(parser, {"traces": judge_traces, "runs": judge_runs}, rounds=1, quick=quick)
+    Bench.main(
+        parser,
+        {"traces": judge_traces, "runs": judge_runs, "advice": follow_advice, "cost": measure_cost},
+        rounds=1,
+        quick=quick,
+    )
 
 
 def judge_traces(bench: Bench) -> None:
@@ -71,6 +87,53 @@ def judge_runs(bench: Bench) -> None:
         print(
             f"\n(Medians of two rounds of a fixed run agree with its other rounds within 15% in {share:.0%} of cases.)"
         )
+
+
+def follow_advice(bench: Bench) -> None:
+    rows = []
+    for run in RUNS:
+        if run.rules and bench.options.run in run.name:
+            command = [sys.executable, HERE / "doctor_runs.py", run.name, "--advice"]
+            found = child(command, DEADLINE_S)
+            rows += [{"name": run.name, **row} for row in found.get("advice", [])]
+            print(f"  {run.name}: {found.get('missing', len(found.get('advice', [])))}", file=sys.stderr, flush=True)
+    bench.figures["advice"] = rows
+    shown = [
+        (
+            row["name"],
+            row["rule"],
+            f"{row['low']:.2f}-{row['high']:.2f}",
+            f"{row['gain']:.2f}",
+            row["how"],
+            "" if row["low"] <= row["gain"] <= row["high"] else "OUTSIDE",
+        )
+        for row in rows
+    ]
+    table("Advice", ("", "advice", "predicted gain", "measured", "by", ""), shown)
+    if rows:
+        share = statistics.mean(row["low"] <= row["gain"] <= row["high"] for row in rows)
+        bench.need(f"share of {len(rows)} gains within the printed limits", share, 0.85, "{:.2f}")
+
+
+def measure_cost(bench: Bench) -> None:
+    """Measure the CPU time of steps with and without watching in interleaved rounds."""
+    for name, work, steps, most_us in (("a small step", 100, 30_000, 20.0), ("a step of 10 ms", 200_000, 150, 50.0)):
+        batches = [torch.zeros(4, 2)] * steps
+        costs = []
+        for _ in range(COST_ROUNDS):
+            with sampled():
+                watched_s = cpu_seconds_of(colabkit.watch(batches), work)
+            costs.append(1e6 * (watched_s - cpu_seconds_of(batches, work)) / steps)
+        bench.figures[f"cost of {name}, in us"] = costs
+        bench.need(f"cost of watching {name}, in us", statistics.median(costs), most_us, "{:.1f}", at_most=True)
+
+
+def cpu_seconds_of(loader: Any, work: int) -> float:
+    """Return the CPU seconds of this process for one pass, including the thread that watches the machine."""
+    began_s = time.process_time()
+    for _ in loader:
+        in_python(work)
+    return time.process_time() - began_s
 
 
 def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:

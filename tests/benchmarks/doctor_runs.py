@@ -52,7 +52,7 @@ from colabkit.monitoring.diagnosing.run_profile import settled_steps, typical_st
 __all__ = ["RUNS", "Run"]
 
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 9, 55.0
-SECONDS, ALONE_S, ENOUGH = 2.5, 1.5, 80
+SECONDS, ALONE_S, TRIAL_S, ENOUGH = 2.5, 1.5, 6.0, 80
 SIDE, CLASSES = 64, 10
 
 
@@ -218,6 +218,35 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
         "counted": counted,
         "text": repr(diagnoses[0]),
     }
+
+
+def advice_of(run: Run, folder: Path) -> dict[str, Any]:
+    """Train with the bottleneck, follow each piece of advice that predicts a gain, and return the gains."""
+    step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
+    with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
+        loader = watched(run.before(folder))
+        trained(loader, slowed(step, run.in_step), run.on_step, run.seconds)
+    if run.elsewhere_s:
+        loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
+    found = colabkit.doctor(loader)
+    rows = []
+    for one in found.advice:
+        if one.samples_per_s is None:
+            continue
+        how, single = "apply()", replace(found, advice=(one,)).about(vars(found)["_subject"])
+        try:
+            gain = single.apply(step=step, state=parts, seconds=TRIAL_S).gain
+        except colabkit.errors.InvalidOption:
+            if one.rule not in run.rules:
+                continue
+            how = "the fixed run"
+            unmount()
+            later = watched((run.after or run.before)(folder))
+            trained(later, step, None)
+            gain = speed_of(later.meters.snapshot()) / found.samples_per_s
+        low, high = ((speed or 0.0) / found.samples_per_s for speed in (one.low_samples_per_s, one.high_samples_per_s))
+        rows.append({"rule": one.rule, "low": low, "high": high, "gain": gain, "how": how})
+    return {"advice": rows}
 
 
 def predicted_by(run: Run, found: Diagnosis) -> float | None:
@@ -488,7 +517,7 @@ def main() -> None:
         folder = Path(name) / "data"
         folder.mkdir()
         try:
-            found = result_of(run, folder)
+            found = (advice_of if "--advice" in sys.argv else result_of)(run, folder)
         finally:
             unmount()
             shutil.rmtree(folder, ignore_errors=True)

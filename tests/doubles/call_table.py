@@ -44,6 +44,7 @@ NO_COMMAND = {
 
 OTHER_ARGUMENTS = {
     **{(form, "layout"): "It applies to arrays, which a line cannot contain." for form in ("%pack", "colabkit pack")},
+    **{(form, "apply"): "In Python, it is a method of the diagnosis." for form in ("%doctor", "colabkit doctor")},
     ("%dashboard", "off"): "A magic has no `with` block that ends.",
     ("%%dashboard", "attach"): "The cell is the loop that is shown.",
     ("%%train", "step"): "The cell is the step.",

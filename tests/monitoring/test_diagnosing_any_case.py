@@ -183,6 +183,7 @@ def cases(draw: st.DrawFn) -> RunProfile:
         validate_s=draw(seconds),
         save_s=draw(seconds),
         stretches=draw(stretches_of),
+        rank_waits=tuple(draw(st.lists(st.floats(0, 1), max_size=4))),
     )
     case = profile_run(
         spent,

@@ -318,6 +318,15 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "late data": {"steps": LATE},
         },
     ),
+    "straggler": (
+        {"rank_waits": (0.01, 0.4, 0.02)},
+        {
+            "a single rank": {"rank_waits": ()},
+            "all ranks wait": {"rank_waits": (0.4, 0.4, 0.4)},
+            "a little more": {"rank_waits": (0.01, 0.1)},
+            "this rank waits, too": {"rank_waits": (0.5, 0.5, 0.02), "wait": 0.1},
+        },
+    ),
     "slow_checkpoints": (
         {"save_s": 4.0, "other": 0.05},
         {"quick": {"save_s": 0.1}, "none": {"save_s": 0.0}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.notebook.options import GROUPS, arguments_of, given_in, list_verbs, look_up_in, parser_of
+from colabkit.notebook.options import GROUPS, arguments_of, given_in, list_verbs, look_up_in, parser_of, run_verb
 from colabkit.notebook.verb_options import LOADING
 from colabkit.notebook.verb_types import Verb
 from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS
@@ -58,6 +59,14 @@ def test_omitted_options_have_the_defaults_of_the_function() -> None:
         parsed = parser_of(verb, verb.name).parse_args([str(value) for value in required.values()])
         values = arguments_of(verb, parsed, lambda name, kind: name)
         assert values == {option.name: required.get(option.name, option.default) for option in verb.options}
+
+
+def test_a_switch_for_a_method_calls_it_on_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colabkit, "doctor", lambda **options: SimpleNamespace(apply=lambda: "tried", options=options))
+    line = parse("doctor", "--seconds", "2", "--apply")
+    assert run_verb(named("doctor"), line) == "tried"
+    found = run_verb(named("doctor"), {**line, "apply": False})
+    assert found.options == {"of": None, "seconds": 2.0, "headspace": None}
 
 
 def test_every_option_is_explained_in_the_help() -> None:
@@ -114,7 +123,7 @@ def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
     report = object()
     assert parse("doctor", "report", report=report)["of"] is report
     assert parse("doctor", "runs/run.json")["of"] == "runs/run.json"
-    assert parse("doctor") == {"of": None, "seconds": 5.0, "headspace": None}
+    assert parse("doctor") == {"of": None, "seconds": 5.0, "headspace": None, "apply": False}
 
 
 def test_similar_names_are_suggested_for_a_misspelled_variable() -> None:

@@ -131,6 +131,8 @@ class MetersSnapshot:
         recent: the newest steps, up to 512, oldest first.
         first_pass: snapshot at the start of the second pass, without `recent`; None before that.
         stretches: the whole run in at most 120 stretches of a second or more, oldest first.
+        rank_waits: share of the newest epoch that each rank of `train()` waited for data, in [0, 1]; empty before its
+            end, and for a single rank.
     """
 
     batches: int = 0
@@ -152,6 +154,7 @@ class MetersSnapshot:
     recent: tuple[StepTimes, ...] = field(default=(), repr=False)
     first_pass: MetersSnapshot | None = field(default=None, repr=False)
     stretches: tuple[Stretch, ...] = field(default=(), repr=False)
+    rank_waits: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -180,7 +183,8 @@ class MetersSnapshot:
         recent = self.recent[max(0, len(self.recent) - sums["steps"]) :]
         first_pass = None if earlier.passes or self.first_pass is None else self.first_pass - earlier
         stretches = _stretches_after(self.stretches, earlier.steps)
-        return MetersSnapshot(**sums, parts=parts, recent=recent, first_pass=first_pass, stretches=stretches)
+        more: dict[str, Any] = {"first_pass": first_pass, "stretches": stretches, "rank_waits": self.rank_waits}
+        return MetersSnapshot(**sums, parts=parts, recent=recent, **more)
 
 
 def _stretches_after(stretches: tuple[Stretch, ...], steps: int) -> tuple[Stretch, ...]:
@@ -222,6 +226,7 @@ class LoaderMeters:
         retries: number of retried reads of a remote source.
         validate_s: seconds of validations of `train()`.
         save_s: seconds for which `train()` waited for checkpoints.
+        rank_waits: share of the newest epoch that each rank of `train()` waited for data; empty for a single rank.
         spent: totals of the step times.
         facts: facts about the loader; None if unknown.
         clock: clock of the newest pass, to which `train()` reports the duration of each step.
@@ -236,6 +241,7 @@ class LoaderMeters:
     retries: int = 0
     validate_s: float = 0.0
     save_s: float = 0.0
+    rank_waits: tuple[float, ...] = ()
     spent: StepTotals = field(default_factory=StepTotals)
     facts: LoaderFacts | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
@@ -344,7 +350,8 @@ class LoaderMeters:
         sums |= {name: getattr(self.spent, name) for name in _STEP_SUMS}
         recent = tuple(map(StepTimes._make, self.spent.newest.copy()))
         stretches = tuple(self.spent.stretches)
-        return MetersSnapshot(**sums, parts=parts, recent=recent, first_pass=self._first_pass, stretches=stretches)
+        more: dict[str, Any] = {"first_pass": self._first_pass, "stretches": stretches, "rank_waits": self.rank_waits}
+        return MetersSnapshot(**sums, parts=parts, recent=recent, **more)
 
 
 def _p95(seconds: deque[float]) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 import torch
 
@@ -32,13 +33,15 @@ from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack,
 from colabkit.loading.engine.tiers import KEEPS, Keep
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
 
+P = ParamSpec("P")
+
 _BLOCK_BYTES = 4 << 20
 _WINDOW_BYTES = 256 << 20
 _MOST_BLOCK = 1024
 
 Decode: TypeAlias = Literal["cpu", "gpu", "auto"]
 
-LOADER_CALL = checked_call(
+_CHECKED = checked_call(
     batch_sampler=("Use ", option("sampler"), ", which also takes a sampler that yields lists of indices"),
     dataloader="Pass its dataset",
     directory=("Use ", option("root"), " of colabkit.pack() or colabkit.FileDataset()"),
@@ -54,7 +57,22 @@ LOADER_CALL = checked_call(
     transforms=("Use ", option("transform")),
     worker_init_fn="Omit it: every worker is seeded by the positions of its samples",
 )
-"""Explains a wrong call of `Loader`, above all one with arguments of torch's `DataLoader`."""
+
+
+def loader_call(init: Callable[P, None]) -> Callable[P, None]:
+    """Return the constructor of `Loader`, which explains wrong calls, above all those with arguments of `DataLoader`.
+
+    It keeps its arguments as `_arguments` of the loader, from which a similar loader can be made.
+    """
+    checked = _CHECKED(init)
+
+    @functools.wraps(init)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> None:
+        loader: Any = args[0]
+        loader._arguments = {**dict(zip(("dataset", "batch_size"), args[1:], strict=False)), **kwargs}  # noqa: SLF001
+        checked(*args, **kwargs)
+
+    return kept
 
 
 @dataclass

@@ -46,6 +46,7 @@ from colabkit.loading import (
 )
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Shares
 from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S, RunProfile, profile_run
+from colabkit.monitoring.diagnosing.trial import LoaderOnTrial
 from colabkit.monitoring.diagnosing.verdict import judge
 from colabkit.training import HeadspaceReport, TrainReport, read_run
 
@@ -107,7 +108,7 @@ def doctor(
         nothing = "no training and no loop over a Loader has run in this process"
         raise InvalidOption(cannot(act, nothing, "", "Train first, or pass a loader or the status.json of a run"))
     if isinstance(subject, meters.LoaderMeters):
-        return _of_meters(subject, headspace)
+        return judge(_of_meters(subject, headspace))
     if isinstance(subject, TrainReport):
         epochs = [(record.epoch + 1, record.shown) for record in subject.epochs]
         return judge(_profile(subject.spent, subject.facts, subject.hosts, subject.precision, epochs, headspace))
@@ -119,20 +120,23 @@ def doctor(
             cannot(act, found, expected, "Pass a TrainReport, or a loader such as PyTorch's DataLoader")
         )
     loader = subject if isinstance(subject, Loader) else watch(subject)
+    watched = getattr(loader, "watched", loader)
     if loader.meters.snapshot().steps:
-        return _of_meters(loader.meters, headspace)
+        run = _of_meters(loader.meters, headspace)
+        return judge(run).about(LoaderOnTrial(watched, run, is_alone=False))
     if headspace is not None:
         next_step = ("Pass the loader that the training used, or ", omit("headspace"))
         unused = (option("headspace"), " is given, but the loader has not been used for training")
         raise InvalidOption(cannot(act, unused, "", next_step))
-    return _by_itself(loader if isinstance(loader, Loader) else WatchedLoader(loader.watched), seconds)
+    run, alone = _by_itself(loader if isinstance(loader, Loader) else WatchedLoader(watched), seconds)
+    return alone.about(LoaderOnTrial(watched, run, is_alone=True))
 
 
-def _of_meters(counts: meters.LoaderMeters, headspace: HeadspaceReport | None) -> Diagnosis:
+def _of_meters(counts: meters.LoaderMeters, headspace: HeadspaceReport | None) -> RunProfile:
     spent = counts.snapshot()
     recent_s = min(_RECENT_S, sum(step.seconds for step in spent.recent))
     hosts = seen(counts.timed_s - recent_s - SNAPSHOT_S, counts.timed_s + SNAPSHOT_S) or (_host_now(),)
-    return judge(_profile(spent, counts.facts, hosts, headspace=headspace))
+    return _profile(spent, counts.facts, hosts, headspace=headspace)
 
 
 def _profile(
@@ -152,7 +156,7 @@ def _host_now() -> HostSnapshot:
         return telemetry.snapshot()
 
 
-def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> Diagnosis:
+def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> tuple[RunProfile, Diagnosis]:
     duration_s = check_duration("diagnose the loader", "seconds", seconds, example=5)
     before = loader.meters.snapshot()
     aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)
@@ -178,7 +182,7 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> Dia
     found = judge(run, "unknown")
     rate = format_rate(run.samples_per_s, "images")
     per_batch = f"{format_seconds(run.step.seconds)} per batch of {run.step.samples} on average"
-    return replace(
+    return run, replace(
         found,
         sentence=f"The loader alone: {rate}, {per_batch}; faster steps wait for it",
         shares=Shares(),

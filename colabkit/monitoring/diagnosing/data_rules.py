@@ -257,10 +257,12 @@ def throttled(run: RunProfile) -> Advice | None:
     """Advise staging if a remote source becomes slower or reads fail and are retried."""
     if not (run.is_starved and run.facts.is_remote):
         return None
-    is_slower, retries = run.slowdown >= _THROTTLED, run.spent.retries
-    if not is_slower and not retries:
+    slowdown, retries = run.host.slowdown, run.spent.retries
+    times = max(run.slowdown, slowdown.times)
+    if times < _THROTTLED and not retries:
         return None
-    found = [f"steps take {run.slowdown:.1f} times as long as at the start"] if is_slower else []
+    before = "at the start" if run.slowdown == times else f"until step {format_count(slowdown.since_step)}"
+    found = [f"steps take {times:.1f} times as long as {before}, since reads became slower"] * (times >= _THROTTLED)
     found += [f"{format_things(retries, 'read')} of the source had to be retried"] if retries else []
     return Advice(
         ", and ".join(found),

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
-from colabkit.foundation import Report, format_rate, format_seconds, format_share
+from colabkit.foundation import (
+    Code,
+    InvalidOption,
+    Report,
+    call,
+    cannot,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_things,
+)
+
+if TYPE_CHECKING:
+    from colabkit.training import Stateful
 
 MODERATE, HIGH = 0.05, 0.20
 """Thresholds for the share of the step time spent waiting for data, as in TensorFlow's input_pipeline_analysis.py."""
@@ -102,6 +116,63 @@ class Diagnosis(Report):
     bottleneck: str | None
     advice: tuple[Advice, ...]
     steps: int
+    _subject: ClassVar[Subject | None] = None
+
+    def about(self, subject: Subject) -> Diagnosis:
+        """Return this diagnosis, whose advice `apply()` then tries on a loader."""
+        object.__setattr__(self, "_subject", subject)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields without the loader, for a pickle."""
+        return {name: value for name, value in vars(self).items() if name != "_subject"}
+
+    def apply(
+        self,
+        *,
+        step: Callable[[Any], object] | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        seconds: float | str = 10.0,
+    ) -> TrialReport:
+        """Try the first piece of advice that can be tried without you, and measure its gain.
+
+        These can be tried: other options of a `Loader` or of torch's `DataLoader`, such as `num_workers=`, and packing,
+        of which a few thousand samples at most are packed into a temporary folder. Rounds with and without the change
+        alternate. Your loader, your model, the random generators and your files stay unchanged. A custom sampler is
+        replaced by a random order.
+
+        Args:
+            step: step function, as for `train()`. None replaces it by a computation that takes as long as your step
+                does without a loader, or by nothing if the loader was measured alone.
+            state: objects that the step changes, by name, so that they can be restored. None means the model and
+                optimizer of `supervised_step`.
+            seconds: how long to measure, in seconds or as text such as `"1min"`. Slow loaders take longer, since each
+                round has at least three steps.
+
+        Returns:
+            The measured gain with its limits, beside the prediction.
+
+        Raises:
+            InvalidOption: if the loader is unknown, since a report was diagnosed; if there is no advice, or none that
+                can be tried; or if an argument is invalid. The message describes how to try the advice yourself.
+
+        Example:
+            >>> import colabkit, time, torch
+            >>> class Slow(torch.utils.data.Dataset):
+            ...     def __len__(self):
+            ...         return 400
+            ...     def __getitem__(self, number):
+            ...         time.sleep(0.002)
+            ...         return torch.zeros(3, 8, 8), number % 2
+            >>> loader = torch.utils.data.DataLoader(Slow(), batch_size=8)
+            >>> trial = colabkit.doctor(loader, seconds=0.5).apply(seconds=1)
+            >>> trial.gain > 1
+            True
+        """
+        if self._subject is None:
+            next_step = ("Pass the loader that the training used: ", call("doctor", Code("loader")))
+            raise InvalidOption(cannot("try the advice", "the diagnosis is not of a loader", "", next_step))
+        return self._subject.try_advice(self, step, state, seconds)
 
     @property
     def is_good(self) -> bool:
@@ -146,12 +217,109 @@ class Diagnosis(Report):
         return rows
 
 
+class Subject(Protocol):
+    """A loader, on which advice can be tried."""
+
+    def try_advice(
+        self,
+        diagnosis: Diagnosis,
+        step: Callable[[Any], object] | None,
+        state: Mapping[str, Stateful] | None,
+        seconds: float | str,
+    ) -> TrialReport:
+        """Try the first piece of advice that can be tried; see `Diagnosis.apply()`."""
+
+
+@dataclass(frozen=True, repr=False)
+class TrialReport(Report):
+    """The measured gain of a piece of advice.
+
+    Attributes:
+        advice: the advice.
+        gain: how many times as fast the run is with the advice: the median of the rounds.
+        low_gain: lower limit of the gain: that of the slowest round.
+        high_gain: upper limit of the gain: that of the fastest round.
+        predicted_gain: predicted gain; None if the doctor predicted none.
+        low_predicted_gain: lower limit of the predicted gain.
+        high_predicted_gain: upper limit of the predicted gain.
+        samples_per_s: samples per second without the advice, in the trial.
+        new_samples_per_s: samples per second with the advice, in the trial.
+        rounds: number of rounds, each with and without the advice.
+        step: what was done with each batch: `"given"` for the step that you passed, `"imitated"` for a computation of
+            the same duration, or `"none"` if the loaders were measured alone.
+        packed_samples: number of samples that were packed for the trial; None if none were.
+        untried: the advice before this one, each with the reason why it cannot be tried automatically.
+
+    Example:
+        >>> import colabkit, torch
+        >>> data = torch.utils.data.TensorDataset(torch.rand(4000, 3, 32, 32), torch.zeros(4000))
+        >>> diagnosis = colabkit.doctor(torch.utils.data.DataLoader(data, batch_size=16), seconds=0.5)
+        >>> trial = diagnosis.apply(seconds=0.5)
+        >>> trial.low_gain <= trial.gain <= trial.high_gain
+        True
+    """
+
+    advice: Advice
+    gain: float
+    low_gain: float
+    high_gain: float
+    predicted_gain: float | None
+    low_predicted_gain: float | None
+    high_predicted_gain: float | None
+    samples_per_s: float
+    new_samples_per_s: float
+    rounds: int
+    step: Literal["given", "imitated", "none"]
+    packed_samples: int | None = None
+    untried: tuple[str, ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the run was faster with the advice in every round."""
+        return self.low_gain > 1
+
+    @property
+    def is_as_predicted(self) -> bool | None:
+        """Whether the gain is within the limits of the prediction; None without a prediction."""
+        if self.low_predicted_gain is None or self.high_predicted_gain is None:
+            return None
+        return self.low_predicted_gain <= self.gain <= self.high_predicted_gain
+
+    def _summary(self) -> str:
+        measured = f"{_times(self.low_gain, self.high_gain)} times as fast in {format_things(self.rounds, 'round')}"
+        lines = [f"{self._words.render(self.advice.action)}: {measured}{self._prediction(', predicted ')}"]
+        lines += [f"   {line}" for line in self._words.render(self.advice.call).splitlines()]
+        lines += [f"Not tried: {one}" for one in self.untried]
+        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        done = {"given": "your step", "imitated": "computes as long as your step", "none": "loaders alone"}[self.step]
+        packed = [] if self.packed_samples is None else [format_things(self.packed_samples, "packed sample")]
+        return [
+            ("before", format_rate(self.samples_per_s, "images"), done),
+            ("after", format_rate(self.new_samples_per_s, "images"), ", ".join([done, *packed])),
+            ("gain", f"{self.gain:.2f} times", self._prediction("predicted ")),
+        ]
+
+    def _prediction(self, before: str) -> str:
+        if self.low_predicted_gain is None or self.high_predicted_gain is None:
+            return ""
+        return f"{before}{_times(self.low_predicted_gain, self.high_predicted_gain)}"
+
+
 def gain_text(advice: Advice, now: float) -> str:
-    """Return the predicted speedup as text, such as `"1.8–2.4"`; an empty string without a prediction."""
+    """Return the predicted speedup as text, such as `"1.8–2.4"`; an empty string without a prediction.
+
+    If the run may also stay as it is, only the upper limit is given, such as `"up to 1.4"`.
+    """
     if advice.samples_per_s is None or not now:
         return ""
     low = (advice.low_samples_per_s or advice.samples_per_s) / now
     high = (advice.high_samples_per_s or advice.samples_per_s) / now
+    return _times(low, high) if low >= 1 else f"up to {_times(high, high)}"
+
+
+def _times(low: float, high: float) -> str:
     if low > _MOST_TIMES:
         return f"over {_MOST_TIMES}"
     few, many = f"{low:.1f}", f"{high:.1f}" if high <= _MOST_TIMES else f"over {_MOST_TIMES}"
@@ -160,7 +328,7 @@ def gain_text(advice: Advice, now: float) -> str:
 
 def _effect(advice: Advice, now: float) -> str:
     times = gain_text(advice, now)
-    effects = [f"{times} times as fast"] if times else []
+    effects = [f"{times} times as fast{', or no faster' * times.startswith('up to')}"] if times else []
     effects += [f"saving {format_seconds(advice.saved_s)} per epoch"] if times and advice.saved_s is not None else []
     effects += [f"takes {format_seconds(advice.cost_s)} once"] if advice.cost_s is not None else []
     return f" ({', '.join(effects)})" if effects else ""

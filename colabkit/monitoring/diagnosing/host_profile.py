@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median_low
 from typing import Any
 
 from colabkit.foundation import BusyProcess, HostSnapshot, LoopSpot, MetersSnapshot, StepTimes, Stretch, ThreadsSnapshot
@@ -76,6 +76,8 @@ class HostProfile:
         threads: means of the threads' rates; None if unknown.
         spots: the lines of code where samples found the thread, the most frequent first.
         other_process: the busiest other process, if known.
+        straggler: rank that waits longest for data, if this process and most ranks wait less; otherwise None.
+        straggling: share by which it waits longer than this process and than most ranks.
     """
 
     computing: float | None = None
@@ -87,6 +89,8 @@ class HostProfile:
     threads: ThreadsSnapshot | None = None
     spots: tuple[LoopSpot, ...] = ()
     other_process: BusyProcess | None = None
+    straggler: int | None = None
+    straggling: float = 0.0
 
     @property
     def busy_thread(self) -> str | None:
@@ -167,7 +171,16 @@ def profile_host(
         threads=threads,
         spots=spots,
         other_process=next((host.other_process for host in reversed(hosts) if host.other_process), None),
+        **_straggler(spent.rank_waits, wait),
     )
+
+
+def _straggler(waits: Sequence[float], own: float) -> dict[str, Any]:
+    if not waits:
+        return {}
+    slowest = max(waits)
+    lost = slowest - max(own, median_low(waits))
+    return {"straggler": waits.index(slowest), "straggling": lost} if lost > 0 else {}
 
 
 def _on_and_off(steps: Sequence[StepTimes], typical: StepTimes) -> tuple[float | None, float]:

@@ -57,6 +57,21 @@ def blocked_step(run: RunProfile) -> Advice | None:
     )
 
 
+def straggler(run: RunProfile) -> Advice | None:
+    """Report that another rank waits much longer for data, so that all ranks wait for it in each step."""
+    host = run.host
+    if host.straggler is None or host.straggling < HIGH:
+        return None
+    return Advice(
+        f"rank {host.straggler} waits for data {format_share(max(run.spent.rank_waits))} of the time, which is"
+        f" {format_share(host.straggling)} more than most ranks, and all ranks wait for it",
+        f"Diagnose the loader of rank {host.straggler} in its process, and compare the storage and the CPUs of its"
+        " machine with those of the others",
+        "",
+        *_without(run, host.straggling),
+    )
+
+
 def code_beside_torch(run: RunProfile) -> Advice | None:
     """Report that much of the time goes to code that does not use torch, such as logging or plotting."""
     aside, spot = run.host.aside, run.host.aside_spot

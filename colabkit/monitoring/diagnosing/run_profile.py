@@ -181,11 +181,11 @@ class RunProfile:
 
     @property
     def host_share(self) -> float:
-        """Share of the time lost on the host: to other users of the CPU, calls that block, and pauses."""
+        """Share of the time lost on the host, or by waiting for another rank."""
         validate_s, train_s = self.spent.validate_s, self.spent.seconds
         validated = validate_s / (validate_s + train_s) if validate_s and validate_s >= train_s else 0.0
         host = self.host
-        return max(host.held, host.waiting, host.pauses.share, self.save_share, validated)
+        return max(host.held, host.waiting, host.pauses.share, self.save_share, validated, host.straggling)
 
     @property
     def other_share(self) -> float:

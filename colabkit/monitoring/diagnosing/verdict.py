@@ -19,7 +19,8 @@ _HYSTERESIS = 0.03
 # Number of consecutive diagnoses that must agree before the verdict changes.
 _CONVINCED = 2
 _MOST_ADVICE = 3
-_LEAST_GAIN = 1.03
+# Least predicted gain of advice, and of advice that may also have no effect.
+_LEAST_GAIN, _LEAST_UNSURE_GAIN = 1.03, 1.15
 # Number of epochs over whose total time pieces of advice are compared.
 _EPOCHS = 10
 _PARTS = {
@@ -137,7 +138,9 @@ def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
     now = run.samples_per_s
     useful: dict[str, Advice] = {}
     for advice in given:
-        if advice.samples_per_s is not None and advice.samples_per_s < _LEAST_GAIN * now:
+        is_unsure = (advice.low_samples_per_s or now) < now
+        least = _LEAST_UNSURE_GAIN if is_unsure else _LEAST_GAIN
+        if advice.samples_per_s is not None and advice.samples_per_s < least * now:
             continue
         if advice.samples_per_s is not None and run.facts.samples and now:
             saved_s = run.facts.samples / now - run.facts.samples / advice.samples_per_s
@@ -191,6 +194,8 @@ def _host_sentence(run: RunProfile) -> str:
     host, share = run.host, format_share(run.host_share)
     if run.host_share < _THRESHOLDS["host"] - _HYSTERESIS:
         return f"Training is {host.slowdown.times:.1f} times slower than in its fastest stretch"
+    if host.straggling >= HIGH:
+        return f"All ranks wait for rank {host.straggler} {format_share(host.straggling)} of the time"
     if run.host_share == host.waiting:
         if host.is_gil_held and host.busy_thread is not None:
             return f"Another thread holds the step up {share} of the time"
