@@ -25,6 +25,7 @@ from .publishing import PublishReport as PublishReport
 from .publishing import SlowMount as SlowMount
 from .publishing import check_written as check_written
 from .publishing import publish as publish
+from .publishing import publish_watched as publish_watched
 from .publishing import write_blocks as write_blocks
 from .sources.bucket import BucketSource as BucketSource
 from .sources.bucket import version_of as version_of

@@ -154,6 +154,22 @@ def publish(
         >>> published.published_bytes == packed.pack_bytes
         True
     """
+    return publish_watched(path, to, lambda _: None, verify=verify, progress=progress)
+
+
+def publish_watched(
+    path: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    watch: Callable[[int], None],
+    *,
+    verify: Literal["size", "full"] = "full",
+    progress: bool = False,
+) -> PublishReport:
+    """Do the work of `publish()`, and call `watch` with the number of bytes that were written or read back.
+
+    `watch` is also called with 0 several times a second while the target does not answer. It may raise an error to stop
+    the work; nothing is then left at the target. It may be called in other threads.
+    """
     started = time.monotonic()
     act = f"publish {str(path)!r}"
     local = Path(os.path.abspath(user_path(path, act)))
@@ -167,13 +183,22 @@ def publish(
         moved_bytes = total_bytes * (2 if verify == "full" else 1)
         with ProgressBar("publish", moved_bytes, "B", progress, files=len(items)) as bar:
             is_inside = os.fspath(to).endswith(("/", ":"))
-            work = _Publication(act, source, items, verify == "full", is_inside, bar.advance)
+
+            def advance(size: int, files: int) -> None:
+                bar.advance(size, files)
+                watch(size)
+
+            def wait() -> None:
+                bar.wait()
+                watch(0)
+
+            work = _Publication(act, source, items, verify == "full", is_inside, advance)
             final, is_replaced = SlowMount(str(target), STALLED_S).call(
                 act,
                 lambda moved: work.run(target, moved),
                 largest_bytes=max((item.size for item in items), default=0),
                 files=len(items),
-                on_wait=bar.wait,
+                on_wait=wait,
             )
     return PublishReport(
         path=final,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -185,6 +186,35 @@ def test_drive_is_mounted_for_a_source_on_it(
     assert lines[1].startswith("Drive mounted at ")
     assert lines[2].startswith("Found 40 images")
     assert report.model_path.is_relative_to(tmp_path / "work")
+
+
+def test_the_pack_is_saved_during_the_training_and_the_report_has_its_path(
+    colors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("colabkit.notebook.recipe.training.can_hang", lambda *_: True)
+    report = train_on(colors, epochs=1, to="work", progress=True)
+    assert report.unsaved == ""
+    assert report.saved_pack_path is not None
+    assert report.saved_pack_path.read_bytes() == report.pack_path.read_bytes()
+    assert report.saved_pack_path.parent == tmp_path / "work" / "packs"
+    assert ("saved pack", str(report.saved_pack_path)) in report._rows()
+    assert "Saving the pack in " in capsys.readouterr().out
+
+
+def test_a_full_drive_does_not_lose_the_training_and_the_report_says_so(
+    colors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_hook: Any
+) -> None:
+    def refuse(operation: str, path: Path) -> None:
+        if operation == "write" and path.is_relative_to(tmp_path / "work" / "packs"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("colabkit.notebook.recipe.training.can_hang", lambda *_: True)
+    file_hook(refuse)
+    report = train_on(colors, epochs=1, to="work")
+    assert report.model_path.exists()
+    assert (report.saved_pack_path, len(report.training.epochs)) == (None, 1)
+    assert "No space left" in report.unsaved
+    assert "Note: the pack is not saved, so the next session packs the images again: " in repr(report)
 
 
 def test_an_address_that_may_contain_a_secret_is_not_shown() -> None:

@@ -67,7 +67,8 @@ def train_on(
     Args:
         source: any source of `prepare()` with one class per image, such as a folder with one folder per class.
         to: folder for checkpoints and model, such as `"drive:colabkit"`. On a remote mount, the pack is saved there,
-            too, so that the next session needs to stage only one file.
+            too, so that the next session needs to stage only one file. Training begins meanwhile; the call returns when
+            the pack is saved, and the report contains its path, or the reason why it could not be saved.
         size: height and width to resize images to; one number means both. `"auto"` keeps small images of one size.
             Other images are resized to 224 pixels with a GPU and to 128 without, but not enlarged; images of one shape
             keep it.

@@ -63,6 +63,8 @@ class TrainOnReport(Report):
         skipped: files that could not be decoded, with the reason.
         model_path: file with the weights of the best epoch; `code` shows how to load it.
         pack_path: path of the local pack.
+        saved_pack_path: path of the pack that is saved in `to`, if that is on a remote mount; otherwise None.
+        unsaved: reason why the pack could not be saved there; otherwise empty.
         training: the report of the training.
         seconds: duration of the call in seconds, after the source was described.
     """
@@ -87,6 +89,8 @@ class TrainOnReport(Report):
     skipped: tuple[tuple[str, str], ...]
     model_path: Path
     pack_path: Path
+    saved_pack_path: Path | None
+    unsaved: str
     training: TrainReport
     seconds: float
     _longer: ClassVar[Text] = ""
@@ -175,6 +179,8 @@ class TrainOnReport(Report):
         if self.skipped:
             first, reason = self.skipped[0]
             notes.append(f"{format_things(len(self.skipped), 'file')} skipped, starting with {first!r}: {reason}")
+        if self.unsaved:
+            notes.append(f"the pack is not saved, so the next session packs the images again: {self.unsaved}")
         if self.training.stopped:
             notes.append(f"training stopped by {self.training.stopped}")
         notes += [
@@ -204,7 +210,8 @@ class TrainOnReport(Report):
             ("confused", f"{label} as {predicted}: {count} of {whole}")
             for label, predicted, count, whole in self.confused(_MOST_PAIRS)
         ]
-        return [*rows, ("pack", str(self.pack_path))]
+        rows.append(("pack", str(self.pack_path)))
+        return [*rows, *([("saved pack", str(self.saved_pack_path))] if self.saved_pack_path else [])]
 
     def _repr_html_(self) -> str:
         from colabkit.monitoring import draw_curves

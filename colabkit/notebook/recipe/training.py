@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,7 @@ from colabkit.monitoring import dashboard, is_any_open
 from colabkit.notebook.recipe import plan
 from colabkit.notebook.recipe.predictions import compare
 from colabkit.notebook.recipe.report import TrainOnReport, with_calls
-from colabkit.packs import SourceSummary, prepare
+from colabkit.packs import SourceSummary, start_preparing
 from colabkit.storage import answer_of, publish
 from colabkit.training import (
     ChosenNetwork,
@@ -112,6 +112,10 @@ class _Run:
         self.began = time.monotonic()
 
     def report(self) -> TrainOnReport:
+        with ExitStack() as running:
+            return self._report(running)
+
+    def _report(self, running: ExitStack) -> TrainOnReport:
         recipe, summary, act = self.recipe, self.summary, self.act
         size = self.choose("size", plan.choose_size(recipe.size, summary, self.device))
         splits = self.choose("splits", plan.choose_splits(act, recipe.splits, summary))
@@ -124,15 +128,20 @@ class _Run:
         target = user_path(recipe.to, act).absolute()
         is_remote = can_hang(str(target), mounts())
         with self.panel():
-            pack = prepare(
-                recipe.source,
-                size=size,
-                labels=recipe.labels,
-                splits=splits,
-                on_bad=recipe.on_bad,
-                to=target / "packs" if is_remote else None,
-                progress=recipe.progress,
+            saving = running.enter_context(
+                start_preparing(
+                    recipe.source,
+                    size=size,
+                    labels=recipe.labels,
+                    splits=splits,
+                    on_bad=recipe.on_bad,
+                    to=target / "packs" if is_remote else None,
+                    progress=recipe.progress,
+                )
             )
+            pack = saving.pack
+            if not saving.is_over:
+                self.say(f"Saving the pack in {str(target / 'packs')!r} in the background")
             if pack.classes != summary.classes:
                 raise SourceChanged(cannot(act, "the source changed while it was read", "", "Run the same call again"))
             data = pack["train"]
@@ -162,6 +171,9 @@ class _Run:
         scores = predict(step, Loader(tested, _HELD_OUT_BATCH, transform=plain, **options)).softmax(1)
         compared = compare(tested, scores)
         model_path = _save_model(act, folder / "model.pt", is_remote, network, pack.classes, size)
+        if not saving.is_over:
+            self.say(f"Saving the pack in {str(target / 'packs')!r}")
+        prepared = saving.finish().report
         report = TrainOnReport(
             source=summary.source,
             found=repr(summary),
@@ -180,9 +192,11 @@ class _Run:
             mistakes=compared.mistakes,
             chosen={name or "augmentation": choice.text for name, choice in self.chosen.items()},
             warnings=tuple(choice.warning for choice in self.chosen.values() if choice.warning),
-            skipped=pack.report.bad,
+            skipped=prepared.bad,
             model_path=model_path,
             pack_path=pack.path,
+            saved_pack_path=prepared.saved_path,
+            unsaved=prepared.unsaved if is_remote else "",
             training=trained,
             seconds=time.monotonic() - self.began,
         )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,13 +37,16 @@ from colabkit.packs.packing.memory_plan import is_arrays, is_dataset
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.shards import WriteOptions
 from colabkit.packs.packing.source_opening import opened_source
+from colabkit.packs.preparing.pack_saving import PackSaving
 from colabkit.packs.preparing.preparation import Preparation, digest_of
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.packs.preparing.source_state import SourceState, read_state
 from colabkit.storage import (
     TABLE_SUFFIXES,
+    AnySource,
     PathTable,
     Source,
+    Threads,
     check_threads,
     identity_of,
     short_name,
@@ -49,9 +54,10 @@ from colabkit.storage import (
 
 # Maximum length of a name: with two digests, the file name stays within 255 bytes even at 4 bytes per character.
 _NAME_CHARS = 56
+_RESUMED = "The files staged so far are kept. Run the same call again to resume."
 
 
-@interruptible("Preparing", "The files staged so far are kept. Run the same call again to resume.")
+@interruptible("Preparing", _RESUMED)
 @checked_call()
 def prepare(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
@@ -131,17 +137,6 @@ def prepare(
         >>> pack.report.saved_path.exists()
         True
     """
-    if not isinstance(source, Source) and (is_arrays(source) or is_dataset(source)):
-        # Arrays have no paths that identify them, so a pack of different arrays might be returned.
-        expected = "a path, an address or a table of paths"
-        next_step = (
-            "Pack arrays and datasets with ",
-            call("pack"),
-            ", and open the result in Python with open_pack()",
-        )
-        raise InvalidOption(cannot("prepare the source", f"the source is {kind_of(source)}", expected, next_step))
-    name, key, address = identity_of(source, extract=True, path_column=path_column, root=root)
-    act = f"prepare {name!r}"
     given: dict[str, Any] = {
         "size": size,
         "encoding": encoding,
@@ -158,10 +153,56 @@ def prepare(
         "on_bad": on_bad,
         "max_bad": max_bad,
     }
+    work = _preparation_of(source, to, threads, progress, given, refresh=refresh)
+    with file_changes.translated(f"prepare {work.name!r}"):
+        return work.run()
+
+
+@interruptible("Preparing", _RESUMED)
+def start_preparing(
+    source: AnySource, *, to: str | os.PathLike[str] | None, progress: bool, **options: Any
+) -> PackSaving:
+    """Return a local pack like `prepare()`, and save it in the background until the block of the result ends.
+
+    Args:
+        source: as in `prepare()`.
+        to: as in `prepare()`.
+        progress: as in `prepare()`; while the pack is saved in the background, no progress is shown.
+        options: further arguments of `prepare()` that determine the contents of the pack.
+    """
+    stored = {one.name for one in dataclass_fields(PackOptions)}
+    defaults = {name: one.default for name, one in signature(prepare).parameters.items() if name in stored}
+    work = _preparation_of(source, to, "auto", progress, {**defaults, **options}, refresh=False)
+    with file_changes.translated(f"prepare {work.name!r}"):
+        return PackSaving.of(work)
+
+
+def _preparation_of(
+    source: AnySource,
+    to: str | os.PathLike[str] | None,
+    threads: Threads,
+    progress: bool,
+    given: Mapping[str, Any],
+    *,
+    refresh: bool,
+) -> Preparation:
+    """Return the work of a call; `given` are the options that determine the contents of the pack."""
+    if not isinstance(source, Source) and (is_arrays(source) or is_dataset(source)):
+        # Arrays have no paths that identify them, so a pack of different arrays might be returned.
+        expected = "a path, an address or a table of paths"
+        next_step = (
+            "Pack arrays and datasets with ",
+            call("pack"),
+            ", and open the result in Python with open_pack()",
+        )
+        raise InvalidOption(cannot("prepare the source", f"the source is {kind_of(source)}", expected, next_step))
+    place = {name: given[name] for name in ("path_column", "root")}
+    name, key, address = identity_of(source, extract=True, **place)
+    act = f"prepare {name!r}"
     options = PackOptions(act, **given)
     check_threads(act, threads)
     request = {"source": digest_of(key), "options": digest_of(repr(options.plain()))}
-    as_table = {"path_column": path_column, "root": root, "skips_missing": on_bad == "skip"}
+    as_table = {**place, "skips_missing": given["on_bad"] == "skip"}
     save_folder, unsaved = _save_folder(to, name)
     folder = local_root(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{digest_of(*request.values())}"
 
@@ -179,11 +220,9 @@ def prepare(
 
     is_table = name.lower().endswith(TABLE_SUFFIXES)
     is_local = os.path.isabs(name) and not is_table and not can_hang(name, mounts())
-    work = Preparation(
+    return Preparation(
         name, folder.absolute(), request, save_folder, unsaved, pack_to, look, is_local, threads, refresh, progress
     )
-    with file_changes.translated(act):
-        return work.run()
 
 
 def _save_folder(to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from colabkit.foundation import (
     ColabkitError,
@@ -34,9 +34,9 @@ from colabkit.foundation import (
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.verification import verify
-from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, with_reasons
+from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, Way, with_reasons
 from colabkit.packs.preparing.source_state import SourceState
-from colabkit.storage import Threads, answer_of, publish, stage
+from colabkit.storage import Threads, answer_of, publish_watched, stage
 
 _LOCK, _NOTES = "lock", "notes.json"
 # Time limit for checking a remote source; after it, an existing local pack is used unchecked.
@@ -82,30 +82,39 @@ class Preparation:
         self.notes = self.read_notes()
 
     def run(self) -> PreparedPack:
-        """Return the pack by the fastest route."""
+        """Return the pack by the fastest route, after saving it if necessary."""
+        with contextlib.ExitStack() as locked:
+            found, way = self.obtain(locked)
+            if self.must_save(found.path):
+                self.save(found.path)
+        return self.prepared(found, way)
+
+    def obtain(self, locked: contextlib.ExitStack) -> tuple[PackInfo, Way]:
+        """Return the pack by the fastest route, and the route.
+
+        If the pack may have to be saved, `locked` holds the lock of the folder until it is closed.
+        """
         started = time.monotonic()
         self.read_state()
         found = self.find_local()
         self.local_s = time.monotonic() - started
-        if found is not None and (self.save_folder is None or self.is_saved(found.path)):
-            return self.prepared(found, "local")
+        if found is not None and not self.must_save(found.path):
+            return found, "local"
         if found is None and self.state is None:
             # This raises the error for a missing source, unless the source was created in the meantime.
             self.pack_to(self.path, None)
-        way: Literal["local", "saved", "packed"] = "local"
-        with self.alone() as is_alone:
-            self.notes = self.read_notes()
-            self.seen.clear()
-            found = self.find_local()
-            if found is None:
-                way, found = self.make()
-                if is_alone:
-                    self.remove_all_but(found.path)
-            elif is_alone is False and not self.is_saved(found.path):
-                self.save_folder, self.unsaved = None, "another process is saving it"
-            if self.save_folder is not None and not self.is_saved(found.path):
-                self.save(found.path)
-        return self.prepared(found, way)
+        way: Way = "local"
+        is_alone = locked.enter_context(self.alone())
+        self.notes = self.read_notes()
+        self.seen.clear()
+        found = self.find_local()
+        if found is None:
+            way, found = self.make()
+            if is_alone:
+                self.remove_all_but(found.path)
+        elif is_alone is False and not self.is_saved(found.path):
+            self.save_folder, self.unsaved = None, "another process is saving it"
+        return found, way
 
     def read_state(self) -> None:
         """Read the source's state, unless the source does not exist.
@@ -188,6 +197,10 @@ class Preparation:
         assert self.save_folder is not None
         return self.save_folder / f"{self.folder.name}-{local.name}"
 
+    def must_save(self, local: Path) -> bool:
+        """Return whether a local pack is to be saved and is not saved yet."""
+        return self.save_folder is not None and not self.is_saved(local)
+
     def is_saved(self, local: Path) -> bool:
         """Return whether a local pack is saved: the notes record it, and the saved file still has the same size.
 
@@ -223,9 +236,9 @@ class Preparation:
         finally:
             os.close(fd)
 
-    def make(self) -> tuple[Literal["saved", "packed"], PackInfo]:
+    def make(self) -> tuple[Way, PackInfo]:
         """Stage the saved pack; if that is not possible, or `refresh` is set, pack the source."""
-        way: Literal["saved", "packed"] = "packed"
+        way: Way = "packed"
         started = time.monotonic()
         if self.state is not None and self.save_folder is not None and not self.refresh:
             saved = self.saved_path(self.path)
@@ -274,10 +287,10 @@ class Preparation:
             return False
         return True
 
-    def save(self, local: Path) -> None:
-        """Save a local pack, or record why that failed."""
+    def save(self, local: Path, watch: Callable[[int], None] = lambda _: None, *, progress: bool = True) -> None:
+        """Save a local pack, or record why that failed; `watch` is an argument of `publish_watched()`."""
         try:
-            publish(local, saved := self.saved_path(local), progress=self.progress)
+            publish_watched(local, saved := self.saved_path(local), watch, progress=progress and self.progress)
             self.seen[str(saved)] = True
             self.note(saved=str(saved))
         except ColabkitError as error:
@@ -304,7 +317,7 @@ class Preparation:
             file_changes.write_file(partial.path, json.dumps(self.notes).encode())
             partial.publish(replace=True)
 
-    def prepared(self, info: PackInfo, way: Literal["local", "saved", "packed"]) -> PreparedPack:
+    def prepared(self, info: PackInfo, way: Way) -> PreparedPack:
         """Return the pack with its report."""
         is_saved = self.is_saved(info.path)
         seconds = {name: self.notes.get(name) for name in ("saved_s", "packed_s")}

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from colabkit.foundation import PYTHON, Report, Text, format_bytes, format_seconds
 from colabkit.packs.dataset.open_split import open_sealed
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
+
+Way: TypeAlias = Literal["local", "saved", "packed"]
+"""A route of `prepare()`."""
 
 
 @dataclass(frozen=True, repr=False)
