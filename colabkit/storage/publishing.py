@@ -297,10 +297,7 @@ class _Publication:
         if final.is_dir() and (other := self._other_file(final, moved)):
             found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"
             other_path = "a new path" if self.is_inside else f"{str(final / local.name)!r} with a slash at the end"
-            next_step = (
-                "If the folder is an earlier copy of the source, remove it and try again; "
-                f"otherwise publish to {other_path}"
-            )
+            next_step = f"Publish to {other_path}, or remove the folder if it is an earlier copy of the source"
             raise TargetExists(cannot(self.act, found, "a new path, or a folder without other files", next_step))
         return final
 

@@ -151,8 +151,7 @@ class TrainingRun:
                 with suppress(Exception):
                     self.saving.checkpoints.finish()
                     if not self._steps:
-                        # Nothing has been trained, so remove the first checkpoint, which would prevent a new call with
-                        # another model.
+                        # Remove the untrained first checkpoint, since it prevents a new call with another model.
                         self.saving.checkpoints.discard_untrained()
                 if isinstance(raised, TrainingDiverged):
                     self.saving.add_newest_to(raised)
@@ -406,15 +405,13 @@ class TrainingRun:
         """Finish an epoch: add its record, and save a checkpoint if one is due or the state is the best so far."""
         self._recorder.read()
         means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums)).read()
-        wait_share = begun.wait_s / begun.seconds if begun.seconds else 0.0
+        wait_share = begun.wait_s / max(begun.seconds, 1e-9)
         counts, waits = zip(*self.processes.from_all((begun.samples, wait_share)), strict=True)
-        samples = sum(counts)
         self.loader.meters.rank_waits = waits if len(waits) > 1 else ()
-        record = begun.record(samples, means)
+        record = begun.record(sum(counts), means)
         self._epochs.append(record)
-        meters.publish(meters.EpochDone(record.epoch, samples, record.seconds, record.wait_s, record.shown))
-        self._begun = None
-        self._is_saved = False
+        meters.publish(meters.EpochDone(record.epoch, record.samples, record.seconds, record.wait_s, record.shown))
+        self._begun, self._is_saved = None, False
         if self.judge.is_by_epoch:
             self._judged(begun.validation or means)
         is_late = any(self.processes.from_all(self.schedule.is_late()))

@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import colabkit
 from colabkit.foundation import sampled
-from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Verdict
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Verdict, set_subject
 from colabkit.monitoring.diagnosing.run_profile import settled_steps, typical_step
 
 __all__ = ["RUNS", "Run"]
@@ -233,7 +233,7 @@ def advice_of(run: Run, folder: Path) -> dict[str, Any]:
     for one in found.advice:
         if one.samples_per_s is None:
             continue
-        how, single = "apply()", replace(found, advice=(one,)).about(vars(found)["_subject"])
+        how, single = "apply()", set_subject(replace(found, advice=(one,)), vars(found)["_subject"])
         try:
             gain = single.apply(step=step, state=parts, seconds=TRIAL_S).gain
         except colabkit.errors.InvalidOption:

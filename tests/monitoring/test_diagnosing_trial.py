@@ -22,7 +22,7 @@ from colabkit.errors import InvalidOption
 from colabkit.foundation import LoaderFacts, Phrase, call
 from colabkit.loading import Loader
 from colabkit.monitoring.diagnosing.api import doctor, watch
-from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
+from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis, set_subject
 from colabkit.monitoring.diagnosing.remedies import options, packing
 from colabkit.monitoring.diagnosing.trial import LoaderOnTrial
 from colabkit.monitoring.diagnosing.verdict import judge
@@ -56,7 +56,7 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def diagnosis_of(loader: Any, *advice: Advice, is_alone: bool = False, compute: float = 0.001) -> Diagnosis:
     """Return a diagnosis with this advice."""
     run = made(facts=FACTS, wait=0.004, compute=compute, samples=4)
-    return replace(judge(run), advice=advice).about(LoaderOnTrial(loader, run, is_alone))
+    return set_subject(replace(judge(run), advice=advice), LoaderOnTrial(loader, run, is_alone))
 
 
 def advice_of(text: str = "", **known: Any) -> Advice:

@@ -85,7 +85,7 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path):
     source = write(tmp_path / "run", NEW_FOLDER)
     for number, other in enumerate(["precious.txt", "deep/er/precious.txt", "run/a.png"]):
         folder = write(tmp_path / f"backups{number}", {other: b"mine", "a.png": b"old"})
-        advice = f"otherwise publish to '{folder}/run' with a slash at the end"
+        advice = f"Publish to '{folder}/run' with a slash at the end, or remove"
         with pytest.raises(TargetExists, match=f"has a file that the source lacks, '{other}'.* {advice}"):
             bring(source, folder)
         assert content(folder) == {other: b"mine", "a.png": b"old"}

@@ -44,7 +44,7 @@ from colabkit.loading import (
     samples_in,
     set_mark,
 )
-from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Shares
+from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Shares, set_subject
 from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S, RunProfile, profile_run
 from colabkit.monitoring.diagnosing.trial import LoaderOnTrial
 from colabkit.monitoring.diagnosing.verdict import judge
@@ -123,13 +123,13 @@ def doctor(
     watched = getattr(loader, "watched", loader)
     if loader.meters.snapshot().steps:
         run = _of_meters(loader.meters, headspace)
-        return judge(run).about(LoaderOnTrial(watched, run, is_alone=False))
+        return set_subject(judge(run), LoaderOnTrial(watched, run, is_alone=False))
     if headspace is not None:
         next_step = ("Pass the loader that the training used, or ", omit("headspace"))
         unused = (option("headspace"), " is given, but the loader has not been used for training")
         raise InvalidOption(cannot(act, unused, "", next_step))
     run, alone = _by_itself(loader if isinstance(loader, Loader) else WatchedLoader(watched), seconds)
-    return alone.about(LoaderOnTrial(watched, run, is_alone=True))
+    return set_subject(alone, LoaderOnTrial(watched, run, is_alone=True))
 
 
 def _of_meters(counts: meters.LoaderMeters, headspace: HeadspaceReport | None) -> RunProfile:

@@ -118,11 +118,6 @@ class Diagnosis(Report):
     steps: int
     _subject: ClassVar[Subject | None] = None
 
-    def about(self, subject: Subject) -> Diagnosis:
-        """Return this diagnosis, whose advice `apply()` then tries on a loader."""
-        object.__setattr__(self, "_subject", subject)
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields without the loader, for a pickle."""
         return {name: value for name, value in vars(self).items() if name != "_subject"}
@@ -332,3 +327,9 @@ def _effect(advice: Advice, now: float) -> str:
     effects += [f"saving {format_seconds(advice.saved_s)} per epoch"] if times and advice.saved_s is not None else []
     effects += [f"takes {format_seconds(advice.cost_s)} once"] if advice.cost_s is not None else []
     return f" ({', '.join(effects)})" if effects else ""
+
+
+def set_subject(diagnosis: Diagnosis, subject: Subject) -> Diagnosis:
+    """Set the loader on which `diagnosis.apply()` tries the advice; return the diagnosis."""
+    object.__setattr__(diagnosis, "_subject", subject)
+    return diagnosis

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-import tempfile
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import torch
 
-from colabkit.foundation import InvalidOption, StepTimes, cannot, check_duration
+from colabkit.foundation import (
+    InvalidOption,
+    StepTimes,
+    cannot,
+    check_duration,
+    file_changes,
+    local_root,
+    partials,
+)
 from colabkit.loading import Loader, samples_in
 from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis, TrialReport
 from colabkit.monitoring.diagnosing.forecast import forecast_run
@@ -90,10 +97,11 @@ class LoaderOnTrial:
         check_is_copyable(self.loader)
         if not packs:
             return copy_of(self.loader), copy_of(self.loader, **changes)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="colabkit-trial-"))
-        return copy_of(self.loader), packed_copy_of(
-            self.loader, references, Path(folder), self._samples(advice, seconds)
-        )
+        partial = stack.enter_context(partials.Partial(local_root(os.environ).absolute() / "trial"))
+        with file_changes.translated(_ACT):
+            file_changes.make_folder(partial.path)
+        samples = self._samples(advice, seconds)
+        return copy_of(self.loader), packed_copy_of(self.loader, references, partial.path, samples)
 
     def _samples(self, advice: Advice, seconds: float) -> int:
         """Return the number of samples that can be packed in half of the time, within limits."""
