@@ -242,7 +242,7 @@ class Soak:
         self.counts["rounds"] += 1
 
     def held(self) -> dict[str, int]:
-        """Return the reader's memory, files and threads, and the leftover shared memory, processes and results."""
+        """Return the reader's memory, files and threads, and the leftover shared memory and processes."""
         self._shm = [*self._shm, {name for name in os.listdir("/dev/shm") if SHM_NAME.match(name)}]
         return {
             "RSS": self.reader.memory_info().rss,
@@ -250,12 +250,11 @@ class Soak:
             "threads": self.reader.num_threads(),
             "shm": len(set.intersection(*self._shm[-SHM_ROUNDS:]) - self._shm[0]),
             "processes": len(psutil.Process().children(recursive=True)),
-            "results": len(os.listdir(self.home / "results")),
         }
 
     def row(self, minutes: float, held: dict[str, int]) -> str:
         values = [f"{minutes:.1f}", *(self.counts[name] for name in ("rounds", "killed", "finished"))]
-        values += [len(self.violations), self._epochs.value, f"{held['RSS'] / MIB:.1f}", *list(held.values())[1:5]]
+        values += [len(self.violations), self._epochs.value, f"{held['RSS'] / MIB:.1f}", *list(held.values())[1:]]
         return " ".join(f"{value:>10}" for value in values)
 
     def end(self) -> None:
