@@ -192,10 +192,11 @@ VERBS: tuple[Verb, ...] = (
             Option("shard_bytes", "write several files of about this size, such as 256MiB", None, "bytes"),
             Option(
                 "executor",
-                "executor that packs one shard per task: a variable, or FILE.py:NAME in a terminal",
+                "executor, Dask client or ray, for one shard per task: a variable, or FILE.py:NAME in a terminal",
                 None,
                 "object",
             ),
+            Option("retries", "how often the executor packs a shard again after a failure", 2, "number"),
             _THREADS,
             Option("resume", "reuse complete shards of an interrupted run", True, "flag"),
             Option("overwrite", "replace an existing pack", False, "flag"),

@@ -46,6 +46,15 @@ def die_once(flag: Path, path: str) -> int:
     return len(path)
 
 
+def die_while(flag: Path, path: str) -> int:
+    """Kill each process that makes sample `bees/004.png` while `flag` exists, and count them there."""
+    if path == "bees/004.png" and flag.exists():
+        with flag.open("a") as file:
+            file.write("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(path)
+
+
 def hold(folder: Path, path: str) -> int:
     """Write a file and hang at the first call for `bees/004.png`; later calls return."""
     if path == "bees/004.png" and not (folder / "held").exists():

@@ -10,7 +10,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, InvalidStateError, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ import h5py
 import numpy as np
 import psutil
 import pytest
+from joblib.externals.loky import get_reusable_executor
 from packed_files import ROW, assert_same, content, identity, kept_shards, shards_beside
-from packing_tasks import Squares, die_once, fail, hold
+from packing_tasks import Squares, die_once, die_while, fail, hold
 from picture_sets import archive_of, class_folders, database, path_table, tf_records, web_shards
 from trees import leftovers
 from waiting import wait_until
@@ -51,7 +54,7 @@ def spawned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
         yield executor
 
 
-@pytest.mark.parametrize("make", [partial(ThreadPoolExecutor, 3), processes])
+@pytest.mark.parametrize("make", [partial(ThreadPoolExecutor, 3), processes, partial(get_reusable_executor, 2)])
 @pytest.mark.parametrize("options", [{}, {"encoding": "jpeg"}, {"encoding": "source", "fields": ["path"]}])
 def test_any_executor_gives_the_same_pack(tmp_path, image_tree, make, options):
     with make() as executor:
@@ -143,24 +146,70 @@ def test_tasks_do_not_fork_processes(tmp_path, image_tree, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["fork", "spawn"])
-def test_a_dead_worker_is_a_one_line_error_and_complete_shards_are_reused(tmp_path, image_tree, kind):
+def test_a_broken_process_pool_is_replaced_and_only_unfinished_shards_are_packed_again(tmp_path, image_tree, kind):
     fields = {"Z": partial(die_once, tmp_path / "died")}
-    out = tmp_path / "p.h5"
     with processes(kind, 1) as executor:
+        report = packed(image_tree, tmp_path / "p.h5", executor, fields=fields)
+        with pytest.raises(BrokenProcessPool):
+            executor.submit(os.getpid)
+        assert packed(image_tree, tmp_path / "q.h5", executor).made_by.endswith("of a new process pool")
+    assert (report.attempts, report.lost, report.duplicates) == (report.shards + 1, 1, 0)
+    assert "1 lost attempt" in str(report)
+    assert_same(report.path, packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_shard_that_kills_every_worker_is_a_one_line_error_and_complete_shards_are_reused(tmp_path, image_tree):
+    out, fields = tmp_path / "p.h5", {"Z": partial(die_while, tmp_path / "deadly")}
+    (tmp_path / "deadly").touch()
+    with processes(count=1) as executor:
         with pytest.raises(PackingFailed, match=r"BrokenProcessPool.*complete shards are reused") as caught:
-            packed(image_tree, out, executor, fields=fields)
+            packed(image_tree, out, executor, fields=fields, retries=1)
         assert "\n" not in str(caught.value)
-        with pytest.raises(PackingFailed, match="BrokenProcessPool"):
-            packed(image_tree, out, executor, fields=fields)
+    assert (tmp_path / "deadly").read_text() == "xx"
     assert not out.exists()
-    assert shards_beside(out) == []
     kept = kept_shards(tmp_path)
     assert len(kept) >= 2
-    with processes() as executor:
-        report = packed(image_tree, out, executor, fields=fields)
+    (tmp_path / "deadly").unlink()
+    with ThreadPoolExecutor(2) as threads:
+        report = packed(image_tree, out, threads, fields=fields)
     assert {name: identity(tmp_path / name) for name in kept} == kept
-    assert_same(out, packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
-    assert report.shards == len(shards_beside(out))
+    assert report.attempts == report.shards - len(kept)
+    assert leftovers(tmp_path) == []
+
+
+class Repeating(ThreadPoolExecutor):
+    """A thread pool that runs each task twice at the same time and returns the first result."""
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        futures = [super(Repeating, self).submit(function, *arguments) for _ in range(2)]
+        first: Future[Any] = Future()
+
+        def finish(future: Future[Any]) -> None:
+            with suppress(InvalidStateError):
+                first.set_result(future.result())
+
+        for future in futures:
+            future.add_done_callback(finish)
+        return first
+
+
+def test_attempts_at_one_shard_at_the_same_time_do_not_damage_each_other(tmp_path, image_tree, monkeypatch):
+    together = threading.Barrier(2, timeout=30)
+    write = shard_tasks.write_pack
+
+    def written(*arguments: Any) -> Any:
+        result = write(*arguments)
+        together.wait()
+        return result
+
+    monkeypatch.setattr(shard_tasks, "write_pack", written)
+    with Repeating(2) as executor:
+        report = packed(image_tree, tmp_path / "p.h5", executor)
+    assert report.attempts == 2 * report.shards
+    assert report.duplicates + report.lost == report.shards
+    assert report.duplicates >= report.shards - 1
+    assert_same(report.path, packed(image_tree, tmp_path / "whole.h5", None, shard_bytes=None).path)
     assert leftovers(tmp_path) == []
 
 
@@ -217,10 +266,21 @@ def test_an_error_in_a_task_stops_the_others_and_is_raised_unchanged(tmp_path, i
     assert leftovers(tmp_path) == []
 
 
-def test_an_error_in_user_code_is_raised_with_its_traceback(tmp_path, image_tree):
-    with processes() as executor, pytest.raises(RuntimeError, match=r"ZeroDivisionError.*of mine[^$]*in fail"):
-        packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": fail})
-    assert not (tmp_path / "p.h5").exists()
+def test_an_error_in_user_code_is_retried_and_then_raised_with_its_traceback(tmp_path, image_tree):
+    failures = iter(range(3))
+
+    def fail_thrice(path: str) -> int:
+        if path == "bees/004.png" and next(failures, None) is not None:
+            fail(path)
+        return len(path)
+
+    with ThreadPoolExecutor(2) as executor:
+        with pytest.raises(RuntimeError, match=r"ZeroDivisionError.*of mine[^$]*in fail"):
+            packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": fail_thrice}, retries=1)
+        assert not (tmp_path / "p.h5").exists()
+        report = packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": fail_thrice}, retries=1, resume=False)
+    assert report.attempts == report.shards + 1
+    assert report.lost == report.duplicates == 0
 
 
 def test_ctrl_c_cancels_pending_tasks_and_the_executor_stays_usable(tmp_path, image_tree):
@@ -254,7 +314,7 @@ def test_ctrl_c_cancels_pending_tasks_and_the_executor_stays_usable(tmp_path, im
 
 def test_an_invalid_executor_or_unpicklable_task_is_a_one_line_error(tmp_path, image_tree):
     for wrong in (4, "threads", ThreadPoolExecutor, multiprocessing):
-        with pytest.raises(InvalidOption, match=r"executor is .*client.get_executor\(\)"):
+        with pytest.raises(InvalidOption, match=r"executor is .*a Dask client or the module ray.*executor=client"):
             packed(image_tree, tmp_path / "p.h5", wrong)  # type: ignore[arg-type]
     with (
         processes() as executor,

@@ -1,9 +1,10 @@
-"""Packing on a real cluster: Dask's workers run the tasks, and the tasks of a killed worker are repeated."""
+"""Packing on real clusters: workers of Dask and Ray run the tasks, and the tasks of a killed worker are repeated."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +17,7 @@ from packed_files import ROW, assert_same, identity, kept_shards, shards_beside
 from packing_tasks import die_once, process_of
 from trees import leftovers
 
-from colabkit.errors import BadImage
+from colabkit.errors import BadImage, InvalidOption
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.api import pack
 
@@ -62,7 +63,8 @@ def test_both_workers_pack_and_the_tasks_of_a_killed_worker_are_repeated(tmp_pat
     before = set(client.run(os.getpid).values())
     flag = tmp_path / "died"
     fields = {"Z": partial(die_once, flag), "made_by": process_of}
-    report = packed(image_tree, tmp_path / "p.h5", client.get_executor(), fields=fields)
+    report = packed(image_tree, tmp_path / "p.h5", client, fields=fields)
+    assert (report.lost, report.attempts) == (1, report.shards + 1)
     assert int(flag.read_text()) in before
     assert (report.shards, report.made_by) == (len(shards_beside(report.path)), "tasks of an executor")
     data = open_pack(report.path)["train"]
@@ -70,7 +72,7 @@ def test_both_workers_pack_and_the_tasks_of_a_killed_worker_are_repeated(tmp_pat
     assert os.getpid() not in makers
     assert makers & before
     fields.pop("made_by")
-    packed(image_tree, tmp_path / "q.h5", client.get_executor(), fields=fields)
+    packed(image_tree, tmp_path / "q.h5", client, fields=fields)
     assert_same(
         tmp_path / "q.h5", packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path
     )
@@ -84,7 +86,7 @@ def test_an_error_cancels_the_tasks_and_the_next_call_resumes(tmp_path, image_tr
     times = (image_tree / "cats" / "002.png").stat()
     os.utime(image_tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(BadImage, match=r"Cannot pack 'cats/003.png' of"):
-        packed(image_tree, tmp_path / "p.h5", client.get_executor(), encoding="raw")
+        packed(image_tree, tmp_path / "p.h5", client, encoding="raw")
     assert not (tmp_path / "p.h5").exists()
     (image_tree / "cats" / "003.png").write_bytes(good)
     os.utime(image_tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -95,3 +97,29 @@ def test_an_error_cancels_the_tasks_and_the_next_call_resumes(tmp_path, image_tr
     whole = packed(image_tree, tmp_path / "whole.h5", None, encoding="raw", shard_bytes=None)
     assert_same(tmp_path / "p.h5", whole.path)
     assert leftovers(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    found = pytest.importorskip("ray")
+    with pytest.raises(InvalidOption, match=r"Ray is not connected.*ray.init\(\)"):
+        pack("samples:digits", tmp_path_factory.mktemp("p") / "p.h5", executor=found)
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    # Workers of Ray import only from the path in this variable.
+    quiet["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    found.init(address="local", num_cpus=2, object_store_memory=100 << 20, **quiet)
+    yield found
+    found.shutdown()
+
+
+@pytest.mark.full
+def test_workers_of_ray_pack_and_the_task_of_a_killed_worker_is_repeated(tmp_path, image_tree, ray):
+    fields = {"Z": partial(die_once, tmp_path / "died")}
+    report = packed(image_tree, tmp_path / "p.h5", ray, fields=fields)
+    assert int((tmp_path / "died").read_text()) != os.getpid()
+    assert (report.lost, report.attempts, report.made_by) == (1, report.shards + 1, "tasks of an executor")
+    assert_same(report.path, packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    assert leftovers(tmp_path) == []
+    (image_tree / "cats" / "003.png").write_bytes(b"no image")
+    with pytest.raises(BadImage, match=r"Cannot pack 'cats/003.png' of"):
+        packed(image_tree, tmp_path / "q.h5", ray, encoding="raw")

@@ -7,7 +7,6 @@ opens as a pack.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from typing import Any, Literal
 
 from colabkit.foundation import (
     BadImage,
-    Code,
     ColabkitError,
     ProgressBar,
     Report,
@@ -26,7 +24,7 @@ from colabkit.foundation import (
     Text,
     cannot,
     check_bytes,
-    check_type,
+    check_whole_number,
     checked_call,
     file_changes,
     format_bytes,
@@ -40,6 +38,7 @@ from colabkit.foundation import (
 )
 from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
 from colabkit.packs.format.pack_file import is_pack, read_pack
+from colabkit.packs.packing.executors import as_executor
 from colabkit.packs.packing.file_plan import FileCollection
 from colabkit.packs.packing.memory_plan import MapDataset, is_arrays, is_dataset, plan_arrays, plan_dataset
 from colabkit.packs.packing.options import PackOptions
@@ -70,6 +69,9 @@ class PackReport(Report):
         seconds: duration of the call in seconds.
         made_by: workers that made the samples: processes, threads or executor tasks; empty if the pack was reused.
         retries: number of reads that failed and were retried.
+        attempts: number of times that the executor began to write a shard; 0 without an executor.
+        duplicates: attempts that were complete after another attempt at the same shard; their files were removed.
+        lost: attempts that did not end, because their worker died or no longer responded.
         left_out: files that are missing or are not samples, with the reason.
         bad: samples that could not be decoded, with the reason.
         note: reason for the chosen encoding; empty if it needs none.
@@ -88,6 +90,9 @@ class PackReport(Report):
     seconds: float
     made_by: str
     retries: int
+    attempts: int
+    duplicates: int
+    lost: int
     left_out: tuple[tuple[str, str], ...]
     bad: tuple[tuple[str, str], ...]
     note: str
@@ -110,6 +115,7 @@ class PackReport(Report):
             return "\n".join([self._words.render(again), *self._inferred_lines()])
         rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
         notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
+        notes += f", {format_things(self.lost, 'lost attempt')}" if self.lost else ""
         text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
         lines = [text, *count_omitted(self.left_out, self.bad)]
         lines += [f"Encoding {self.encoding}: {self.note}"] if self.note else []
@@ -127,9 +133,16 @@ class PackReport(Report):
             ("encoding", self.encoding),
             ("inferred", self._words.render(name_inferred(self.inferred)) or "nothing"),
             ("made by", self.made_by or "an earlier call"),
+            *self._attempt_rows(),
             ("left out", _listed(self.left_out)),
             ("bad", _listed(self.bad)),
         ]
+
+    def _attempt_rows(self) -> list[tuple[str, ...]]:
+        if not self.attempts:
+            return []
+        others = f"{format_count(self.lost)} lost, {format_things(self.duplicates, 'duplicate')}"
+        return [("attempts", f"{format_count(self.attempts)}: {others}")]
 
 
 @interruptible("Packing", "Existing packs are unchanged. Run the same call again.")
@@ -162,6 +175,7 @@ def pack(
     max_bad: float = 0.1,
     shard_bytes: int | str | None = None,
     executor: Any = None,
+    retries: int = 2,
     threads: int | Literal["auto"] = "auto",
     resume: bool = True,
     overwrite: bool = False,
@@ -213,8 +227,11 @@ def pack(
             share above 0 allows at least one bad file.
         shard_bytes: write several files of about this size, for example `"256MiB"`, and `to` as their index. An
             interrupted call resumes after the last complete shard.
-        executor: a `concurrent.futures` executor, such as `Client.get_executor()` of Dask, that packs one shard per
-            task. All machines must see the source and the target at the same paths.
+        executor: a `concurrent.futures` executor, a Dask `Client`, or the module `ray` after `ray.init()`; it packs one
+            shard per task. All machines must see the source and the target at the same paths. A broken process pool is
+            replaced by a new one with the same settings.
+        retries: how often `executor` packs a shard again whose worker died or whose task failed. Errors in the source,
+            such as a damaged image, are raised at once.
         threads: number of files read concurrently; `"auto"` adapts it to the source.
         resume: reuse complete shards that an interrupted call left.
         overwrite: replace an existing pack at `to`.
@@ -234,7 +251,7 @@ def pack(
         FetchFailed: if an address cannot be fetched, or a bucket cannot be read.
         FileFailed: if a file cannot be read, or the pack cannot be written.
         TimedOut: if the source does not respond.
-        PackingFailed: if worker processes die.
+        PackingFailed: if worker processes die, or the executor fails more than `retries` times at one shard.
 
     Example:
         >>> import colabkit
@@ -253,16 +270,15 @@ def pack(
     labelled, table = (labels, task, renumber, splits, fields), (path_column, root)
     options = PackOptions(act, size, encoding, quality, channels, *labelled, seed, on_bad, max_bad, layout, *table)
     check_threads(act, threads)
+    check_whole_number(act, "retries", retries, 0)
     if executor is not None:
-        expected = "an executor of concurrent.futures"
-        next_step = ("For example, use ", option("executor", Code("client.get_executor()")), " with a Dask client")
-        check_type(act, "executor", executor, concurrent.futures.Executor, expected, next_step)
+        executor = as_executor(act, executor)
     if shard_bytes is not None:
         shard_bytes = check_bytes(act, "shard_bytes", shard_bytes, "256MiB")
     elif executor is not None:
         shard_bytes = SHARD_BYTES
     final = user_path(to, f"pack to {to!r}")
-    write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite)
+    write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite, retries)
     pack_call = PackCall(options, write_options, started, progress)
     with file_changes.translated(act):
         if final.is_dir():
@@ -373,6 +389,9 @@ def _report(info: PackInfo, seconds: float, written: WrittenPack | None) -> Pack
         seconds=seconds,
         made_by=written.made_by if written else "",
         retries=written.retries if written else 0,
+        attempts=written.attempts.total if written else 0,
+        duplicates=written.attempts.duplicates if written else 0,
+        lost=written.attempts.lost if written else 0,
         left_out=info.left_out,
         bad=info.bad,
         note=meta["options"].get("note") or "",

@@ -35,6 +35,15 @@ _READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Attempts:
+    """Counts of the attempts at shards: all, those that another one preceded, and those that did not end."""
+
+    total: int = 0
+    duplicates: int = 0
+    lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WrittenPack:
     """Result of writing a plan.
 
@@ -44,6 +53,7 @@ class WrittenPack:
         bad: samples that could not be made.
         retries: number of reads that were retried.
         made_by: workers that made the samples, such as threads or processes.
+        attempts: attempts of an executor at shards.
     """
 
     seal: str
@@ -51,6 +61,7 @@ class WrittenPack:
     bad: tuple[BadSample, ...]
     retries: int
     made_by: str
+    attempts: Attempts = Attempts()
 
 
 def write_pack(

@@ -1,4 +1,9 @@
-"""Writes shards in the tasks of a `concurrent.futures` executor, whose workers may be on other machines."""
+"""Writes shards in the tasks of a `concurrent.futures` executor, whose workers may be on other machines.
+
+A shard may be attempted more than once, also at the same time: its worker died, or the executor runs a task again
+because it lost sight of a worker. Each attempt writes into its own folder, and the first complete one gives the shard
+its name.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,29 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from colabkit.foundation import ColabkitError, InvalidOption, PackingFailed, ProgressBar, cannot, file_changes
+from colabkit.foundation import (
+    ColabkitError,
+    FetchFailed,
+    FileFailed,
+    InvalidOption,
+    PackingFailed,
+    ProgressBar,
+    TimedOut,
+    cannot,
+    file_changes,
+)
 from colabkit.packs.packing.array_samples import ArraySampleMaker
+from colabkit.packs.packing.executors import replace_pool
 from colabkit.packs.packing.pack_plan import PackPlan
-from colabkit.packs.packing.pack_writer import WrittenPack, find_written, write_pack
+from colabkit.packs.packing.pack_writer import Attempts, WrittenPack, find_written, write_pack
 from colabkit.storage import Threads
 
 _TICK_S = 0.25
@@ -25,16 +44,30 @@ _LOOKED_S = 0.5
 _END_S = 10.0
 # Limit for the bytes of arrays in submitted tasks, since arrays are pickled with the task.
 _SENT_BYTES = 1 << 30
+# Errors that another attempt, or another worker, may not have. All other errors of colabkit are about the source.
+_PASSING = (FetchFailed, FileFailed, TimedOut, PackingFailed)
+
+# How an attempt ended, as the suffix of its mark.
+_COMPLETE, _DUPLICATE, _FAILED, _LOST = "complete", "duplicate", "failed", "lost"
 
 Outcome: TypeAlias = tuple[WrittenPack | None, str]
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Writes one shard to an absolute path; the marker file `sign` exists as long as the caller waits for the shard."""
+    """Writes one shard to an absolute path; the marker file `sign` exists as long as the caller waits for the shard.
+
+    Attributes:
+        plan: plan of the shard.
+        path: path of the shard.
+        attempts: folder of the attempts at all shards.
+        sign: the marker file.
+        threads: number of threads that read files.
+    """
 
     plan: PackPlan
     path: Path
+    attempts: Path
     sign: Path
     threads: Threads
 
@@ -46,14 +79,45 @@ class ShardTask:
         try:
             with _WatchingBar(self) as bar, file_changes.translated(self.plan.act):
                 bar.look()
-                found = find_written(self.path, self.plan.about)
-                return found or write_pack(self.plan, self.path, self.threads, bar, replace=True), ""
+                return find_written(self.path, self.plan.about) or self._attempt(bar), ""
         except ColabkitError:
             raise
         except Exception as error:
             # The traceback is returned as text because not every exception can be pickled.
             text = "".join(traceback.format_exception(error)).rstrip()
             return None, f"{type(error).__name__} in a task of the executor: {error}\n\n{text}"
+
+    def _attempt(self, bar: ProgressBar) -> WrittenPack:
+        """Write the shard in a new folder, which is replaced by a mark when the attempt ends."""
+        # An executor may run the same pickled task twice, so only the worker can choose a unique name.
+        folder = self.attempts / f"{self.plan.about['shard'][0]}.{uuid.uuid4().hex}"
+        file_changes.make_folder(folder)
+        end = _FAILED
+        try:
+            written = write_pack(self.plan, folder / self.path.name, self.threads, bar)
+            first = self._claim(folder / self.path.name) if written.seal else None
+            end = _COMPLETE if first is None else _DUPLICATE
+            return first or written
+        finally:
+            _end_attempt(folder, end)
+
+    def _claim(self, path: Path) -> WrittenPack | None:
+        """Give a complete file the name of the shard; return the shard of another attempt that was first."""
+        try:
+            file_changes.link(path, self.path)
+        except OSError:
+            # Another attempt was first, or the file system has no hard links.
+            if (first := find_written(self.path, self.plan.about)) is not None:
+                return first
+            file_changes.rename(path, self.path)
+        return None
+
+
+def _end_attempt(folder: Path, end: str) -> None:
+    # The caller removes all attempts when it ends, and an error here must not replace the error of the attempt.
+    with contextlib.suppress(OSError):
+        file_changes.write_file(folder.with_name(f"{folder.name}.{end}"), b"")
+        file_changes.remove(folder)
 
 
 class _WatchingBar(ProgressBar):
@@ -82,68 +146,161 @@ class _WatchingBar(ProgressBar):
             raise PackingFailed(cannot(self._task.plan.act, found, "", next_step))
 
 
-def run_tasks(
-    act: str,
-    tasks: Mapping[int, ShardTask],
-    executor: concurrent.futures.Executor,
-    sign: Path,
-    on_wait: Callable[[], None],
-) -> Generator[tuple[int, WrittenPack], None, None]:
-    """Yield the result of each task as it finishes; an error or closing the generator stops all other tasks.
+@dataclass
+class ShardTasks:
+    """Runs tasks on an executor, and those that fail again.
 
-    Args:
+    Attributes:
         act: verb and object for messages.
         tasks: tasks by shard number.
-        executor: runs the tasks.
+        executor: runs the tasks; a broken process pool is replaced by a new one.
+        retries: how often a task may fail before its error is raised.
         sign: marker file of all tasks; it must not exist yet.
+        attempts: folder of the attempts.
         on_wait: called several times a second.
-
-    Raises:
-        PackingFailed: if the executor or one of its processes fails.
-        InvalidOption: if a task cannot be pickled.
-        ColabkitError: if a task raised it.
-        RuntimeError: if a task raised any other error; the message contains the traceback.
+        new_pool: the pool that has replaced the executor.
     """
-    os.close(file_changes.create(sign))
-    remaining = iter(tasks.items())
-    task_bytes = 0
-    numbers: dict[concurrent.futures.Future[Outcome], int] = {}
-    waiting: set[concurrent.futures.Future[Outcome]] = set()
-    try:
-        while True:
-            while len(waiting) * task_bytes < _SENT_BYTES and (one := next(remaining, None)) is not None:
-                number, task = one
-                with _executor_errors(act, task):
-                    future = executor.submit(task.run)
-                numbers[future] = number
-                waiting.add(future)
-                # Limit only tasks with arrays, which are sent with the task; workers read other samples themselves.
-                is_sent = isinstance(task.plan.maker, ArraySampleMaker)
-                task_bytes = task.plan.samples * task.plan.row_bytes if is_sent else 0
-            if not waiting:
+
+    act: str
+    tasks: Mapping[int, ShardTask]
+    executor: concurrent.futures.Executor
+    retries: int
+    sign: Path
+    attempts: Path
+    on_wait: Callable[[], None]
+    new_pool: concurrent.futures.ProcessPoolExecutor | None = None
+    _failures: Counter[int] = field(default_factory=Counter)
+
+    def results(self) -> Generator[tuple[int, WrittenPack], None, None]:
+        """Yield the result of each task as it finishes; an error or closing the generator stops all other tasks.
+
+        Raises:
+            PackingFailed: if the executor does not accept tasks, or loses the worker of a task too often.
+            InvalidOption: if a task cannot be pickled.
+            ColabkitError: if a task raised it.
+            RuntimeError: if a task raised any other error; the message contains the traceback.
+        """
+        queue = deque(self.tasks)
+        waiting: dict[concurrent.futures.Future[Outcome], int] = {}
+        broken: dict[int, BrokenProcessPool] = {}
+        file_changes.make_folder(self.attempts)
+        os.close(file_changes.create(self.sign))
+        try:
+            while queue or waiting or broken:
+                if not broken:
+                    self._submit(queue, waiting, broken)
+                elif not waiting:
+                    self._replace_pool(broken)
+                    queue.extend(broken)
+                    broken.clear()
+                    continue
+                ended, _ = concurrent.futures.wait(waiting, _TICK_S, concurrent.futures.FIRST_COMPLETED)
+                for future in ended:
+                    number = waiting.pop(future)
+                    try:
+                        written = self._result(future, number)
+                    except BrokenProcessPool as error:
+                        broken[number] = error
+                    except (*_PASSING, RuntimeError) as error:
+                        self._count_failure(number, error)
+                        queue.append(number)
+                    else:
+                        yield number, written
+                self.on_wait()
+        finally:
+            self._stop(waiting)
+
+    def count_attempts(self) -> Attempts:
+        """Count the attempts of this call; those that have not ended are lost."""
+        ends = dict(_ends_of_attempts(self.attempts))
+        lost = sum(end in ("", _LOST) for end in ends.values())
+        return Attempts(len(ends), sum(end == _DUPLICATE for end in ends.values()), lost)
+
+    def _submit(
+        self,
+        queue: deque[int],
+        waiting: dict[concurrent.futures.Future[Outcome], int],
+        broken: dict[int, BrokenProcessPool],
+    ) -> None:
+        executor = self.new_pool or self.executor
+        while queue and len(waiting) * _sent_bytes(self.tasks[queue[0]].plan) < _SENT_BYTES:
+            task = self.tasks[number := queue.popleft()]
+            try:
+                with _executor_errors(self.act, task):
+                    waiting[executor.submit(task.run)] = number
+            except BrokenProcessPool as error:
+                broken[number] = error
                 return
-            ended, waiting = concurrent.futures.wait(waiting, _TICK_S, concurrent.futures.FIRST_COMPLETED)
-            for future in ended:
-                with _executor_errors(act, tasks[numbers[future]]):
-                    written, trace = future.result()
-                if written is None:
-                    raise RuntimeError(trace)
-                yield numbers[future], written
-            on_wait()
-    finally:
+
+    def _result(self, future: concurrent.futures.Future[Outcome], number: int) -> WrittenPack:
+        with _executor_errors(self.act, self.tasks[number]):
+            written, trace = future.result()
+        if written is None:
+            raise RuntimeError(trace)
+        return written
+
+    def _count_failure(self, number: int, error: Exception) -> None:
+        self._failures[number] += 1
+        if self._failures[number] > self.retries:
+            raise error
+
+    def _replace_pool(self, broken: Mapping[int, BrokenProcessPool]) -> None:
+        """Start a new process pool; the shards that the old one was writing have failed once more."""
+        begun = set()
+        for name, end in list(_ends_of_attempts(self.attempts)):
+            if not end:
+                # A broken pool terminates all its workers.
+                _end_attempt(self.attempts / name, _LOST)
+                begun.add(int(name.partition(".")[0]))
+        for number, error in broken.items():
+            if number in begun or not begun.intersection(broken):
+                self._count_failure(number, _failure(self.act, error))
+        if self.new_pool is not None:
+            self.new_pool.shutdown(wait=False)
+        self.new_pool = replace_pool(self.executor)
+
+    def _stop(self, waiting: Iterable[concurrent.futures.Future[Outcome]]) -> None:
         # A failure to remove the marker file must not replace the original error.
         with contextlib.suppress(OSError):
-            file_changes.remove(sign)
+            file_changes.remove(self.sign)
         running = [future for future in waiting if not future.cancel()]
-        concurrent.futures.wait(running, _END_S)
+        _, endless = concurrent.futures.wait(running, _END_S)
+        if self.new_pool is not None:
+            self.new_pool.shutdown(wait=not endless, cancel_futures=True)
+
+
+def _sent_bytes(plan: PackPlan) -> int:
+    """Return the size of the samples that are sent with a task: arrays; the worker reads all others."""
+    return plan.samples * plan.row_bytes if isinstance(plan.maker, ArraySampleMaker) else 0
+
+
+def remove_attempts(attempts: Path) -> None:
+    """Remove the files of all attempts; those that are still running can no longer write."""
+    # Removing a folder fails while others write into it, so first take it away from them.
+    ended = attempts.with_name(f"{attempts.name}-{uuid.uuid4().hex}")
+    with contextlib.suppress(FileNotFoundError):
+        file_changes.rename(attempts, ended)
+        # An attempt that looked up the folder before may still create one file, so the first removal may fail.
+        with contextlib.suppress(OSError):
+            file_changes.remove(ended)
+        file_changes.remove(ended)
+
+
+def _ends_of_attempts(attempts: Path) -> Iterator[tuple[str, str]]:
+    """Yield each attempt, and how it ended; empty if it has not ended."""
+    found = {}
+    for name in sorted(os.listdir(attempts)):
+        number, unique, *end = name.split(".")
+        found[f"{number}.{unique}"] = "".join(end)
+    yield from found.items()
 
 
 @contextlib.contextmanager
 def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
-    """Re-raise colabkit's errors unchanged; convert others to `InvalidOption` or `PackingFailed`."""
+    """Convert errors to `InvalidOption` or `PackingFailed`, except those of colabkit and of a broken process pool."""
     try:
         yield
-    except ColabkitError:
+    except (ColabkitError, BrokenProcessPool):
         raise
     except Exception as error:
         if isinstance(error, pickle.PicklingError | AttributeError | TypeError):
@@ -154,9 +311,12 @@ def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
                 unsent = f"a task cannot be pickled ({_in_one_line(reason)})"
                 define = "Define functions and classes at the top level of a module that workers can import"
                 raise InvalidOption(cannot(act, unsent, "", define)) from error
-        found = f"the executor failed ({_in_one_line(error)})"
-        next_step = "Pack again with a new executor; complete shards are reused"
-        raise PackingFailed(cannot(act, found, "", next_step)) from error
+        raise _failure(act, error) from error
+
+
+def _failure(act: str, error: Exception) -> PackingFailed:
+    found = f"the executor failed ({_in_one_line(error)})"
+    return PackingFailed(cannot(act, found, "", "Pack again with a new executor; complete shards are reused"))
 
 
 def _in_one_line(error: Exception) -> str:

@@ -28,13 +28,14 @@ from colabkit.packs.format.pack_file import create_pack, is_pack, read_pack, sea
 from colabkit.packs.packing.file_samples import FileSampleMaker
 from colabkit.packs.packing.pack_plan import PackPlan, digest_of
 from colabkit.packs.packing.pack_writer import (
+    Attempts,
     WrittenPack,
     check_free,
     find_written,
     write_pack,
     write_table,
 )
-from colabkit.packs.packing.shard_tasks import ShardTask, run_tasks
+from colabkit.packs.packing.shard_tasks import ShardTask, ShardTasks, remove_attempts
 from colabkit.storage import Threads
 
 SHARD_BYTES = 256 << 20
@@ -43,6 +44,7 @@ SHARD_BYTES = 256 << 20
 # The file that lists the pack's files; it also prevents the removal of the hidden folder, which must be empty.
 _OWN = "own"
 _SIGN = "wanted-"
+_ATTEMPTS = "attempts"
 _PROBED = 16
 _LIFE_S = 1.0
 
@@ -57,6 +59,7 @@ class WriteOptions:
     executor: concurrent.futures.Executor | None
     resume: bool
     overwrite: bool
+    retries: int = 0
 
 
 def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
@@ -98,14 +101,15 @@ def _write_shards(plan: PackPlan, options: WriteOptions, shard_bytes: int, bar: 
         if executor is None:
             shards.write(options.threads)
         else:
-            shards.run(options.threads, executor)
+            shards.run(options.threads, executor, options.retries)
         ordered = [shards.written[number] for number in range(len(names))]
         full = [name for name, one in zip(names, ordered, strict=True) if one.counts]
         infos = _publish(plan, kept, full, replace=replace)
         seal, counts = _write_index(plan, final, infos, ordered, replace=replace)
         kept.start_over()
     bad = tuple(one for shard in ordered for one in shard.bad)
-    return WrittenPack(seal, counts, bad, sum(one.retries for one in ordered), shards.made_by or "an earlier call")
+    retries, made_by = sum(one.retries for one in ordered), shards.made_by or "an earlier call"
+    return WrittenPack(seal, counts, bad, retries, made_by, shards.attempts)
 
 
 def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
@@ -186,6 +190,7 @@ class _ShardSet:
         bar: progress bar, advanced by samples.
         written: the shards already written, by number.
         made_by: workers that made the samples.
+        attempts: attempts of an executor at shards.
     """
 
     plan: PackPlan
@@ -195,6 +200,7 @@ class _ShardSet:
     bar: ProgressBar
     written: dict[int, WrittenPack] = field(default_factory=dict)
     made_by: str = ""
+    attempts: Attempts = field(default_factory=Attempts)
     _life: float = 0.0
 
     @property
@@ -218,21 +224,30 @@ class _ShardSet:
             self.written[number], self.made_by = written, written.made_by
             self._check_bad()
 
-    def run(self, threads: Threads, executor: concurrent.futures.Executor) -> None:
+    def run(self, threads: Threads, executor: concurrent.futures.Executor, retries: int) -> None:
         maker = self.plan.maker
         if threads == "auto" and not (isinstance(maker, FileSampleMaker) and maker.source.can_hang):
             threads = 1
-        sign = self.kept.folder / f"{_SIGN}{uuid.uuid4().hex}"
-        data = self.kept.data
+        sign, attempts = self.kept.folder / f"{_SIGN}{uuid.uuid4().hex}", self.kept.folder / _ATTEMPTS
+        # A task that outlives an earlier call can no longer write.
+        remove_attempts(attempts)
         tasks = {
-            number: ShardTask(self._shard(number), data / self.names[number], sign, threads) for number in self.missing
+            number: ShardTask(self._shard(number), self.kept.data / self.names[number], attempts, sign, threads)
+            for number in self.missing
         }
-        with closing(run_tasks(self.plan.act, tasks, executor, sign, self._wait)) as results:
-            for number, written in results:
-                self.written[number] = written
-                self.bar.advance(tasks[number].plan.samples)
-                self._check_bad()
+        running = ShardTasks(self.plan.act, tasks, executor, retries, sign, attempts, self._wait)
+        try:
+            with closing(running.results()) as results:
+                for number, written in results:
+                    self.written[number] = written
+                    self.bar.advance(tasks[number].plan.samples)
+                    self._check_bad()
+            self.attempts = running.count_attempts()
+        finally:
+            remove_attempts(attempts)
         self.made_by = "tasks of an executor" if tasks else ""
+        if running.new_pool is not None:
+            self.made_by += ", then of a new process pool"
 
     def _shard(self, number: int) -> PackPlan:
         return self.plan.shard(*self.ranges[number], self._about(number))
