@@ -121,6 +121,7 @@ def test_batches_are_complete_and_in_order_with_any_number_of_threads(start, thr
     assert piece is None or [number for first, last in spans for number in range(first, last + 1)] == list(range(240))
 
 
+@pytest.mark.full
 def test_many_threads_over_many_epochs_neither_lose_nor_repeat_samples(start):
     for round_ in range(30):
         plan = list(plans(12, batches=1 + round_ % 3))

@@ -288,6 +288,7 @@ def test_the_time_for_huge_data_sets_depends_only_on_the_range(n):
         assert 200 <= np.unique(samples // 100).size <= 250
 
 
+@pytest.mark.full
 def test_every_block_is_equally_likely_in_every_window():
     """The last of 25 blocks has only 3 of 10 samples, and is in each window as often as the others."""
     counts = np.zeros((25, 25), np.int64)

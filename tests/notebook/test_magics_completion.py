@@ -156,6 +156,7 @@ def test_completion_gives_up_on_a_hung_mount(shell: InteractiveShell, monkeypatc
     assert max(asked) <= 2.0
 
 
+@pytest.mark.full
 def test_a_hung_drive_does_not_block_completion(
     shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

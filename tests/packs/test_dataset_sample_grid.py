@@ -83,6 +83,7 @@ def test_the_seed_determines_the_samples(pack):
     assert pack.show(n=99).indices == tuple(range(50))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 11, 16, 24, 40, 50])
 def test_the_grid_fits_a_page_for_any_number_of_samples(pack, n):
     width, height = pack.show(n=n).image.size

@@ -127,6 +127,7 @@ def split_tree(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
 def test_bad_files_of_several_splits_are_listed_in_the_order_of_samples(tmp_path, monkeypatch, on_bad, options):

@@ -129,6 +129,7 @@ def test_versions_of_a_file_that_changes_between_two_attempts_are_never_mixed(dr
     assert get("birds", tmp_path).path.read_bytes() == other
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "resumes"),
     [(servers.silent, False), (servers.hang_after(1_000_000), True)],

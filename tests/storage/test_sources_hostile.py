@@ -140,6 +140,7 @@ HEADERS = [at for at in range(0, len(SEED), 512) if SEED[at + 257 : at + 262] ==
 PAX_HEADERS = [at for at in range(0, len(SEED_PAX), 512) if SEED_PAX[at + 257 : at + 262] == b"ustar"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("seed", "headers"), [(SEED, HEADERS), (SEED_PAX, PAX_HEADERS)], ids=["gnu", "pax"])
 @settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

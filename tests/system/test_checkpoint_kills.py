@@ -134,6 +134,7 @@ def every_full_disk(
         number += 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_disk_that_fills_up_during_a_save_keeps_the_older_checkpoints(tmp_path, file_hook, lasting):
     folder, before = tmp_path / "run", tmp_path / "before"

@@ -141,6 +141,7 @@ def test_drivefs_is_mounted_again_with_the_same_options_or_the_error_reports_wha
 # Tests with google-drive-ocamlfuse
 
 
+@pytest.mark.full
 def test_ocamlfuse_is_unmounted_cleared_and_mounted_again_with_the_same_arguments(tmp_path):
     with Ocamlfuse(tmp_path / "gd", "work", ("-headless",)) as mounted:
         (mounted.cache / "remote_id_1").write_bytes(bytes(50_000))

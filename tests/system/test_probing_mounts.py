@@ -99,6 +99,7 @@ def test_a_slow_mount_is_measured_and_not_reported_as_stalled(tmp_path: Path, mo
     assert report.seconds < 2.5 + SLACK_S
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("operation", "after", "words"),
     sampled(

@@ -160,6 +160,7 @@ def test_a_drive_that_dies_raises_one_line(local, drive, file_hook):
             bring(local, mount.point)
 
 
+@pytest.mark.full
 def test_an_interrupt_works_at_once_while_the_drive_hangs(local, drive, file_hook):
     pressed: list[float] = []
 
