@@ -30,6 +30,7 @@ from magic_shells import loaded_shell
 from matplotlib import font_manager
 from PIL import Image
 from trainings import SmallTraining, history, same
+from verb_words import stand_in
 
 import colabkit
 from colabkit.errors import ColabkitError
@@ -206,11 +207,11 @@ def shell_words(is_colabkit: bool, folder: Path, limit: int) -> Iterator[Result]
         words = [] if option.flag else [_quoted(value)]
         places = [other for other in verb.options if not other.flag]
         if option.flag:
-            line = [*("x" for other in verb.options if other.is_required), option.flag, _quoted(value)]
+            line = [*(stand_in(other) for other in verb.options if other.is_required), option.flag, _quoted(value)]
         else:
             before = places[: places.index(option)]
             after = [other for other in places[len(before) + 1 :] if other.is_required]
-            line = [*(f"./{other.name}" for other in before), *words, *(f"./{other.name}" for other in after)]
+            line = [*map(stand_in, before), *words, *map(stand_in, after)]
         with mock.patch.object(colabkit, verb.name, create=True) as function:
             shell().run_line_magic(verb.name, " ".join(line))
         shell().run_line_magic("dashboard", "--off")

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 from magic_shells import loaded_shell
+from verb_words import stand_in
 
 import colabkit
 from colabkit.errors import ColabkitError, InvalidOption
@@ -66,14 +67,14 @@ def test_a_quoted_path_reaches_the_function_unchanged(
     if word.startswith("-"):
         # Without this prefix, the word would be an option, as for any program.
         word = f"./{word}"
-    line = " ".join("x" for other in verb.options if other.is_required and other is not option)
+    line = " ".join(stand_in(other) for other in verb.options if other.is_required and other is not option)
     places = [other for other in verb.options if not other.flag]
     value = in_quotes(word, is_double)
     if option.flag:
         line += f" {option.flag} {value}"
     else:
-        given = [value if other is option else f"./{other.name}" for other in places[: places.index(option) + 1]]
-        line = " ".join([*given, *(f"./{other.name}" for other in places[len(given) :] if other.is_required)])
+        given = [value if other is option else stand_in(other) for other in places[: places.index(option) + 1]]
+        line = " ".join([*given, *(stand_in(other) for other in places[len(given) :] if other.is_required)])
     assert call_of(shell, verb, line)[option.name] == word
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 from magic_shells import loaded_shell, shown_by
+from verb_words import stand_in
 
 import colabkit
 from colabkit import errors
@@ -60,8 +61,7 @@ def test_a_line_accepts_every_option_that_it_is_advised_with_the_same_value() ->
         for value in one.words if one.is_closed and one.kind == "text" else GIVEN.get(one.kind, []):
             line = LineWords(verb, "%").option(one.name, value)
             assert line.startswith(f"--{'no-' if value is False else ''}{one.name.replace('_', '-')}")
-            needed = [other for other in verb.options if other.is_required]
-            required = ["7" if other.kind in ("amount", "bytes") else other.name for other in needed]
+            required = [stand_in(other) for other in verb.options if other.is_required]
             parsed = parser_of(verb, "%it").parse_args([*required, *split_line(line, {})])
             assert arguments_of(verb, parsed, lambda name, kind: name)[one.name] == value
     assert {one.kind for _, one in options} - GIVEN.keys() == {"object", "objects"}
