@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from colabkit.foundation import (
     plotting,
 )
 from colabkit.loading.sampler.orders import ShardShuffled
-from colabkit.packs import DOWNLOADS, Pack, cache_bytes, open_pack
+from colabkit.packs import DOWNLOADS, Pack, cache_bytes, least_cache_bytes, open_pack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,8 +141,7 @@ class _Model:
 
     def size_for(self, shards: int) -> int:
         """Return the size of a cache that holds any `shards` shards while some of them are being downloaded."""
-        largest = sorted(self.lengths, reverse=True)[:shards]
-        return cache_bytes(self.index_bytes, largest[DOWNLOADS:], largest[:DOWNLOADS])
+        return least_cache_bytes(self.index_bytes, self.lengths, shards)
 
     def run(self, most_bytes: int) -> tuple[SimulatedEpoch, ...]:
         """Simulate the epochs with a cache of `most_bytes`, which is empty at the start."""
@@ -182,28 +181,27 @@ class _Cache:
         self._present: set[int] = set()
         # Present shards by their next use, the latest first; outdated entries are skipped.
         self._latest: list[tuple[int, int]] = []
+        # Places in the order of uses: of the next download, of the end of the next epoch, and of the next use.
         self._coming, self._horizon, self._done = 0, 0, 0
 
     def run(self) -> tuple[SimulatedEpoch, ...]:
-        epochs, place = [], 0
+        epochs = []
         ends = [*itertools.accumulate(sum(len(shards) for _, shards in windows) for windows in self._model.windows)]
         for windows, end in zip(self._model.windows[:-1], ends[1:], strict=True):
             began_s, fetched, waited_s, self._horizon = self._time_s, self._fetched, 0.0, end
             for samples, shards in windows:
                 wanted_s = self._time_s
-                self._wait_for(place, place + len(shards))
+                self._wait_for(self._done + len(shards))
                 waited_s += self._time_s - wanted_s
                 self._train_until(self._time_s + samples / self._model.samples_per_s)
-                place += len(shards)
-                self._done = place
+                self._done += len(shards)
                 for shard in shards:
                     heapq.heappush(self._latest, (-self._next_use(shard), shard))
             epochs.append(SimulatedEpoch(self._time_s - began_s, waited_s, self._fetched - fetched))
         return tuple(epochs)
 
-    def _wait_for(self, first: int, stop: int) -> None:
-        self._done = first
-        while not all(shard in self._present for shard in self._uses[first:stop]):
+    def _wait_for(self, stop: int) -> None:
+        while not self._present.issuperset(self._uses[self._done : stop]):
             self._start_downloads(stop)
             self._pass(self._next_arrival())
 
@@ -243,7 +241,7 @@ class _Cache:
 
     def _next_use(self, shard: int) -> int:
         uses = self._uses_of[shard]
-        place = bisect_right(uses, self._done - 1)
+        place = bisect_left(uses, self._done)
         return uses[place] if place < len(uses) and uses[place] < self._horizon else len(self._uses)
 
     def _next_arrival(self) -> float:
@@ -303,8 +301,9 @@ def simulate(
         The epochs, and the smallest cache with which training waits only in the first one.
 
     Raises:
-        SourceMissing, NotSealed, Corrupt, BadSource: if the pack cannot be opened, or is a single file.
-        InvalidOption: if an argument is invalid, or the cache is too small for this order.
+        SourceMissing, NotSealed, Corrupt, BadSource, FetchFailed, TimedOut: if the pack cannot be opened.
+        MissingSplit: if it has no such split.
+        InvalidOption: if an argument is invalid, the pack is a single file, or the cache is too small for this order.
 
     Example:
         >>> import colabkit, numpy

@@ -6,11 +6,12 @@ from .dataset.datasets import PackedDataset as PackedDataset
 from .dataset.file_dataset import FileDataset as FileDataset
 from .dataset.opened_pack import Pack as Pack
 from .dataset.opened_pack import open_pack as open_pack
-from .dataset.remote_pack import DOWNLOADS as DOWNLOADS
 from .dataset.remote_pack import RemoteSamples as RemoteSamples
 from .dataset.remote_pack import check_cache as check_cache
 from .dataset.sample_grid import SampleGrid as SampleGrid
+from .dataset.shard_cache import DOWNLOADS as DOWNLOADS
 from .dataset.shard_cache import cache_bytes as cache_bytes
+from .dataset.shard_cache import least_cache_bytes as least_cache_bytes
 from .decode.images import decode_image as decode_image
 from .decode.images import decode_region as decode_region
 from .decode.images import image_size as image_size

@@ -305,13 +305,19 @@ class TrialReport(Report):
 def gain_text(advice: Advice, now: float) -> str:
     """Return the predicted speedup as text, such as `"1.8–2.4"`; an empty string without a prediction.
 
-    If the run may also stay as it is, only the upper limit is given, such as `"up to 1.4"`.
+    If the advice may have no effect, only the upper limit is given, such as `"up to 1.4"`.
     """
-    if advice.samples_per_s is None or not now:
+    if (limits := _gain_limits(advice, now)) is None:
         return ""
-    low = (advice.low_samples_per_s or advice.samples_per_s) / now
-    high = (advice.high_samples_per_s or advice.samples_per_s) / now
+    low, high = limits
     return _times(low, high) if low >= 1 else f"up to {_times(high, high)}"
+
+
+def _gain_limits(advice: Advice, now: float) -> tuple[float, float] | None:
+    if advice.samples_per_s is None or not now:
+        return None
+    speeds = (advice.low_samples_per_s or advice.samples_per_s, advice.high_samples_per_s or advice.samples_per_s)
+    return speeds[0] / now, speeds[1] / now
 
 
 def _times(low: float, high: float) -> str:
@@ -322,9 +328,10 @@ def _times(low: float, high: float) -> str:
 
 
 def _effect(advice: Advice, now: float) -> str:
-    times = gain_text(advice, now)
-    effects = [f"{times} times as fast{', or no faster' * times.startswith('up to')}"] if times else []
-    effects += [f"saving {format_seconds(advice.saved_s)} per epoch"] if times and advice.saved_s is not None else []
+    effects = []
+    if (limits := _gain_limits(advice, now)) is not None:
+        effects.append(f"{gain_text(advice, now)} times as fast{', or no faster' if limits[0] < 1 else ''}")
+        effects += [f"saving {format_seconds(advice.saved_s)} per epoch"] if advice.saved_s is not None else []
     effects += [f"takes {format_seconds(advice.cost_s)} once"] if advice.cost_s is not None else []
     return f" ({', '.join(effects)})" if effects else ""
 

@@ -75,9 +75,8 @@ class LoaderOnTrial:
             next_step = "Train for more steps, or until training becomes slow"
             raise InvalidOption(cannot(_ACT, "the diagnosis contains none", "", next_step))
         refused: list[NotTriable] = []
-        for advice in diagnosis.advice:
-            with ExitStack() as stack:
-                stack.enter_context(restored_training(_ACT, step, state))
+        with restored_training(_ACT, step, state), ExitStack() as stack:
+            for advice in diagnosis.advice:
                 try:
                     before, after = self._loaders(advice, duration_s, stack)
                 except NotTriable as error:

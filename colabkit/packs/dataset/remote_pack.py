@@ -35,9 +35,6 @@ from colabkit.packs.format.layout import Indices, PackInfo
 from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.storage import Address, download, file_address
 
-DOWNLOADS = 4
-"""Number of shards that are downloaded at the same time, so that others arrive while one is requested or verified."""
-
 _caches: weakref.WeakValueDictionary[tuple[Path, int], ShardCache] = weakref.WeakValueDictionary()
 _readers: weakref.WeakSet[RemoteSamples] = weakref.WeakSet()
 
@@ -160,7 +157,7 @@ def open_remote(path: str | os.PathLike[str], cache: int | str) -> tuple[PackInf
         file_changes.rename(copy, home / name)
     info = read_pack(home / name)
     shards = _cache_of(info, address, most_bytes)
-    if most_bytes < (least := shards.least_bytes(1, 1)):
+    if most_bytes < (least := shards.least_bytes(1)):
         raise _small_cache(act, most_bytes, least, "one shard")
     return info, partial(_open_split, address, home / name, info.seal, most_bytes)
 
@@ -175,7 +172,7 @@ def check_cache(act: str, samples: RemoteSamples, shards: int, why: str) -> None
         why: clause that names what needs them.
     """
     cache = samples.cache
-    if cache.most_bytes < (least := cache.least_bytes(shards, min(shards, DOWNLOADS))):
+    if cache.most_bytes < (least := cache.least_bytes(shards)):
         raise _small_cache(act, cache.most_bytes, least, f"{format_things(shards, 'shard')}, {why}")
 
 

@@ -51,6 +51,9 @@ from colabkit.packs.format.layout import PackInfo, Shard
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.storage import STALLED_S, Address, download, sibling_of
 
+DOWNLOADS = 4
+"""Number of shards that are downloaded at the same time, so that others arrive while one is requested or verified."""
+
 LOADING_BYTES = 64 << 10
 """Space for the files with which a download resumes."""
 
@@ -97,10 +100,9 @@ class ShardCache:
         self._lengths = {shard.name: shard.length for shard in info.shards}
         self._failures: dict[str, ColabkitError] = {}
 
-    def least_bytes(self, shards: int, downloads: int) -> int:
-        """Return the bytes of a cache that can hold any `shards` shards while some of them are being downloaded."""
-        largest = sorted(self._lengths.values(), reverse=True)[:shards]
-        return cache_bytes(self._index.path.stat().st_size, largest[downloads:], largest[:downloads])
+    def least_bytes(self, shards: int) -> int:
+        """Return the result of `least_cache_bytes` for this pack."""
+        return least_cache_bytes(self._index.path.stat().st_size, self._lengths.values(), shards)
 
     def add(self, reader: Reader) -> None:
         """Add a reader of this process, which the cache does not keep alive."""
@@ -292,6 +294,12 @@ def cache_bytes(index: int, complete: Iterable[int], loading: Iterable[int]) -> 
     """Return the size of a cache that holds an index, complete shards and downloads, from the bytes of each."""
     downloads = sum(_disk_bytes(length) + LOADING_BYTES for length in loading)
     return downloads + sum(map(_disk_bytes, complete)) + _disk_bytes(index) + _PAGE_BYTES
+
+
+def least_cache_bytes(index: int, lengths: Iterable[int], shards: int) -> int:
+    """Return the bytes of a cache that can hold any `shards` shards while some of them are being downloaded."""
+    largest = sorted(lengths, reverse=True)[:shards]
+    return cache_bytes(index, largest[DOWNLOADS:], largest[:DOWNLOADS])
 
 
 def _disk_bytes(size: int) -> int:

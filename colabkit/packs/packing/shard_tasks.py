@@ -212,7 +212,7 @@ class ShardTasks:
 
     def count_attempts(self) -> Attempts:
         """Count the attempts of this call; those that have not ended are lost."""
-        ends = dict(_ends_of_attempts(self.attempts))
+        ends = _ends_of_attempts(self.attempts)
         lost = sum(end in ("", _LOST) for end in ends.values())
         return Attempts(len(ends), sum(end == _DUPLICATE for end in ends.values()), lost)
 
@@ -247,7 +247,7 @@ class ShardTasks:
     def _replace_pool(self, broken: Mapping[int, BrokenProcessPool]) -> None:
         """Start a new process pool; the shards that the old one was writing have failed once more."""
         begun = set()
-        for name, end in list(_ends_of_attempts(self.attempts)):
+        for name, end in _ends_of_attempts(self.attempts).items():
             if not end:
                 # A broken pool terminates all its workers.
                 _end_attempt(self.attempts / name, _LOST)
@@ -286,13 +286,13 @@ def remove_attempts(attempts: Path) -> None:
         file_changes.remove(ended)
 
 
-def _ends_of_attempts(attempts: Path) -> Iterator[tuple[str, str]]:
-    """Yield each attempt, and how it ended; empty if it has not ended."""
+def _ends_of_attempts(attempts: Path) -> dict[str, str]:
+    """Return how each attempt ended, by name; an empty string if it has not ended."""
     found = {}
     for name in sorted(os.listdir(attempts)):
         number, unique, *end = name.split(".")
         found[f"{number}.{unique}"] = "".join(end)
-    yield from found.items()
+    return found
 
 
 @contextlib.contextmanager
