@@ -21,6 +21,7 @@ from .augment.transform import Transform as Transform
 from .engine.batches import map_tensors as map_tensors
 from .engine.batches import tensors_in as tensors_in
 from .engine.device import set_mark as set_mark
+from .engine.options import MOST_THREADS as MOST_THREADS
 from .inspection import bytes_in as bytes_in
 from .inspection import check_loader as check_loader
 from .inspection import files_of as files_of

@@ -111,8 +111,8 @@ class Loader(DataLoaderSource):
             fast; see `decoder`. On the GPU, pixels differ slightly. Files that it cannot decode use the CPU.
         on_bad: how to handle image files that cannot be decoded or have a wrong CRC: `"raise"`, `"skip"` (only in a
             single process), or `"blank"` for a black image. If one size is needed, other sizes are always an error.
-        num_workers: number of worker threads or processes; None for one per usable CPU. With 0, a batch is built in
-            your thread when you request it; for a GPU, one thread may still build batches ahead.
+        num_workers: number of worker threads or processes; None for one per usable CPU, but at most 8 threads. With 0,
+            a batch is built in your thread when you request it; for a GPU, one thread may still build batches ahead.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
         persistent_workers: whether to keep worker processes between epochs, to save about 0.1 s per epoch. They do not
             see later changes to the dataset. Invalid without worker processes.

@@ -159,13 +159,14 @@ def test_other_formats_are_left_to_a_full_decode(data):
 
 
 @pytest.mark.parametrize("restart", [{}, {"restart_marker_rows": 1}])
-@pytest.mark.parametrize("wanted", [None, (10, 10)])
+@pytest.mark.parametrize("wanted", [(40, 40), (10, 10)])
 def test_truncated_files_are_left_to_a_full_decode(wanted, restart):
     data = saved(noisy(), "JPEG", **restart)
     begin = data.index(b"\xff\xda")
     for end in (*range(begin, len(data), 997), len(data) - 20, len(data) - 2, len(data) - 1):
         for tail in (b"", bytes(7), bytes(5000)):
-            assert boxed(data[:end] + tail, (0, 0, 40, 40), wanted=wanted) is None, (end, len(tail))
+            cut = data[:end] + tail
+            assert decode_region(cut, 3, (0, 0, 40, 40), wanted, (HEIGHT, WIDTH)) is None, (end, len(tail))
 
 
 def test_a_truncated_file_with_a_complete_preview_is_left_to_a_full_decode():

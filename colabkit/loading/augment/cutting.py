@@ -123,15 +123,10 @@ def cut(
         if first_row < last_row and first_column < last_column:
             inner = box[first_row - top : last_row - top, first_column - left : last_column - left]
             inner[...] = pixels[first_row:last_row, first_column:last_column]
-    if mirrored and not scales:
-        box = _mirrored(box)
     if resized:
-        # Copy the box: the kernel is slow on strided pixels, and torch warns about read-only memory.
-        image = torch.from_numpy(box if mirrored and not scales else box.copy()).permute(2, 0, 1)[None]
-        _resample(image, out.shape[:2], False, *scales, out=torch.from_numpy(out).permute(2, 0, 1)[None])
-        if mirrored and scales:
-            # The kernel aligns a box of fractional width at the left, so mirror the result instead of the image.
-            out[...] = _mirrored(out)
+        _resize(box, scales, mirrored, out)
+    elif mirrored:
+        out[...] = _mirrored(box)
     else:
         out[...] = box
     if upside_down:
@@ -175,14 +170,30 @@ def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) ->
     return out
 
 
+def _resize(box: Pixels, scales: tuple[float, float] | tuple[()], mirrored: bool, out: Pixels) -> None:
+    # Each operation of torch, even a view, gives up the GIL. With many threads, getting it back takes longer than the
+    # operation, so make the views in NumPy, which keeps it.
+    # Copy the box: the kernel is slow on strided pixels, and torch warns about read-only memory.
+    image = _as_images(_mirrored(box) if mirrored and not scales else box.copy())
+    _resample(image, out.shape[:2], False, *scales, out=_as_images(out))
+    if mirrored and scales:
+        # The kernel aligns a box of fractional width at the left, so mirror the result instead of the image.
+        out[...] = _mirrored(out)
+
+
+def _as_images(pixels: Pixels) -> Tensor:
+    """View pixels `uint8 [H, W, C]` as a batch of one image, `[1, C, H, W]`."""
+    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])
+
+
 def _mirrored(pixels: Pixels) -> Pixels:
     if pixels.shape[0] * pixels.shape[1] <= _SMALL:
         turned: Pixels = _whole_pixels(pixels)[:, ::-1].copy().view(np.uint8)
         return turned
     # Copy read-only memory, because torch would warn about it.
-    image = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
-    flipped: Pixels = image.permute(2, 0, 1)[None].flip(3)[0].permute(1, 2, 0).numpy()
-    return flipped
+    flipped = _as_images(pixels if pixels.flags.writeable else pixels.copy()).flip(3)
+    mirrored: Pixels = flipped.numpy()[0].transpose(1, 2, 0)
+    return mirrored
 
 
 def _whole_pixels(pixels: Pixels) -> npt.NDArray[np.void]:
@@ -219,15 +230,17 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     dtype = torch.float64 if images.dtype == torch.float64 else torch.float32
     if images.device.type == "cuda" and images.dtype in (torch.uint8, torch.float16):
         dtype = torch.float16
-    top, left, rows, columns, mirrored, upside_down = _on_device(boxes, images.device)
-    down = _weights(top, rows, height, size[0], upside_down, _most_taps(boxes.height, size[0]), dtype)
-    across = _weights(left, columns, width, size[1], mirrored, _most_taps(boxes.width, size[1]), dtype)
+    start, length, flipped, inputs, outputs = _both_directions(boxes, (height, width), size, images.device)
+    taps = max(_most_taps(boxes.height, size[0]), _most_taps(boxes.width, size[1]))
+    weights = _weights(start, length, (inputs, max(height, width)), (outputs, max(size)), flipped, taps, dtype)
+    down, across = weights[:count, : size[0], :height], weights[count:, : size[1], :width]
     pixels = images.permute(0, 2, 3, 1).to(dtype).reshape(count, height, width * channels)
-    narrowed = torch.bmm(down, pixels).view(count, size[0], width, channels)
-    turned = narrowed.transpose(1, 2).reshape(count, width, size[0] * channels)
-    result = torch.bmm(across, turned).view(count, size[1], size[0], channels).permute(0, 3, 2, 1)
+    # Multiply transposed matrices, so that no result has to be transposed before the next product.
+    narrowed = torch.bmm(pixels.transpose(1, 2), down.transpose(1, 2)).view(count, width, channels * size[0])
+    result = torch.bmm(narrowed.transpose(1, 2), across.transpose(1, 2)).view(count, channels, *size)
     if not images.is_floating_point():
-        result = result.round_().clamp_(0, 255)
+        # The weights of a pixel sum to 1 within 0.1%, so no value is rounded to more than 255.
+        result.round_()
     return result.to(images.dtype, memory_format=torch.channels_last)
 
 
@@ -254,8 +267,8 @@ def resize_each(
     ends = (None, None) if is_isolated else torch.from_numpy(sides).to(device)[:, :, None].unbind(1)
     taps = [_most_taps(lengths, side) for lengths, side in zip((boxes.height, boxes.width), size, strict=True)]
     height, width = sides.max(0).tolist()
-    down = _weights(top, rows, height, size[0], upside_down, taps[0], dtype, ends[0])
-    across = _weights(left, columns, width, size[1], mirrored, taps[1], dtype, ends[1])
+    down = _weights(top, rows, (height, height), (size[0], size[0]), upside_down, taps[0], dtype, ends[0])
+    across = _weights(left, columns, (width, width), (size[1], size[1]), mirrored, taps[1], dtype, ends[1])
     result = torch.empty((len(images), len(images[0]), *size), dtype=dtype, device=device)
     margins = (0, 0) if is_isolated else taps
     for number, (image, (y, x, tall, wide, *_)) in enumerate(zip(images, boxes.rows(), strict=True)):
@@ -286,27 +299,34 @@ def _most_taps(lengths: Sizes, outputs: int) -> int:
 def _weights(
     start: Tensor,
     length: Tensor,
-    inputs: int,
-    outputs: int,
+    inputs: tuple[Tensor | int, int],
+    outputs: tuple[Tensor | int, int],
     flipped: Tensor,
     taps: int,
     dtype: torch.dtype,
     end: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight of each input pixel in each output pixel along one direction, `[B, outputs, inputs]`.
+    """Return the weight of each input pixel in each output pixel along one direction.
 
     The box covers `length` inputs from `start`; `flipped` is 1 if the outputs are reversed: `int64 [B, 1]` each. Only
     the `taps` pixels around the center of each output pixel are computed, in float64; the other weights are 0. Pixels
     outside the box have weights only if `end` is given, the number of pixels of each image.
+
+    Args:
+        inputs: number of input pixels of each image, `int64 [B, 1]` or one number for all, and the largest of them.
+        outputs: number of output pixels, likewise.
+
+    Returns:
+        Weights `[B, largest number of outputs, largest number of inputs]`; those of further outputs are undefined.
     """
-    taps = min(taps, inputs)
-    scale = length.double() / outputs
-    place = torch.arange(outputs, device=start.device)
-    place = torch.where(flipped > 0, outputs - 1 - place, place)
+    taps = min(taps, inputs[1])
+    scale = length.double() / outputs[0]
+    place = torch.arange(outputs[1], device=start.device)
+    place = torch.where(flipped > 0, outputs[0] - 1 - place, place)
     centre = start + (place + 0.5) * scale
     support = scale.clamp(min=1)
     # Move windows at the border inside the image, so that no input is listed twice.
-    first = (centre - support + 0.5).floor_().clamp_(0, inputs - taps).long()
+    first = (centre - support + 0.5).floor_().clamp_(max=inputs[0] - taps).clamp_(min=0).long()
     at = first[:, :, None] + torch.arange(taps, device=start.device)
     weights = (1 - (at + 0.5 - centre[:, :, None]).abs_() / support[:, :, None]).clamp_(min=0)
     if end is None:
@@ -314,8 +334,32 @@ def _weights(
     else:
         weights *= at < end[:, :, None]
     weights /= weights.sum(2, keepdim=True)
-    dense = torch.zeros((*centre.shape, inputs), dtype=dtype, device=start.device)
+    dense = torch.zeros((*centre.shape, inputs[1]), dtype=dtype, device=start.device)
     return dense.scatter_(2, at, weights.to(dtype))
+
+
+def _both_directions(
+    boxes: Boxes, size: tuple[int, int], wanted: tuple[int, int], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Return start, length, flip, inputs and outputs of the boxes, `int64 [2 B, 1]` each: first down, then across.
+
+    They are moved to the device in one copy, and processed together: on a GPU, a kernel for twice as few numbers takes
+    as long.
+    """
+    count = len(boxes.top)
+    table = np.stack(
+        [
+            np.concatenate(pair)
+            for pair in (
+                (boxes.top, boxes.left),
+                (boxes.height, boxes.width),
+                (boxes.upside_down, boxes.mirrored),
+                np.repeat([size], count, axis=0).T,
+                np.repeat([wanted], count, axis=0).T,
+            )
+        ]
+    )
+    return sent(torch.from_numpy(table), device)[:, :, None].unbind()
 
 
 def _on_device(boxes: Boxes, device: torch.device) -> tuple[Tensor, ...]:

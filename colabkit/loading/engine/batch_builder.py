@@ -32,7 +32,9 @@ from colabkit.packs import stack_samples
 
 # Number of pieces per thread; several, so that no thread idles while another builds the rest of a batch.
 _PIECES_A_THREAD = 4
-_LEAST_PIECE = 4
+# Smallest number of samples in a piece, unless some threads would then idle. Threads run Python for each piece one at a
+# time, so small pieces limit the number of threads that can decode at once.
+_LEAST_PIECE = 16
 # Maximum number of bytes to gather in one call. Two buffers of this size fit in an L3 cache.
 _GATHERED_BYTES = 5 << 20
 # Maximum row size in bytes for which a field is gathered for all batches of a plan in one call.
@@ -169,6 +171,8 @@ class BatchBuilder:
         self._field_bytes = row_bytes if self._made is None else [made_bytes, *row_bytes[1:]]
         self._gathered_bytes = sum(self._field_bytes[int(self._made is not None) :])
         self._has_pieces = bool(self.images or stages.geometry or stages.by_slice)
+        under_way = self.options.batch_size * depth.group_batches * depth.groups
+        self._least_piece = max(1, min(_LEAST_PIECE, under_way // (2 * self._threads)))
         samples = min(depth.group_batches * self.options.batch_size, max(1, columns.count))
         keep = depth.groups + 2
         self._buffers = FieldBuffers([samples * size for size in self._field_bytes], keep, self.options.device)
@@ -235,7 +239,7 @@ class BatchBuilder:
     def _pieces(self, plan: BatchPlan) -> Iterator[tuple[int, int]]:
         """Yield the pieces of a plan; a piece never spans two batches, so that an error affects only one batch."""
         for start, stop in plan.spans:
-            step = max(_LEAST_PIECE, -(-(stop - start) // (_PIECES_A_THREAD * self._threads)))
+            step = max(self._least_piece, -(-(stop - start) // (_PIECES_A_THREAD * self._threads)))
             yield from ((place, min(place + step, stop)) for place in range(start, stop, step))
 
     def fill(self, group: BatchGroup, start: int, stop: int) -> None:

@@ -127,7 +127,7 @@ def _rates(options: LoaderOptions, images: ImageOptions, geometry: Geometry | No
         decoder.finish(group)
         busy_s = sum(part.busy_s for part in counts.snapshot().parts if part.name != "read")
         rates.append(len(indices) / max(busy_s, 1e-9))
-    return rates[0] * max(1, options.workers), rates[-1]
+    return rates[0] * max(1, options.threads), rates[-1]
 
 
 class _IgnoredSamples(BadSamples):

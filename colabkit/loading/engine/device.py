@@ -29,10 +29,16 @@ from colabkit.loading.engine.gather import PinnedSlots, RowGather
 _STEP_BYTES = 64 << 20
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the current stream of a GPU."""
+    # torch converts a device to its number in Python, which takes longer than finding the stream.
+    return torch.cuda.current_stream(device.index)
+
+
 def set_mark(device: torch.device) -> torch.cuda.Event:
     """Record a timing event in the current stream of a device and return it."""
     mark = torch.cuda.Event(enable_timing=True)
-    mark.record(torch.cuda.current_stream(device))
+    mark.record(current_stream(device))
     return mark
 
 
@@ -175,13 +181,13 @@ class DeviceTransfer:
     def take(self) -> tuple[Any, tuple[Mark, Mark] | None]:
         """Return the oldest batch, and events around the stream's wait for its copy, if any; the host does not wait."""
         batch, has_others, group = self._in_flight[0]
-        current, marks = torch.cuda.current_stream(self._device), None
+        current, marks = current_stream(self._device), None
         # The other batches of a group arrive with the first one.
         if current != group.awaited_on:
             before = set_mark(self._device)
             current.wait_event(group.copied)
             marks, group.awaited_on = (before, set_mark(self._device)), current
-        _use_in_current_stream(batch, self._device, group.made_on)
+        _use_in(current, batch, group.made_on)
         # If a keyboard interrupt comes before this line, `close` still finds the batch.
         self._in_flight.popleft()
         if has_others:
@@ -191,7 +197,7 @@ class DeviceTransfer:
 
     def _new(self, tensors: Sequence[Tensor], layouts: list[tuple[Any, ...]]) -> _Destination:
         """Allocate memory for tensors on the device."""
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream(self._device)
         # A tensor made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             places = [torch.empty_like(tensor, device=self._device) for tensor in tensors]
@@ -249,12 +255,11 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _use_in_current_stream(batch: Any, device: torch.device, made_on: torch.cuda.Stream) -> None:
-    """Report to the allocator that the current stream uses a batch, if another stream allocated its memory."""
-    current = torch.cuda.current_stream(device)
+def _use_in(current: torch.cuda.Stream, batch: Any, made_on: torch.cuda.Stream) -> None:
+    """Report to the allocator that a stream uses a batch, if another stream allocated its memory."""
     if current != made_on:
         for tensor in tensors_in(batch):
-            if tensor.device == device and _is_dense(tensor):
+            if tensor.device == current.device and _is_dense(tensor):
                 tensor.record_stream(current)
 
 
@@ -315,7 +320,7 @@ class DeviceEngine:
         self._device = device
         self._counts = counts
         self._has_only_rows = all(isinstance(column, RowGather) for column in columns.values())
-        self._stream = torch.cuda.current_stream(device)
+        self._stream = current_stream(device)
         self._columns = [
             column.on(device, _STEP_BYTES) if isinstance(column, RowGather) else column for column in columns.values()
         ]
@@ -324,25 +329,25 @@ class DeviceEngine:
         """Yield the batches of an epoch."""
         for plan in plans:
             began, before = time.perf_counter(), set_mark(self._device)
-            gathered_on = torch.cuda.current_stream(self._device)
+            gathered_on = current_stream(self._device)
             batches = self._gather(plan)
             self._counts.add("gather", len(plan.indices), 0, time.perf_counter() - began)
             gathered = set_mark(self._device)
             batches[0].marks = before, gathered
             batches.reverse()
             while batches:
-                current = torch.cuda.current_stream(self._device)
+                current = current_stream(self._device)
                 # The user may request the batches of one plan in different streams.
                 if current != gathered_on:
                     current.wait_event(gathered)
-                    _use_in_current_stream(batches[-1].values, self._device, gathered_on)
+                    _use_in(current, batches[-1].values, gathered_on)
                 yield batches.pop()
 
     # The batches of a plan may be requested in different modes.
     @torch.inference_mode(False)
     def _gather(self, plan: BatchPlan) -> list[Batch]:
         indices = sent(torch.from_numpy(plan.indices), self._device)
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream(self._device)
         fields: list[Any] = []
         for column in self._columns:
             if isinstance(column, RowGather):

@@ -75,6 +75,14 @@ def loader_call(init: Callable[P, None]) -> Callable[P, None]:
     return kept
 
 
+MOST_THREADS = 8
+"""Largest number of worker threads that is chosen automatically.
+
+Threads run Python one at a time. On 16 CPUs, random crops of JPEGs of 448x448 pixels were decoded at 2,300 to 2,600
+images/s by 4 threads, 3,000 to 3,600 by 8, and 2,400 to 2,700 by 16.
+"""
+
+
 @dataclass
 class LoaderOptions:
     """The options of a `Loader`, validated on creation.
@@ -82,7 +90,7 @@ class LoaderOptions:
     Attributes:
         act: verb and object of error messages.
         size: height and width of decoded image files.
-        num_workers: number of worker threads or processes; None for one per usable CPU.
+        num_workers: number of worker threads or processes; None for one per usable CPU, but at most 8 threads.
         prefetch_batches: number of batches to build ahead; None chooses by their size.
         channels_last: whether images keep channels-last memory format; None becomes True on a GPU, else False.
         counts: the loader's meters.
@@ -145,8 +153,13 @@ class LoaderOptions:
 
     @property
     def workers(self) -> int:
-        """Number of worker threads or processes to use."""
+        """Number of worker processes to use."""
         return max(1, round(usable_cpus())) if self.num_workers is None else self.num_workers
+
+    @property
+    def threads(self) -> int:
+        """Number of worker threads to use."""
+        return min(self.workers, MOST_THREADS) if self.num_workers is None else self.workers
 
 
 def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:

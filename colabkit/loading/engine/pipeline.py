@@ -146,7 +146,7 @@ class BatchPipeline:
             samples=count,
             batch_size=options.batch_size,
             device=str(options.device),
-            workers=options.workers if kind in ("decoded", "processes") else min(1, options.workers),
+            workers={"processes": options.workers, "decoded": options.threads}.get(kind, min(1, options.threads)),
             sample_bytes=sample_bytes,
             path=path,
             source=_packed_from(dataset) or files_of(dataset),
@@ -316,7 +316,7 @@ def _prefetch_depth(
 ) -> PrefetchDepth:
     works, on_device = is_decoded or stages.works_in_threads, options.is_on_gpu
     # One thread gathers faster than two that take turns.
-    threads = options.workers if works else min(1, options.workers)
+    threads = options.threads if works else min(1, options.threads)
     threads = max(1, threads) if on_device else threads
     batch_bytes = max(1, options.batch_size * (row_bytes or 1 << 18))
     fitting = 1 if is_decoded else max(1, min(BATCHES_TOGETHER, _GROUP_BYTES // batch_bytes))

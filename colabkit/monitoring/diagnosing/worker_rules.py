@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from colabkit.foundation import format_seconds, format_share, format_things
+from colabkit.loading import MOST_THREADS
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
 from colabkit.monitoring.diagnosing.forecast import Prediction, forecast_run, predict
 from colabkit.monitoring.diagnosing.remedies import options, packing, packing_s
@@ -40,6 +41,8 @@ def more_workers(run: RunProfile) -> Advice | None:
     if not waits and (rate is None or rate >= _IDLE):
         return None
     most, usual = round(run.machine.cpus), forecast_run(run)
+    if facts.kind == "decoded":
+        most = min(most, MOST_THREADS)
     if waits and cpu_s is not None:
         target_s = max(usual.step_s / max(1, run.step.samples), cpu_s / run.machine.cpus, 1e-9)
         most = max(most, min(_MOST_WORKERS, math.ceil(_RESERVE * a_sample_s / target_s)))
