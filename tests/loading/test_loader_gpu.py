@@ -170,8 +170,9 @@ def test_jpegs_decoded_on_the_gpu_match_those_decoded_on_the_cpu(jpegs, options)
             assert (images.cpu().float() - expected.float()).abs().flatten(1).mean(1).max() < 4
 
 
-def test_decoding_on_the_gpu_never_overwrites_batches_in_use_and_frees_its_memory(jpegs):
-    loader = Loader(jpegs, 8, device="cuda", decode="gpu", size=224)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_decoding_on_the_gpu_never_overwrites_batches_in_use_and_frees_its_memory(jpegs, workers):
+    loader = Loader(jpegs, 8, device="cuda", decode="gpu", size=224, num_workers=workers)
     expected = [images.double().sum() for images in loader]
     busy, side, allocated = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream(), 0
     for number in range(20):
@@ -188,7 +189,9 @@ def test_decoding_on_the_gpu_never_overwrites_batches_in_use_and_frees_its_memor
         # Memory that another stream used counts as allocated until the allocator looks at it again.
         torch.cuda.empty_cache()
         allocated = allocated if number > 3 else torch.cuda.memory_allocated()
-    assert torch.cuda.memory_allocated() == allocated
+    # Each thread has its own cuBLAS handle, whose workspace torch keeps.
+    if workers == 1:
+        assert torch.cuda.memory_allocated() == allocated
 
 
 def test_a_pass_left_while_the_gpu_decodes_leaves_the_other_batches_intact(jpegs):
