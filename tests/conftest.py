@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from trees import make_tree
 
 from colabkit.foundation import Report, file_changes, meters
 from colabkit.packs import PackedDataset, open_pack
+from colabkit.storage.sources.items import STAGE_SEAL
+from colabkit.storage.staging import places
 
 MAIN = sys.modules["__main__"]
 settings.register_profile("full", deadline=None)
@@ -121,7 +124,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Set `COLABKIT_LOCAL` to a new folder, which is deleted after the test."""
+    """Set `COLABKIT_LOCAL` to a new folder; delete it and the test's copies in tmpfs after the test."""
     # Do not use mktemp(), which would list the folders of all previous tests.
     folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
     folder.mkdir()
@@ -131,6 +134,12 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
         folder.rmdir()
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
+    # The next run of pytest may give a test the same folder, for which these copies would count as staged.
+    own = os.fsencode(tmp_path_factory.getbasetemp())
+    for seal in places.TMPFS.glob(f"colabkit-{os.getuid()}/*/{STAGE_SEAL}"):
+        with suppress(OSError):
+            if own in seal.read_bytes():
+                shutil.rmtree(seal.parent)
 
 
 @pytest.fixture(autouse=True)
