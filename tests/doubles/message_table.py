@@ -70,8 +70,10 @@ class SourceReader:
                     yield Site(self.module, node.lineno, error, cannot(*texts))
 
     def _values_at(self, name: ast.Name, scope: dict[str, list[ast.expr]]) -> list[ast.expr]:
-        """Return a name's possible values: those assigned since the last `return` or `raise`, else the latest, else
-        all."""
+        """Return a name's possible values.
+
+        These are the values assigned since the last `return` or `raise`, else the latest one, else all.
+        """
         earlier = [one for one in scope.get(name.id, []) if one.lineno <= name.lineno]
         left_at = max((line for line in self.exits if line < name.lineno), default=0)
         return [one for one in earlier if one.lineno > left_at] or earlier[-1:] or scope.get(name.id, [])
