@@ -44,7 +44,7 @@ def discard(final: Path) -> None:
 
 
 def discard_abandoned(final: Path) -> int:
-    """Remove the partials that ended processes left behind for a final path, and return the freed bytes.
+    """Remove the partials that killed processes left behind for a final path, and return the number of freed bytes.
 
     If a process was killed while it replaced a folder, and the final path is missing, the old folder is restored.
     """
@@ -152,7 +152,7 @@ class Partial:
         return []
 
     def abandoned(self) -> list[Path]:
-        """Return the partials that ended processes left behind for this final path, or for others of the same kind."""
+        """Return the partials that killed processes left behind for this final path, or for others of the same kind."""
         return [
             path for path in self._partials() if (name := _PARTIAL.fullmatch(path.name)) and _is_abandoned(path, name)
         ]

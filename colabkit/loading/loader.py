@@ -74,7 +74,7 @@ class Loader(DataLoaderSource):
     - Each sample of a pack is checked against its CRC when this process first reads it. About every
       second, the loader looks for changes to the file, and checks the samples of a modified file again. A damaged
       sample (see `on_bad`), or a file that became shorter, raises `Corrupt`.
-    - Under `torch.distributed` every process gets its share of each global batch. No sample is repeated to
+    - Under `torch.distributed`, every process gets its share of each global batch. No sample is repeated to
       fill a share, and all processes get the same number of batches. A custom sampler must shard its samples itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
       torchvision transforms and `augment.PerSample`. On the CPU, transforms of `colabkit.augment`, including

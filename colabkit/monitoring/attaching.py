@@ -206,7 +206,7 @@ def runs_in(folder: Path) -> list[Path]:
             f"show the status of {str(folder)!r}",
             "a folder with the checkpoints of a run",
         )
-        next_step = "Pass the folder to which the training saves its checkpoints"
+        next_step = "Pass the folder to which the run saves its checkpoints"
         raise SourceMissing(cannot(act, "there is no run in this folder or its subfolders", expected, next_step))
     return found
 

@@ -40,7 +40,8 @@ class KFoldReport(Report):
         mean: mean of each number over the folds that have it.
         spread: sample standard deviation of each number over these folds; 0 for a single fold, NaN if a value is not
             finite.
-        stopped: why training of the next fold stopped early, such as `"deadline"`; None if all folds are complete.
+        stopped: reason why training of the next fold stopped early, such as `"deadline"`; None if all folds are
+            complete.
     """
 
     folds: tuple[TrainReport | Mapping[str, float], ...]

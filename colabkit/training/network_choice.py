@@ -60,7 +60,7 @@ class ChosenNetwork:
     Attributes:
         name: `"small"` for `small_network()`, or `"resnet18"`.
         model: the network, on its device.
-        reason: why it was chosen.
+        reason: reason for the choice, as text.
         mean: mean of the normalized images, one value per channel.
         std: their standard deviation.
         rates: learning rate of the head, and of all other layers.

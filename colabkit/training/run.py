@@ -356,7 +356,7 @@ class TrainingRun:
             self._save()
         self.stops.note(strength)
         self._is_stopped = bool(strength)
-        # If `on_step` ends the training after the last batch, the epoch is still completed, with its validation.
+        # If `on_step` ends training after the last batch, the epoch is still completed, with its validation.
         return not strength or (self.stops.reason == "on_step" and self._is_last(begun))
 
     @property

@@ -69,7 +69,7 @@ class StatusWriter:
 
     Attributes:
         wants_values: whether the training thread should call `note()` after its next step.
-        state: what the run is doing.
+        state: state of the run.
     """
 
     def __init__(self, checkpoints: CheckpointFolder | None, counts: LoaderMeters, machine: Sampler) -> None:

@@ -159,7 +159,7 @@ def train(
     the best state are not. Without `to`, nothing is saved. The first checkpoint is written before the first step, and
     removed if that step, or loading its batch, fails.
 
-    Ctrl-C, SIGTERM and SIGHUP end the training after the running step, with a final checkpoint. SIGTERM and SIGHUP are
+    Ctrl-C, SIGTERM and SIGHUP end training after the current step, with a final checkpoint. SIGTERM and SIGHUP are
     then raised again.
 
     Under `torch.distributed`, call this in every process. Rank 0 writes the checkpoints, and its `validate` results
@@ -191,7 +191,7 @@ def train(
         min_delta: `monitor` must improve by more than this value to count as an improvement for `patience`.
         deadline: when the runtime ends: a duration from now with its unit, such as `"11h 30min"` or a `timedelta`, or
             a `datetime`. Training stops early enough to save a final checkpoint by then.
-        on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
+        on_nonfinite: whether a NaN or infinity returned by the step stops training (`"raise"`) or not
             (`"continue"`). Numbers on a GPU are checked when the run reads them, not after each step.
         timeout: how long one checkpoint operation may wait for the file system of `to`, in seconds or as text
             such as `"5min"`, plus one second for every 10 MB. After that, the checkpoint counts as failed. None means

@@ -199,7 +199,7 @@ class HostClock:
         """Record the end of a step, given when its batch was requested and received, and when the step ended."""
         totals, told_s, is_first = self._totals, self._compute_s, self._is_first
         wait_s, compute_s, other_s = given - asked, left - given, 0.0
-        # Do not measure the CPU time of a step with excluded time, in which the thread may also have computed.
+        # If some time is excluded from the step, its CPU time is unknown: the thread may have computed in that time.
         began_s, self._cpu_s = self._cpu_s, None
         cpu_s = None if began_s is None or self._apart_s else thread_time() - began_s
         self._is_measured = compute_s > _SHORT_S or not totals.steps & _SELDOM
@@ -292,7 +292,7 @@ class DeviceClock:
             if not all(mark.query() for mark in step[:4] if mark is not None):
                 self._noted.appendleft(step)
                 break
-            # Ignore errors, because the time between marks on two GPUs is undefined and must not stop the training.
+            # Ignore errors, because the time between marks on two GPUs is undefined and must not stop training.
             with suppress(RuntimeError):
                 found.append(step.times())
         return found

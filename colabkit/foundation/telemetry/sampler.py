@@ -26,7 +26,7 @@ _STOP_S = 1.0
 _MOST_COST = 0.01
 # Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
 _STACK_S = 0.2
-# Drawing from Python's global generator in the sampler's thread would change the results of a training that uses it.
+# Drawing from Python's global generator in the sampler's thread would change the results of a run that uses it.
 _random = random.Random()
 # Number of snapshots of earlier samplers to keep.
 _EARLIER = 600

@@ -107,7 +107,7 @@ class Threads:
     _before_s: float | None = field(default=None, init=False)
 
     def snapshot(self, spots: tuple[LoopSpot, ...] = ()) -> ThreadsSnapshot | None:
-        """Return the state since the last call; None in the first call, or if nothing is known."""
+        """Return the threads' activity since the last call; None in the first call, or if nothing is known."""
         now_s, training = self.clock(), self.training()
         try:
             tasks = {task_id: task for task_id in self.task_ids() if (task := self._task(task_id)) is not None}

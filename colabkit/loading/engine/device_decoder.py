@@ -58,7 +58,8 @@ def device_decoder(
 class DeviceDecoder(ImageDecoder):
     """A decoder of JPEG files on a GPU; `fill` reads files, and `finish` decodes the images of a group.
 
-    Until then, the first field of a group is a list of `EncodedOrPixels`, or None for blank and bad images.
+    Before `finish`, the first field of a group is a list with an `EncodedOrPixels` for each image, or None for a blank
+    or bad one.
     """
 
     device: torch.device

@@ -294,7 +294,7 @@ class RowGather:
     def gather_contiguous(self, indices: Tensor, buffer: Tensor) -> Tensor:
         """Gather as `gather` does, but images become contiguous `[B, C, H, W]`."""
         out = self.shaped(buffer, len(indices), is_contiguous=True)
-        # A single channel is contiguous already.
+        # A single channel is already contiguous.
         if not self.are_images or self.shape[-1] == 1:
             self.gather_wide(indices, self.wide(buffer, len(indices)))
             return out
@@ -391,7 +391,7 @@ class GatherSlots:
         self._lock = threading.Lock()
 
     def gather(self, indices: Tensor, sizes: tuple[int, ...]) -> Sequence[Tensor]:
-        """Gather the rows of some samples and split them into batches."""
+        """Gather the rows of the planned samples and split them into batches."""
         # Two threads may iterate over the same loader.
         with self._lock:
             for slot in self._slots:

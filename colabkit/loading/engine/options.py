@@ -178,7 +178,7 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
 
     Args:
         given: whether each such argument is given, by name.
-        why: why samples are loaded one by one, as a clause, and how to avoid it.
+        why: reason why samples are loaded one by one, as a clause, and how to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
         found = f"{why[0]}, so the Loader does not support {names}"

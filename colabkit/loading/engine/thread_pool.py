@@ -72,7 +72,7 @@ class ThreadPool:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads. Whoever calls this also closes the pool, even if a keyboard interrupt ends the call."""
+        """Start the threads. The caller must close the pool, even if a keyboard interrupt ends this call."""
         _live.add(self)
         for number in range(self._wanted):
             thread = threading.Thread(target=self._run, name=f"colabkit-loader-{number}", daemon=True)

@@ -165,7 +165,7 @@ class Diagnosis(Report):
             True
         """
         if self._subject is None:
-            next_step = ("Pass the loader that the training used: ", call("doctor", Code("loader")))
+            next_step = ("Pass the loader that you trained with: ", call("doctor", Code("loader")))
             raise InvalidOption(cannot("try the advice", "the diagnosis is not of a loader", "", next_step))
         return self._subject.try_advice(self, step, state, seconds)
 

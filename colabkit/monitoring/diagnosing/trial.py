@@ -42,9 +42,9 @@ _ACT = "try the advice"
 _ROUNDS = 5
 # A measurement has at least this many steps, even if it then takes longer.
 _LEAST_STEPS = 3
-# Number of samples that are packed for a trial.
+# Limits of the number of samples that are packed for a trial.
 _LEAST_BATCHES, _MOST_SAMPLES, _MOST_BYTES = 4, 4096, 256 << 20
-# Side of the matrices whose product imitates a step, and the shortest sleep of it.
+# Side of the matrices whose products imitate a step, how often a product is timed, and the shortest sleep of the step.
 _SIDE, _CALIBRATIONS, _LEAST_SLEEP_S = 128, 50, 1e-4
 
 Step = Callable[[Any], object]

@@ -205,7 +205,7 @@ def _host_sentence(run: RunProfile) -> str:
     if run.host_share == host.held:
         return f"The step waits for a free CPU {share} of the time"
     if run.host_share == run.save_share:
-        return f"Checkpoints hold the training up {share} of the time"
+        return f"Checkpoints hold up training {share} of the time"
     if run.host_share == host.pauses.share:
         return f"Long pauses take {share} of the time"
     return f"Validations take {share} of the time"

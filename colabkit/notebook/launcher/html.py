@@ -126,7 +126,7 @@ def folded(frame: str) -> str:
     """Return the last frame of the live panel in a section that is collapsed."""
     return (
         f"<details style='{_FONT};color:{_TEXT}'><summary style='display:list-item;cursor:pointer'>"
-        f"Speed of the training</summary>{frame}</details>"
+        f"Training speed</summary>{frame}</details>"
     )
 
 

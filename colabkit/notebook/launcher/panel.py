@@ -54,7 +54,7 @@ def launch() -> Launcher:
     """Open a panel below this cell in which you choose a source and train on it.
 
     "Train" does what the line of Python below the buttons does. The work runs in the kernel's main thread, so other
-    cells wait for it. Progress, errors, the live panel of the training and its report appear in the panel. "Stop", or
+    cells wait for it. Progress, errors, the live panel and the report appear in the panel. "Stop", or
     interrupting the kernel, stops the work; the next click resumes it. "Only measure, copy or pack" does that
     without training. Opening another panel closes the previous one.
 
@@ -185,7 +185,7 @@ class Launcher:
             at = time.strftime("%-d %b %H:%M:%S UTC", time.gmtime())
             folder = self.view.settings.to
             stale = (
-                f"State at {at}, not live: the work may continue or have ended. To see the training live, run "
+                f"State at {at}, not live: the work may continue or have ended. To follow the run live, use "
                 f"%load_ext colabkit and %dashboard --attach {folder} in another notebook."
             )
         text = "\n".join(filter(None, [stale, self.view.said, *map(repr, self.view.reports)]))

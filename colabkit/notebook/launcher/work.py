@@ -146,7 +146,7 @@ class ClickWorker:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Show when a training begins in the block, and the lines that the block prints."""
+        """Show when training begins in the block, and the lines that the block prints."""
 
         def listen(event: meters.Event) -> None:
             if isinstance(event, meters.RunStarted):

@@ -49,7 +49,7 @@ class Choice:
     Attributes:
         value: the value.
         text: the value and the reason for it.
-        warning: what the user should consider; empty if there is nothing.
+        warning: a point that the user should consider; empty if there is none.
     """
 
     value: Any

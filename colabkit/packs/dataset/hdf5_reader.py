@@ -223,8 +223,8 @@ _readers: weakref.WeakSet[Hdf5Reader] = weakref.WeakSet()
 class Hdf5Reader:
     """Reads rows of a file's datasets through HDF5, from any thread and after a fork.
 
-    The file is opened on first use, provided its `file_stamp` is still the same. It is closed before this process forks
-    because HDF5 would share its state with the child.
+    The file is opened on first use, provided its `file_stamp` is still the same. It is closed before this process
+    forks, because HDF5 would share its state with the child.
     """
 
     def __init__(self, path: Path, stamp: tuple[int, ...]) -> None:

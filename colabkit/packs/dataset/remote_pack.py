@@ -95,7 +95,7 @@ class RemoteSamples(ShardedSamples):
         self.cache.discard(self._shards[number])
         act = f"read {self._split}[{row}] of {str(self._info.path)!r}"
         found = f"the copy of {self._shards[number].name!r} in the cache was damaged"
-        return Corrupt(cannot(act, found, "", "Try again, which fetches this shard again"))
+        return Corrupt(cannot(act, found, "", "Try again; this fetches the shard again"))
 
     def forget_shards(self) -> None:
         """Forget the parent's open shards in a forked process, which does not hold them."""

@@ -113,7 +113,7 @@ class ShardCache:
         return (self.folder / shard.name).exists()
 
     def hold(self, shard: Shard, on_wait: Callable[[], None]) -> int:
-        """Download a shard if necessary, and hold it: until `unlock` of the returned descriptor, it is not removed.
+        """Download a shard if necessary, and lock it, so that it is not removed until the descriptor is unlocked.
 
         Raises:
             NotEnoughSpace: if other processes hold so many shards that there is no room.
@@ -149,7 +149,7 @@ class ShardCache:
 
         Args:
             shard: the shard.
-            on_wait: called often; an exception that it raises ends the download, which the next one resumes.
+            on_wait: called often; an exception that it raises ends the download, which the next call resumes.
             is_needed: whether a reader waits for the shard, so that any shard that is not held may be removed. If not,
                 an error is also raised when the shard is needed.
 
@@ -205,7 +205,7 @@ class ShardCache:
             file_changes.remove(loading)
 
     def _fault_of(self, shard: Shard, path: Path, on_wait: Callable[[], None]) -> str:
-        """Check the seal and all samples of a downloaded file; return why it is not the shard, or an empty string."""
+        """Check the seal and all samples of a downloaded file; return why it is rejected, or an empty string."""
         try:
             info = read_pack(path)
             if info.seal != shard.seal:

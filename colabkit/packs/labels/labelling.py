@@ -213,7 +213,7 @@ def _infer_labels(
     if isinstance(labels, str):
         cells, column = _column(act, columns, labels), f"the column {labels!r}"
         names = listing.classes.get(labels, ())
-        # For other tasks, the numbers are no classes.
+        # For other tasks, the numbers are not classes.
         if names and task in ("auto", "multilabel" if isinstance(cells[0], list) else "classes"):
             return infer_named(act, column, cells, items, names, renumber=renumber)
         return infer_cells(act, column, cells, items, task, renumber=renumber)

@@ -108,7 +108,7 @@ class SampleMaker(ABC):
 
     @abstractmethod
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
-        """Yield the fields of some samples, omitting bad ones."""
+        """Yield the fields of the given samples, omitting bad ones."""
 
     def lengths(self, numbers: Indices) -> Indices | None:
         """Return the size of each sample's `X` in bytes; None if `X` is not ragged or the sizes are still unknown."""
@@ -139,7 +139,7 @@ class MemorySampleMaker(SampleMaker):
         """Return each field of the given samples as a column; bad samples are blank."""
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
-        """Yield the fields of some samples, omitting bad ones."""
+        """Yield the fields of the given samples, omitting bad ones."""
         for number in numbers:
             bad: list[int] = []
             columns = self.columns(np.array([number]), lambda place, *_, bad=bad: bad.append(place))

@@ -1,8 +1,8 @@
 """Writes shards in the tasks of a `concurrent.futures` executor, whose workers may be on other machines.
 
-A shard may be attempted more than once, also at the same time: its worker died, or the executor runs a task again
-because it lost sight of a worker. Each attempt writes into its own folder, and the first complete one gives the shard
-its name.
+A shard may be attempted more than once, even at the same time: its worker may die, or the executor may lose contact
+with a worker and run the task again. Each attempt writes into its own folder, and the first complete one gives the
+shard its name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOOKED_S = 0.5
 _END_S = 10.0
 # Limit for the bytes of arrays in submitted tasks, since arrays are pickled with the task.
 _SENT_BYTES = 1 << 30
-# Errors that another attempt, or another worker, may not have. All other errors of colabkit are about the source.
+# Errors that may not recur in another attempt, or on another worker. All other errors of colabkit are about the source.
 _PASSING = (FetchFailed, FileFailed, TimedOut, PackingFailed)
 
 # How an attempt ended, as the suffix of its mark.
@@ -148,7 +148,7 @@ class _WatchingBar(ProgressBar):
 
 @dataclass
 class ShardTasks:
-    """Runs tasks on an executor, and those that fail again.
+    """Runs tasks on an executor, and reruns those that fail.
 
     Attributes:
         act: verb and object for messages.
@@ -280,7 +280,7 @@ def remove_attempts(attempts: Path) -> None:
     ended = attempts.with_name(f"{attempts.name}-{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         file_changes.rename(attempts, ended)
-        # An attempt that looked up the folder before may still create one file, so the first removal may fail.
+        # An attempt that has already looked up the folder may still create one file, so the first removal may fail.
         with contextlib.suppress(OSError):
             file_changes.remove(ended)
         file_changes.remove(ended)

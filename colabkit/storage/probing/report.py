@@ -121,7 +121,7 @@ class ProbeReport(Report):
         stalled: whether an operation hung.
         stall: the hanging operation, and the time waited for it.
         seconds: duration of the probe.
-        caveat: why the figures may be too optimistic; usually empty.
+        caveat: reason why the figures may be too optimistic; usually empty.
     """
 
     path: str

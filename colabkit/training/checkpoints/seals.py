@@ -47,7 +47,7 @@ class SealedCheckpoint:
         digest: SHA-256 of the file in hex, according to the seal.
         score: value that ranks the checkpoint, or None.
         metric: mode and name of the score, such as `"min loss"`; only scores of the same metric are comparable.
-        trouble: why the seal could not be used; empty for a valid seal.
+        trouble: reason why the seal cannot be used; empty for a valid seal.
     """
 
     seal: Path
