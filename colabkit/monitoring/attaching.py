@@ -152,7 +152,7 @@ class StatusReport(Report):
 def status(path: str | os.PathLike[str] = ".", *, seconds: float | str = 0.0) -> StatusReport:
     """Show training runs in any process on any machine: position, values, and whether they are alive.
 
-    `train(to=)` writes the status beside its checkpoints. On the machine of the run, its process is looked up. On
+    `train(to=)` writes the status next to its checkpoints. On the machine of the run, its process is looked up. On
     another machine, the run is alive if its status changes.
 
     Args:

@@ -107,7 +107,7 @@ def serving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def measure_link(bench: Bench) -> None:
-    """Run epochs within a cache of a tenth of the pack."""
+    """Run epochs with a cache of a tenth of the pack's size."""
     folder, count, total = packed(bench)
     options = bench.options
     rows, shares, excess = [], [], []

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/doctor_runs.py "decoding, a light step"
 
-trains with and without the bottleneck in alternating rounds. It prints JSON with the median speeds before and after the
-fix, and the doctor's diagnoses with and without a measurement of the step alone.
+This trains with and without the bottleneck in alternating rounds. It prints JSON with the median speeds before and
+after the fix, and the doctor's diagnoses with and without a measurement of the step alone.
 """
 
 from __future__ import annotations

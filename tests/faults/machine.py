@@ -143,7 +143,7 @@ class Storage(RuleBasedStateMachine):
             return
         self.call_stage()
         self.copied = self.files
-        # A killed `pack()` leaves files beside the pack until the next call.
+        # A killed `pack()` leaves files next to the pack until the next call.
         left = [path for path in leftovers(self.home) if Path(path).parent != self.path.parent]
         assert not left, "staging leaves unfinished files"
 

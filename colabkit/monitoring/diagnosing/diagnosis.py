@@ -145,7 +145,7 @@ class Diagnosis(Report):
                 round has at least three steps.
 
         Returns:
-            The measured gain with its limits, beside the prediction.
+            The measured gain with its limits, and the prediction.
 
         Raises:
             InvalidOption: if the loader is unknown, since a report was diagnosed; if there is no advice, or none that

@@ -109,7 +109,7 @@ def check_is_copyable(loader: Any) -> None:
 
 
 def copy_of(loader: Any, **changes: Any) -> Iterable[Any]:
-    """Return a new loader of the same samples, in a separate order, with some options changed."""
+    """Return a new loader of the same samples with some options changed; a custom order becomes a random one."""
     if isinstance(loader, Loader):
         arguments = {**loader._arguments, **changes}  # type: ignore[attr-defined]  # noqa: SLF001 - set by its decorator
         if not isinstance(arguments.get("sampler"), Order | None):
@@ -133,7 +133,7 @@ def copy_of(loader: Any, **changes: Any) -> Iterable[Any]:
 
 
 def packed_copy_of(loader: Any, references: References, folder: Path, samples: int) -> Loader:
-    """Pack some random samples as a piece of advice packs all of them, and return the loader of the pack.
+    """Pack random samples in the way that the advice packs all samples, and return the loader of the pack.
 
     Args:
         loader: the user's loader.

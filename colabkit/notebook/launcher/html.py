@@ -131,7 +131,7 @@ def folded(frame: str) -> str:
 
 
 def report(found: Report, *, is_open: bool) -> str:
-    """Return the HTML of a report; a table is folded to its summary line unless `is_open` is set."""
+    """Return the HTML of a report; a table is collapsed to its summary line unless `is_open` is set."""
     shown = found._repr_html_()
     line, end, table = shown.partition("</div><table")
     if not end:

@@ -202,7 +202,7 @@ class View:
         self.say(text, more=more, is_error=is_error)
 
     def point_to(self, names: Iterable[str]) -> None:
-        """Mark only the given fields, and unfold the section that holds one of them."""
+        """Mark only the given fields, and expand the section that holds one of them."""
         names = set(names)
         for name, field in self.fields.items():
             (field.add_class if name in names else field.remove_class)(html.POINTED)
@@ -214,7 +214,7 @@ class View:
         self._show_reports([*self.reports, report], is_over=False)
 
     def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
-        """Show a line for each report; once the run is over, unfold the last report."""
+        """Show a line for each report; once the run is over, expand the last report."""
         _put(self._table, "".join(html.report(one, is_open=is_over and one is reports[-1]) for one in reports))
         self.reports = reports
 
@@ -230,7 +230,7 @@ class View:
         self.painted()
 
     def fold(self, is_kept: bool) -> None:
-        """Fold the last frame of the live panel, which no longer changes, or remove it."""
+        """Collapse the last frame of the live panel, which no longer changes, or remove it."""
         _put(self._panel, html.folded(self._panel.value) if is_kept and self._panel.value else "")
 
     def close(self) -> None:

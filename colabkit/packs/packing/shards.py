@@ -134,7 +134,7 @@ def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Wr
 
 
 def reclaim(final: Path) -> None:
-    """Remove shards that interrupted calls left beside `final`, unless another process is working there."""
+    """Remove shards that interrupted calls left next to `final`, unless another process is working there."""
     kept = ShardFolder(final.absolute())
     if kept.is_begun() and not kept.is_busy():
         with kept:
