@@ -113,7 +113,7 @@ def bytes_in(batch: Any) -> int:
 
 
 def image_size(batch: Any) -> tuple[int, int] | None:
-    """Return height and width of the images in the first field of a batch; None if it holds no images."""
+    """Return the height and width of the images in the first field of a batch; None if it holds no images."""
     if isinstance(batch, Mapping):
         batch = (*batch.values(),)
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch

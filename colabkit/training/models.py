@@ -361,7 +361,8 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
         raise InvalidOption(cannot(act, option("shape", shape), expected, ("For example, use ", _SHAPE)))
     if sides[0] in _COLORS and sides[2] > max(_COLORS):
         # Images are at least five pixels high, so a first number of one to four is the number of channels of a tensor.
-        ordered = ("Use ", option("shape", (*sides[1:], sides[0])))
+        channels_last = (*sides[1:], sides[0])
+        ordered = ("Use ", option("shape", channels_last))
         found = (option("shape", sides), " has the channels first")
         raise InvalidOption(cannot(act, found, "height, width and channels", ordered))
     height, width, channels = shape

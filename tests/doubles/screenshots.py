@@ -215,7 +215,7 @@ def run(mouse: Mouse, camera: Camera) -> None:
 
 
 def only(mouse: Mouse, camera: Camera) -> None:
-    """Take pictures of the reports of the buttons below "Only"."""
+    """Take pictures of the reports of the buttons in the section "Only measure, copy or pack"."""
     mouse.open()
     mouse.fill("Source", "drive:photos")
     mouse.waits_for("1,600 images")

@@ -103,7 +103,7 @@ class StackSampler:
 
 
 def _spot_of(frame: FrameType) -> tuple[str, int, str, SpotKind] | None:
-    """Return file, line, function and kind of the innermost user code in a stack; None if there is none."""
+    """Return the file, line, function and kind of the innermost user code in a stack; None if there is none."""
     stack = [(one, module_of(one.f_code.co_filename)) for one in _outwards(frame)]
     depth = next((depth for depth, (_, module) in enumerate(stack) if not module), None)
     if depth is None:

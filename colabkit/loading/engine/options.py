@@ -181,8 +181,9 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
         why: reason why samples are loaded one by one, as a clause, and how to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
-        found = f"{why[0]}, so the Loader does not support {names}"
-        raise InvalidOption(cannot(act, found, "", f"Omit {names}, or {why[1]}"))
+        reason, remedy = why
+        found = f"{reason}, so the Loader does not support {names}"
+        raise InvalidOption(cannot(act, found, "", f"Omit {names}, or {remedy}"))
 
 
 def check_without_processes(options: LoaderOptions, why: str, next_step: str) -> None:
@@ -276,7 +277,8 @@ def _order_of(
             next_step = "For example, use sampler=colabkit.sampler.Balanced(labels)"
             raise InvalidOption(cannot(act, f"sampler={shown(sampler)}", expected, next_step))
         if isinstance(sampler, Order) and sampler.n != n:
-            found = f"the sampler is for {format_things(sampler.n, 'sample')}, but the dataset has {n}"
+            samples = format_things(sampler.n, "sample")
+            found = f"the sampler is for {samples}, but the dataset has {n}"
             raise InvalidOption(cannot(act, found, "", "Create the sampler for this dataset"))
         if not isinstance(sampler, Order) and not len(sampler):
             raise InvalidOption(cannot(act, "the sampler is empty", "at least one sample index", "Check the sampler"))

@@ -58,7 +58,7 @@ class Choice:
 
 
 def choose_size(asked: tuple[int, int] | str, summary: SourceSummary, device: str) -> Choice:
-    """Return height and width of the images to train on."""
+    """Return the height and width of the images to train on."""
     median = summary.median_size
     if not isinstance(asked, str):
         return Choice(asked, _resized(median, asked), _warning(median, asked))

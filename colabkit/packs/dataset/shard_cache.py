@@ -291,7 +291,7 @@ class ShardCache:
 
 
 def cache_bytes(index: int, complete: Iterable[int], loading: Iterable[int]) -> int:
-    """Return the size of a cache that holds an index, complete shards and downloads, from the bytes of each."""
+    """Return the size of a cache that holds an index, complete shards and downloads, given the bytes of each."""
     downloads = sum(_disk_bytes(length) + LOADING_BYTES for length in loading)
     return downloads + sum(map(_disk_bytes, complete)) + _disk_bytes(index) + _PAGE_BYTES
 

@@ -197,7 +197,8 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
     if columns and len(meaning.classes) < 2:
         names = list(columns)
         found = f"no column ({', '.join(names)}) has a common label name, and there are no class folders"
-        expected = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
+        first, last = ", ".join(LABEL_COLUMNS[:-1]), LABEL_COLUMNS[-1]
+        expected = f"a column named {first} or {last}"
         by_column: Text = ("Name a column, for example ", option("labels", names[0]))
         next_step = (by_column, _BY_FUNCTION, ", or pass ", option("labels", None))
         raise BadSource(cannot(act, found, expected, next_step))
